@@ -1,0 +1,21 @@
+"""One fork server for the whole run: torch and transformers are imported once, a rank then costs 0.3 s."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import ranks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    ranks.prepare_fork_server()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`full` tests run only when asked for (`-m full`), and say so."""
+    if "full" in (config.option.markexpr or ""):
+        return
+    skip = pytest.mark.skip(reason="long form; run by `make test-full`")
+    for item in items:
+        if "full" in item.keywords:
+            item.add_marker(skip)

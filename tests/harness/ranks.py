@@ -1,0 +1,94 @@
+"""run_ranks: a function on every rank of a gloo world, each rank a process forked from a warm fork server."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed", "transformers", "numpy"]
+RANK_THREADS = 1
+
+
+def prepare_fork_server() -> None:
+    """Must run before the first `run_ranks`; the server inherits this environment."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(RANK_THREADS))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mp.set_forkserver_preload(PRELOAD)
+
+
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 240) -> list[Any]:
+    """`function(*args)` on each of `world` ranks with a process group; their results by rank.
+
+    `function` and `args` must pickle. The first rank that fails, or silence past the timeout, fails the call with
+    every rank's traceback.
+    """
+    context = mp.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_rank_main, args=(function, args, rank, world, folder), daemon=True)
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            _await_all(processes, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return _collect(folder, world)
+
+
+def _await_all(processes: list[Any], deadline: float) -> None:
+    """Return when all have ended, or soon after one has failed: its peers would wait for it for ever."""
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if any(process.exitcode not in (None, 0) for process in processes):
+            time.sleep(1.0)
+            return
+        time.sleep(0.01)
+
+
+def _collect(folder: str, world: int) -> list[Any]:
+    results, troubles = [], []
+    for rank in range(world):
+        path = Path(folder, f"rank{rank}.pkl")
+        if not path.exists():
+            troubles.append(f"--- rank {rank}: ended without a result (killed, or out of time)")
+            continue
+        ok, value = pickle.loads(path.read_bytes())
+        results.append(value)
+        if not ok:
+            troubles.append(f"--- rank {rank}:\n{value}")
+    if troubles:
+        raise AssertionError("\n".join(troubles))
+    return results
+
+
+def _rank_main(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, folder: str
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(RANK_THREADS)
+    store = dist.FileStore(str(Path(folder, "store")), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    try:
+        outcome: tuple[bool, Any] = (True, function(*args))
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    part = Path(folder, f"rank{rank}.part")
+    part.write_bytes(pickle.dumps(outcome))
+    part.rename(Path(folder, f"rank{rank}.pkl"))
+    if not outcome[0]:
+        os._exit(1)
+    dist.destroy_process_group()

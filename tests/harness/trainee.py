@@ -1,0 +1,68 @@
+"""The same case on ranks: what `run_ranks` runs to be compared with the oracle."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from harness.models import IGNORED, TinyTransformer, batch, token_loss_sum
+from harness.oracle import BETAS, EPS, LR, WEIGHT_DECAY, Case, Trace
+
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.sharded_optimizer import AdamWConfig
+
+
+def build_runtime(case: Case, stage: int, *, prefetch: int = 1) -> ZeroRuntime:
+    return ZeroRuntime(
+        TinyTransformer(case.model),
+        ZeroPlan.from_stage(stage),
+        case.precision,
+        AdamWConfig(BETAS[0], BETAS[1], EPS, WEIGHT_DECAY),
+        RuntimeSettings(micro_batches=case.micro_batches, clip_norm=case.clip_norm, prefetch=prefetch),
+        torch.device("cpu"),
+    )
+
+
+def backwards_of_step(runtime: ZeroRuntime, case: Case, step: int) -> None:
+    """Every micro-batch of this rank's step, up to and without the update."""
+    rank = dist.get_rank()
+    batches = [batch(case.model, step, rank, micro) for micro in range(case.micro_batches)]
+    tokens = runtime.sum_over_ranks(sum(int((labels != IGNORED).sum()) for _, labels in batches))
+    for ids, labels in batches:
+        runtime.backward(token_loss_sum(runtime.model, ids, labels) / tokens)
+
+
+def train(case: Case, stages: tuple[int, ...] = (0, 1, 2, 3), prefetch: int = 1) -> dict[int, Trace]:
+    """On every rank: the case at each stage in turn. Full weights and first gradients are gathered by hand."""
+    traces = {}
+    for stage in stages:
+        runtime = build_runtime(case, stage, prefetch=prefetch)
+        trace = Trace([], [], {})
+        for step in range(case.steps):
+            backwards_of_step(runtime, case, step)
+            if step == 0:
+                trace.first_grads = full_tensors(runtime, "grad_shard")
+            report = runtime.step(LR)
+            trace.losses.append(report.loss)
+            trace.norms.append(report.grad_norm)
+        trace.weights = full_tensors(runtime, "master_shard")
+        traces[stage] = trace
+    return traces
+
+
+def full_tensors(runtime: ZeroRuntime, attribute: str) -> dict[str, torch.Tensor]:
+    """Put the shards of every unit together without the runtime's own gather: by name, in the parameters' shapes."""
+    found = {}
+    for unit in runtime.units:
+        shard = getattr(unit, attribute)
+        if shard is None:
+            continue
+        full = shard
+        if runtime.collectives.shard_count > 1:
+            pieces = [torch.empty_like(shard) for _ in range(runtime.collectives.shard_count)]
+            dist.all_gather(pieces, shard.contiguous())
+            full = torch.cat(pieces)
+        for segment in unit.layout.segments:
+            values = full[segment.offset : segment.offset + segment.numel]
+            found[segment.name] = values.reshape(segment.shape).clone()
+    return found

@@ -1,0 +1,136 @@
+"""The only caller of torch.distributed collectives; every byte that a rank sends is counted here.
+
+[Note: algorithmic volume]
+The ledger counts what a ring sends, which is also the least that any algorithm can: an all-gather or reduce-scatter
+of P elements over G ranks sends (G-1)/G * P from each rank, an all-reduce twice that. A backend may send more (gloo's
+reduce-scatter does); what travels on the wire is the backend's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from zero_runtime.phase_clock import COMMUNICATION, PhaseClock
+
+# torch 2.13 renamed these two and warns at the old names; 2.11 knows only the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Volume:
+    """What one kind of collective moved from one rank."""
+
+    calls: int = 0
+    elements: int = 0
+    bytes: int = 0
+
+    def add(self, elements: int, element_bytes: int) -> None:
+        self.calls += 1
+        self.elements += elements
+        self.bytes += elements * element_bytes
+
+
+@dataclass
+class Ledger:
+    """Volumes since the last `reset`, by kind; control messages (norms, losses, counts) apart."""
+
+    data: dict[str, Volume] = field(default_factory=dict)
+    control: Volume = field(default_factory=Volume)
+
+    def record(self, kind: str, elements: int, element_bytes: int) -> None:
+        self.data.setdefault(kind, Volume()).add(elements, element_bytes)
+
+    @property
+    def data_elements(self) -> int:
+        return sum(volume.elements for volume in self.data.values())
+
+    def reset(self) -> Ledger:
+        """Start anew; returns what had been counted."""
+        counted = Ledger(self.data, self.control)
+        self.data, self.control = {}, Volume()
+        return counted
+
+
+class Pending:
+    """A collective under way. `wait` makes its result usable, charges the wait to the clock, and may be repeated."""
+
+    def __init__(
+        self, work: dist.Work | None, clock: PhaseClock, then: Callable[[], None] | None = None
+    ) -> None:
+        self._work = work
+        self._clock = clock
+        self._then = then
+
+    def wait(self) -> None:
+        if self._work is not None:
+            with self._clock.phase(COMMUNICATION):
+                self._work.wait()
+        if self._then is not None:
+            self._then()
+        self._work = self._then = None
+
+
+class Collectives:
+    """Collectives of one rank: data over the shard group and over the replicas of a shard, control over all.
+
+    `shard_count` is 1 (every rank is a replica) or the world size (every rank holds a shard of its own).
+    """
+
+    def __init__(self, shard_count: int, clock: PhaseClock) -> None:
+        self.world = dist.get_world_size()
+        self.rank = dist.get_rank()
+        assert shard_count in (1, self.world), f"shard group of {shard_count} in a world of {self.world}"
+        self.shard_count = shard_count
+        self.replica_count = self.world // shard_count
+        self.shard_rank = self.rank if shard_count > 1 else 0
+        self.replica_rank = 0 if shard_count > 1 else self.rank
+        self.ledger = Ledger()
+        self._clock = clock
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """Fill `full` [P] from every rank's `shard` [S], which may be its own slice of `full`."""
+        if self.shard_count == 1:
+            if full.data_ptr() != shard.data_ptr():
+                full.copy_(shard)
+            return Pending(None, self._clock)
+        self.ledger.record("all_gather", (self.shard_count - 1) * shard.numel(), shard.element_size())
+        with self._clock.phase(COMMUNICATION):
+            work = _all_gather(full, shard, async_op=True)
+        return Pending(work, self._clock)
+
+    def reduce(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """Sum `full` [P] over all ranks into `shard` [S], which may be this rank's slice of `full`.
+
+        Reduce-scatter over the shard group, then all-reduce over the replicas of the shard. `full` is scratch after.
+        """
+        if self.shard_count == 1:
+            if full.data_ptr() != shard.data_ptr():
+                shard.copy_(full)
+            return self._all_reduce_replicas(shard)
+        self.ledger.record("reduce_scatter", (self.shard_count - 1) * shard.numel(), full.element_size())
+        with self._clock.phase(COMMUNICATION):
+            work = _reduce_scatter(shard, full, op=dist.ReduceOp.SUM, async_op=True)
+        return Pending(work, self._clock)
+
+    def _all_reduce_replicas(self, shard: torch.Tensor) -> Pending:
+        if self.replica_count == 1:
+            return Pending(None, self._clock)
+        elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count
+        self.ledger.record("all_reduce", elements, shard.element_size())
+        with self._clock.phase(COMMUNICATION):
+            work = dist.all_reduce(shard, op=dist.ReduceOp.SUM, async_op=True)
+        return Pending(work, self._clock)
+
+    def sum_over_ranks_(self, control: torch.Tensor) -> torch.Tensor:
+        """Sum a few numbers over all ranks, in place; a control message, counted apart from the data."""
+        if self.world > 1:
+            elements = 2 * (self.world - 1) * control.numel() // self.world
+            self.ledger.control.add(elements, control.element_size())
+            with self._clock.phase(COMMUNICATION):
+                dist.all_reduce(control, op=dist.ReduceOp.SUM)
+        return control

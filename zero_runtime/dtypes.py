@@ -1,0 +1,7 @@
+"""The torch dtype behind each short name of `precision.py`."""
+
+from __future__ import annotations
+
+import torch
+
+TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}

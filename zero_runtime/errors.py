@@ -1,0 +1,23 @@
+"""The runtime's errors: what was expected, what was found, what to do."""
+
+from __future__ import annotations
+
+
+class ZeroError(Exception):
+    """Base of every error that the runtime raises on purpose."""
+
+
+class PlanError(ZeroError, ValueError):
+    """A setting, a model or a plan that the runtime cannot run; the user's to mend."""
+
+
+class UnitStateError(ZeroError, RuntimeError):
+    """A unit was asked for a move that its state does not allow; ours to mend."""
+
+
+class CallOrderError(ZeroError, RuntimeError):
+    """forward, backward and step were called in an order that loses gradients or work."""
+
+
+class NonFiniteError(ZeroError, RuntimeError):
+    """The loss or the gradient norm is not a number; nothing was updated."""

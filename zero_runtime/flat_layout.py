@@ -1,0 +1,86 @@
+"""Where each parameter of a unit lies in the unit's flat tensor, and which rank owns which range.
+
+Integers only; standard library only. Offsets and ranges count elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# A shard is a whole number of these, so that no shard starts inside a 64-byte line in any dtype of 16 bits or more.
+SHARD_ALIGNMENT_NUMEL = 32
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's place in the flat tensor: elements [offset, offset + numel)."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that one shard holds: param elements [start, stop) at shard_offset of the shard."""
+
+    name: str
+    start: int
+    stop: int
+    shard_offset: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Segments in order, then padding up to P = padded_numel; P is shard_count equal shards of S elements."""
+
+    segments: tuple[Segment, ...]
+    numel: int
+    padded_numel: int
+    shard_count: int
+
+    @classmethod
+    def build(
+        cls, shapes: Iterable[tuple[str, tuple[int, ...]]], *, shard_count: int, world: int
+    ) -> FlatLayout:
+        """Lay `(name, shape)` out in order.
+
+        P is a multiple of world * SHARD_ALIGNMENT_NUMEL, not only of the shard count: an all-reduce over the
+        replicas splits each shard again, and equal pieces keep the counted bytes whole numbers.
+        """
+        segments = []
+        offset = 0
+        for name, shape in shapes:
+            numel = math.prod(shape)
+            segments.append(Segment(name, tuple(shape), offset, numel))
+            offset += numel
+        multiple = world * SHARD_ALIGNMENT_NUMEL
+        return cls(tuple(segments), offset, -(-offset // multiple) * multiple, shard_count)
+
+    @property
+    def shard_numel(self) -> int:
+        """S, the elements of one shard."""
+        return self.padded_numel // self.shard_count
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of the flat tensor that belong to no parameter."""
+        return self.padded_numel - self.numel
+
+    def shard_range(self, shard: int) -> tuple[int, int]:
+        """[start, stop) of one shard in the flat tensor."""
+        return shard * self.shard_numel, (shard + 1) * self.shard_numel
+
+    def pieces(self, shard: int) -> tuple[Piece, ...]:
+        """What the shard holds, by parameter, in order; padding is in no piece."""
+        low, high = self.shard_range(shard)
+        found = []
+        for segment in self.segments:
+            start = max(segment.offset, low)
+            stop = min(segment.offset + segment.numel, high)
+            if start < stop:
+                found.append(Piece(segment.name, start - segment.offset, stop - segment.offset, start - low))
+        return tuple(found)

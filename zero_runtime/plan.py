@@ -1,0 +1,71 @@
+"""The table of ZeRO stages: which model state is partitioned, and when full copies end.
+
+This file alone knows the word "stage". Everything else asks a `ZeroPlan`.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from zero_runtime.errors import PlanError
+
+
+class Partition(Enum):
+    """How one model state lies over the data-parallel ranks."""
+
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
+
+
+class Phase(Enum):
+    """The parts of a training step after which a full copy may end."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+R, S = Partition.REPLICATED, Partition.SHARDED
+
+# (params, grads, optimizer), arXiv 1910.02054 section 5: each stage shards one more state.
+_STAGES = {0: (R, R, R), 1: (R, R, S), 2: (R, S, S), 3: (S, S, S)}
+
+
+@dataclass(frozen=True)
+class ZeroPlan:
+    """One row of the table. Only rows that the ZeRO paper defines can be built."""
+
+    params: Partition
+    grads: Partition
+    optimizer: Partition
+
+    def __post_init__(self) -> None:
+        row = (self.params, self.grads, self.optimizer)
+        if row not in _STAGES.values():
+            names = ", ".join(state.value for state in row)
+            raise PlanError(
+                f"no ZeRO stage has (params, grads, optimizer) = ({names}): expected each state to be sharded "
+                "only where the ones after it are; use ZeroPlan.from_stage(0 | 1 | 2 | 3)"
+            )
+
+    @classmethod
+    def from_stage(cls, stage: int) -> ZeroPlan:
+        """The plan of ZeRO stage 0 (plain data parallelism), 1, 2 or 3."""
+        if stage not in _STAGES:
+            raise PlanError(f"zero.stage: expected one of {sorted(_STAGES)}, found {stage!r}")
+        return cls(*_STAGES[stage])
+
+    def shard_count(self, world: int) -> int:
+        """Number of ranks that a sharded state is split over."""
+        return world if self.optimizer is S else 1
+
+    @property
+    def reduces_every_backward(self) -> bool:
+        """Whether gradients are reduced after each micro-batch, or summed locally until the last one."""
+        return self.grads is S
+
+    def releases_params_after(self, phase: Phase) -> bool:
+        """Whether the full parameters may end after `phase`. After a step they are stale in every row."""
+        return phase is Phase.STEP or self.params is S

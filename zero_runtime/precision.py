@@ -1,0 +1,41 @@
+"""The dtypes of one run: what is computed with, sent, summed and kept. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_runtime.errors import PlanError
+
+ITEMSIZE_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Four dtypes by short name.
+
+    param: forward and backward compute in it, and full parameters are gathered in it.
+    reduce: gradients cross the ranks in it.
+    accumulate: gradients of several micro-batches are summed in it (unused with one micro-batch).
+    master: the optimizer updates weights of this dtype; where it equals `param` they are one tensor.
+    """
+
+    param: str = "fp32"
+    reduce: str = "fp32"
+    accumulate: str = "fp32"
+    master: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for field, name in vars(self).items():
+            if name not in ITEMSIZE_BYTES:
+                raise PlanError(
+                    f"precision.{field}: expected one of {sorted(ITEMSIZE_BYTES)}, found {name!r}"
+                )
+        if ITEMSIZE_BYTES[self.master] < ITEMSIZE_BYTES[self.param]:
+            raise PlanError(
+                f"precision.master={self.master} is narrower than precision.param={self.param}: every update would "
+                f"be rounded away; set precision.master={self.param}"
+            )
+
+    def grad(self, micro_batches: int) -> str:
+        """The dtype in which a gradient rests between the last backward and the step."""
+        return self.accumulate if micro_batches > 1 else self.reduce

@@ -1,0 +1,108 @@
+"""When things move: the order of the units, what is gathered ahead, when a gradient is reduced.
+
+Prefetching is calling a unit's `unshard` earlier, and overlapping a reduction is waiting for it later, so neither
+changes any bits. The order of the units is recorded in the first forward and the first backward.
+"""
+
+from __future__ import annotations
+
+from zero_runtime.plan import Phase, ZeroPlan
+from zero_runtime.unit import Unit
+
+
+class Schedule:
+    """Turns the events of a step (from `ModuleHooks` and the runtime) into the units' verbs."""
+
+    def __init__(self, units: list[Unit], plan: ZeroPlan, *, prefetch: int) -> None:
+        self._units = units
+        self._plan = plan
+        self._prefetch = prefetch
+        self._order: dict[Phase, list[Unit]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
+        self._recorded: set[Phase] = set()
+        self._phase = Phase.FORWARD
+        self._reducing: Unit | None = None
+        self._unreduced: set[Unit] = set()
+        self._boundary = True
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit) -> None:
+        """The unit's parameters are about to be read."""
+        self._gather(unit)
+
+    def after_forward(self, unit: Unit) -> None:
+        """The unit's parameters have been read. A forward seen during backward is a recomputation: keep them."""
+        if self._phase is Phase.FORWARD:
+            unit.reshard(Phase.FORWARD)
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    def begin_backward(self, *, boundary: bool) -> None:
+        """Backward starts; `boundary` says that it is the step's last micro-batch."""
+        if self._order[Phase.FORWARD]:
+            self._recorded.add(Phase.FORWARD)
+        self._phase = Phase.BACKWARD
+        self._boundary = boundary
+        self._unreduced = {unit for unit in self._units if unit.trainable}
+        for unit in self._units:
+            unit.begin_backward()
+
+    def before_backward(self, unit: Unit) -> None:
+        """The unit's parameters are about to be read again, to make gradients."""
+        self._gather(unit)
+
+    def after_backward(self, unit: Unit) -> None:
+        """The unit's last gradient has come; nothing reads its parameters any more in this backward."""
+        unit.reshard(Phase.BACKWARD)
+        self._reduce(unit)
+
+    def end_backward(self) -> None:
+        """Backward is over: reduce what has not been (unused parameters count as zero), release everything."""
+        for unit in self._units:
+            if unit in self._unreduced:
+                self._reduce(unit)
+            unit.reshard(Phase.BACKWARD)
+        self._wait_reduce()
+        self._recorded.add(Phase.BACKWARD)
+        self._phase = Phase.FORWARD
+
+    def after_step(self) -> None:
+        """The shards are new: every full copy is stale, and the next forward gathers it."""
+        for unit in self._units:
+            unit.reshard(Phase.STEP)
+
+    # ---- moves -------------------------------------------------------------------------------------------------
+
+    def _gather(self, unit: Unit) -> None:
+        unit.unshard()
+        for ahead in self._following(unit):
+            ahead.unshard()
+        unit.wait_unshard()
+
+    def _following(self, unit: Unit) -> list[Unit]:
+        """The next units in the recorded order of this phase; records it the first time round."""
+        order = self._order[self._phase]
+        if self._phase not in self._recorded:
+            if unit not in order:
+                order.append(unit)
+            return []
+        if unit not in order:
+            return []
+        place = order.index(unit)
+        return order[place + 1 : place + 1 + self._prefetch]
+
+    def _reduce(self, unit: Unit) -> None:
+        if unit not in self._unreduced:
+            return
+        self._unreduced.discard(unit)
+        if not (self._plan.reduces_every_backward or self._boundary):
+            return
+        # One reduction may be under way while the next unit's backward runs; a second full gradient, not a third.
+        self._wait_reduce()
+        unit.reduce_grad()
+        self._reducing = unit
+
+    def _wait_reduce(self) -> None:
+        if self._reducing is not None:
+            self._reducing.wait_reduce()
+            self._reducing = None

@@ -1,0 +1,300 @@
+"""One unit's bytes: its flat tensors, who aliases whom, and the two state machines that guard them.
+
+[Note: flat tensors]
+P = elements of the unit, padded; S = P / shard count. One name for each tensor, in the order of a parameter's way:
+master_shard [S] -> param_shard [S] -> unsharded_param [P] -> unsharded_grad [P] -> grad_shard [S] -> master_shard.
+No flat tensor is shown outside this file but to the optimizer and the norm; everything else speaks of parameters.
+
+[Note: release by storage]
+Tensors that autograd saved for backward alias unsharded_param's storage. So a release frees the storage itself
+(resize to 0) and the next gather refills the same one; a new tensor would leave the saved ones with stale memory.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from zero_runtime.collectives import Collectives, Pending
+from zero_runtime.dtypes import TORCH_DTYPE
+from zero_runtime.errors import UnitStateError
+from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.plan import Partition, Phase, ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.unit_planner import UnitSpec
+
+
+class DataState(Enum):
+    """Where the parameters are: only this rank's shard is current, a gather is under way, or all are current."""
+
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
+
+
+class GradState(Enum):
+    """Where the gradients are: none, this rank's own, being reduced, or this rank's shard of the sum."""
+
+    EMPTY = "empty"
+    LOCAL = "local"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+
+
+_DATA_MOVES = {
+    (DataState.SHARDED, DataState.UNSHARDING),
+    (DataState.UNSHARDING, DataState.UNSHARDED),
+    (DataState.UNSHARDED, DataState.SHARDED),
+}
+_GRAD_MOVES = {
+    (GradState.EMPTY, GradState.LOCAL),
+    (GradState.LOCAL, GradState.LOCAL),
+    (GradState.LOCAL, GradState.REDUCING),
+    (GradState.REDUCING, GradState.REDUCED),
+    (GradState.REDUCED, GradState.LOCAL),
+    (GradState.REDUCED, GradState.EMPTY),
+}
+
+
+class Unit:
+    """The tensors of one unit on one rank. It alone allocates, fills and frees them."""
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        plan: ZeroPlan,
+        precision: MixedPrecision,
+        collectives: Collectives,
+        device: torch.device,
+        *,
+        micro_batches: int,
+    ) -> None:
+        self.name = spec.name
+        self.module = spec.module
+        self.trainable = spec.trainable
+        self.params = [param for _, param in spec.params]
+        shapes = [(name, tuple(param.shape)) for name, param in spec.params]
+        self.layout = FlatLayout.build(shapes, shard_count=collectives.shard_count, world=collectives.world)
+        self._plan = plan
+        self._collectives = collectives
+        self._device = device
+        self._param_dtype = TORCH_DTYPE[precision.param]
+        self._master_dtype = TORCH_DTYPE[precision.master]
+        self._reduce_dtype = TORCH_DTYPE[precision.reduce]
+        self._grad_dtype = TORCH_DTYPE[precision.grad(micro_batches)]
+
+        self.data_state = DataState.UNSHARDED
+        self.grad_state = GradState.EMPTY
+        self._gathering: Pending | None = None
+        self._reducing: Pending | None = None
+        self._reduce_out: torch.Tensor | None = None  # [S] reduce_dtype, while REDUCING
+        self._filled: set[int] = set()  # parameters (by index) with a gradient in unsharded_grad
+        self._arrived: set[int] = set()  # parameters whose gradient came in the backward under way
+        self.unsharded_grad: torch.Tensor | None = None  # [P] grad_dtype (R grads) or reduce_dtype (S grads)
+        self.grad_shard: torch.Tensor | None = None  # [S] grad_dtype
+        self._allocate()
+        self._materialize()
+
+    # ---- birth -------------------------------------------------------------------------------------------------
+
+    def _allocate(self) -> None:
+        """Decide every alias between flat tensors; nowhere else is one made.
+
+        Replicated parameters: param_shard is this rank's slice of unsharded_param, which lives on. Sharded ones:
+        param_shard is a tensor of its own, since what outlives a release must not share its storage.
+        The master is param_shard itself where their dtypes agree, and does not exist for frozen parameters.
+        """
+        self.unsharded_param = self._empty(self.layout.padded_numel, self._param_dtype)  # [P]
+        if self._plan.params is Partition.REPLICATED:
+            self.param_shard = self._own_slice(self.unsharded_param)  # [S]
+        else:
+            self.param_shard = self._empty(self.layout.shard_numel, self._param_dtype)  # [S]
+        self.master_shard: torch.Tensor | None = None  # [S]
+        if self.trainable and self._master_dtype != self._param_dtype:
+            self.master_shard = self._empty(self.layout.shard_numel, self._master_dtype)
+        elif self.trainable:
+            self.master_shard = self.param_shard
+
+    def _materialize(self) -> None:
+        """Take the parameters' values and make them views of unsharded_param; their old storages end here.
+
+        The master shard is taken before the values are rounded to param_dtype.
+        """
+        with torch.no_grad():
+            self.unsharded_param[self.layout.numel :].zero_()
+            if self.master_shard is not None:
+                self.master_shard.zero_()
+            for segment, param in zip(self.layout.segments, self.params, strict=True):
+                self.unsharded_param[segment.offset : segment.offset + segment.numel].copy_(param.reshape(-1))
+            for piece, param in self._own_pieces():
+                if self.master_shard is not None:
+                    values = param.reshape(-1)[piece.start : piece.stop]
+                    self.master_shard[piece.shard_offset :][: values.numel()].copy_(values)
+            if self.param_shard.data_ptr() != self._own_slice(self.unsharded_param).data_ptr():
+                self.param_shard.copy_(self._own_slice(self.unsharded_param))
+            for segment, param in zip(self.layout.segments, self.params, strict=True):
+                flat = self.unsharded_param[segment.offset : segment.offset + segment.numel]
+                # Rebinding .data keeps the parameter's identity and gives the view a version counter of its own, so
+                # refilling the flat tensor does not look to autograd like a write to a saved tensor.
+                param.data = flat.view(segment.shape)
+
+    def _own_pieces(self) -> list:
+        by_name = {
+            segment.name: param for segment, param in zip(self.layout.segments, self.params, strict=True)
+        }
+        return [(piece, by_name[piece.name]) for piece in self.layout.pieces(self._collectives.shard_rank)]
+
+    # ---- parameters --------------------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Start gathering the full parameters. Does not block; a no-op unless SHARDED."""
+        if self.data_state is not DataState.SHARDED:
+            return
+        self._move_data(DataState.UNSHARDING)
+        with torch.no_grad():
+            storage = self.unsharded_param.untyped_storage()
+            if storage.size() == 0:
+                storage.resize_(self.layout.padded_numel * self.unsharded_param.element_size())
+            self._gathering = self._collectives.all_gather(self.unsharded_param, self.param_shard)
+
+    def wait_unshard(self) -> None:
+        """Block until the full parameters may be read; starts the gather if nobody has."""
+        self.unshard()
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+            self._move_data(DataState.UNSHARDED)
+
+    def reshard(self, after: Phase) -> None:
+        """Declare the full parameters done with; the plan decides whether anything ends. No-op unless UNSHARDED."""
+        if self.data_state is DataState.UNSHARDING:
+            self.wait_unshard()
+        if self.data_state is not DataState.UNSHARDED or not self._plan.releases_params_after(after):
+            return
+        self._move_data(DataState.SHARDED)
+        if self._plan.params is Partition.SHARDED:
+            self.unsharded_param.untyped_storage().resize_(0)  # see [Note: release by storage]
+
+    # ---- gradients ---------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """A backward starts: none of its gradients has come yet."""
+        self._arrived.clear()
+
+    def take_grad(self, index: int) -> bool:
+        """Move `params[index].grad` into the flat gradient. True when every parameter's has come in this backward."""
+        param, segment = self.params[index], self.layout.segments[index]
+        assert param.grad is not None, f"unit {self.name}: no gradient for {segment.name}"
+        self._open_grads()
+        assert self.unsharded_grad is not None
+        flat = self.unsharded_grad[segment.offset : segment.offset + segment.numel]
+        with torch.no_grad():
+            if index in self._filled:
+                flat.add_(param.grad.reshape(-1))
+            else:
+                flat.copy_(param.grad.reshape(-1))
+        param.grad = None
+        self._filled.add(index)
+        self._arrived.add(index)
+        return len(self._arrived) == len(self.params)
+
+    def _open_grads(self) -> None:
+        """Make room for full gradients; a no-op while there is some."""
+        if self.grad_state is GradState.REDUCING:
+            self.wait_reduce()
+        self._move_grad(GradState.LOCAL)
+        if self.unsharded_grad is not None:
+            return
+        keeps_full = self._plan.grads is Partition.REPLICATED
+        dtype = self._grad_dtype if keeps_full else self._reduce_dtype
+        self.unsharded_grad = self._empty(self.layout.padded_numel, dtype)
+        self.unsharded_grad[self.layout.numel :].zero_()  # summed and squared with the rest
+
+    def reduce_grad(self) -> None:
+        """Start summing the full gradients over the ranks into this rank's shard. Does not block.
+
+        Parameters that took no part count as zero: every rank must issue the same collectives.
+        """
+        if not self.trainable:
+            return
+        self._open_grads()
+        assert self.unsharded_grad is not None
+        for index, segment in enumerate(self.layout.segments):
+            if index not in self._filled:
+                self.unsharded_grad[segment.offset : segment.offset + segment.numel].zero_()
+        self._filled.clear()
+        self._move_grad(GradState.REDUCING)
+        full = self.unsharded_grad.to(self._reduce_dtype)  # the same tensor where the dtypes agree
+        self._reduce_out = self._reduction_target(full)
+        self._reducing = self._collectives.reduce(full, self._reduce_out)
+
+    def _reduction_target(self, full: torch.Tensor) -> torch.Tensor:
+        """[S] reduce_dtype. In place where the full gradient lives on, else of its own: it outlives the full one."""
+        if self._plan.grads is Partition.REPLICATED or self._collectives.shard_count == 1:
+            return self._own_slice(full)
+        return self._empty(self.layout.shard_numel, self._reduce_dtype)
+
+    def wait_reduce(self) -> None:
+        """Block until grad_shard holds the sum over the ranks; frees the full gradient where the plan shards it."""
+        if self._reducing is None:
+            return
+        self._reducing.wait()
+        assert self._reduce_out is not None
+        assert self.unsharded_grad is not None
+        if self._plan.grads is Partition.REPLICATED:
+            self.grad_shard = self._own_slice(self.unsharded_grad)
+            if self.grad_shard.dtype != self._reduce_out.dtype:
+                self.grad_shard.copy_(self._reduce_out)
+        elif self.grad_shard is None:
+            self.grad_shard = self._reduce_out.to(self._grad_dtype)
+        else:
+            self.grad_shard.add_(self._reduce_out)
+        if self._plan.grads is Partition.SHARDED:
+            self.unsharded_grad = None
+        self._reducing = self._reduce_out = None
+        self._move_grad(GradState.REDUCED)
+
+    # ---- step --------------------------------------------------------------------------------------------------
+
+    def refresh_param_shard(self) -> None:
+        """Round the updated master into param_shard; a no-op where they are one tensor."""
+        if self.master_shard is not None and self.master_shard is not self.param_shard:
+            self.param_shard.copy_(self.master_shard)
+
+    def free_grads(self) -> None:
+        """End the gradients of this step."""
+        if self.grad_state is GradState.REDUCED:
+            self._move_grad(GradState.EMPTY)
+        self.unsharded_grad = self.grad_shard = None
+
+    # ---- small parts -------------------------------------------------------------------------------------------
+
+    def state_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Live flat tensors by component, for counting; aliases are the caller's to fold (by storage)."""
+        return {
+            "params": [self.unsharded_param, self.param_shard],
+            "grads": [grad for grad in (self.unsharded_grad, self.grad_shard) if grad is not None],
+            "optimizer": [] if self.master_shard is None else [self.master_shard],
+        }
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
+        start, stop = self.layout.shard_range(self._collectives.shard_rank)
+        return full[start:stop]
+
+    def _move_data(self, to: DataState) -> None:
+        if (self.data_state, to) not in _DATA_MOVES:
+            raise UnitStateError(
+                f"unit {self.name}: parameters cannot go from {self.data_state.value} to {to.value}"
+            )
+        self.data_state = to
+
+    def _move_grad(self, to: GradState) -> None:
+        if (self.grad_state, to) not in _GRAD_MOVES:
+            raise UnitStateError(
+                f"unit {self.name}: gradients cannot go from {self.grad_state.value} to {to.value}"
+            )
+        self.grad_state = to
