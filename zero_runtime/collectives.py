@@ -59,9 +59,7 @@ class Ledger:
 class Pending:
     """A collective under way. `wait` makes its result usable, charges the wait to the clock, and may be repeated."""
 
-    def __init__(
-        self, work: dist.Work | None, clock: PhaseClock, then: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, work: dist.Work | None, clock: PhaseClock, then: Callable[[], None] | None = None) -> None:
         self._work = work
         self._clock = clock
         self._then = then

@@ -43,9 +43,7 @@ class FlatLayout:
     shard_count: int
 
     @classmethod
-    def build(
-        cls, shapes: Iterable[tuple[str, tuple[int, ...]]], *, shard_count: int, world: int
-    ) -> FlatLayout:
+    def build(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], *, shard_count: int, world: int) -> FlatLayout:
         """Lay `(name, shape)` out in order.
 
         P is a multiple of world * SHARD_ALIGNMENT_NUMEL, not only of the shard count: an all-reduce over the

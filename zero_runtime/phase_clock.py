@@ -57,7 +57,8 @@ class PhaseClock:
 
 
 def _seconds_between(start: float | torch.cuda.Event, stop: float | torch.cuda.Event) -> float:
-    if isinstance(start, torch.cuda.Event):
-        return start.elapsed_time(stop) / 1e3
-    assert not isinstance(stop, torch.cuda.Event)
-    return stop - start
+    if isinstance(start, float) and isinstance(stop, float):
+        return stop - start
+    assert isinstance(start, torch.cuda.Event)
+    assert isinstance(stop, torch.cuda.Event)
+    return start.elapsed_time(stop) / 1e3

@@ -27,9 +27,7 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         for field, name in vars(self).items():
             if name not in ITEMSIZE_BYTES:
-                raise PlanError(
-                    f"precision.{field}: expected one of {sorted(ITEMSIZE_BYTES)}, found {name!r}"
-                )
+                raise PlanError(f"precision.{field}: expected one of {sorted(ITEMSIZE_BYTES)}, found {name!r}")
         if ITEMSIZE_BYTES[self.master] < ITEMSIZE_BYTES[self.param]:
             raise PlanError(
                 f"precision.master={self.master} is narrower than precision.param={self.param}: every update would "

@@ -140,9 +140,7 @@ class Unit:
                 param.data = flat.view(segment.shape)
 
     def _own_pieces(self) -> list:
-        by_name = {
-            segment.name: param for segment, param in zip(self.layout.segments, self.params, strict=True)
-        }
+        by_name = {segment.name: param for segment, param in zip(self.layout.segments, self.params, strict=True)}
         return [(piece, by_name[piece.name]) for piece in self.layout.pieces(self._collectives.shard_rank)]
 
     # ---- parameters --------------------------------------------------------------------------------------------
@@ -287,14 +285,10 @@ class Unit:
 
     def _move_data(self, to: DataState) -> None:
         if (self.data_state, to) not in _DATA_MOVES:
-            raise UnitStateError(
-                f"unit {self.name}: parameters cannot go from {self.data_state.value} to {to.value}"
-            )
+            raise UnitStateError(f"unit {self.name}: parameters cannot go from {self.data_state.value} to {to.value}")
         self.data_state = to
 
     def _move_grad(self, to: GradState) -> None:
         if (self.grad_state, to) not in _GRAD_MOVES:
-            raise UnitStateError(
-                f"unit {self.name}: gradients cannot go from {self.grad_state.value} to {to.value}"
-            )
+            raise UnitStateError(f"unit {self.name}: gradients cannot go from {self.grad_state.value} to {to.value}")
         self.grad_state = to

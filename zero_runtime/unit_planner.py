@@ -109,6 +109,4 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Put the model's buffers on the device; they keep their dtypes (rotary frequencies need fp32)."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module.register_buffer(
-                name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set
-            )
+            module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)

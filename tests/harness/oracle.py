@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from harness.models import IGNORED, TinySpec, TinyTransformer, batch, token_loss_sum
 
+from harness.models import IGNORED, TinySpec, TinyTransformer, batch, token_loss_sum
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.precision import MixedPrecision
 
@@ -45,9 +45,7 @@ class Trace:
 def step_tokens(case: Case, step: int) -> int:
     """Unmasked tokens of the global batch."""
     labels = (
-        batch(case.model, step, rank, micro)[1]
-        for rank in range(case.world)
-        for micro in range(case.micro_batches)
+        batch(case.model, step, rank, micro)[1] for rank in range(case.world) for micro in range(case.micro_batches)
     )
     return sum(int((part != IGNORED).sum()) for part in labels)
 
@@ -61,9 +59,7 @@ def oracle(case: Case, *, reduces_every_backward: bool) -> Trace:
     )
     trace = Trace([], [], masters)
     for step in range(case.steps):
-        grads, loss = global_gradient(
-            case, masters, step, trace, reduces_every_backward=reduces_every_backward
-        )
+        grads, loss = global_gradient(case, masters, step, trace, reduces_every_backward=reduces_every_backward)
         for name, master in masters.items():
             master.grad = grads[name].to(torch.float32)
         norm = torch.nn.utils.get_total_norm([m.grad for m in masters.values() if m.grad is not None])
@@ -98,8 +94,7 @@ def global_gradient(
             loss.backward()
             losses.append(float(loss.detach()))
             parts[rank, micro] = {
-                name: p.grad if p.grad is not None else torch.zeros_like(p)
-                for name, p in model.named_parameters()
+                name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()
             }
     grads = {name: _sum(case, parts, name, reduces_every_backward) for name in masters}
     if trace is not None and not trace.first_grads:

@@ -73,9 +73,7 @@ def _collect(folder: str, world: int) -> list[Any]:
     return results
 
 
-def _rank_main(
-    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, folder: str
-) -> None:
+def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+
 from harness.models import IGNORED, TinyTransformer, batch, token_loss_sum
 from harness.oracle import BETAS, EPS, LR, WEIGHT_DECAY, Case, Trace
-
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.sharded_optimizer import AdamWConfig

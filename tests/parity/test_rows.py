@@ -35,9 +35,7 @@ def assert_same_bits(found: Trace, wanted: Trace) -> None:
     assert found.losses == wanted.losses
     assert found.weights.keys() == wanted.weights.keys()
     for name, weight in wanted.weights.items():
-        assert torch.equal(found.weights[name], weight), (
-            f"{name}: {(found.weights[name] - weight).abs().max()}"
-        )
+        assert torch.equal(found.weights[name], weight), f"{name}: {(found.weights[name] - weight).abs().max()}"
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
