@@ -32,10 +32,10 @@ def adamw(
     grad_scale: torch.Tensor,
     settings: AdamW,
 ) -> None:
-    """Update master [S], exp_avg [S] and exp_avg_sq [S] (all fp32) in place from grad [S] (any float dtype).
+    """Update master [S] (any float dtype), exp_avg [S] and exp_avg_sq [S] (fp32) in place from grad [S] (any).
 
-    The gradient used is `grad * grad_scale` (0-dim fp32). Order and rounding of every operation are those of
-    `torch.optim.AdamW(foreach=False, fused=False)`, so the result has the same bits.
+    The gradient used is `grad * grad_scale` (0-dim fp32); all arithmetic is fp32. With an fp32 master the order and
+    rounding of every operation are those of `torch.optim.AdamW(foreach=False, fused=False)`: the same bits.
     """
     on_cpu = master.device.type == "cpu"
     chunk_numel = CHUNK_NUMEL if on_cpu else max(master.numel(), 1)
@@ -52,10 +52,13 @@ def _adamw_chunk(
     grad_scale: torch.Tensor,
     settings: AdamW,
 ) -> None:
-    grad = grad.to(master.dtype) * grad_scale
-    master.mul_(1 - settings.lr * settings.weight_decay)
+    grad = grad.to(torch.float32) * grad_scale
+    weights = master.to(torch.float32)  # master itself where it is fp32
+    weights.mul_(1 - settings.lr * settings.weight_decay)
     exp_avg.lerp_(grad, 1 - settings.beta1)
     exp_avg_sq.mul_(settings.beta2).addcmul_(grad, grad, value=1 - settings.beta2)
     step_size = settings.lr / (1 - settings.beta1**settings.step)
     denominator = (exp_avg_sq.sqrt() / math.sqrt(1 - settings.beta2**settings.step)).add_(settings.eps)
-    master.addcdiv_(exp_avg, denominator, value=-step_size)
+    weights.addcdiv_(exp_avg, denominator, value=-step_size)
+    if weights is not master:
+        master.copy_(weights)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,25 @@ from zero_runtime.phase_clock import COMMUNICATION, PhaseClock
 # torch 2.13 renamed these two and warns at the old names; 2.11 knows only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def join_world(
+    init_method: str, rank: int, world: int, device: torch.device, *, timeout: timedelta = timedelta(minutes=10)
+) -> None:
+    """Become one of `world` ranks: NCCL between GPUs, gloo between CPUs. Blocks until all have come."""
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def leave_world() -> None:
+    """End this rank's membership."""
+    dist.destroy_process_group()
 
 
 @dataclass
@@ -132,3 +153,9 @@ class Collectives:
             with self._clock.phase(COMMUNICATION):
                 dist.all_reduce(control, op=dist.ReduceOp.SUM)
         return control
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable `value` in rank order, on every rank. For reports, not for steps: uncounted."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values

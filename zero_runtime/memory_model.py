@@ -7,7 +7,7 @@ counts there: 2Ψ + 2Ψ + 12Ψ for mixed-precision Adam). Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.plan import Partition, ZeroPlan
@@ -31,7 +31,10 @@ class UnitSize:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one rank by component; `padding` is the part of the three that belongs to no parameter."""
+    """Bytes of one rank by component; `padding` is what the three hold above the closed form (`formula`).
+
+    It is the mean over the ranks, to the nearest byte: the padding itself lies at the end of the last shards.
+    """
 
     params: int
     grads: int
@@ -72,18 +75,17 @@ def model_state_bytes(
 ) -> StateBytes:
     """Predicted bytes of model states on each rank. Frozen units have parameters only."""
     per_element = BytesPerElement.of(plan, precision, micro_batches)
-    totals = {"params": 0, "grads": 0, "optimizer": 0}
-    padding = 0
+    components = asdict(per_element)
+    totals = dict.fromkeys(components, 0)
+    exact = dict.fromkeys(components, 0.0)
     for unit in units:
-        for component in totals:
+        for component, (size_bytes, partition) in components.items():
             if component != "params" and not unit.trainable:
                 continue
-            size_bytes, partition = getattr(per_element, component)
             ranks = world if partition is Partition.SHARDED else 1
             totals[component] += unit.padded_numel // ranks * size_bytes
-            # The padding lies at the end, so the last rank holds the most of it; summed over the ranks it is exact.
-            padding += (unit.padded_numel - unit.numel) * size_bytes // ranks
-    return StateBytes(**totals, padding=padding)
+            exact[component] += unit.numel * size_bytes / ranks
+    return StateBytes(**totals, padding=round(sum(totals.values()) - sum(exact.values())))
 
 
 def formula(plan: ZeroPlan, precision: MixedPrecision, *, micro_batches: int = 1) -> str:
@@ -96,8 +98,8 @@ def formula(plan: ZeroPlan, precision: MixedPrecision, *, micro_batches: int = 1
     return " + ".join(terms)
 
 
-def collective_elements(plan: ZeroPlan, padded_numel: int, *, world: int, micro_batches: int = 1) -> int:
-    """Elements that one rank sends in one steady training step (arXiv 1910.02054, section 7), padding included.
+def collective_factor(plan: ZeroPlan, micro_batches: int = 1) -> int:
+    """How many times Ψ(N-1)/N elements each rank sends in one steady training step (arXiv 1910.02054, section 7).
 
     Gathers: one a step where parameters are replicated and the optimizer is not, two a micro-batch where they are
     sharded. Reductions: one a step, or one a micro-batch where gradients are sharded. A ring all-reduce is a
@@ -105,4 +107,9 @@ def collective_elements(plan: ZeroPlan, padded_numel: int, *, world: int, micro_
     """
     reductions = micro_batches if plan.reduces_every_backward else 1
     gathers = 2 * micro_batches if plan.params is Partition.SHARDED else 1
-    return (reductions + gathers) * padded_numel * (world - 1) // world
+    return reductions + gathers
+
+
+def collective_elements(plan: ZeroPlan, numel: int, *, world: int, micro_batches: int = 1) -> int:
+    """Elements that one rank sends in one steady training step for `numel` trainable elements (rounded down)."""
+    return collective_factor(plan, micro_batches) * numel * (world - 1) // world

@@ -69,9 +69,14 @@ def token_loss_sum(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) ->
 
 
 def batch(spec: TinySpec, step: int, rank: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels [3, 11]; masks differ by rank, and in step 1 the last rank's first micro-batch is all masked."""
+    """Ids and labels [3, 11]: counting modulo the vocabulary with a tenth of noise, so there is something to learn.
+
+    Masks differ by rank, and in step 1 the first micro-batch of every rank but 0 is all masked.
+    """
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
-    ids = torch.randint(spec.vocab, (3, 12), generator=generator)
+    ids = (torch.randint(spec.vocab, (3, 1), generator=generator) + torch.arange(12)) % spec.vocab
+    noise = torch.rand(ids.shape, generator=generator) < 0.1
+    ids = torch.where(noise, torch.randint(spec.vocab, ids.shape, generator=generator), ids)
     labels = ids[:, 1:].clone()
     labels[:, : 2 + 3 * rank] = IGNORED
     if step == 1 and micro == 0 and rank > 0:

@@ -7,6 +7,7 @@ over ranks last; sharded ones are summed over the ranks in each micro-batch, the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +41,7 @@ class Trace:
     weights: dict[str, torch.Tensor]
     first_grads: dict[str, torch.Tensor] = field(default_factory=dict)
     abs_grad_sum: dict[str, torch.Tensor] = field(default_factory=dict)
+    first_update: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def step_tokens(case: Case, step: int) -> int:
@@ -50,8 +52,17 @@ def step_tokens(case: Case, step: int) -> int:
     return sum(int((part != IGNORED).sum()) for part in labels)
 
 
-def oracle(case: Case, *, reduces_every_backward: bool) -> Trace:
+@dataclass(frozen=True)
+class Nudge:
+    """Ways to round differently without being wrong, to see how far apart two right runs drift."""
+
+    reversed_ranks: bool = False
+    clip_factor: float = 1.0
+
+
+def oracle(case: Case, *, reduces_every_backward: bool, nudge: Nudge | None = None) -> Trace:
     """Run the case with torch.optim.AdamW (foreach=False) on fp32 masters."""
+    nudge = nudge or Nudge()
     torch.set_num_threads(1)
     masters = {name: p.detach().clone() for name, p in TinyTransformer(case.model).named_parameters()}
     optimizer = torch.optim.AdamW(
@@ -59,7 +70,9 @@ def oracle(case: Case, *, reduces_every_backward: bool) -> Trace:
     )
     trace = Trace([], [], masters)
     for step in range(case.steps):
-        grads, loss = global_gradient(case, masters, step, trace, reduces_every_backward=reduces_every_backward)
+        parts, loss = rank_gradients(case, masters, step)
+        order = range(case.world)[::-1] if nudge.reversed_ranks else range(case.world)
+        grads = {name: _sum(case, parts, name, order, reduces_every_backward) for name in masters}
         for name, master in masters.items():
             master.grad = grads[name].to(torch.float32)
         norm = torch.nn.utils.get_total_norm([m.grad for m in masters.values() if m.grad is not None])
@@ -67,43 +80,42 @@ def oracle(case: Case, *, reduces_every_backward: bool) -> Trace:
             coefficient = (case.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             for master in masters.values():
                 assert master.grad is not None
-                master.grad.mul_(coefficient)
+                master.grad.mul_(coefficient * nudge.clip_factor)
         trace.losses.append(loss)
         trace.norms.append(float(norm))
+        before = {name: master.clone() for name, master in masters.items()} if step == 0 else {}
         optimizer.step()
+        if step == 0:
+            trace.first_grads = grads
+            trace.abs_grad_sum = _abs_sum(parts)
+            trace.first_update = {name: masters[name] - before[name] for name in masters}
     return trace
 
 
-def global_gradient(
-    case: Case,
-    masters: dict[str, torch.Tensor],
-    step: int,
-    trace: Trace | None = None,
-    *,
-    reduces_every_backward: bool,
-) -> tuple[dict[str, torch.Tensor], float]:
-    """The gradient of one step in the dtype in which it rests, and the global loss."""
+Parts = dict[tuple[int, int], dict[str, torch.Tensor]]  # gradients by (rank, micro-batch), by name
+
+
+def rank_gradients(case: Case, masters: dict[str, torch.Tensor], step: int) -> tuple[Parts, float]:
+    """Each rank's and micro-batch's own gradient in param_dtype, and the global loss."""
     tokens = torch.tensor(step_tokens(case, step))
-    parts: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
-    losses = []
+    parts: Parts = {}
+    loss_sum = 0.0
     for rank in range(case.world):
         for micro in range(case.micro_batches):
             model = _working_copy(case, masters)
             ids, labels = batch(case.model, step, rank, micro)
             loss = token_loss_sum(model, ids, labels) / tokens
             loss.backward()
-            losses.append(float(loss.detach()))
+            loss_sum += float(loss.detach())
             parts[rank, micro] = {
                 name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()
             }
-    grads = {name: _sum(case, parts, name, reduces_every_backward) for name in masters}
-    if trace is not None and not trace.first_grads:
-        trace.first_grads = grads
-        trace.abs_grad_sum = {
-            name: torch.stack([part[name].to(torch.float64).abs() for part in parts.values()]).sum(0)
-            for name in masters
-        }
-    return grads, sum(losses)
+    return parts, loss_sum
+
+
+def _abs_sum(parts: Parts) -> dict[str, torch.Tensor]:
+    names = next(iter(parts.values()))
+    return {name: torch.stack([part[name].double().abs() for part in parts.values()]).sum(0) for name in names}
 
 
 def _working_copy(case: Case, masters: dict[str, torch.Tensor]) -> TinyTransformer:
@@ -114,20 +126,20 @@ def _working_copy(case: Case, masters: dict[str, torch.Tensor]) -> TinyTransform
     return model
 
 
-def _sum(
-    case: Case, parts: dict[tuple[int, int], dict[str, torch.Tensor]], name: str, reduces_every_backward: bool
-) -> torch.Tensor:
+def _sum(case: Case, parts: Parts, name: str, ranks: range, reduces_every_backward: bool) -> torch.Tensor:
+    """The gradient of the step in the dtype in which it rests, summed in the order of the accumulation class."""
     reduce = TORCH_DTYPE[case.precision.reduce]
     rest = TORCH_DTYPE[case.precision.grad(case.micro_batches)]
-    ranks, micros = range(case.world), range(case.micro_batches)
+    micros = range(case.micro_batches)
     if reduces_every_backward:
         return _in_order(_in_order(parts[r, m][name].to(reduce) for r in ranks).to(rest) for m in micros)
     local = (_in_order(parts[r, m][name].to(rest) for m in micros) for r in ranks)
     return _in_order(grad.to(reduce) for grad in local).to(rest)
 
 
-def _in_order(terms):  # type: ignore[no-untyped-def]
-    total = None
-    for term in terms:
-        total = term.clone() if total is None else total + term
+def _in_order(terms: Iterable[torch.Tensor]) -> torch.Tensor:
+    first, *others = terms
+    total = first.clone()
+    for term in others:
+        total += term
     return total

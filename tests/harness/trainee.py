@@ -42,7 +42,11 @@ def train(case: Case, stages: tuple[int, ...] = (0, 1, 2, 3), prefetch: int = 1)
             backwards_of_step(runtime, case, step)
             if step == 0:
                 trace.first_grads = full_tensors(runtime, "grad_shard")
+                before = full_tensors(runtime, "master_shard")
             report = runtime.step(LR)
+            if step == 0:
+                after = full_tensors(runtime, "master_shard")
+                trace.first_update = {name: after[name] - before[name] for name in after}
             trace.losses.append(report.loss)
             trace.norms.append(report.grad_norm)
         trace.weights = full_tensors(runtime, "master_shard")

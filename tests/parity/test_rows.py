@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from harness.models import TinySpec
-from harness.oracle import Case, Trace, oracle
+from harness.oracle import EPS, LR, Case, Nudge, Trace, oracle
 from harness.ranks import run_ranks
 from harness.trainee import train
 
 from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
 
 STAGES = (0, 1, 2, 3)
-UNIT_ROUNDOFF = 2.0**-24  # fp32, round to nearest
+ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}  # unit roundoff, round to nearest
+UNIT_ROUNDOFF = ROUNDOFF["fp32"]
 
 
 @cache
@@ -23,8 +26,8 @@ def ranks_traces(case: Case) -> dict[int, Trace]:
 
 
 @cache
-def oracle_trace(case: Case, reduces_every_backward: bool) -> Trace:
-    return oracle(case, reduces_every_backward=reduces_every_backward)
+def oracle_trace(case: Case, reduces_every_backward: bool, nudge: Nudge | None = None) -> Trace:
+    return oracle(case, reduces_every_backward=reduces_every_backward, nudge=nudge)
 
 
 def expected(case: Case, stage: int) -> Trace:
@@ -45,3 +48,137 @@ def assert_same_bits(found: Trace, wanted: Trace) -> None:
 def test_fp32_has_the_bits_of_plain_torch(stage: int, world: int, tied: bool, micro_batches: int) -> None:
     case = Case(world, micro_batches, model=TinySpec(tied=tied))
     assert_same_bits(ranks_traces(case)[stage], expected(case, stage))
+
+
+BF16 = MixedPrecision("bf16")  # fp32 reduction, accumulation and master
+BF16_PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16")
+
+
+@pytest.mark.parametrize("precision", [BF16, BF16_PAPER], ids=["reduce_fp32", "reduce_bf16"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_has_the_bits_of_plain_torch(
+    stage: int, world: int, micro_batches: int, precision: MixedPrecision
+) -> None:
+    case = Case(world, micro_batches, precision=precision)
+    assert_same_bits(ranks_traces(case)[stage], expected(case, stage))
+
+
+# ---- world 3: the order of the sum is the backend's ------------------------------------------------------------------
+#
+# |fl(sum) - sum| <= (n-1) u sum|g| for any order of n terms (Higham, Accuracy and Stability of Numerical Algorithms,
+# eq. 4.4, to first order in u), so two orders differ by at most twice that. n counts ranks and micro-batches.
+
+
+def gradient_bound(case: Case, wanted: Trace, name: str) -> torch.Tensor:
+    roundoff = (
+        ROUNDOFF[case.precision.reduce]
+        if case.micro_batches == 1
+        else max(ROUNDOFF[case.precision.reduce], ROUNDOFF[case.precision.accumulate])
+    )
+    return 2 * (case.world * case.micro_batches - 1) * roundoff * wanted.abs_grad_sum[name]
+
+
+def assert_within(found: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor, name: str) -> None:
+    excess = (found.double() - wanted.double()).abs() - bound
+    assert excess.max() <= 0, f"{name}: {excess.max()} above the bound"
+
+
+def update_bound(case: Case, wanted: Trace, name: str) -> torch.Tensor:
+    """How far AdamW's first update may move when each gradient moves by its bound d.
+
+    From zero moments the update is -lr * g / (|g| + eps) and decay, whose slope is lr * eps / (|g| + eps)^2; over
+    [|g| - d, |g| + d] that is largest at the low end, and it never exceeds 2 lr. The dozen roundings of the step are
+    relative to the update (lr) and to the weight, of which the update is a difference.
+    """
+    grad, shift = wanted.first_grads[name].double().abs(), gradient_bound(case, wanted, name)
+    low = (grad - shift).clamp(min=0)
+    moved = (LR * EPS * shift / (low + EPS) ** 2).clamp(max=2 * LR)
+    return moved + 12 * ROUNDOFF["fp32"] * (LR + wanted.weights[name].double().abs() + 2 * LR * case.steps)
+
+
+WORLD_3 = [
+    Case(3, micro_batches, precision=precision, model=TinySpec(tied=tied))
+    for micro_batches in (1, 3)
+    for precision, tied in ((MixedPrecision(), False), (MixedPrecision(), True), (BF16, False), (BF16_PAPER, True))
+]
+
+
+def case_name(case: Case) -> str:
+    dtypes = f"{case.precision.param}_reduce_{case.precision.reduce}"
+    return f"{dtypes}_micro{case.micro_batches}" + ("_tied" if case.model.tied else "")
+
+
+@pytest.mark.parametrize("case", WORLD_3, ids=case_name)
+def test_at_world_3_an_accumulation_class_has_one_result(case: Case) -> None:
+    traces = ranks_traces(case)
+    for first, *others in [(0, 1), (2, 3)] if case.micro_batches > 1 else [STAGES]:
+        for other in others:
+            assert_same_bits(traces[other], traces[first])
+
+
+@pytest.mark.parametrize("case", WORLD_3, ids=case_name)
+@pytest.mark.parametrize("stage", STAGES)
+def test_at_world_3_gradient_norm_and_update_are_within_the_bound(stage: int, case: Case) -> None:
+    found, wanted = ranks_traces(case)[stage], expected(case, stage)
+    shifts = []
+    for name, grad in wanted.first_grads.items():
+        bound = gradient_bound(case, wanted, name)
+        assert_within(found.first_grads[name], grad, bound, name)
+        assert_within(found.first_update[name], wanted.first_update[name], update_bound(case, wanted, name), name)
+        shifts.append(bound.flatten())
+    # Norms are 1-Lipschitz in the gradient; summing n squares in any order adds a relative n u on each side.
+    numel = sum(shift.numel() for shift in shifts)
+    norm_bound = float(torch.cat(shifts).norm()) + numel * ROUNDOFF["fp32"] * wanted.norms[0]
+    assert abs(found.norms[0] - wanted.norms[0]) <= norm_bound
+
+
+@pytest.mark.parametrize("case", WORLD_3, ids=case_name)
+@pytest.mark.parametrize("stage", STAGES)
+def test_at_world_3_twenty_free_steps_keep_the_losses(stage: int, case: Case) -> None:
+    """Rounding grows from step to step, so the yardstick is how far two right orders of summation drift apart."""
+    found, wanted = ranks_traces(case)[stage], expected(case, stage)
+    every = ZeroPlan.from_stage(stage).reduces_every_backward
+    other_order = oracle_trace(case, every, Nudge(reversed_ranks=True))
+    assert_losses_within(found, wanted, drift_between(case, wanted, other_order))
+    assert wanted.losses[-1] < 0.9 * wanted.losses[0], "the run must learn, or equal losses prove nothing"
+
+
+def drift_between(case: Case, right: Trace, also_right: Trace) -> float:
+    """How far rounding alone moves a loss: the largest difference between two right runs, and at least what one
+    parameter rounded the other way does to the first loss (two runs may happen to round alike throughout)."""
+    observed = max(abs(a - b) for a, b in zip(right.losses, also_right.losses, strict=True))
+    influence = max(
+        float((right.first_grads[name].double() * right.weights[name].double()).abs().max()) for name in right.weights
+    )
+    return max(observed, ROUNDOFF[case.precision.param] * influence)
+
+
+def assert_losses_within(found: Trace, wanted: Trace, drift: float) -> None:
+    """Within 20 times the drift, of which one sample is a rough measure."""
+    for step, (loss, right) in enumerate(zip(found.losses, wanted.losses, strict=True)):
+        assert abs(loss - right) <= 20 * drift, f"step {step}: {loss} against {right}, drift {drift}"
+
+
+# ---- clipping --------------------------------------------------------------------------------------------------------
+
+CLIP_NORM = 0.2  # well below the norms of these runs, so every step is clipped
+PARAMETERS_BOUND = 10_000  # more elements than the model has
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_follows_the_global_norm_with_each_element_once(stage: int, world: int, tied: bool) -> None:
+    case = Case(world, clip_norm=CLIP_NORM, model=TinySpec(tied=tied))
+    found, wanted = ranks_traces(case)[stage], expected(case, stage)
+    every = ZeroPlan.from_stage(stage).reduces_every_backward
+    relative = PARAMETERS_BOUND * UNIT_ROUNDOFF  # of a sum of that many squares in any order
+    assert abs(found.norms[0] - wanted.norms[0]) <= relative * wanted.norms[0]
+    assert min(wanted.norms) > CLIP_NORM
+    nudged = oracle_trace(case, every, Nudge(clip_factor=1 + relative, reversed_ranks=True))
+    drift = drift_between(case, wanted, nudged)
+    assert_losses_within(found, wanted, drift)
+    unclipped = oracle_trace(replace(case, clip_norm=None), every)
+    assert abs(unclipped.losses[-1] - wanted.losses[-1]) > 20 * drift, "clipping must matter here"

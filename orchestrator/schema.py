@@ -1,0 +1,290 @@
+"""The configuration as frozen dataclasses: one for each group of conf/, each checking its own values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+from orchestrator.strict import ConfigError, Limits, build
+
+
+class Word(str, Enum):
+    """An enum whose members are their own spelling in conf/, so that a resolved config is plain JSON."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class DType(Word):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Place(Word):
+    device = "device"
+
+
+class DataKind(Word):
+    stdlib = "stdlib"
+    text = "text"
+    synthetic = "synthetic"
+
+
+class OptimizerKind(Word):
+    adamw = "adamw"
+
+
+class SchedulerKind(Word):
+    constant = "constant"
+    warmup = "warmup"
+    cosine = "cosine"
+
+
+class RecomputeKind(Word):
+    none = "none"
+    full = "full"
+
+
+class CheckpointKind(Word):
+    none = "none"
+
+
+class Device(Word):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class ClusterKind(Word):
+    local = "local"
+
+
+class TrackingKind(Word):
+    mlflow = "mlflow"
+    none = "none"
+
+
+@dataclass(frozen=True)
+class Zero:
+    """`prefetch` counts the units gathered ahead of the one in use; it changes time, never bits."""
+
+    stage: int = 2
+    prefetch: int = 1
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "zero")
+        limits.must("stage", lambda value: 0 <= value <= 3, "0, 1, 2 or 3", 2)
+        limits.at_least(0, prefetch=1)
+        limits.conclude()
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes: of parameters in use, of gradients on the wire, of their sum, and of the master weights."""
+
+    param: DType = DType.bf16
+    reduce: DType = DType.fp32
+    accumulate: DType = DType.fp32
+    master: DType = DType.fp32
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where the parameters and the optimizer states rest between uses."""
+
+    params: Place = Place.device
+    optimizer: Place = Place.device
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Counts are sequences, `seq` is tokens; global_size = micro x accumulation x ranks."""
+
+    micro: int = 4
+    accumulation: int | None = None
+    global_size: int | None = None
+    seq: int = 128
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "batch")
+        limits.at_least(1, micro=1, accumulation=None, global_size=None)
+        limits.at_least(2, seq=128)
+        limits.conclude()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A transformers architecture (`model_type`) and the arguments of its configuration; random weights."""
+
+    name: str
+    model_type: str
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is read; `path` belongs to kind text alone."""
+
+    kind: DataKind = DataKind.stdlib
+    path: str | None = None
+    validation_fraction: float = 0.05
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "data")
+        limits.must("validation_fraction", lambda value: 0 <= value < 1, "from 0 to below 1", 0.05)
+        limits.must("path", bool, "a file or folder, or null", None)
+        limits.conclude()
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW with decoupled weight decay; `clip_norm` null switches clipping off."""
+
+    kind: OptimizerKind = OptimizerKind.adamw
+    lr: float = 3e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "optimizer")
+        limits.at_least(0, lr=0.003, weight_decay=0.1)
+        limits.must("beta1", lambda value: 0 <= value < 1, "from 0 to below 1", 0.9)
+        limits.must("beta2", lambda value: 0 <= value < 1, "from 0 to below 1", 0.95)
+        limits.must("eps", lambda value: value > 0, "above 0", 1e-8)
+        limits.must("clip_norm", lambda value: value > 0, "above 0, or null for no clipping", None)
+        limits.conclude()
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """Linear warm-up over `warmup_steps`; cosine then falls to lr x `min_lr_ratio` at the last step."""
+
+    kind: SchedulerKind = SchedulerKind.cosine
+    warmup_steps: int = 5
+    min_lr_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "scheduler")
+        limits.at_least(0, warmup_steps=0)
+        limits.must("min_lr_ratio", lambda value: 0 <= value <= 1, "from 0 to 1", 0.1)
+        limits.conclude()
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activation checkpointing: full keeps only each block's input and runs its forward again in backward."""
+
+    kind: RecomputeKind = RecomputeKind.none
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Saving of the model states."""
+
+    kind: CheckpointKind = CheckpointKind.none
+
+
+@dataclass(frozen=True)
+class Resources:
+    """`ranks` null = the GPUs there, else 2; `threads` null = cores // ranks; the limit is of one run."""
+
+    device: Device = Device.auto
+    ranks: int | None = None
+    threads: int | None = None
+    time_limit_min: float = 60.0
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "resources")
+        limits.at_least(1, ranks=None, threads=None)
+        limits.must("time_limit_min", lambda value: value > 0, "above 0", 60)
+        limits.conclude()
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where the jobs are sent."""
+
+    kind: ClusterKind = ClusterKind.local
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Steps left out of the numbers, steps counted, and batches of the validation after them."""
+
+    warmup_steps: int = 5
+    steps: int = 25
+    validation_batches: int = 2
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "measure")
+        limits.at_least(0, warmup_steps=0, validation_batches=0)
+        limits.at_least(1, steps=25)
+        limits.conclude()
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """`uri` null = an SQLite file beside the outputs; `experiment` null = a name of the project's."""
+
+    kind: TrackingKind = TrackingKind.mlflow
+    uri: str | None = None
+    experiment: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One point. After rules.resolve() nothing about ranks, threads, the batch or the device is left open."""
+
+    seed: int = 1234
+    output: str = "outputs"
+    zero: Zero = field(default_factory=Zero)
+    precision: Precision = field(default_factory=Precision)
+    offload: Offload = field(default_factory=Offload)
+    batch: Batch = field(default_factory=Batch)
+    model: Model
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    scheduler: Scheduler = field(default_factory=Scheduler)
+    recompute: Recompute = field(default_factory=Recompute)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    resources: Resources = field(default_factory=Resources)
+    cluster: Cluster = field(default_factory=Cluster)
+    measure: Measure = field(default_factory=Measure)
+    tracking: Tracking = field(default_factory=Tracking)
+
+    def __post_init__(self) -> None:
+        root_limits(vars(self)).conclude()
+
+
+def root_limits(values: Mapping[str, Any]) -> Limits:
+    """What is out of range among the values that belong to no group."""
+    limits = Limits(values)
+    limits.must("seed", lambda value: 0 <= value < 2**32, "from 0 to 2^32 - 1", 1234)
+    limits.must("output", bool, "the name of a folder", "outputs")
+    return limits
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """Plain data, ready for JSON: enums become their names."""
+    return {key: _plain(value) for key, value in asdict(config).items()}
+
+
+def from_dict(data: Mapping[str, Any]) -> RunConfig:
+    """The inverse of to_dict. ConfigError tells every unknown key, wrong type and bad value at once."""
+    config, broken = build(RunConfig, data)
+    if broken:
+        raise ConfigError(broken)
+    return config
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return value

@@ -1,0 +1,156 @@
+"""Builds frozen dataclasses from plain data: what does not fit is refused, and all of it is told at once."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+
+class Broken(NamedTuple):
+    """One broken rule. Each of `fix` is a list of overrides, "a=1 b=2", that alone makes the rule hold."""
+
+    rule: str
+    found: str = ""
+    fix: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        fix = f"      fix: {'   or   '.join(self.fix)}" if self.fix else ""
+        found = f", found {self.found}" if self.found else ""
+        return f"{self.rule}{found}{fix}"
+
+
+class ConfigError(ValueError):
+    """Everything wrong with a configuration."""
+
+    def __init__(self, broken: list[Broken]) -> None:
+        super().__init__("\n".join(str(one) for one in broken))
+        self.broken = broken
+
+
+class Limits:
+    """Collects what is out of range in one group, so that all of it is told at once."""
+
+    def __init__(self, values: Mapping[str, Any], name: str = "") -> None:
+        self._values = values
+        self._prefix = f"{name}." if name else ""
+        self.broken: list[Broken] = []
+
+    def must(self, key: str, holds: Callable[[Any], bool], rule: str, fix: object) -> None:
+        """None means "not set" and is always in range, also as a `fix`."""
+        value = self._values.get(key)
+        if value is not None and not holds(value):
+            full = self._prefix + key
+            fixed = "null" if fix is None else fix
+            self.broken.append(Broken(f"{full} must be {rule}", str(value), (f"{full}={fixed}",)))
+
+    def at_least(self, low: int, **keys: object) -> None:
+        """Each keyword is a key with the value that repairs it."""
+        for key, fix in keys.items():
+            self.must(key, lambda value: value >= low, f"at least {low}", fix)
+
+    def conclude(self) -> None:
+        if self.broken:
+            raise ConfigError(self.broken)
+
+
+def nearest(word: str, words: Iterable[str]) -> str | None:
+    """The word most like this one, or None when nothing is near."""
+    found = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def type_of(hint: Any) -> tuple[Any, bool]:
+    """The type under an Optional, and whether null is allowed."""
+    if get_origin(hint) in (Union, UnionType):
+        return next(arg for arg in get_args(hint) if arg is not type(None)), True
+    return hint, False
+
+
+def describe(hint: Any) -> str:
+    """What a value of this type looks like, for a person."""
+    kind, optional = type_of(hint)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        text = "one of " + ", ".join(str(member.value) for member in kind)
+    elif get_origin(kind) is dict:
+        text = "a mapping"
+    else:
+        text = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
+    return text + (", or null" if optional else "")
+
+
+def convert(hint: Any, value: object) -> Any:
+    """The value as this type; else ValueError. Whole numbers pass as numbers, numbers as text."""
+    kind, optional = type_of(hint)
+    if value is None and optional:
+        return None
+    if get_origin(kind) is dict and isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    if kind is float and type(value) in (int, float) and math.isfinite(value):  # type: ignore[arg-type]
+        return float(value)  # type: ignore[arg-type]
+    if kind in (bool, int) and type(value) is kind:
+        return value
+    raise ValueError(f"expected {describe(hint)}, found {value!r}")
+
+
+def hints_of(cls: type) -> dict[str, Any]:
+    """The types of a dataclass's fields, in their order."""
+    known = get_type_hints(cls)
+    return {one.name: known[one.name] for one in fields(cls)}
+
+
+def build(cls: type, data: object, path: str = "") -> tuple[Any, list[Broken]]:
+    """An instance and nothing broken, or None and everything broken."""
+    if not isinstance(data, Mapping):
+        return None, [Broken(f"{path} must be a mapping", repr(data))]
+    parts, broken = build_parts(cls, data, path)
+    if broken:
+        return None, broken
+    try:
+        return cls(**parts), []
+    except ConfigError as error:
+        return None, error.broken
+
+
+def build_parts(cls: type, data: Mapping[Any, object], path: str = "") -> tuple[dict[str, Any], list[Broken]]:
+    """The fields that could be built, by name, and everything broken in the others."""
+    hints = hints_of(cls)
+    prefix = f"{path}." if path else ""
+    broken = [_unknown(prefix, str(key), hints) for key in data if key not in hints]
+    parts: dict[str, Any] = {}
+    for one in fields(cls):
+        wrong = _fill(parts, one, hints[one.name], data, prefix)
+        broken.extend(wrong)
+    return parts, broken
+
+
+def _fill(parts: dict[str, Any], one: Field[Any], hint: Any, data: Mapping[Any, object], prefix: str) -> list[Broken]:
+    key = prefix + one.name
+    if one.name not in data:
+        # A group is never filled in silently: who removes it with ~group is told.
+        optional = not is_dataclass(hint) and (one.default is not MISSING or one.default_factory is not MISSING)
+        return [] if optional else [Broken(f"{key} is missing")]
+    if isinstance(hint, type) and is_dataclass(hint):
+        value, broken = build(hint, data[one.name], key)
+        if not broken:
+            parts[one.name] = value
+        return broken
+    try:
+        parts[one.name] = convert(hint, data[one.name])
+    except ValueError:
+        return [Broken(f"{key} must be {describe(hint)}", repr(data[one.name]))]
+    return []
+
+
+def _unknown(prefix: str, key: str, known: Iterable[str]) -> Broken:
+    near = nearest(key, known)
+    hint = f"Did you mean '{prefix}{near}'?" if near else f"known: {' '.join(known)}"
+    return Broken(f"'{prefix}{key}' is not a setting. {hint}")

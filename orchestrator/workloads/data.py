@@ -1,0 +1,200 @@
+"""The tokens of a run: disjoint windows of real text or of a seed, and the order in which samples are read.
+
+[Note: what a sample is] A source is cut into disjoint windows of seq + 1 tokens: seq inputs and, one to the
+right, their targets. Every few windows one is held out for validation, so no token is in both parts. An
+epoch reads every training window once, in an order that is a function of (seed, epoch) alone. The position
+counts samples since the start; rank r takes the r-th slice of a global batch. So the global batch is the
+same at every world size, and a position is all that a resumed run needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from orchestrator.workloads.sources import (
+    BYTE_VOCABULARY,
+    ORDER,
+    STDLIB_BYTES,
+    SYNTHETIC_WINDOWS,
+    ByteWindows,
+    IntArray,
+    SyntheticWindows,
+    Windows,
+    random_bits,
+    read_stdlib,
+    read_text,
+)
+
+LAYOUT_VERSION = 1  # part of the hash: raise it when windows, split or the synthetic rule change
+
+
+class Batch(NamedTuple):
+    """`labels[b, i]` is the token after `input_ids[b, i]`; both [count, seq] int64, the caller's own."""
+
+    input_ids: IntArray
+    labels: IntArray
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """Training and validation samples over one source; see [Note: what a sample is].
+
+    `hash` (12 hex of a sha256) covers kind, seq, validation_fraction and every token in a window (synthetic:
+    seed and vocabulary in the tokens' place). The same text at another seq is other data. Where the text
+    lies, and for text the seed, which only orders it, are not in it.
+    """
+
+    name: str
+    hash: str
+    vocab_size: int  # every token is below it
+    seed: int
+    windows: Windows
+    train_windows: IntArray
+    validation_windows: IntArray
+
+    @property
+    def train_samples(self) -> int:
+        return len(self.train_windows)
+
+    @property
+    def validation_samples(self) -> int:
+        return len(self.validation_windows)
+
+    def train_batch(self, position: int, count: int) -> Batch:
+        """Samples position .. position + count - 1 of the endless sequence of epochs."""
+        parts, end = [], position + count
+        while position < end:
+            epoch, start = divmod(position, self.train_samples)
+            stop = min(self.train_samples, start + end - position)
+            parts.append(epoch_order(self.train_samples, self.seed, epoch)[start:stop])
+            position += stop - start
+        order = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return self._batch(self.train_windows[order])
+
+    def validation_batch(self, position: int, count: int) -> Batch:
+        """The same for the held-out samples, always in the order of the text, beginning anew after the last."""
+        if not self.validation_samples:
+            raise ValueError(
+                "data.validation_fraction: expected more than 0 for a validation batch, found 0; "
+                "set data.validation_fraction=0.05 or measure.validation_batches=0"
+            )
+        order = np.arange(position, position + count, dtype=np.int64) % self.validation_samples
+        return self._batch(self.validation_windows[order])
+
+    def _batch(self, indices: IntArray) -> Batch:
+        tokens = self.windows.read(indices)
+        return Batch(np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:]))
+
+
+def load_data(
+    kind: str, path: str | None, *, seq: int, seed: int, vocab_size: int, validation_fraction: float
+) -> TokenData:
+    """The data of `kind` (stdlib, text or synthetic) for a model of `vocab_size`.
+
+    `path` (a file or a folder) belongs to kind text alone. ValueError when the source cannot give one
+    training and, with a fraction above 0, one validation window.
+    """
+    _check(kind, path, seq, seed, vocab_size, validation_fraction)
+    about: dict[str, Any] = {"layout": LAYOUT_VERSION, "seq": seq, "validation_fraction": float(validation_fraction)}
+    if kind == "synthetic":
+        windows: Windows = SyntheticWindows(seed, vocab_size, seq)
+        name, vocabulary = "synthetic", vocab_size
+        about |= {"kind": "synthetic", "seed": seed, "vocab_size": vocab_size, "windows": SYNTHETIC_WINDOWS}
+        digest = _hash(about, b"")
+    else:
+        name, tokens = _read(kind, path)
+        windows, vocabulary = _cut(tokens, seq, validation_fraction, name), BYTE_VOCABULARY
+        about |= {"kind": str(kind)}
+        digest = _hash(about, memoryview(tokens)[: windows.count * (seq + 1)])
+    train, held_out = split(windows.count, validation_fraction)
+    return TokenData(name, digest, vocabulary, seed, windows, train, held_out)
+
+
+def slice_for_rank(global_size: int, rank: int, world: int) -> tuple[int, int]:
+    """(offset, count) of the r-th contiguous slice of a global batch; ValueError when it does not divide."""
+    if world < 1 or not 0 <= rank < world:
+        raise ValueError(f"rank: expected 0 <= rank < world, found rank {rank} of world {world}")
+    if global_size < 1 or global_size % world:
+        raise ValueError(
+            f"batch.global_size: expected a positive multiple of the {world} ranks, found {global_size}; "
+            f"set batch.global_size={max(1, round(global_size / world)) * world}"
+        )
+    count = global_size // world
+    return rank * count, count
+
+
+def split(count: int, fraction: float) -> tuple[IntArray, IntArray]:
+    """The window numbers for training and for validation: disjoint, the held-out ones evenly spread.
+
+    `count` x `fraction` of them (rounded down, at least one unless the fraction is 0) are held out.
+    """
+    held = min(count - 1, max(1, int(count * fraction))) if fraction else 0
+    every = np.arange(count, dtype=np.int64)
+    is_held = (every + 1) * held // count > every * held // count
+    return every[~is_held], every[is_held]
+
+
+@lru_cache(maxsize=2)  # a batch may lie on the border of two epochs
+def epoch_order(samples: int, seed: int, epoch: int) -> IntArray:
+    """A permutation of the samples, a function of its arguments alone. Read-only: it is shared."""
+    # numpy promises the raw stream of a bit generator for ever, and Generator.permutation's only within a version.
+    order = np.argsort(random_bits(samples, seed, ORDER, epoch), kind="stable").astype(np.int64)
+    order.flags.writeable = False
+    return order
+
+
+def _check(kind: str, path: str | None, seq: int, seed: int, vocab_size: int, fraction: float) -> None:
+    wrong = []
+    if kind not in ("stdlib", "text", "synthetic"):
+        wrong.append(f"data.kind: expected stdlib, text or synthetic, found '{kind}'")
+    if kind == "text" and not path:
+        wrong.append("data.path: expected a file or a folder for data=text, found none; add data.path=...")
+    if kind != "text" and path:
+        wrong.append(f"data.path: expected none for data={kind}, found {path}; use data=text or remove it")
+    if kind != "synthetic" and vocab_size < BYTE_VOCABULARY:
+        wrong.append(
+            f"model vocab_size: expected at least {BYTE_VOCABULARY} for the bytes of data={kind}, found "
+            f"{vocab_size}; raise model.config.vocab_size or use data=synthetic"
+        )
+    if vocab_size < 1:
+        wrong.append(f"model vocab_size: expected at least 1, found {vocab_size}")
+    if seq < 1:
+        wrong.append(f"batch.seq: expected at least 1, found {seq}")
+    if seed < 0:
+        wrong.append(f"seed: expected at least 0, found {seed}")
+    if not 0 <= fraction < 1:
+        wrong.append(f"data.validation_fraction: expected from 0 to below 1, found {fraction}")
+    if wrong:
+        raise ValueError("\n".join(wrong))
+
+
+def _read(kind: str, path: str | None) -> tuple[str, bytearray]:
+    if kind == "text" and path is not None:
+        return f"text:{Path(path).resolve().name}", read_text(Path(path))
+    # The sources differ between versions: the name tells two reports apart that must not be compared.
+    return f"stdlib-{platform.python_version()}", read_stdlib(STDLIB_BYTES)
+
+
+def _cut(tokens: bytearray, seq: int, fraction: float, name: str) -> ByteWindows:
+    windows, needed = ByteWindows(tokens, seq), 2 if fraction else 1
+    if windows.count < needed:
+        raise ValueError(
+            f"data: expected at least {needed * (seq + 1):,} bytes ({needed} x batch.seq + 1, training and "
+            f"validation), found {len(tokens):,} in {name}; give more text or a smaller batch.seq"
+        )
+    return windows
+
+
+def _hash(about: dict[str, Any], tokens: bytes | memoryview) -> str:
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    digest.update(b"\n")
+    digest.update(tokens)
+    return digest.hexdigest()[:12]

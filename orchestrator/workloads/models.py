@@ -1,0 +1,150 @@
+"""Hugging Face architectures built from configuration: random weights from a seed, nothing fetched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# Read once, when the libraries are imported: with them no line of this process can reach the hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from orchestrator.strict import nearest
+
+IGNORED_LABEL = -100
+
+
+def build_model(model_type: str, config: Mapping[str, Any], *, seed: int, attention: str = "sdpa") -> nn.Module:
+    """A causal language model on the CPU, fp32, in training mode, without dropout and without a cache.
+
+    Its weights depend on `config` and `seed` alone, and no global random state is moved.
+    ValueError when the configuration is not one that the architecture knows.
+    """
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would also seed every GPU, which fork_rng does not put back here.
+        torch.default_generator.manual_seed(seed)
+        return _build(model_type, config, torch.device("cpu"), attention)
+
+
+def build_meta_model(model_type: str, config: Mapping[str, Any]) -> nn.Module:
+    """The same model without memory: shapes, names and ties of `build_model`, on the meta device."""
+    return _build(model_type, config, torch.device("meta"), "sdpa")
+
+
+def token_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The cross entropy summed in fp32 over the tokens whose label is not -100: a scalar with a graph.
+
+    `labels[b, i]` is the target of `input_ids[b, i]` (already shifted), both [B, T] int64. The caller
+    divides by the unmasked tokens of the global batch. Without any such token it is 0 and every gradient
+    of it is zero. Reads no value on the host.
+    """
+    # No name holds the logits: from here on only the fp32 log-probabilities that backward needs stay alive.
+    return F.cross_entropy(
+        model(input_ids=input_ids, use_cache=False).logits.flatten(0, -2).float(),
+        labels.flatten(),
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
+    )
+
+
+def _build(model_type: str, config: Mapping[str, Any], device: torch.device, attention: str) -> nn.Module:
+    checked = model_config(model_type, config)
+    try:
+        with device:
+            model = AutoModelForCausalLM.from_config(checked, attn_implementation=attention, dtype=torch.float32)
+    except ValueError as error:
+        raise ValueError(f"model.config: {model_type} cannot be built: {_one_line(error)}") from error
+    return model.train()
+
+
+def model_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedConfig:
+    """The architecture's configuration, every key known to it, dropout 0 and no cache; else ValueError."""
+    kind = _config_class(model_type)
+    wrong = [*_unknown_keys(kind, config), *_wrong_rope(config), *_wrong_values(config)]
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    ours: dict[str, Any] = {one.name: 0.0 for one in fields(kind) if _is_dropout(one.name)}
+    # The architecture's own ids are meant for its own vocabulary; nothing here generates or reads them.
+    unset = {one.name: None for one in fields(kind) if one.name in ("bos_token_id", "eos_token_id")}
+    try:
+        return kind(**{**unset, **config, **ours, "use_cache": False})
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ValueError(f"model.config is not a {model_type}: {_one_line(error)}") from error
+
+
+def _config_class(model_type: str) -> type[PreTrainedConfig]:
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        near = nearest(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        hint = f"did you mean '{near}'?" if near else "known for example: llama, gpt2, qwen2, mistral, gemma"
+        raise ValueError(f"model.model_type: expected a causal language model, found '{model_type}'; {hint}")
+    return CONFIG_MAPPING[model_type]
+
+
+def settings_of(kind: type[PreTrainedConfig]) -> set[str]:
+    """The keys that describe the architecture: its own fields and their other names.
+
+    transformers itself takes any key and ignores what it does not know. What all of its models share
+    (dtype, return_dict, ...) is the runtime's to decide and not a setting here.
+    """
+    shared = {one.name for one in fields(PreTrainedConfig)} | {"use_cache"}
+    return {one.name for one in fields(kind)} - shared | set(kind.attribute_map)
+
+
+def _unknown_keys(kind: type[PreTrainedConfig], config: Mapping[str, Any]) -> Iterator[str]:
+    known = settings_of(kind)
+    for key in config:
+        if key not in known:
+            yield _unknown(f"model.config.{key}", key, known)
+
+
+def _wrong_rope(config: Mapping[str, Any]) -> Iterator[str]:
+    """Rotary settings are a mapping that transformers checks with a warning only."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping):
+        return
+    by_layer = {f"{name}.": group for name, group in rope.items() if isinstance(group, Mapping)}
+    types = {*ROPE_INIT_FUNCTIONS, "default"}
+    for name, group in (by_layer or {"": rope}).items():
+        for key in group:
+            if key not in RopeParameters.__annotations__:
+                yield _unknown(f"model.config.rope_parameters.{name}{key}", key, set(RopeParameters.__annotations__))
+        found = group.get("rope_type", "default")
+        if found not in types:
+            place = f"model.config.rope_parameters.{name}rope_type"
+            yield f"{place}: expected one of {', '.join(sorted(types))}, found {found!r}"
+
+
+def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in config.items():
+        if _is_dropout(key) and value not in (0, None):
+            yield f"model.config.{key}: expected 0 (compared runs have no dropout), found {value}; remove it"
+
+
+def _is_dropout(key: str) -> bool:
+    return "dropout" in key or key.endswith(("_pdrop", "layerdrop"))
+
+
+def _unknown(place: str, key: str, known: set[str]) -> str:
+    near = nearest(key, sorted(known))
+    hint = f"did you mean '{near}'?" if near else f"known: {' '.join(sorted(known))}"
+    return f"'{place}' is not a setting of this architecture; {hint}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

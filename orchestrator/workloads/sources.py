@@ -1,0 +1,143 @@
+"""Where tokens come from: the bytes of real text, or a seed; both cut into windows of equal length."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+BYTE_VOCABULARY = 256
+STDLIB_BYTES = 8 << 20  # 65,000 windows of 128: far more than a first run reads, and loaded in 0.1 s
+SYNTHETIC_WINDOWS = 65_536
+SYNTHETIC_NOISE = 0.05
+
+ORDER, SYNTHETIC = 0, 1  # the streams of a seed
+
+IntArray = NDArray[np.int64]
+
+
+class Windows(Protocol):
+    """A source cut into `count` windows of seq + 1 tokens."""
+
+    count: int
+
+    def read(self, indices: IntArray) -> IntArray:
+        """Those windows, [len(indices), seq + 1] int64, a copy."""
+        ...
+
+
+def random_bits(count: int, seed: int, stream: int, index: int) -> NDArray[np.uint64]:
+    """Random bits of (seed, stream, index); streams and indices are independent of each other."""
+    return np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, index))).random_raw(count)
+
+
+class ByteWindows:
+    """Windows over bytes that are kept as they are, one byte a token."""
+
+    def __init__(self, tokens: bytes | bytearray, seq: int) -> None:
+        self.count = len(tokens) // (seq + 1)
+        used = np.frombuffer(tokens, dtype=np.uint8, count=self.count * (seq + 1))
+        self._windows = used.reshape(self.count, seq + 1)  # a view: the text is in memory once
+
+    def read(self, indices: IntArray) -> IntArray:
+        return self._windows[indices].astype(np.int64)
+
+
+class SyntheticWindows:
+    """Noisy arithmetic progressions, made when they are read: nothing is stored.
+
+    Each window counts up by 1 to 4 within the first eighth of the vocabulary, and one token in twenty is
+    any token: a model learns the frequencies in a few steps (ln 8 of loss) and the rule after that.
+    """
+
+    def __init__(self, seed: int, vocab_size: int, seq: int) -> None:
+        self.count = SYNTHETIC_WINDOWS
+        self._seed = seed
+        self._vocab_size = vocab_size
+        self._seq = seq
+
+    def read(self, indices: IntArray) -> IntArray:
+        made = np.empty((len(indices), self._seq + 1), dtype=np.int64)
+        for row, index in enumerate(indices):
+            made[row] = self._window(int(index))
+        return made
+
+    def _window(self, index: int) -> IntArray:
+        length, vocabulary = self._seq + 1, self._vocab_size
+        raw = random_bits(2 + 2 * length, self._seed, SYNTHETIC, index)
+        uniform = (raw >> np.uint64(11)) * 2.0**-53
+        span = max(1, vocabulary // 8)
+        start, step = int(uniform[0] * span), 1 + int(uniform[1] * 4)
+        tokens = (start + step * np.arange(length, dtype=np.int64)) % span
+        noise = (uniform[2 : 2 + length] * vocabulary).astype(np.int64)
+        return np.where(uniform[2 + length :] < SYNTHETIC_NOISE, noise, tokens)
+
+
+def read_stdlib(limit_bytes: int) -> bytearray:
+    """This interpreter's standard-library sources joined in the order of their paths, up to the limit."""
+    root = sysconfig.get_path("stdlib")
+    text = bytearray()
+    for path in stdlib_files(Path(root)):
+        text += path.read_bytes()[: limit_bytes - len(text)]
+        if len(text) == limit_bytes:
+            break
+    if not text:
+        raise ValueError(
+            f"data=stdlib: expected *.py sources in {root}, found none (an interpreter without its sources); "
+            "use data=text data.path=FILE_OR_FOLDER or data=synthetic"
+        )
+    return text
+
+
+def stdlib_files(root: Path) -> list[Path]:
+    """Modules and packages that every machine with this version has: no tests, nothing installed or generated."""
+    skipped = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
+    local = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [one for one in folders if one not in skipped and Path(folder, one, "__init__.py").is_file()]
+        found += [Path(folder, one) for one in files if one.endswith(".py") and not one.startswith(local)]
+    return sorted(found, key=lambda one: one.relative_to(root).as_posix())
+
+
+def read_text(path: Path) -> bytearray:
+    """The bytes of a file, or of all text files under a folder joined in the order of their paths.
+
+    In a folder, text is what is not hidden and has no NUL in its first 8 KiB (as git tells it).
+    """
+    if not path.is_file() and not path.is_dir():
+        raise ValueError(f"data.path: expected a file or a folder, found none at {path}; correct data.path")
+    text = bytearray()
+    try:
+        for one in [path] if path.is_file() else _visible_files(path):
+            _append(text, one, always=one == path)
+    except OSError as error:
+        raise ValueError(
+            f"data.path: cannot read {error.filename} ({error.strerror}); allow it, or move it away"
+        ) from error
+    if not text:
+        raise ValueError(
+            f"data.path: expected text, found nothing in {path} (hidden files, and in a folder files with "
+            "NUL bytes, are left out); name another file or folder"
+        )
+    return text
+
+
+def _append(text: bytearray, path: Path, *, always: bool) -> None:
+    with path.open("rb") as file:
+        if always or b"\0" not in file.peek(8192)[:8192]:
+            while chunk := file.read(4 << 20):
+                text += chunk
+
+
+def _visible_files(root: Path) -> list[Path]:
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [one for one in folders if not one.startswith(".")]
+        found += [Path(folder, one) for one in files if not one.startswith(".")]
+    regular = [one for one in found if one.is_file()]  # a pipe would be waited for, a broken link cannot be read
+    return sorted(regular, key=lambda one: one.relative_to(root).as_posix())

@@ -1,0 +1,89 @@
+"""Counts bytes by walking the tensors that are alive: distinct storages, never the layout's word for it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from zero_runtime.runtime import ZeroRuntime
+
+
+@dataclass(frozen=True)
+class Census:
+    """Bytes of distinct live storages. `other` is every live tensor that is neither a model state nor a buffer."""
+
+    params: int
+    grads: int
+    optimizer: int
+    buffers: int
+    other: int
+
+    @property
+    def states(self) -> int:
+        return self.params + self.grads + self.optimizer
+
+
+def take_census(runtime: ZeroRuntime) -> Census:
+    """Count what is alive now. A storage that several components use counts once, for the first that names it."""
+    seen: set[int] = set()
+    by_component = {name: _count_new(tensors, seen) for name, tensors in runtime.state_tensors().items()}
+    buffers = _count_new(runtime.model.buffers(), seen)
+    other = _count_new(_live_tensors(runtime.device.type), seen)
+    return Census(**by_component, buffers=buffers, other=other)
+
+
+class ActivationCensus:
+    """Around one forward: bytes that it leaves alive for backward, in storages that were not there before.
+
+    Counts what autograd saves and what Python still holds (the kept inputs of recomputed blocks are of this kind).
+    """
+
+    def __init__(self, runtime: ZeroRuntime) -> None:
+        self.bytes = 0
+        self._runtime = runtime
+        self._seen: set[int] = set()
+        self._saved: list[torch.Tensor] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> ActivationCensus:
+        for tensors in self._runtime.state_tensors().values():
+            _count_new(tensors, self._seen)
+        _count_new(self._runtime.model.buffers(), self._seen)
+        _count_new(_live_tensors(self._runtime.device.type), self._seen)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+        self.bytes = _count_new(self._saved, self._seen)
+        self.bytes += _count_new(_live_tensors(self._runtime.device.type), self._seen)
+        self._saved.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._saved.append(tensor)
+        return tensor
+
+
+def _count_new(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        if isinstance(tensor, nn.parameter.UninitializedParameter) or tensor.is_meta:
+            continue
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
+    return total
+
+
+def _live_tensors(device_type: str) -> list[torch.Tensor]:
+    # type(), not isinstance: some libraries keep lazy objects whose __class__ imports things when looked at.
+    found = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    return [tensor for tensor in found if tensor.device.type == device_type and tensor.layout is torch.strided]
