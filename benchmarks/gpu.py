@@ -1,0 +1,32 @@
+"""Everything that needs a GPU, in one command for a borrowed machine: the GPU tests, then the benchmarks on CUDA.
+
+Needs torch, numpy, safetensors and pytest alone. Results, with date and versions, go into benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("make gpu: expected a CUDA device, found none; nothing was run", file=sys.stderr)
+        return 2
+    stages = [sys.executable, "benchmarks/stages.py", "--precision"]
+    large = ["--layers", "24", "--width", "1024", "--heads", "16", "--vocab", "50304", "--seq", "1024", "--micro", "8"]
+    commands = [
+        [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu"],
+        [*stages, "bf16", *large],
+        [*stages, "fp32", *large],
+    ]
+    return max(subprocess.run(command, cwd=ROOT).returncode for command in commands)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""The command line split into flags, wherever they stand, and overrides. Hydra's parser wants flags in front."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.strict import nearest
+
+SHORT = {
+    "-h": "--help",
+    "-m": "--multirun",
+    "-r": "--run",
+    "-c": "--cfg",
+    "-p": "--package",
+    "-i": "--info",
+    "-sc": "--shell-completion",
+    "-cn": "--config-name",
+    "-cd": "--config-dir",
+}
+SWITCHES = ("--help", "--multirun", "--run", "--resolve", "--hydra-help", "--shell-completion", "--version")
+VALUED = ("--cfg", "--package", "--config-name", "--config-dir")
+CHOICES = {
+    "--cfg": ("job", "hydra", "all"),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+}
+# These only show something, and Hydra itself answers them.
+SHOWING = ("--cfg", "--info", "--hydra-help", "--shell-completion", "--version")
+# Settings are read from the tree of conf/, and a rerun from a pickle would escape every check.
+REFUSED = {
+    "--config-path": "add a folder of your own with --config-dir",
+    "-cp": "add a folder of your own with --config-dir",
+    "--experimental-rerun": "give the overrides again: the same point has the same folder",
+}
+
+
+@dataclass
+class Arguments:
+    """Flags by their long name (a switch's value is None), overrides in order, and what could not be understood."""
+
+    flags: dict[str, str | None] = field(default_factory=dict)
+    overrides: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def multirun(self) -> bool:
+        return "--multirun" in self.flags
+
+    @property
+    def shows(self) -> bool:
+        """Whether Hydra is asked to show something instead of a run being asked for."""
+        return any(flag in self.flags for flag in SHOWING)
+
+    @property
+    def shows_config(self) -> bool:
+        """Whether what is shown is composed from the overrides, so that they must be right."""
+        return "--cfg" in self.flags or "--info" in self.flags
+
+    def for_hydra(self) -> list[str]:
+        """The same line as Hydra's own parser wants it: flags in front."""
+        line = []
+        for flag, value in self.flags.items():
+            line += [flag] if value is None else [flag, value]
+        # "--" so that an override such as ~experiment is never taken for the value of --info.
+        return [*line, "--", *self.overrides]
+
+
+def split(argv: Sequence[str]) -> Arguments:
+    """Never raises: what is wrong is in `problems`."""
+    found = Arguments()
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            found.overrides += words
+            break
+        if word.startswith("-"):
+            _take_flag(found, word, words)
+        else:
+            found.overrides.append(word)
+    _check_together(found)
+    return found
+
+
+def _take_flag(found: Arguments, word: str, words: list[str]) -> None:
+    name, equals, value = word.partition("=")
+    flag = SHORT.get(name, name)
+    if name in REFUSED:
+        found.problems.append(f"{name} does not work here: {REFUSED[name]}")
+    elif flag in SWITCHES and not equals:
+        found.flags[flag] = None
+    elif flag == "--info" and not equals:
+        found.flags[flag] = words.pop(0) if words and words[0] in CHOICES[flag] else "all"
+    elif flag in VALUED or flag == "--info":
+        if not equals and not words:
+            found.problems.append(f"{name} needs a value{_choices(flag)}")
+            return
+        found.flags[flag] = value if equals else words.pop(0)
+        if flag in CHOICES and found.flags[flag] not in CHOICES[flag]:
+            found.problems.append(f"{name} cannot be '{found.flags[flag]}'{_choices(flag)}")
+    else:
+        near = nearest(name, [*SWITCHES, *VALUED, "--info", *SHORT])
+        hint = f" Did you mean '{near}'?" if near else ""
+        found.problems.append(f"there is no flag '{word}'.{hint}      see: --help")
+
+
+def _choices(flag: str) -> str:
+    return f": one of {' '.join(CHOICES[flag])}" if flag in CHOICES else ""
+
+
+def _check_together(found: Arguments) -> None:
+    commands = [flag for flag in ("--run", "--multirun", *SHOWING) if flag in found.flags]
+    if len(commands) > 1:
+        found.problems.append(f"{' and '.join(commands)} cannot be asked for together")
+    for flag in ("--resolve", "--package"):
+        if flag in found.flags and "--cfg" not in found.flags:
+            found.problems.append(f"{flag} belongs to --cfg: add --cfg job")

@@ -1,0 +1,60 @@
+"""Opens MLflow's own server on the store of an output folder, on the loopback interface, without telemetry."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sqlite3
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from orchestrator import chart_view
+from orchestrator.record import artifacts_path, store_path
+from orchestrator.screen import Screen
+
+HOST = "127.0.0.1"
+FIRST_PORT = 5000
+
+
+def serve(output: Path, port: int | None) -> int:
+    """Becomes the server, until Ctrl-C; 2 where there is no store yet."""
+    screen = Screen()
+    store = store_path(output.absolute())
+    if not store.exists():
+        screen.say(f"error: there is no {store}. Make one first: python run.py", "bold red")
+        return 2
+    chosen = port or free_port()
+    for name, link in links(store, chosen):
+        screen.say(f"{name}: {link}")
+    screen.say("The page answers after about 10 s. Ctrl-C ends it.")
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+    command = server_command(output.absolute(), chosen)
+    os.execve(command[0], command, {**os.environ, **quiet})
+    return 1  # never reached: the process is the server now
+
+
+def server_command(output: Path, port: int) -> list[str]:
+    """What runs the dashboard."""
+    stores = ["--backend-store-uri", f"sqlite:///{store_path(output)}"]
+    artifacts = ["--default-artifact-root", artifacts_path(output).as_uri()]
+    where = ["--host", HOST, "--port", str(port), "--workers", "1"]
+    return [sys.executable, "-m", "mlflow", "server", *stores, *artifacts, *where]
+
+
+def links(store: Path, port: int) -> list[tuple[str, str]]:
+    """Each experiment and the address of its chart page, newest first. Read without importing mlflow."""
+    asked = "SELECT experiment_id, name FROM experiments WHERE lifecycle_stage = 'active' ORDER BY experiment_id DESC"
+    with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as connection:
+        found = [(number, name) for number, name in connection.execute(asked) if name != "Default"]
+    page = f"runs?workflowType=machine_learning&viewStateShareKey={chart_view.KEY}&compareRunsMode=CHART"
+    return [(name, f"http://{HOST}:{port}/#/experiments/{number}/{page}") for number, name in found]
+
+
+def free_port() -> int:
+    """The first port from FIRST_PORT on that nobody listens on."""
+    for port in range(FIRST_PORT, FIRST_PORT + 100):
+        with socket.socket() as probe:
+            if probe.connect_ex((HOST, port)) != 0:
+                return port
+    raise OSError(f"no free port from {FIRST_PORT} to {FIRST_PORT + 99}; say which with --port")

@@ -1,0 +1,123 @@
+"""What this machine offers, learned without importing torch: GPUs, CPU cores, and a short name of either."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.schema import Device
+
+PROC_GPUS = Path("/proc/driver/nvidia/gpus")
+CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """`gpus` are those this process may use with the installed torch; `idle_gpus` are there but out of its reach."""
+
+    cores: int
+    cpu: str
+    gpus: int = 0
+    gpu: str = ""
+    idle_gpus: int = 0
+
+    def name(self, device: Device) -> str:
+        """Short, for the identity of a point: numbers of one name may be compared."""
+        return self.gpu if device is Device.cuda else f"{self.cpu}/{self.cores}-cores"
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Hardware:
+    """This machine as a process with this environment sees it."""
+    models = visible(gpu_models(), (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES"))
+    usable = models if torch_has_cuda() else []
+    return Hardware(
+        cores=usable_cores(),
+        cpu=cpu_model(),
+        gpus=len(usable),
+        gpu="+".join(sorted(set(usable))),
+        idle_gpus=len(models) - len(usable),
+    )
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on: its affinity, and the share that a container grants."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:
+        cores = os.cpu_count() or 1  # macOS has no affinity
+    try:
+        quota, period = CPU_SHARE.read_text().split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores
+
+
+def visible(models: list[str], setting: str | None) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES leaves of the GPUs. As CUDA does, it counts up to the first entry that is not there."""
+    if setting is None:
+        return models
+    left = []
+    for entry in (part.strip() for part in setting.split(",")):
+        if entry.isdigit() and int(entry) < len(models):
+            left.append(models[int(entry)])
+        elif entry.startswith(("GPU-", "MIG-")) and models:
+            left.append(models[0])
+        else:
+            break
+    return left
+
+
+def gpu_models() -> list[str]:
+    """The short name of each NVIDIA GPU. The driver's files answer at once; nvidia-smi where they are hidden."""
+    found = [_model_in(folder / "information") for folder in sorted(PROC_GPUS.glob("*"))]
+    return [short_name(model) for model in found] if found else _ask_nvidia_smi()
+
+
+def short_name(model: str) -> str:
+    """ "NVIDIA A100-SXM4-80GB" and "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz" without the noise."""
+    quiet = re.sub(r"\(R\)|\(TM\)|\bNVIDIA\b|\bCPU\b|\bProcessor\b|@.*$", " ", model)
+    return "-".join(quiet.split()) or "unknown"
+
+
+def cpu_model() -> str:
+    """The short name of the CPU."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return short_name(found.group(1) if found else platform.machine())
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch was built for CUDA, read from its version file instead of importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return False
+    return re.search(r"^cuda\b[^=]*=\s*['\"]", text, re.MULTILINE) is not None
+
+
+def _model_in(file: Path) -> str:
+    try:
+        found = re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1) if found else "GPU"
+
+
+def _ask_nvidia_smi() -> list[str]:
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [short_name(model) for model in re.findall(r"^GPU \d+: (.+?) \(UUID", answer.stdout, re.MULTILINE)]

@@ -1,0 +1,110 @@
+"""One rank's part of a job: who it is, the picklable call that runs on it, and the record that it leaves."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.processes import start_time
+from orchestrator.record import AttemptPaths, RunState, write_json_atomic
+
+if TYPE_CHECKING:
+    from orchestrator.point import Point
+
+ENTRY = "orchestrator.worker.train:run_rank"
+# Asks a rank to write in its log where it is. Not USR1, which NCCL may take.
+WHERE_SIGNAL = signal.SIGUSR2
+_STDERR = 2
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A rank's place in the world; `init_method` is how torch.distributed finds the other ranks."""
+
+    rank: int
+    world: int
+    local_rank: int
+    init_method: str
+
+
+def rank_in_world(environ: Mapping[str, str], init_method: str) -> RankInfo | None:
+    """The place that torchrun, srun or our own launcher gave this process; None where none did."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        local = environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", environ["RANK"]))
+        return RankInfo(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(local), init_method)
+    # A batch script has SLURM_PROCID too; only the processes of a step are ranks.
+    if environ.get("SLURM_STEP_ID", "").isdigit() and "SLURM_PROCID" in environ:
+        rank, world, place = (int(environ[f"SLURM_{key}"]) for key in ("PROCID", "NTASKS", "LOCALID"))
+        return RankInfo(rank, world, place, init_method)
+    return None
+
+
+def load_entry(entry: str) -> Callable[[AttemptPaths, RankInfo], None]:
+    """The function that "module:function" names."""
+    module, _, name = entry.partition(":")
+    function: Callable[[AttemptPaths, RankInfo], None] = getattr(importlib.import_module(module), name)
+    return function
+
+
+class RankRecord:
+    """What one rank tells of itself: who it is, since when, and how it ended. Only that rank writes it."""
+
+    def __init__(self, attempt: AttemptPaths, rank: int) -> None:
+        self._path = attempt.rank_record(rank)
+        self._facts = {"rank": rank, "pid": os.getpid(), "started": start_time(os.getpid())}
+
+    def write(self, state: RunState, **facts: Any) -> None:
+        write_json_atomic(self._path, {**self._facts, "state": state.value, "time": time.time(), **facts})
+
+    def write_error(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error))
+        self.write(RunState.error, error=f"{type(error).__name__}: {error}", traceback=text)
+
+
+def run_recorded(attempt: AttemptPaths, rank: RankInfo, entry: str) -> BaseException | None:
+    """Runs the entry and records how it ended. Returns the failure, its traceback already in the log."""
+    record = RankRecord(attempt, rank.rank)
+    record.write(RunState.running)
+    faulthandler.register(WHERE_SIGNAL, file=_STDERR, all_threads=False)
+    try:
+        load_entry(entry)(attempt, rank)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are no successes either
+        record.write_error(error)
+        traceback.print_exc()
+        sys.stderr.flush()
+        return error
+    record.write(RunState.ok)
+    return None
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """The call that travels to each rank: two strings, so that nothing of the user's is pickled."""
+
+    attempt_dir: str
+    entry: str = ENTRY
+
+    def __call__(self) -> None:
+        attempt = AttemptPaths(Path(self.attempt_dir))
+        rank = rank_in_world(os.environ, f"file://{attempt.rendezvous.absolute()}")
+        assert rank is not None, "the launcher did not say which rank this is"
+        if run_recorded(attempt, rank, self.entry) is not None:
+            sys.stdout.flush()
+            # No collective, no destructor: either could wait for a rank that is gone.
+            os._exit(1)
+
+
+def join_from_environment(point: Point) -> int:
+    """Runs this process as the rank that torchrun or srun made it; the exit code of the whole command."""
+    from orchestrator import join  # here: a rank of our own launcher needs no screen
+
+    return join.join(point)

@@ -1,0 +1,193 @@
+"""Starts a point's ranks on this machine through submitit, in a session of their own, and ends them.
+
+It is also the program of that session's processes: `controller FOLDER` and `rank FOLDER ATTEMPT`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.local.local import Controller
+
+from orchestrator.job import RankJob, RankRecord
+from orchestrator.processes import die_with_parent, end_session
+from orchestrator.record import AttemptPaths, RunState, write_json_atomic
+from orchestrator.schema import Device, RunConfig
+
+PARENT = "ZLAB_PARENT_PID"
+GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"
+# Beyond the run's own limit, which the command watches: the controller's is for when that fails.
+BACKSTOP_MIN = 2.0
+
+
+def job_environment(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
+    """What a careful person sets by hand for such a job. What the user set stays, but for the thread counts."""
+    on_cuda = config.resources.device is Device.cuda
+    threads = str(config.resources.threads)
+    wanted = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONFAULTHANDLER": "1",
+        # All ranks are on this machine; without it gloo resolves the host name, which may lead nowhere.
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        # The allocator reads it when the process starts: freed blocks stay, and the next gather takes no page faults.
+        "GLIBC_TUNABLES": GLIBC,
+    }
+    if on_cuda and "PYTORCH_CUDA_ALLOC_CONF" not in base:
+        wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    fixed = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": _python_path(base)}
+    if not on_cuda:
+        fixed["CUDA_VISIBLE_DEVICES"] = ""
+    return {**wanted, **base, **fixed}
+
+
+def _python_path(base: Mapping[str, str]) -> str:
+    """The job must import the code that submits it, also where that is not installed."""
+    root = str(Path(__file__).resolve().parents[1])
+    return os.pathsep.join(dict.fromkeys([*filter(None, base.get("PYTHONPATH", "").split(os.pathsep)), root]))
+
+
+class _SessionExecutor(submitit.LocalExecutor):
+    """submitit's local executor with a controller that leads its own session and dies with the command.
+
+    It leaves CUDA_VISIBLE_DEVICES as it is: the plain executor replaces it, and cannot write GPUs by UUID.
+    """
+
+    def __init__(self, attempt: AttemptPaths, environment: Mapping[str, str]) -> None:
+        super().__init__(attempt.submitit)
+        self._attempt = attempt
+        self._environment = dict(environment)
+        self.controller: subprocess.Popen[bytes] | None = None
+
+    @property
+    def _submitit_command_str(self) -> str:
+        words = [sys.executable, "-u", "-m", "orchestrator.launch", "rank", str(self.folder)]
+        return shlex.join([*words, str(self._attempt.root)])
+
+    def _submit_command(self, command: str) -> submitit.LocalJob[Any]:
+        ranks: int = self.parameters["tasks_per_node"]
+        told = {
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_NTASKS": str(ranks),
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(int(60 * self.parameters["timeout_min"])),
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "0",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_STDERR_TO_STDOUT": "1",
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+            PARENT: str(os.getpid()),
+        }
+        with self._attempt.controller_log.open("a") as log:
+            self.controller = subprocess.Popen(
+                [sys.executable, "-m", "orchestrator.launch", "controller", str(self.folder)],
+                env={**self._environment, **told},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        identifier = str(self.controller.pid)
+        return submitit.LocalJob(self.folder, identifier, tasks=list(range(ranks)), process=self.controller)
+
+
+class Job:
+    """A submitted point: the controller and the ranks, which are one session."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.session = process.pid
+
+    def controller_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """Returns when no process of the job is left. Ending twice is no error."""
+        end_session(self.session)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+
+
+def submit(attempt: AttemptPaths, config: RunConfig, entry: str) -> Job:
+    """Starts the ranks; call it from the main thread (see processes.die_with_parent). Never blocks on them."""
+    attempt.submitit.mkdir(exist_ok=True)
+    executor = _SessionExecutor(attempt, job_environment(config, os.environ))
+    limit_min = config.resources.time_limit_min + BACKSTOP_MIN
+    executor.update_parameters(tasks_per_node=config.resources.ranks, timeout_min=limit_min)
+    executor.submit(RankJob(str(attempt.root), entry))
+    assert executor.controller is not None
+    return Job(executor.controller)
+
+
+class _Watcher(Controller):
+    """submitit's controller, which tells at once how each rank's process ended."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._exits = AttemptPaths(folder.parent).exits
+
+    def wait(self, freq: int = 20) -> Sequence[int | None]:
+        """Until all ranks ended or the time is over. Sends no signal: submitit's would requeue a slow rank 0."""
+        deadline = time.monotonic() + self.timeout_s
+        exits: dict[str, dict[str, float]] = {}
+        while len(exits) < len(self.tasks) and time.monotonic() < deadline:
+            for rank, task in enumerate(self.tasks):
+                code = task.poll()
+                if code is not None and str(rank) not in exits:
+                    exits[str(rank)] = {"code": code, "time": time.time()}
+                    write_json_atomic(self._exits, exits)
+            time.sleep(1 / freq)
+        return [task.poll() for task in self.tasks]
+
+
+def _controller_main(folder: str) -> None:
+    die_with_parent(int(os.environ[PARENT]))
+    _Watcher(Path(folder)).run(max_retry=1)
+
+
+def _rank_main(folder: str, attempt_dir: str) -> None:
+    die_with_parent(int(os.environ["SUBMITIT_LOCAL_JOB_ID"]))
+    place = submitit.JobEnvironment()
+    _say_place(place)
+    attempt = AttemptPaths(Path(attempt_dir))
+    _redirect_output(attempt.rank_log(place.global_rank))
+    RankRecord(attempt, place.global_rank).write(RunState.starting)
+    logging.getLogger("submitit").setLevel(logging.WARNING)
+    from submitit.core.submission import process_job  # here: it imports numpy, which the command does without
+
+    process_job(folder)
+
+
+def _say_place(place: submitit.JobEnvironment) -> None:
+    """The names that torch and everything around it read."""
+    os.environ["RANK"] = str(place.global_rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(place.num_tasks)
+    os.environ["LOCAL_RANK"] = str(place.local_rank)
+
+
+def _redirect_output(log: Path) -> None:
+    """Everything that the process writes from here on, libraries in C too, goes to its log."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "controller":
+        _controller_main(sys.argv[2])
+    else:
+        _rank_main(sys.argv[2], sys.argv[3])

@@ -1,0 +1,217 @@
+"""A quick check of overrides against the files of conf/ and the dataclasses, before Hydra is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, get_origin
+
+import yaml
+
+from orchestrator.schema import RunConfig
+from orchestrator.strict import convert, describe, hints_of, nearest
+
+WHOLE_FILES = ("experiment", "sweeps")  # groups whose files change the whole configuration
+OPEN_KEY = "model.config"  # its keys are the architecture's, known from the files of conf/model
+SWEEP_CALL = re.compile(r"^(choice|range|interval|glob|shuffle|sort|tag)\(.*\)$", re.DOTALL)
+CALL = re.compile(r"^\w+\(.*\)$", re.DOTALL)
+WORD = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(?P<equals>=)?(?P<value>(?<==).*)?$", re.DOTALL)
+NUMBERS = (
+    (int, re.compile(r"^[+-]?\d(_?\d)*$")),
+    (float, re.compile(r"^[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?$", re.I)),
+)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What may be set: `groups` with their options, and the dotted `keys` with their types."""
+
+    groups: dict[str, tuple[str, ...]]
+    keys: dict[str, Any]
+
+
+def read_tree(root: Path, extra: Sequence[Path] = ()) -> Tree:
+    """The tree of the project at `root`, with the groups of other configuration folders added."""
+    folders = [root / "conf", *extra]
+    hints = hints_of(RunConfig)
+    names = [name for name, hint in hints.items() if is_dataclass(hint)] + [WHOLE_FILES[0]]
+    groups = {name: _options(folder / name for folder in folders) for name in names}
+    groups["sweeps"] = _options(folder / "sweeps" for folder in [root, *folders])
+    keys: dict[str, Any] = {name: hint for name, hint in hints.items() if name not in groups}
+    for group, hint in hints.items():
+        if is_dataclass(hint) and isinstance(hint, type):
+            keys |= {f"{group}.{key}": kind for key, kind in hints_of(hint).items()}
+    keys |= dict.fromkeys(_architecture_keys(folder / "model" for folder in folders), Any)
+    return Tree(groups, keys)
+
+
+def check(words: Sequence[str], tree: Tree, *, multirun: bool) -> list[str]:
+    """One line for each thing that is wrong, with the nearest right spelling."""
+    problems: list[str] = []
+    lists: list[str] = []
+    for word in words:
+        found = WORD.match(word)
+        if found is None or (found["equals"] is None and found["sign"] != "~"):
+            problems.append(_not_an_override(word, tree))
+            continue
+        sign, key, value = found["sign"] or "", found["key"].strip(), found["value"]
+        problems += _check_key(sign, key, value, tree) or _check_value(key, value, tree)
+        if value is not None and _is_sweep(value.strip()):
+            lists.append(word)
+            if key == "sweeps":
+                problems.append("sweeps takes one file: its own params are the lists")
+    # A sweep file may make -m needless, but not the list that the line itself holds beside it.
+    if lists and not multirun and not any(word.startswith("sweeps=") for word in words):
+        problems.append(f"a list of values ({' '.join(lists)}) needs -m (sweep): python run.py -m {' '.join(words)}")
+    return problems
+
+
+def _check_key(sign: str, key: str, value: str | None, tree: Tree) -> list[str]:
+    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        return [f"'{key}' has no effect here: -m sweeps, and output=FOLDER says where results go"]
+    if sign == "~" and (key in tree.groups or key in tree.keys) and key not in WHOLE_FILES:
+        return [] if key.startswith(f"{OPEN_KEY}.") else [f"~{key}: a run needs {key}; give it another value"]
+    if key in tree.groups:
+        if sign in ("+", "++"):
+            return [f"{key} is always chosen: write {key}={value} without the {sign}"]
+        return []
+    if key in tree.keys:
+        return []
+    if key.startswith(f"{OPEN_KEY}.") and (sign in ("+", "++") or _below_known(key, tree)):
+        return []
+    return [f"'{key}' is not a setting.{_suggest(key, value, tree)}"]
+
+
+def _below_known(key: str, tree: Tree) -> bool:
+    parent = key.rpartition(".")[0]
+    return parent != OPEN_KEY and (parent in tree.keys or _below_known(parent, tree))
+
+
+def _check_value(key: str, value: str | None, tree: Tree) -> list[str]:
+    if value is None or "${" in value or key not in (tree.groups.keys() | tree.keys.keys()):
+        return []
+    problems = []
+    for text in elements(value):
+        problem = _check_option(key, text, tree) if key in tree.groups else _check_scalar(key, text, tree.keys[key])
+        problems += [problem] if problem else []
+    return problems
+
+
+def _check_option(group: str, text: str, tree: Tree) -> str | None:
+    options = tree.groups[group]
+    option = _unquote(text).removesuffix(".yaml")
+    if option in options or text.startswith("{"):
+        return None
+    near = nearest(option, options) or next((one for one in options if option and one.endswith(option)), None)
+    hint = f" Did you mean '{near}'?" if near else ""
+    return f"{group} has no option '{option}'.{hint}      options: {' '.join(options)}"
+
+
+def _check_scalar(key: str, text: str, hint: Any) -> str | None:
+    if hint is Any or get_origin(hint) is dict or CALL.match(text):
+        return None
+    try:
+        convert(hint, scalar(text))
+    except ValueError:
+        near = nearest(text, re.findall(r"\w+", describe(hint))) if describe(hint).startswith("one of") else None
+        return f"{key}={text}: expected {describe(hint)}" + (f". Did you mean '{near}'?" if near else "")
+    return None
+
+
+def elements(value: str) -> Iterator[str]:
+    """The single values of a plain one, of a list "a,b" and of choice(a,b). Other sweeps are left to Hydra."""
+    text = value.strip()
+    if text.startswith("choice(") and text.endswith(")"):
+        text = text[len("choice(") : -1]
+    elif SWEEP_CALL.match(text):
+        return
+    if text.startswith("[") and len(list(_split_commas(text))) == 1:
+        return
+    yield from (part.strip() for part in _split_commas(text))
+
+
+def scalar(text: str) -> object:
+    """A value as Hydra's grammar reads it: quoted text, null, true, false, numbers, else text."""
+    if _unquote(text) != text:
+        return _unquote(text)
+    if text.lower() in ("null", "true", "false"):
+        return {"null": None, "true": True, "false": False}[text.lower()]
+    for kind, pattern in NUMBERS:
+        if pattern.match(text):
+            return kind(text)
+    return float(text) if text.lower().lstrip("+-") in ("inf", "nan") else text
+
+
+def _is_sweep(value: str) -> bool:
+    return SWEEP_CALL.match(value) is not None or len(list(_split_commas(value))) > 1
+
+
+def _split_commas(text: str) -> Iterator[str]:
+    """Parts between the commas that stand in no bracket and no quotes."""
+    depth, quote, part = 0, "", ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in "([{":
+            depth += 1
+        elif sign in ")]}":
+            depth -= 1
+        elif sign == "," and depth == 0:
+            yield part
+            part = ""
+            continue
+        part += sign
+    yield part
+
+
+def _unquote(text: str) -> str:
+    quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else text
+
+
+def _suggest(key: str, value: str | None, tree: Tree) -> str:
+    """Also finds a key by its last part: micro is batch.micro."""
+    group, _, last = key.rpartition(".")
+    siblings = [one.rpartition(".")[2] for one in tree.keys if group and one.startswith(f"{group}.")]
+    if siblings and nearest(last, siblings) is None:
+        return f"      {group} has: {' '.join(siblings)}"
+    tails = {one.rpartition(".")[2]: one for one in reversed(list(tree.keys))}
+    near = nearest(key, [*tree.groups, *tree.keys]) or tails.get(nearest(last, tails) or "")
+    if near in tree.groups:
+        options = tree.groups[near]
+        option = nearest(value or "", options)
+        return f" Did you mean '{near}={option or value}'?      options: {' '.join(options)}"
+    if near is not None:
+        hint = tree.keys[near]
+        kind = "" if hint is Any or get_origin(hint) is dict else f" ({describe(hint)})"
+        return f" Did you mean '{near}'{kind}?"
+    return f"      known: {' '.join([*tree.groups, 'seed', 'output'])}"
+
+
+def _not_an_override(word: str, tree: Tree) -> str:
+    homes = [f"{group}={word}" for group, options in tree.groups.items() if word in options]
+    if homes:
+        return f"'{word}' is not key=value. Did you mean '{homes[0]}'?"
+    return f"'{word}' is not key=value.      see: --help"
+
+
+def _options(folders: Iterable[Path]) -> tuple[str, ...]:
+    return tuple(sorted({file.stem for folder in folders for file in folder.glob("*.yaml")}))
+
+
+def _architecture_keys(folders: Iterable[Path]) -> Iterator[str]:
+    """The keys under model.config in any file of conf/model."""
+    for file in (file for folder in folders for file in sorted(folder.glob("*.yaml"))):
+        yield from (f"{OPEN_KEY}.{key}" for key in _config_of(file))
+
+
+def _config_of(file: Path) -> Iterable[object]:
+    """Nothing for a broken file: composing it tells what is wrong."""
+    try:
+        return list(yaml.safe_load(file.read_text(encoding="utf-8"))["config"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return []

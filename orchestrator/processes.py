@@ -1,0 +1,81 @@
+"""Processes of the operating system: who is alive, whose session they belong to, and how to end them all."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+
+
+def start_time(pid: int) -> float | None:
+    """When the process began; None when there is none, or only a zombie. A pid alone is used again by others."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.Error:
+        return None
+
+
+def is_alive(pid: int, started: float) -> bool:
+    """Whether the process that began at `started` still runs."""
+    found = start_time(pid)
+    return found is not None and abs(found - started) < 0.1
+
+
+def die_with_parent(parent: int) -> None:
+    """From now on this process is killed when its parent ends, however that ends. Linux; elsewhere no effect.
+
+    `parent` is the expected parent: when it is gone already, the call ends this process.
+    The kernel watches the parent's thread that made this process: start such children from the main thread.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def session_members(session: int) -> list[int]:
+    """Pids of the processes of a session, less zombies."""
+    return [pid for pid in psutil.pids() if _session_of(pid) == session and start_time(pid) is not None]
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:  # it ended meanwhile
+        return None
+
+
+def end_session(session: int, *, patience_s: float = 5.0) -> bool:
+    """Kills every process of the session; True when none is left. The caller still reaps the leader, its child.
+
+    The leader goes last: it reaps its children, and without it they would stay zombies where pid 1 reaps nothing.
+    """
+    deadline = time.monotonic() + patience_s
+    alone_since: float | None = None
+    while True:
+        others = [pid for pid in session_members(session) if pid != session]
+        for pid in others:
+            _kill(pid)
+        if not others:
+            alone_since = alone_since or time.monotonic()
+            if start_time(session) is None:
+                return True
+            if time.monotonic() - alone_since > 0.5:
+                _kill(session)
+        if time.monotonic() > deadline:
+            _kill(session)
+            return False
+        time.sleep(0.02)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,261 @@
+"""The records of a run on disk: the only speller of file names, the states of a run, and its identity."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+# What may differ between two runs that measure the same thing.
+IGNORED_KEYS = ("output", "tracking", "cluster", "resources.time_limit_min")
+
+
+class RunState(str, Enum):
+    """Where an attempt stands; the last five are final."""
+
+    queued = "queued"
+    starting = "starting"
+    running = "running"
+    ok = "ok"
+    error = "error"
+    killed = "killed"
+    timeout = "timeout"
+    cancelled = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        return not MOVES[self]
+
+
+_ENDS = frozenset({RunState.ok, RunState.error, RunState.killed, RunState.timeout, RunState.cancelled})
+MOVES: dict[RunState, frozenset[RunState]] = {
+    RunState.queued: frozenset({RunState.starting, RunState.error, RunState.cancelled}),
+    RunState.starting: (_ENDS - {RunState.ok}) | {RunState.running},
+    RunState.running: _ENDS,
+    **{end: frozenset() for end in _ENDS},
+}
+
+
+@dataclass(frozen=True)
+class AttemptPaths:
+    """The files of one attempt at one point."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.json"
+
+    @property
+    def state(self) -> Path:
+        return self.root / "state.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def result(self) -> Path:
+        return self.root / "result.json"
+
+    @property
+    def rendezvous(self) -> Path:
+        return self.root / "rendezvous"
+
+    @property
+    def exits(self) -> Path:
+        """Exit code and time of each rank's process, written by the controller."""
+        return self.root / "exits.json"
+
+    @property
+    def submitit(self) -> Path:
+        return self.root / "submitit"
+
+    @property
+    def controller_log(self) -> Path:
+        return self.submitit / "controller.log"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.root / f"rank{rank}.log"
+
+    def rank_record(self, rank: int) -> Path:
+        return self.root / f"rank{rank}.json"
+
+
+@dataclass(frozen=True)
+class SweepPaths:
+    """The files of one sweep: what was asked for, and the comparison of what came out."""
+
+    root: Path
+
+    @property
+    def name(self) -> str:
+        return self.root.name
+
+    @property
+    def sweep(self) -> Path:
+        return self.root / "sweep.json"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.md"
+
+    @property
+    def results(self) -> Path:
+        return self.root / "results.csv"
+
+
+def store_path(output: str | Path) -> Path:
+    """The SQLite file of the tracking store that lies beside the outputs."""
+    return Path(output) / "mlflow.db"
+
+
+def artifacts_path(output: str | Path) -> Path:
+    return Path(output) / "artifacts"
+
+
+def tracker_log_path(output: str | Path) -> Path:
+    return Path(output) / "tracker.log"
+
+
+def joins_path(output: str | Path) -> Path:
+    """Where ranks that another launcher started tell each other the attempt's folder."""
+    return Path(output) / "joins"
+
+
+def write_json_atomic(path: Path, data: object) -> None:
+    """A reader sees the old file or the whole new one; on return the new one survives a crash of the machine."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None when there is no such file."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return data
+
+
+def append_event(path: Path, event: Mapping[str, object]) -> None:
+    """Adds one line in one write, so that a reader never sees half of one followed by another."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(event, ensure_ascii=False) + "\n")
+
+
+class EventTail:
+    """Reads a growing file of events; each event is given out once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read_new(self) -> list[dict[str, Any]]:
+        """The events since the last call. A last line without its end is left for the next call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines() if line.strip()]
+
+
+def without_ignored(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The configuration less IGNORED_KEYS."""
+    kept: dict[str, Any] = {}
+    for key, value in config.items():
+        if prefix + key not in IGNORED_KEYS:
+            kept[key] = without_ignored(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+    return kept
+
+
+def identity(config: Mapping[str, Any], world: int, hardware: str) -> dict[str, Any]:
+    """What makes two runs the same measurement: everything here, and nothing else."""
+    return {"schema": SCHEMA, "world": world, "hardware": hardware, "config": without_ignored(config)}
+
+
+def point_id(config: Mapping[str, Any], world: int, hardware: str) -> str:
+    """Ten hexadecimal digits; the same for the same measurement, whatever the order of the keys."""
+    text = json.dumps(identity(config, world, hardware), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+class Attempt:
+    """One try at a point, whose state only its owner moves. The command's process owns it, ranks never do."""
+
+    def __init__(self, paths: AttemptPaths, point: str, label: str) -> None:
+        self.paths = paths
+        self.point = point
+        self.label = label
+        self.state = RunState.queued
+        self._write({})
+
+    def move(self, state: RunState, **facts: object) -> None:
+        """Goes to `state` and writes it, with `facts` beside it. An illegal move is our mistake."""
+        assert state in MOVES[self.state], f"{self.paths.root}: no way from {self.state.value} to {state.value}"
+        self.state = state
+        self._write(facts)
+
+    def _write(self, facts: Mapping[str, object]) -> None:
+        state = {"state": self.state.value, "time": time.time(), "label": self.label, "point": self.point}
+        write_json_atomic(self.paths.state, {**state, **facts})
+
+
+def new_attempt(output: str | Path, config: Mapping[str, Any], label: str, hardware: str) -> Attempt:
+    """A folder of its own under the point's, with the resolved configuration in it; state queued."""
+    world = int(config["resources"]["ranks"])
+    point = point_id(config, world, hardware)
+    folder = Path(output).absolute() / "points" / point
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(folder / "config.json", config)
+    hashed = {"point": point, "ignored": IGNORED_KEYS, **identity(config, world, hardware)}
+    write_json_atomic(folder / "identity.json", hashed)
+    paths = AttemptPaths(_next_folder(folder / "attempts"))
+    write_json_atomic(paths.config, config)
+    return Attempt(paths, point, label)
+
+
+def _next_folder(attempts: Path) -> Path:
+    attempts.mkdir(exist_ok=True)
+    number = 1 + max((int(one.name) for one in attempts.iterdir() if one.name.isdigit()), default=0)
+    while True:
+        folder = attempts / f"{number:02d}"
+        try:
+            folder.mkdir()  # exclusive: two commands at the same moment get two numbers
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def new_sweep(output: str | Path, name: str, points: list[dict[str, Any]]) -> SweepPaths:
+    """A folder for this sweep, named by the time and `name`, that lists its points."""
+    safe = "".join(char if char.isalnum() or char in "-_." else "-" for char in name) or "sweep"
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    sweeps = Path(output).absolute() / "sweeps"
+    sweeps.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = sweeps / (f"{stamp}_{safe}" + (f"_{number}" if number > 1 else ""))
+        try:
+            folder.mkdir()
+            break
+        except FileExistsError:
+            number += 1
+    paths = SweepPaths(folder)
+    write_json_atomic(paths.sweep, {"schema": SCHEMA, "name": name, "points": points})
+    return paths

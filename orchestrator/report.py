@@ -1,0 +1,232 @@
+"""The comparison of a sweep's points: ranking, ties, checks, table, report.md and results.csv. Pure."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.summary import PHASES, Table, run_command, without_key
+from orchestrator.units import ABSENT, digits, loss, size
+
+RULE = (
+    "sorted by median tokens/s of all ranks, higher first; = marks a tie: "
+    "its p10-p90 range overlaps that of the first row of its group"
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One point of a sweep and how it ended. `result` is there exactly when it succeeded."""
+
+    label: str
+    state: str
+    result: dict[str, Any] | None = None
+    message: str = ""
+    folder: str = ""
+    overrides: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """`place` is None for what has no result; `tied` says that the spread does not tell it from its place's first."""
+
+    entry: Entry
+    place: int | None = None
+    tied: bool = False
+
+
+def rank(entries: Sequence[Entry]) -> list[Ranked]:
+    """Fastest first by RULE, then those without a result in their own order."""
+    measured = sorted((one for one in entries if one.result), key=lambda one: -_speed(one)["median"])
+    ranked: list[Ranked] = []
+    leader: Ranked | None = None
+    for place, entry in enumerate(measured, start=1):
+        if leader is not None and _overlap(_speed(leader.entry), _speed(entry)):
+            ranked.append(Ranked(entry, leader.place, tied=True))
+        else:
+            leader = Ranked(entry, place)
+            ranked.append(leader)
+    return ranked + [Ranked(entry) for entry in entries if not entry.result]
+
+
+def _speed(entry: Entry) -> dict[str, float]:
+    assert entry.result is not None
+    speed: dict[str, float] = entry.result["throughput"]["tokens_per_second"]
+    return speed
+
+
+def _overlap(one: dict[str, float], other: dict[str, float]) -> bool:
+    return one["p10"] <= other["p90"] and other["p10"] <= one["p90"]
+
+
+HEADER = (
+    "place",
+    "point",
+    "tokens/s",
+    "p10-p90",
+    "vs best",
+    "step ms",
+    "states/rank",
+    "peak/rank",
+    "sent/step",
+    "loss last",
+)
+
+
+def table(ranked: Sequence[Ranked]) -> Table:
+    """The comparison, one row a point; a failed point's row holds its outcome, its reason is under the table."""
+    best = _speed(ranked[0].entry)["median"] if ranked and ranked[0].place else 0.0
+    return Table(HEADER, tuple(_cells(one, best) for one in ranked))
+
+
+def _cells(ranked: Ranked, best: float) -> tuple[str, ...]:
+    entry = ranked.entry
+    if entry.result is None:
+        return (ABSENT, entry.label, entry.state, *[ABSENT] * (len(HEADER) - 3))
+    speed = _speed(entry)
+    share = "best" if speed["median"] == best else f"{100 * (speed['median'] / best - 1):+.1f} %"
+    return (
+        f"{'= ' if ranked.tied else ''}{ranked.place}",
+        entry.label,
+        digits(speed["median"]),
+        f"{digits(speed['p10'])}-{digits(speed['p90'])}",
+        share,
+        digits(entry.result["throughput"]["step_ms"]["median"]),
+        size(states_bytes(entry.result)),
+        size(peak_bytes(entry.result)),
+        size(sent_bytes(entry.result)),
+        loss(entry.result["loss"]["last"]),
+    )
+
+
+def states_bytes(result: dict[str, Any]) -> int:
+    """Measured bytes of the model states a rank holds."""
+    return sum(state["measured_bytes"] or 0 for state in result["memory"]["states"])
+
+
+def peak_bytes(result: dict[str, Any]) -> int | None:
+    """What the device's allocator had at most; on a CPU, the process."""
+    memory = result["memory"]
+    found: int | None = memory.get("peak_allocated_bytes")
+    return memory.get("peak_rss_bytes") if found is None else found
+
+
+def sent_bytes(result: dict[str, Any]) -> int:
+    return sum(one["bytes"] for one in result["communication"]["data"].values())
+
+
+def failures(ranked: Sequence[Ranked]) -> list[str]:
+    """One line for each point without a result: its outcome and the reason."""
+    lost = [one.entry for one in ranked if one.entry.result is None]
+    return [f"{entry.label}: {entry.state}: {entry.message or 'no reason known'}" for entry in lost]
+
+
+def warnings(ranked: Sequence[Ranked]) -> list[str]:
+    """What makes the rows not comparable."""
+    found = [(one.entry.label, one.entry.result) for one in ranked if one.entry.result]
+    checks = (
+        ("data hash", {label: result["data"]["hash"] for label, result in found}),
+        ("tokens a step", {label: str(result["batch"]["tokens_per_step"]) for label, result in found}),
+        ("number of ranks", {label: str(result["world"]) for label, result in found}),
+    )
+    return [
+        f"the points differ in {what}, so their numbers do not compare: {_grouped(values)}"
+        for what, values in checks
+        if len(set(values.values())) > 1
+    ]
+
+
+def _grouped(values: dict[str, str]) -> str:
+    groups: dict[str, list[str]] = {}
+    for label, value in values.items():
+        groups.setdefault(value, []).append(label)
+    return "; ".join(f"{value}: {', '.join(labels)}" for value, labels in groups.items())
+
+
+def conclusion(ranked: Sequence[Ranked]) -> str:
+    """The winner, or that the spread names none."""
+    if not ranked or ranked[0].place is None:
+        return "no point has a result"
+    best = ranked[0].entry
+    ties = [one.entry for one in ranked[1:] if one.tied and one.place == 1]
+    if not ties:
+        return f"fastest: {best.label}"
+    group = [best, *ties]
+    least = min(group, key=lambda entry: states_bytes(entry.result or {}))
+    names = ", ".join(entry.label for entry in group)
+    return (
+        f"fastest: a tie of {names}: their spread does not tell them apart; {least.label} holds the least model states"
+    )
+
+
+def next_after_sweep(ranked: Sequence[Ranked]) -> str:
+    """The command worth typing after a sweep: the winner measured longer, or the failed point by itself."""
+    if not ranked:
+        return "python run.py"
+    entry = ranked[0].entry
+    if entry.result is None:
+        return run_command(entry.overrides)
+    return run_command([*without_key(entry.overrides, "measure"), "measure=standard"])
+
+
+def markdown(table_: Table) -> str:
+    """The table for a page of markdown."""
+    lines = [table_.header, tuple("---" if index < 2 else "---:" for index in range(len(table_.header)))]
+    return "\n".join(f"| {' | '.join(_escaped(row))} |" for row in [*lines, *table_.rows])
+
+
+def _escaped(row: Sequence[str]) -> list[str]:
+    return [cell.replace("|", "\\|").replace("\n", " ") for cell in row]
+
+
+def report_md(name: str, ranked: Sequence[Ranked]) -> str:
+    """The whole report of a sweep."""
+    parts = [f"# Sweep {name}", markdown(table(ranked)), f"{RULE}.", f"**{conclusion(ranked)}.**"]
+    parts += [f"Warning: {one}" for one in warnings(ranked)]
+    if lost := failures(ranked):
+        parts.append("Without a result:\n\n" + "\n".join(f"- {line}" for line in lost))
+    commands = [f"- {one.entry.label}: `{run_command(one.entry.overrides)}`" for one in ranked]
+    parts.append("Commands:\n\n" + "\n".join(commands))
+    return "\n\n".join(parts) + "\n"
+
+
+def results_csv(ranked: Sequence[Ranked]) -> str:
+    """One line a point; numbers in full and in plain units, each named by its column."""
+    rows = [_csv_row(one) for one in ranked]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["place"])
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _csv_row(ranked: Ranked) -> dict[str, object]:
+    entry, result = ranked.entry, ranked.entry.result
+    speed = result["throughput"] if result else {}
+    row: dict[str, object] = {
+        "place": ranked.place,
+        "tied": ranked.tied,
+        "label": entry.label,
+        "state": entry.state,
+        "message": entry.message,
+    }
+    for name in ("median", "p10", "p90"):
+        row[f"tokens_per_second_{name}"] = speed["tokens_per_second"][name] if result else None
+        row[f"step_ms_{name}"] = speed["step_ms"][name] if result else None
+    row |= {f"{phase}_ms": result["phases_ms"][phase] if result else None for phase, _ in PHASES}
+    row |= {
+        "states_measured_bytes": states_bytes(result) if result else None,
+        "peak_bytes": peak_bytes(result) if result else None,
+        "sent_bytes_per_step": sent_bytes(result) if result else None,
+        "loss_first": result["loss"]["first"] if result else None,
+        "loss_last": result["loss"]["last"] if result else None,
+        "loss_validation": result["loss"]["validation"] if result else None,
+        "data_hash": result["data"]["hash"] if result else None,
+        "world": result["world"] if result else None,
+        "folder": entry.folder,
+        "command": run_command(entry.overrides),
+    }
+    return row

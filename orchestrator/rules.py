@@ -1,0 +1,237 @@
+"""What must hold between the groups of a configuration, and the filling in of what it leaves open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from orchestrator.hardware import Hardware
+from orchestrator.schema import (
+    Batch,
+    Data,
+    DataKind,
+    Device,
+    DType,
+    Measure,
+    Model,
+    Precision,
+    Resources,
+    RunConfig,
+    Scheduler,
+    SchedulerKind,
+    Tracking,
+    TrackingKind,
+)
+from orchestrator.strict import Broken, nearest
+
+BYTE_TOKENS = 256
+CPU_RANKS = 2
+WIDTH = {DType.bf16: 2, DType.fp32: 4}
+LENGTH_KEYS = ("max_position_embeddings", "n_positions")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where a configuration is judged. `world` and `local_world` are set by torchrun or srun, else None."""
+
+    hardware: Hardware
+    world: int | None = None
+    local_world: int | None = None
+
+    def device(self, resources: Resources) -> Device:
+        """cpu or cuda: what `auto` comes to here."""
+        if resources.device is not Device.auto:
+            return resources.device
+        return Device.cuda if self.hardware.gpus else Device.cpu
+
+    def ranks(self, resources: Resources) -> int:
+        """How many processes will run."""
+        if self.world is not None:
+            return self.world
+        on_gpus = self.device(resources) is Device.cuda and self.hardware.gpus
+        return resources.ranks or (self.hardware.gpus if on_gpus else CPU_RANKS)
+
+
+def resolve(config: RunConfig, scene: Scene) -> RunConfig:
+    """Ranks, threads, batch, device and paths filled in. Asks for a configuration that breaks no rule."""
+    device, ranks = scene.device(config.resources), scene.ranks(config.resources)
+    threads = config.resources.threads or max(1, scene.hardware.cores // (scene.local_world or ranks))
+    batch, data = config.batch, config.data
+    accumulation = batch.accumulation or (batch.global_size or batch.micro * ranks) // (batch.micro * ranks)
+    return replace(
+        config,
+        output=str(Path(config.output).expanduser().absolute()),
+        batch=replace(batch, accumulation=accumulation, global_size=batch.micro * accumulation * ranks),
+        data=replace(data, path=str(Path(data.path).expanduser().absolute()) if data.path else None),
+        resources=replace(config.resources, device=device, ranks=ranks, threads=threads),
+    )
+
+
+def check_rules(config: RunConfig, scene: Scene) -> list[Broken]:
+    """Every rule that this configuration breaks."""
+    return check_parts(vars(config), scene)
+
+
+def check_parts(parts: Mapping[str, Any], scene: Scene) -> list[Broken]:
+    """Every rule broken by the groups that are there: those that could not be built spare only their own rules."""
+    broken = []
+    for rule in RULES:
+        if all(name in parts for name in rule.groups):
+            found = rule.check(scene, *(parts[name] for name in rule.groups))
+            broken.extend([found] if found else [])
+    return broken
+
+
+def _ranks_are_as_many_as_started(scene: Scene, resources: Resources) -> Broken | None:
+    if scene.world is None or resources.ranks in (None, scene.world):
+        return None
+    rule = f"resources.ranks must be the number of processes started, {scene.world}"
+    return Broken(rule, str(resources.ranks), (f"resources.ranks={scene.world}",))
+
+
+def _cuda_is_there(scene: Scene, resources: Resources) -> Broken | None:
+    if resources.device is not Device.cuda or scene.hardware.gpus:
+        return None
+    idle = scene.hardware.idle_gpus
+    found = f"{idle} GPUs and a torch built without CUDA" if idle else "no GPU"
+    return Broken("resources.device=cuda needs a GPU", found, ("resources.device=cpu",))
+
+
+def _each_rank_has_a_gpu(scene: Scene, resources: Resources) -> Broken | None:
+    gpus = scene.hardware.gpus
+    ranks = scene.local_world or scene.ranks(resources)
+    if scene.device(resources) is not Device.cuda or not gpus or ranks <= gpus:
+        return None
+    fewer = () if scene.world is not None else (f"resources.ranks={gpus}",)
+    rule = f"resources.ranks must be at most the GPUs here, {gpus}"
+    return Broken(rule, str(ranks), (*fewer, "resources.device=cpu"))
+
+
+def _batch_divides(scene: Scene, batch: Batch, resources: Resources) -> Broken | None:
+    if batch.global_size is None:
+        return None
+    ranks = scene.ranks(resources)
+    one = batch.micro * ranks * (batch.accumulation or 1)
+    if batch.global_size == one or (batch.accumulation is None and batch.global_size % one == 0):
+        return None
+    if batch.accumulation is None:
+        rule = f"batch.global_size must be a multiple of micro {batch.micro} x {ranks} ranks = {one}"
+        return Broken(rule, str(batch.global_size), _divisible(batch, ranks))
+    product = f"micro {batch.micro} x accumulation {batch.accumulation} x {ranks} ranks = {one}"
+    free = ("batch.accumulation=null",) if batch.global_size % (batch.micro * ranks) == 0 else ()
+    rule = f"batch.global_size must be {product}"
+    return Broken(rule, str(batch.global_size), (f"batch.global_size={one}", *free))
+
+
+def _divisible(batch: Batch, ranks: int) -> tuple[str, ...]:
+    """Another global size, and where there is one, the nearest micro batch that divides this one."""
+    assert batch.global_size is not None
+    one = batch.micro * ranks
+    fixes = [f"batch.global_size={one * math.ceil(batch.global_size / one)}"]
+    if batch.global_size % ranks == 0:
+        share = batch.global_size // ranks
+        divisors = (n for n in range(1, share + 1) if share % n == 0)
+        fixes.append(f"batch.micro={min(divisors, key=lambda n: abs(n - batch.micro))}")
+    return tuple(fixes)
+
+
+def _path_belongs_to_text(scene: Scene, data: Data) -> Broken | None:
+    if data.kind is DataKind.text or data.path is None:
+        return None
+    return Broken(
+        f"data={data.kind} reads no data.path", data.path, (f"data=text data.path={data.path}", "data.path=null")
+    )
+
+
+def _text_has_a_path(scene: Scene, data: Data) -> Broken | None:
+    if data.kind is not DataKind.text or data.path is not None:
+        return None
+    return Broken("data=text needs data.path=FILE_OR_FOLDER", "none", ("data=stdlib",))
+
+
+def _text_is_there(scene: Scene, data: Data) -> Broken | None:
+    if data.kind is not DataKind.text or data.path is None:
+        return None
+    path = Path(data.path).expanduser()
+    if path.exists():
+        return None
+    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = nearest(path.name, beside)
+    fixes = (f"data.path={path.parent / near}",) if near else ()
+    return Broken("data.path must be a file or folder that is there", data.path, (*fixes, "data=stdlib data.path=null"))
+
+
+def _vocabulary_holds_bytes(scene: Scene, model: Model, data: Data) -> Broken | None:
+    size = model.config.get("vocab_size")
+    if data.kind is DataKind.synthetic or not isinstance(size, int) or size >= BYTE_TOKENS:
+        return None
+    rule = f"model.config.vocab_size must be at least {BYTE_TOKENS} for data={data.kind}: one token a byte"
+    return Broken(rule, str(size), (f"model.config.vocab_size={BYTE_TOKENS}", "data=synthetic"))
+
+
+def _model_holds_the_sequence(scene: Scene, model: Model, batch: Batch) -> Broken | None:
+    for key in LENGTH_KEYS:
+        longest = model.config.get(key)
+        if isinstance(longest, int) and batch.seq > longest:
+            rule = f"batch.seq must be at most the model's {key}, {longest}"
+            return Broken(rule, str(batch.seq), (f"batch.seq={longest}",))
+    return None
+
+
+def _validation_has_data(scene: Scene, data: Data, measure: Measure) -> Broken | None:
+    if data.validation_fraction > 0 or measure.validation_batches == 0:
+        return None
+    rule = f"measure.validation_batches={measure.validation_batches} needs data.validation_fraction above 0"
+    return Broken(rule, "0", ("data.validation_fraction=0.05", "measure.validation_batches=0"))
+
+
+def _master_is_not_narrower(scene: Scene, precision: Precision) -> Broken | None:
+    if WIDTH[precision.master] >= WIDTH[precision.param]:
+        return None
+    rule = f"precision.master must hold precision.param={precision.param}"
+    return Broken(rule, str(precision.master), (f"precision.master={precision.param}",))
+
+
+def _schedule_uses_its_keys(scene: Scene, scheduler: Scheduler) -> Broken | None:
+    kind = scheduler.kind
+    if kind is SchedulerKind.constant and scheduler.warmup_steps:
+        fixes = (f"scheduler=warmup scheduler.warmup_steps={scheduler.warmup_steps}", "scheduler.warmup_steps=0")
+        return Broken("scheduler=constant has no warm-up", f"warmup_steps={scheduler.warmup_steps}", fixes)
+    if kind is not SchedulerKind.cosine and scheduler.min_lr_ratio != 1:
+        fixes = (f"scheduler=cosine scheduler.min_lr_ratio={scheduler.min_lr_ratio}", "scheduler.min_lr_ratio=1.0")
+        return Broken(f"scheduler={kind} never falls", f"min_lr_ratio={scheduler.min_lr_ratio}", fixes)
+    return None
+
+
+def _store_belongs_to_mlflow(scene: Scene, tracking: Tracking) -> Broken | None:
+    for key, value in (("uri", tracking.uri), ("experiment", tracking.experiment)):
+        if tracking.kind is TrackingKind.none and value is not None:
+            return Broken(f"tracking=none uses no tracking.{key}", value, (f"tracking=mlflow tracking.{key}={value}",))
+    return None
+
+
+class Rule(NamedTuple):
+    """A check and the groups that it is given, in this order."""
+
+    check: Callable[..., Broken | None]
+    groups: tuple[str, ...]
+
+
+RULES = (
+    Rule(_ranks_are_as_many_as_started, ("resources",)),
+    Rule(_cuda_is_there, ("resources",)),
+    Rule(_each_rank_has_a_gpu, ("resources",)),
+    Rule(_batch_divides, ("batch", "resources")),
+    Rule(_path_belongs_to_text, ("data",)),
+    Rule(_text_has_a_path, ("data",)),
+    Rule(_text_is_there, ("data",)),
+    Rule(_vocabulary_holds_bytes, ("model", "data")),
+    Rule(_model_holds_the_sequence, ("model", "batch")),
+    Rule(_validation_has_data, ("data", "measure")),
+    Rule(_master_is_not_narrower, ("precision",)),
+    Rule(_schedule_uses_its_keys, ("scheduler",)),
+    Rule(_store_belongs_to_mlflow, ("tracking",)),
+)

@@ -1,0 +1,188 @@
+"""What the person sees: the plan, the progress, the summary and the comparison. Plain lines where no terminal is."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from orchestrator import report, summary
+from orchestrator.report import Ranked
+from orchestrator.schema import RunConfig
+from orchestrator.summary import Row, Table
+from orchestrator.units import digits, loss
+
+PLAIN_WIDTH = 140
+PLAIN_EVERY_S = 2.0
+
+
+def make_console() -> Console:
+    """A console for stdout. Without a terminal lines are not broken at 80 columns, and no colour is sent."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PLAIN_WIDTH
+    return console
+
+
+class Screen:
+    """Writes to one console; every method returns at once."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or make_console()
+        self._live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._bar: _Bar | None = None
+
+    def say(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style=style), soft_wrap=not self._live)
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}", "yellow")
+
+    def sweep_plan(self, labels: Sequence[str], folder: str) -> None:
+        self.say(f"{len(labels)} points, one after another: {', '.join(labels)}", "bold")
+        self.say(f"comparison in {folder}")
+
+    def plan(self, label: str, config: RunConfig, folder: str) -> None:
+        """What will run."""
+        rows = summary.plan_rows(config, folder)
+        if self._live:
+            panel = Panel(_grid(rows), title=f" {label} ", title_align="left", border_style="cyan", expand=False)
+            self._console.print(panel)
+        else:
+            self.say(f"== {label}")
+            self.rows(rows)
+
+    def begin(self, config: RunConfig) -> None:
+        """Shows progress until `end`."""
+        measure = config.measure
+        self._bar = _Bar(self._console, measure.warmup_steps + measure.steps, live=self._live)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Shows one event of metrics.jsonl."""
+        if self._bar is not None:
+            self._bar.event(event)
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def success(self, result: Mapping[str, Any], note: str) -> None:
+        """The summary of one run."""
+        self._console.print()
+        self.rows(summary.speed_rows(result))
+        for table in (summary.phase_table(result), summary.memory_table(result)):
+            self._console.print()
+            self._console.print(_table(table))
+        self._console.print()
+        self.rows(summary.communication_rows(result))
+        self.rows([*summary.learning_rows(result), summary.machine_row(result)])
+        if note:
+            self.warn(note)
+
+    def failure(self, label: str, state: str, message: str, log: Sequence[str], path: str) -> None:
+        """How a run failed, with the last lines of the log that tells why."""
+        self._console.print()
+        self.say(f"{label}: {state}: {message}", "bold red")
+        if log:
+            self.say(f"the last lines of {path}:", "dim")
+            for line in log:
+                self.say(f"  {line}")
+
+    def comparison(self, ranked: Sequence[Ranked]) -> None:
+        """The table of a sweep, the rule of its order, and what to make of it."""
+        self._console.print()
+        self._console.print(_table(report.table(ranked)))
+        self.say(report.RULE, "dim")
+        for line in report.failures(ranked):
+            self.say(line, "red")
+        for line in report.warnings(ranked):
+            self.warn(line)
+        self.say(report.conclusion(ranked), "bold")
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        """Names on the left; without a terminal one line each, however long, for grep and for copying."""
+        if self._live:
+            self._console.print(_grid(rows))
+            return
+        width = max((len(row.name) for row in rows), default=0)
+        for row in rows:
+            self._console.print(Text(f"{row.name:<{width}}  {row.text}"), soft_wrap=True)
+
+
+class _Bar:
+    """The progress of one run: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, console: Console, steps: int, *, live: bool) -> None:
+        self._console, self._steps = console, steps
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._last_line = 0.0
+        if live:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeElapsedColumn(),
+                console=console,
+            )
+            self._task = self._progress.add_task("starting ranks", total=steps, numbers="")
+            self._progress.start()
+        else:
+            console.print(Text("starting ranks"))
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "ready":
+            self._say(f"ready: {summary.ready_text(event)}")
+        elif kind == "step":
+            self._step(event)
+        elif kind == "validation":
+            self._say(f"validation loss {loss(event['loss'])} at step {event['step']}")
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _say(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def _step(self, event: Mapping[str, Any]) -> None:
+        phase = "warm-up" if event["warmup"] else "measuring"
+        numbers = (
+            f"loss {loss(event['loss'])}  {digits(event['tokens_per_second'])} tokens/s  "
+            f"{event['memory_kind']} {digits(event['memory_mib'])} MiB"
+        )
+        if self._progress is not None:
+            self._progress.update(self._task, description=phase, completed=event["step"], numbers=numbers)
+            return
+        now = time.monotonic()
+        if event["step"] in (1, self._steps) or now - self._last_line >= PLAIN_EVERY_S:
+            self._last_line = now
+            self._say(f"{phase} step {event['step']}/{self._steps}  {numbers}")
+
+
+def _grid(rows: Sequence[Row]) -> RichTable:
+    grid = RichTable.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in rows:
+        grid.add_row(Text(row.name), Text(row.text))
+    return grid
+
+
+def _table(table: Table) -> RichTable:
+    rich = RichTable(box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(table.header):
+        rich.add_column(name, justify="left" if index < 1 else "right", no_wrap=True)
+    for row in table.rows:
+        rich.add_row(*[Text(cell) for cell in row])
+    return rich

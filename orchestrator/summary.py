@@ -1,0 +1,216 @@
+"""What is said of one run, as plain rows of text: before it what will run, after it what was measured. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from orchestrator.schema import DataKind, RunConfig
+from orchestrator.units import ABSENT, count, difference, digits, loss, percent, size
+
+PHASES = (
+    ("forward", "forward"),
+    ("backward", "backward"),
+    ("communication_exposed", "exposed communication"),
+    ("optimizer", "optimizer"),
+    ("data", "data"),
+)
+STATES = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer"}
+
+
+class Row(NamedTuple):
+    """One line: what, and its value."""
+
+    name: str
+    text: str
+
+
+class Table(NamedTuple):
+    """Cells as text; the first column is on the left, the others on the right."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def plan_rows(config: RunConfig, folder: str) -> list[Row]:
+    """What will run, with the identity of the batch spelled out."""
+    precision, batch, resources = config.precision, config.batch, config.resources
+    ranks = resources.ranks or 1
+    tokens = (batch.global_size or 0) * batch.seq
+    threads = f", {_many(resources.threads or 1, 'thread')} each" if resources.device.value == "cpu" else ""
+    steps = config.measure.steps + config.measure.warmup_steps
+    return [
+        Row("model", f"{config.model.name}, random weights, seed {config.seed}"),
+        Row("zero", f"stage {config.zero.stage}, prefetch {config.zero.prefetch}"),
+        Row(
+            "precision",
+            f"parameters {precision.param}, gradients reduced in {precision.reduce}, "
+            f"accumulated in {precision.accumulate}, master {precision.master}",
+        ),
+        Row("ranks", f"{ranks} x {resources.device}{threads}"),
+        Row(
+            "batch",
+            f"micro {batch.micro} x accumulation {batch.accumulation} x ranks {ranks} = {batch.global_size} "
+            f"sequences x {batch.seq} tokens = {tokens:,} tokens/step",
+        ),
+        Row("data", _data_text(config)),
+        Row("steps", f"{steps} = {config.measure.warmup_steps} of warm-up + {config.measure.steps} measured"),
+        Row("outputs", folder),
+    ]
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _data_text(config: RunConfig) -> str:
+    kinds = {
+        DataKind.stdlib: "stdlib: this Python's own standard-library sources, as bytes",
+        DataKind.synthetic: "synthetic: random tokens",
+        DataKind.text: f"text: {config.data.path}",
+    }
+    return kinds[config.data.kind]
+
+
+def ready_text(event: Mapping[str, Any]) -> str:
+    """What is known once the ranks have built the model and read the data."""
+    states = _states(event.get("predicted"))
+    predicted = f", model states predicted {size(_sum(states, 'predicted_bytes'))} a rank" if states else ""
+    return f"{count(event.get('parameters'))} parameters{predicted}, data hash {event.get('data_hash', ABSENT)}"
+
+
+def _states(predicted: Any) -> list[dict[str, Any]]:
+    found = predicted.get("states", []) if isinstance(predicted, Mapping) else predicted or []
+    return list(found)
+
+
+def _sum(states: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [state.get(key) for state in states]
+    return None if any(value is None for value in values) else float(sum(value or 0 for value in values))
+
+
+def speed_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Throughput and step time with their spread."""
+    speed = result["throughput"]
+    tokens, step = speed["tokens_per_second"], speed["step_ms"]
+    counted = f"{speed['steps_counted']} steps counted, {speed['warmup_steps']} of warm-up left out"
+    return [
+        Row(
+            "tokens/s",
+            f"{digits(tokens['median'])} median, p10-p90 {_range(tokens)}, {counted}; "
+            f"{digits(speed['tokens_per_second_per_rank'])} a rank",
+        ),
+        Row("step time", f"{digits(step['median'])} ms median, p10-p90 {_range(step)}"),
+    ]
+
+
+def phase_table(result: Mapping[str, Any]) -> Table:
+    """Where a step's time goes."""
+    phases = result["phases_ms"]
+    whole = sum(phases[key] or 0 for key, _ in PHASES)
+    times = tuple(digits(phases[key]) for key, _ in PHASES)
+    shares = tuple(percent(phases[key] or 0, whole) for key, _ in PHASES)
+    header = ("step time by phase", *(name for _, name in PHASES))
+    return Table(header, (("ms", *times), ("share", *shares)))
+
+
+def _range(spread: Mapping[str, float]) -> str:
+    return f"{digits(spread['p10'])}-{digits(spread['p90'])}"
+
+
+def memory_table(result: Mapping[str, Any]) -> Table:
+    """A rank's memory by component: model states predicted beside measured, the rest measured."""
+    memory = result["memory"]
+    rows = []
+    for state in memory["states"]:
+        name = STATES.get(state["component"], state["component"])
+        rows.append(_memory_row(name, state["measured_bytes"], state["predicted_bytes"]))
+    measured, predicted = _sum(memory["states"], "measured_bytes"), _sum(memory["states"], "predicted_bytes")
+    rows.append(_memory_row(f"model states: {memory['formula']}", measured, predicted))
+    if memory.get("padding_bytes"):
+        rows.append(_memory_row("  of which padding", memory["padding_bytes"], None))
+    rows.append(_memory_row("activations", memory["activations_bytes"], None))
+    rows.append(_memory_row("other tensors", memory["other_tensors_bytes"], None))
+    for key, name in (
+        ("peak_allocated_bytes", "peak allocated"),
+        ("peak_reserved_bytes", "peak reserved"),
+        ("peak_rss_bytes", "peak RSS of the process"),
+    ):
+        if memory.get(key) is not None:
+            rows.append(_memory_row(name, memory[key], None))
+    header = ("memory, largest over ranks", "predicted", "measured", "difference")
+    return Table(header, tuple(rows))
+
+
+def _memory_row(name: str, measured: float | None, predicted: float | None) -> tuple[str, ...]:
+    return name, size(predicted), size(measured), difference(measured, predicted)
+
+
+def communication_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Bytes of a steady step by collective, and their elements beside the theory."""
+    talk = result["communication"]
+    used = {name: one for name, one in talk["data"].items() if one["calls"]}
+    total = sum(one["elements"] for one in used.values())
+    parts = [f"{name} {one['calls']} calls {size(one['bytes'])}" for name, one in used.items()]
+    theory, padding = talk["theory_elements"], talk.get("padding_elements") or 0
+    holds = "equal" if total == theory + padding else "NOT equal"
+    return [
+        Row(
+            "communication",
+            f"{size(sum(one['bytes'] for one in used.values()))} a rank and step: {', '.join(parts) or 'none'}",
+        ),
+        Row(
+            "  beside theory",
+            f"{total:,.0f} elements sent; {talk['theory']} = {theory:,.0f} + padding {padding:,.0f}: {holds}",
+        ),
+        Row(
+            "",
+            "this is the algorithmic volume: what a ring must send, not what passed the wire; control messages "
+            f"apart: {size(talk.get('control_bytes'))}",
+        ),
+    ]
+
+
+def learning_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Loss and data."""
+    losses, data = result["loss"], result["data"]
+    validation = f", validation {loss(losses['validation'])}" if losses.get("validation") is not None else ""
+    return [
+        Row(
+            "loss",
+            f"{loss(losses['first'])} first, {loss(losses['last'])} last ({result['steps']} steps){validation}",
+        ),
+        Row(
+            "data",
+            f"{data['name']}, hash {data['hash']}, {count(data['train_samples'])} training and "
+            f"{count(data['validation_samples'])} validation sequences",
+        ),
+    ]
+
+
+def machine_row(result: Mapping[str, Any]) -> Row:
+    """What the numbers were measured on."""
+    environment = result.get("environment", {})
+    chip = environment.get("gpu") or environment.get("cpu") or "unknown machine"
+    warning = "; a CPU's speed says nothing about GPUs" if result["device"] == "cpu" else ""
+    versions = f"torch {environment.get('torch', ABSENT)}, python {environment.get('python', ABSENT)}"
+    return Row(
+        "measured on", f"{result['world']} x {result['device']}, {chip}, {result['backend']}, {versions}{warning}"
+    )
+
+
+def without_key(overrides: Sequence[str], *keys: str) -> list[str]:
+    """The overrides, less those that set one of these keys."""
+    return [one for one in overrides if one.lstrip("+~").partition("=")[0] not in keys]
+
+
+def next_after_run(overrides: Sequence[str]) -> str:
+    """The command worth typing after one run: the same under every stage."""
+    rest = without_key(overrides, "zero", "zero.stage", "sweeps")
+    return shlex.join(["python", "run.py", "-m", "zero=stage0,stage1,stage2,stage3", *rest])
+
+
+def run_command(overrides: Sequence[str]) -> str:
+    """What to type to run one point."""
+    return shlex.join(["python", "run.py", *without_key(overrides, "sweeps")])

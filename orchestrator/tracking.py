@@ -1,0 +1,280 @@
+"""Writes runs into MLflow, from a process of its own that follows their records: the only importer of mlflow.
+
+`follow` reads one JSON message a line on stdin and answers on stdout; `ui OUTPUT` opens the dashboard.
+Nothing here can end a run: what fails becomes a warning, and the records stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import getpass
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator import chart_view
+from orchestrator import tracking_names as names
+from orchestrator.processes import is_alive, start_time
+from orchestrator.record import AttemptPaths, EventTail, RunState, artifacts_path, read_json, store_path
+
+PERIOD_S = 1.0
+NOTE_LIMIT = 5000
+BATCH = 500
+
+
+class Store:
+    """MLflow's client with our experiments: each made once, with its chart page, and cleared of dead runs."""
+
+    def __init__(self, uri: str, output: Path) -> None:
+        import mlflow  # here: it takes seconds, and `ui` does without
+        from mlflow.entities import Metric, Param, RunTag
+
+        self._metric, self._param, self._tag = Metric, Param, RunTag
+        self.client = mlflow.MlflowClient(tracking_uri=uri)
+        self._local = uri == f"sqlite:///{store_path(output)}"
+        self._output = output
+        self._experiments: dict[str, str] = {}
+
+    def experiment(self, name: str) -> str:
+        """The id of the experiment, which exists from then on."""
+        if name not in self._experiments:
+            with _locked(self._output):
+                self._experiments[name] = self._open(name)
+            reconcile(self.client, self._experiments[name])
+        return self._experiments[name]
+
+    def _open(self, name: str) -> str:
+        found = self.client.get_experiment_by_name(name)
+        if found is None:
+            where = artifacts_path(self._output).as_uri() if self._local else None
+            experiment = str(self.client.create_experiment(name, artifact_location=where))
+        else:
+            experiment = str(found.experiment_id)
+        if found is None or found.tags.get(chart_view.TAG) != chart_view.view():
+            self.client.set_experiment_tag(experiment, chart_view.TAG, chart_view.view())
+        return experiment
+
+    def create_run(self, experiment: str, name: str, tags: Mapping[str, str]) -> str:
+        run = self.client.create_run(self.experiment(experiment), run_name=name, tags=dict(tags))
+        return str(run.info.run_id)
+
+    def log_metrics(self, run: str, points: list[tuple[str, float, int, int]]) -> None:
+        """Each is (name, value, step, time in ms)."""
+        for begin in range(0, len(points), BATCH):
+            batch = [self._metric(key, value, when, step) for key, value, step, when in points[begin : begin + BATCH]]
+            self.client.log_batch(run, metrics=batch)
+
+    def log_params(self, run: str, values: Mapping[str, str]) -> None:
+        every = [self._param(key, value) for key, value in values.items()]
+        for begin in range(0, len(every), 100):
+            self.client.log_batch(run, params=every[begin : begin + 100])
+
+
+@contextlib.contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """One process at a time makes the store: two that meet a new SQLite file break each other's migration."""
+    with (output / ".mlflow.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def reconcile(client: Any, experiment: str) -> list[str]:
+    """Ends the runs that say RUNNING though the command that owned them is gone from this host; their ids."""
+    ended = []
+    for run in client.search_runs([experiment], "attributes.status = 'RUNNING'"):
+        tags = run.data.tags
+        if tags.get(names.HOST) != socket.gethostname() or names.PID not in tags:
+            continue
+        if is_alive(int(tags[names.PID]), float(tags[names.STARTED])):
+            continue
+        client.set_tag(run.info.run_id, names.RECONCILED, "its command was gone")
+        client.set_tag(run.info.run_id, names.OUTCOME, RunState.killed.value)
+        client.set_terminated(run.info.run_id, status="KILLED")
+        ended.append(run.info.run_id)
+    return ended
+
+
+class FollowedRun:
+    """One attempt and its run in MLflow; `catch_up` may be called at any time and as often as one likes."""
+
+    def __init__(self, store: Store, message: Mapping[str, Any], tags: Mapping[str, str]) -> None:
+        self._store = store
+        self._paths = AttemptPaths(Path(message["attempt"]))
+        self._tail = EventTail(self._paths.metrics)
+        self._waiting: list[tuple[str, float, int, int]] = []
+        attempt = {names.KIND: "point", names.POINT: message["point"], names.ATTEMPT: message["attempt"]}
+        sweep = {names.SWEEP: message["sweep"]} if message.get("sweep") else {}
+        self.run = store.create_run(message["experiment"], message["label"], {**tags, **attempt, **sweep})
+        store.log_params(self.run, names.params(read_json(self._paths.config) or {}))
+
+    def catch_up(self) -> None:
+        """Writes what the ranks recorded since the last time; what fails is tried again the next time."""
+        for event in self._tail.read_new():
+            when = int(1000 * event.get("time", time.time()))
+            metrics = names.step_metrics(event)
+            self._waiting += [(name, value, event["step"], when) for name, value in metrics.items()]
+        if self._waiting:
+            self._store.log_metrics(self.run, self._waiting)
+            self._waiting = []
+
+    def finish(self) -> None:
+        """The summary, the artifacts and the status that the attempt's state says."""
+        self.catch_up()
+        state = read_json(self._paths.state) or {}
+        # Not final: the command died. Its ranks died with it.
+        outcome = state["state"] if state.get("state") in names.STATUS else RunState.killed.value
+        result = read_json(self._paths.result) if outcome == RunState.ok.value else None
+        if result is not None:
+            when = int(1000 * time.time())
+            metrics = names.summary_metrics(result)
+            self._store.log_metrics(self.run, [(key, value, 0, when) for key, value in metrics.items()])
+        self._store.client.set_tag(self.run, names.OUTCOME, outcome)
+        logs = {self._paths.rank_log(0), self._paths.rank_log(int(state.get("rank") or 0))}
+        for path in (self._paths.config, self._paths.result, self._paths.state, *sorted(logs)):
+            if path.exists():
+                self._store.client.log_artifact(self.run, str(path))
+        self._store.client.set_terminated(self.run, status=names.STATUS[outcome])
+
+
+class Follower:
+    """Does what the messages say, and turns whatever fails into one warning for each attempt."""
+
+    def __init__(self, uri: str, output: Path, parent: int) -> None:
+        self._uri, self._output = uri, output
+        self._store: Store | None = None
+        self._runs: dict[str, FollowedRun] = {}
+        self._warned: set[str] = set()
+        self._tags = _command_tags(parent)
+
+    def handle(self, message: Mapping[str, Any]) -> None:
+        """Never raises."""
+        action = {"open": self._open, "begin": self._begin, "end": self._end, "summary": self._summary}
+        self._guarded(str(message.get("attempt", "")), lambda: action[message["do"]](message))
+
+    def tick(self) -> None:
+        for attempt, run in self._runs.items():
+            self._guarded(attempt, run.catch_up)
+
+    def finish_all(self) -> None:
+        """The command is gone: what it left unfinished is finished from the records."""
+        for attempt in list(self._runs):
+            self.handle({"do": "end", "attempt": attempt})
+
+    def _guarded(self, attempt: str, action: Any) -> None:
+        try:
+            action()
+        except Exception as error:  # a tracker must never end a run, whatever its store does
+            if attempt not in self._warned:
+                self._warned.add(attempt)
+                first = (str(error).strip() or type(error).__name__).splitlines()[0]
+                _answer({"warning": first[:300]})
+
+    def _open(self, message: Mapping[str, Any]) -> None:
+        try:
+            self._store = self._store or Store(self._uri, self._output)
+            self._store.experiment(message["experiment"])
+        finally:
+            _answer({"ready": self._store is not None})
+
+    def _begin(self, message: Mapping[str, Any]) -> None:
+        self._store = self._store or Store(self._uri, self._output)
+        self._runs[message["attempt"]] = FollowedRun(self._store, message, self._tags)
+
+    def _end(self, message: Mapping[str, Any]) -> None:
+        run = self._runs.pop(message["attempt"], None)
+        if run is not None:
+            run.finish()
+
+    def _summary(self, message: Mapping[str, Any]) -> None:
+        assert self._store is not None
+        tags = {**self._tags, names.KIND: "summary", names.SWEEP: message["sweep"]}
+        tags["mlflow.note.content"] = message["table"][:NOTE_LIMIT]
+        run = self._store.create_run(message["experiment"], message["sweep"], tags)
+        for path in message["files"]:
+            self._store.client.log_artifact(run, path)
+        self._store.client.set_terminated(run, status="FINISHED")
+
+
+def _command_tags(parent: int) -> dict[str, str]:
+    """Who runs this and from which code; `parent` is the command's process."""
+    tags = {
+        names.HOST: socket.gethostname(),
+        names.PID: str(parent),
+        names.STARTED: str(start_time(parent)),
+        "mlflow.source.name": "run.py",
+        "mlflow.user": getpass.getuser(),
+    }
+    root = Path(__file__).resolve().parents[1]
+    commit = _git(root, "rev-parse", "HEAD")
+    if commit:
+        tags["mlflow.source.git.commit"] = commit
+        tags["zlab.git_dirty"] = str(bool(_git(root, "status", "--porcelain"))).lower()
+    return tags
+
+
+def _git(root: Path, *words: str) -> str:
+    try:
+        answer = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout.strip() if answer.returncode == 0 else ""
+
+
+def _answer(message: Mapping[str, Any]) -> None:
+    # A command that is gone does not listen; what is left to write is written all the same.
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()
+
+
+def follow(uri: str, output: Path) -> None:
+    """Serves the command on stdin until it closes it or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's; it tells us what became of the run
+    os.nice(10)  # the ranks are measured; this can wait
+    follower = Follower(uri, output, os.getppid())
+    rest = b""
+    while True:
+        readable, _, _ = select.select([sys.stdin], [], [], PERIOD_S)
+        if not readable:
+            follower.tick()
+            continue
+        chunk = os.read(sys.stdin.fileno(), 65536)
+        if not chunk:
+            break
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            follower.handle(json.loads(line))
+    follower.finish_all()
+
+
+def main(argv: list[str]) -> int:
+    """The command line of this module."""
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.tracking")
+    actions = parser.add_subparsers(dest="action", required=True)
+    asked = actions.add_parser("follow", help="used by the command itself")
+    asked.add_argument("--uri", required=True)
+    asked.add_argument("output", type=Path)
+    shown = actions.add_parser("ui", help="open the dashboard on the store of an output folder")
+    shown.add_argument("output", type=Path, nargs="?", default=Path("outputs"))
+    shown.add_argument("--port", type=int, default=None, help="default: the first free one from 5000")
+    found = parser.parse_args(argv)
+    if found.action == "ui":
+        from orchestrator.dashboard import serve
+
+        return serve(found.output, found.port)
+    follow(found.uri, found.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""Numbers as people read them: sizes in powers of 1024, counts in words, shares in percent."""
+
+from __future__ import annotations
+
+import math
+
+ABSENT = "-"
+
+
+def size(count_bytes: float | None) -> str:
+    """ "1.50 GiB", "12.3 MiB", "640 KiB": GiB = 2^30."""
+    if count_bytes is None:
+        return ABSENT
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count_bytes) >= factor:
+            return f"{digits(count_bytes / factor)} {unit}"
+    return f"{count_bytes:,.0f} B"
+
+
+def digits(value: float | None) -> str:
+    """Three significant digits or all before the point: 1.23, 12.3, 123, 1,234."""
+    if value is None:
+        return ABSENT
+    if not math.isfinite(value):
+        return str(value)
+    places = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:,.{places}f}"
+
+
+def count(number: float | None) -> str:
+    """ "124.4 M", "1.24 B", "6,400"."""
+    if number is None:
+        return ABSENT
+    for unit, factor in (("B", 1e9), ("M", 1e6)):
+        if abs(number) >= factor:
+            return f"{number / factor:.2f} {unit}"
+    return f"{number:,.0f}"
+
+
+def loss(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.4f}"
+
+
+def difference(measured: float | None, predicted: float | None) -> str:
+    """How far `measured` lies from `predicted`, in percent of it; "exact" when they are equal."""
+    if measured is None or predicted is None:
+        return ABSENT
+    if measured == predicted:
+        return "exact"
+    return f"{100 * (measured - predicted) / predicted:+.1f} %" if predicted else "new"
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else ABSENT
+
+
+def duration(seconds: float) -> str:
+    """ "4.2 s", "3 min 05 s"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"

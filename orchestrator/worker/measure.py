@@ -1,0 +1,133 @@
+"""What a rank counted, turned into the result that people compare. Pure but for the reading of process memory."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import psutil
+import torch
+
+from zero_runtime import memory_model
+from zero_runtime.collectives import Ledger
+from zero_runtime.memory_census import Census
+from zero_runtime.runtime import ZeroRuntime
+
+PHASES = ("data", "forward", "backward", "communication_exposed", "optimizer", "other")
+
+
+@dataclass
+class Readings:
+    """One rank's readings of one run."""
+
+    step_s: list[float] = field(default_factory=list)
+    phases_s: list[dict[str, float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+    census: Census | None = None
+    activations_bytes: int = 0
+    validation_loss: float | None = None
+
+
+def memory_now(device: torch.device) -> tuple[str, float]:
+    """("allocated" | "rss", MiB) of this process now."""
+    if device.type == "cuda":
+        return "allocated", torch.cuda.max_memory_allocated() / 2**20
+    return "rss", psutil.Process().memory_info().rss / 2**20
+
+
+def peaks(device: torch.device) -> dict[str, int | None]:
+    """Peak bytes of this process so far."""
+    on_cuda = device.type == "cuda"
+    return {
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts KiB
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated() if on_cuda else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved() if on_cuda else None,
+    }
+
+
+def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> dict[str, Any]:
+    """Model states by component: bytes on one rank, predicted and, where there is one, measured."""
+    predicted = runtime.predicted_state_bytes()
+    micro_batches = runtime.settings.micro_batches
+    return {
+        "states": [
+            {"component": name, "predicted_bytes": size, "measured_bytes": measured.get(name)}
+            for name, size in asdict(predicted).items()
+            if name != "padding"
+        ],
+        "formula": memory_model.formula(runtime.plan, runtime.precision, micro_batches=micro_batches),
+        "padding_bytes": predicted.padding,
+    }
+
+
+def memory(runtime: ZeroRuntime, worst: Mapping[str, int | None]) -> dict[str, Any]:
+    """The result's memory from the largest readings over the ranks (a census, activations and `peaks`)."""
+    states = model_states(runtime, worst)
+    components = {one["component"] for one in states["states"]}
+    rest = {key: value for key, value in worst.items() if key not in components}
+    other = (rest.pop("other") or 0) + (rest.pop("buffers") or 0)
+    return {**states, "other_tensors_bytes": other, **rest}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and the 10th and 90th percentile (linear between the order statistics)."""
+    ordered = sorted(values)
+    return {
+        "median": statistics.median(ordered),
+        "p10": _percentile(ordered, 0.10),
+        "p90": _percentile(ordered, 0.90),
+    }
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def throughput(readings: Readings, tokens_per_step: int, world: int, warmup_steps: int) -> dict[str, Any]:
+    """Of the steps after the warm-up: time and tokens per second. Tokens count padding and masked ones too."""
+    steps = readings.step_s[warmup_steps:]
+    per_second = spread([tokens_per_step / seconds for seconds in steps])
+    return {
+        "tokens_per_second": per_second,
+        "tokens_per_second_per_rank": per_second["median"] / world,
+        "step_ms": spread([seconds * 1e3 for seconds in steps]),
+        "steps_counted": len(steps),
+        "warmup_steps": warmup_steps,
+    }
+
+
+def phases_ms(readings: Readings, warmup_steps: int) -> dict[str, float]:
+    """Median milliseconds of each phase of a step."""
+    steps = readings.phases_s[warmup_steps:]
+    return {name: statistics.median(step.get(name, 0.0) for step in steps) * 1e3 for name in PHASES}
+
+
+def communication(runtime: ZeroRuntime, ledger: Ledger) -> dict[str, Any]:
+    """One steady step's volumes on one rank beside the theory."""
+    world = runtime.collectives.world
+    micro_batches = runtime.settings.micro_batches
+    trained = [unit.layout for unit in runtime.units if unit.trainable]
+    numel = sum(layout.numel for layout in trained)
+    padded = sum(layout.padded_numel for layout in trained)
+    theory = memory_model.collective_elements(runtime.plan, numel, world=world, micro_batches=micro_batches)
+    with_padding = memory_model.collective_elements(runtime.plan, padded, world=world, micro_batches=micro_batches)
+    factor = memory_model.collective_factor(runtime.plan, micro_batches)
+    return {
+        "data": {kind: asdict(volume) for kind, volume in sorted(ledger.data.items())},
+        "theory": f"{factor}Ψ·(N-1)/N",
+        "theory_elements": theory,
+        "padding_elements": with_padding - theory,
+        "control_bytes": ledger.control.bytes,
+    }
+
+
+def worst_of(per_rank: list[dict[str, int | None]]) -> dict[str, int | None]:
+    """The largest value of each number over the ranks; None where a rank has none."""
+    return {key: max((one[key] for one in per_rank), key=lambda value: value or 0) for key in per_rank[0]}

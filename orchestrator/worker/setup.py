@@ -1,0 +1,87 @@
+"""From a resolved RunConfig to the runtime's own objects: the only bridge between their names."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from orchestrator.schema import RecomputeKind, RunConfig
+from orchestrator.workloads.data import TokenData, load_data
+from orchestrator.workloads.models import build_model
+from zero_runtime.lr_schedule import LrSchedule
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.sharded_optimizer import AdamWConfig
+
+
+def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
+    """Threads, seeds and the device of this rank."""
+    torch.set_num_threads(config.resources.threads or 1)
+    torch.manual_seed(config.seed)
+    if config.resources.device != "cuda":
+        return torch.device("cpu")
+    # A launcher may have left only this rank's own GPU visible.
+    index = local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def build_data(config: RunConfig) -> TokenData:
+    return load_data(
+        str(config.data.kind),
+        config.data.path,
+        seq=config.batch.seq,
+        seed=config.seed,
+        vocab_size=int(config.model.config["vocab_size"]),
+        validation_fraction=config.data.validation_fraction,
+    )
+
+
+def build_runtime(config: RunConfig, device: torch.device) -> ZeroRuntime:
+    """The model with its random weights, taken over by the runtime. The process group must exist."""
+    assert config.batch.accumulation is not None
+    model = build_model(config.model.model_type, config.model.config, seed=config.seed)
+    if config.recompute.kind is RecomputeKind.full:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    optimizer, precision = config.optimizer, config.precision
+    return ZeroRuntime(
+        model,
+        ZeroPlan.from_stage(config.zero.stage),
+        MixedPrecision(
+            param=str(precision.param),
+            reduce=str(precision.reduce),
+            accumulate=str(precision.accumulate),
+            master=str(precision.master),
+        ),
+        AdamWConfig(optimizer.beta1, optimizer.beta2, optimizer.eps, optimizer.weight_decay),
+        RuntimeSettings(
+            micro_batches=config.batch.accumulation,
+            clip_norm=optimizer.clip_norm,
+            prefetch=config.zero.prefetch,
+        ),
+        device,
+    )
+
+
+def build_schedule(config: RunConfig) -> LrSchedule:
+    return LrSchedule(
+        kind=str(config.scheduler.kind),
+        peak_lr=config.optimizer.lr,
+        total_steps=config.measure.warmup_steps + config.measure.steps,
+        warmup_steps=config.scheduler.warmup_steps,
+        min_ratio=config.scheduler.min_lr_ratio,
+    )
+
+
+def cpu_model() -> str:
+    """The processor's name and whether it multiplies bf16 natively; such a matmul is 5 to 10 times faster."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    except OSError:
+        return os.uname().machine
+    facts = {key.strip(): value.strip() for key, value in fields.items()}
+    native = {"avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split())
+    return f"{facts.get('model name', os.uname().machine)}, {'native' if native else 'no native'} bf16"

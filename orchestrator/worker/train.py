@@ -1,0 +1,269 @@
+"""One rank of one run: build, train, measure; rank 0 writes the events and the result."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import subprocess
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orchestrator.job import RankInfo
+from orchestrator.record import AttemptPaths, append_event, read_json, write_json_atomic
+from orchestrator.schema import RunConfig, from_dict
+from orchestrator.worker import measure
+from orchestrator.worker.faults import Faults
+from orchestrator.worker.setup import build_data, build_runtime, build_schedule, cpu_model, prepare_process
+from orchestrator.workloads.data import TokenData, slice_for_rank
+from orchestrator.workloads.models import token_losses
+from zero_runtime.collectives import join_world, leave_world
+from zero_runtime.memory_census import ActivationCensus, take_census
+from zero_runtime.runtime import StepReport, ZeroRuntime
+
+IGNORED = -100
+
+
+def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
+    """Train the attempt's configuration as one of its ranks. Rank 0 leaves result.json when all went well."""
+    stored = read_json(attempt.config)
+    assert stored is not None, f"no configuration at {attempt.config}"
+    config = from_dict(stored)
+    device = prepare_process(config, rank.local_rank)
+    join_world(rank.init_method, rank.rank, rank.world, device)
+    try:
+        RankRun(attempt, config, device, rank).run()
+    finally:
+        leave_world()
+
+
+class RankRun:
+    """The training loop of one rank and what it notes down on the way."""
+
+    def __init__(self, attempt: AttemptPaths, config: RunConfig, device: torch.device, rank: RankInfo) -> None:
+        self._attempt = attempt
+        self._config = config
+        self._device = device
+        self._rank = rank
+        self._faults = Faults.from_env()
+        self._data: TokenData = build_data(config)
+        self._runtime: ZeroRuntime = build_runtime(config, device)
+        self._schedule = build_schedule(config)
+        self._readings = measure.Readings()
+        self._steps = config.measure.warmup_steps + config.measure.steps
+        # The census walks all of Python's objects, so it is taken in a step that is not counted, where there is one;
+        # and not in the first, where nothing has been gathered yet.
+        self._census_step = max(config.measure.warmup_steps - 1, 0)
+
+    def run(self) -> None:
+        self._tell_ready()
+        self._runtime.clock.lap()
+        for step in range(self._steps):
+            self._faults.at_step(step + 1, self._rank.rank)
+            report, lr = self._train_step(step)
+            self._note_step(step, report, lr)
+        self._readings.validation_loss = self._validate()
+        self._finish()
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    def _train_step(self, step: int) -> tuple[StepReport, float]:
+        runtime, clock = self._runtime, self._runtime.clock
+        with clock.phase("data"):
+            batches = self._micro_batches(step)
+            tokens = runtime.sum_over_ranks(sum(_count(labels) for _, labels in batches)).clamp(min=1)
+        counting = step == self._census_step
+        for ids, labels in batches:
+            activations = ActivationCensus(runtime) if counting else None
+            with clock.phase("forward"), activations or contextlib.nullcontext():
+                loss = token_losses(runtime.model, ids, labels) / tokens
+            if activations is not None:
+                self._readings.activations_bytes = max(self._readings.activations_bytes, activations.bytes)
+            with clock.phase("backward"):
+                runtime.backward(loss)
+            del loss
+        if counting:
+            self._readings.census = take_census(runtime)
+        with clock.phase("optimizer"):
+            lr = self._schedule.rate(step)
+            return runtime.step(lr), lr
+
+    def _micro_batches(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's slice of the step's global batch, split into micro-batches of [micro, seq] int64."""
+        size = self._config.batch.global_size
+        assert size is not None
+        offset, count = slice_for_rank(size, self._rank.rank, self._rank.world)
+        ids, labels = self._data.train_batch(step * size + offset, count)
+        micro = self._config.batch.micro
+        return [
+            (self._tensor(ids[start : start + micro]), self._tensor(labels[start : start + micro]))
+            for start in range(0, count, micro)
+        ]
+
+    def _tensor(self, array: Any) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _note_step(self, step: int, report: StepReport, lr: float) -> None:
+        phases = self._runtime.clock.lap()
+        seconds = sum(phases.values())
+        self._readings.step_s.append(seconds)
+        self._readings.phases_s.append(phases)
+        self._readings.losses.append(report.loss)
+        self._readings.ledger = self._runtime.reset_ledger()
+        if self._rank.rank != 0:
+            return
+        kind, mib = measure.memory_now(self._device)
+        self._tell(
+            "step",
+            step=step + 1,
+            warmup=step < self._config.measure.warmup_steps,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            lr=lr,
+            step_ms=seconds * 1e3,
+            tokens_per_second=self._tokens_per_step() / seconds,
+            memory_mib=mib,
+            memory_kind=kind,
+        )
+
+    def _tokens_per_step(self) -> int:
+        assert self._config.batch.global_size is not None
+        return self._config.batch.global_size * self._config.batch.seq
+
+    # ---- before and after --------------------------------------------------------------------------------------
+
+    def _validate(self) -> float | None:
+        """Mean loss over the unmasked tokens of the first validation samples; the same samples at every world."""
+        per_rank = self._config.batch.micro
+        batches = min(
+            self._config.measure.validation_batches,
+            self._data.validation_samples // (per_rank * self._rank.world),
+        )
+        if batches == 0:
+            return None
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        tokens = 0
+        with torch.no_grad():
+            for index in range(batches):
+                position = (index * self._rank.world + self._rank.rank) * per_rank
+                ids, labels = (self._tensor(part) for part in self._data.validation_batch(position, per_rank))
+                loss += token_losses(self._runtime.model, ids, labels)
+                tokens += _count(labels)
+        total = self._runtime.sum_over_ranks(tokens)
+        return float(self._runtime.collectives.sum_over_ranks_(loss) / total)
+
+    def _tell_ready(self) -> None:
+        self._compare_data()
+        self._tell(
+            "ready",
+            parameters=self._parameters(),
+            data_hash=self._data.hash,
+            predicted=measure.model_states(self._runtime, {}),
+        )
+
+    def _compare_data(self) -> None:
+        """Ranks that read different data would train without any sign of it."""
+        hashes = self._runtime.collectives.gather_objects(self._data.hash)
+        if len(set(hashes)) > 1:
+            raise ValueError(
+                f"data: expected every rank to read the same tokens, found the hashes {hashes} by rank; give a "
+                "data.path that is the same on every machine and that nothing writes to"
+            )
+
+    def _tell(self, event: str, **values: Any) -> None:
+        if self._rank.rank == 0:
+            append_event(self._attempt.metrics, {"event": event, "time": time.time(), **values})
+
+    def _parameters(self) -> int:
+        return sum(unit.layout.numel for unit in self._runtime.units)
+
+    def _finish(self) -> None:
+        """Put the ranks' readings together; rank 0 writes them down."""
+        readings = self._readings
+        assert readings.census is not None
+        local = {
+            **asdict(readings.census),
+            "activations_bytes": readings.activations_bytes,
+            **measure.peaks(self._device),
+        }
+        memory = measure.worst_of(self._runtime.collectives.gather_objects(local))
+        if self._rank.rank != 0:
+            return
+        if readings.validation_loss is not None:
+            self._tell("validation", step=self._steps, loss=readings.validation_loss)
+        write_json_atomic(self._attempt.result, self._result(memory))
+        self._tell("finish")
+
+    def _result(self, memory: dict[str, Any]) -> dict[str, Any]:
+        config, readings, runtime = self._config, self._readings, self._runtime
+        warmup = config.measure.warmup_steps
+        tokens = self._tokens_per_step()
+        finite = [loss for loss in readings.losses if math.isfinite(loss)]
+        return {
+            "schema": 1,
+            "world": self._rank.world,
+            "device": self._device.type,
+            "backend": "nccl" if self._device.type == "cuda" else "gloo",
+            "stage": config.zero.stage,
+            "precision": str(config.precision.param),
+            "model": {"name": config.model.name, "parameters": self._parameters()},
+            "data": {
+                "name": self._data.name,
+                "hash": self._data.hash,
+                "train_samples": self._data.train_samples,
+                "validation_samples": self._data.validation_samples,
+            },
+            "batch": {
+                "micro": config.batch.micro,
+                "accumulation": config.batch.accumulation,
+                "global_size": config.batch.global_size,
+                "seq": config.batch.seq,
+                "tokens_per_step": tokens,
+            },
+            "throughput": measure.throughput(readings, tokens, self._rank.world, warmup),
+            "phases_ms": measure.phases_ms(readings, warmup),
+            "memory": measure.memory(runtime, memory),
+            "communication": measure.communication(runtime, readings.ledger),
+            "loss": {"first": finite[0], "last": finite[-1], "validation": readings.validation_loss},
+            "steps": self._steps,
+            "environment": environment(self._device),
+        }
+
+
+def _count(labels: torch.Tensor) -> int:
+    return int((labels != IGNORED).sum())
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a reader needs to know of the machine and the code behind the numbers."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "cpu": cpu_model(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "threads_per_rank": torch.get_num_threads(),
+        "git": _git_commit(),
+        "variables": {name: os.environ[name] for name in ("GLIBC_TUNABLES", "OMP_NUM_THREADS") if name in os.environ},
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of this code, with "+" when files differ from it; None outside a checkout."""
+    try:
+        told = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=10"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.stdout.strip()

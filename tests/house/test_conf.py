@@ -1,0 +1,89 @@
+"""conf/ mirrors the dataclasses: every file of it builds its own, and every line of the defaults is there."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import yaml
+
+from orchestrator import arguments, compose
+from orchestrator.cli import checked_points
+from orchestrator.hardware import Hardware
+from orchestrator.overrides import WHOLE_FILES
+from orchestrator.rules import Scene
+from orchestrator.schema import RunConfig
+from orchestrator.strict import build, hints_of
+
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
+GROUPS = {name: hint for name, hint in hints_of(RunConfig).items() if is_dataclass(hint)}
+OPTIONS = sorted(file for group in GROUPS for file in (CONF / group).glob("*.yaml"))
+SCENE = Scene(Hardware(cores=2, cpu="cpu"))
+# Said by hand beside the option: data=text alone has no path.
+NEEDS = {"data/text.yaml": [f"data.path={ROOT / 'run.py'}"]}
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(file.parents[1]).as_posix()
+
+
+@pytest.mark.parametrize("file", OPTIONS, ids=name_of)
+def test_every_file_builds_its_dataclass_and_spells_out_every_key(file: Path) -> None:
+    # OmegaConf and not plain YAML: 1e-8 is a number to the former alone.
+    content = compose.OmegaConf.to_container(compose.OmegaConf.load(file))
+    kind = GROUPS[file.parent.name]
+    _, broken = build(kind, content, file.parent.name)
+    assert broken == []
+    assert isinstance(content, dict)
+    assert list(content) == [one.name for one in fields(kind)]
+
+
+@pytest.mark.parametrize("file", OPTIONS, ids=name_of)
+def test_every_option_can_be_chosen_without_breaking_a_rule(file: Path) -> None:
+    line = [f"{file.parent.name}={file.stem}", *NEEDS.get(name_of(file), [])]
+    _, problems = checked_points(compose.compose(arguments.split(line)), SCENE)
+    assert problems == []
+
+
+@pytest.mark.parametrize("name", [file.stem for file in (CONF / "experiment").glob("*.yaml")])
+def test_every_experiment_composes_and_breaks_no_rule(name: str) -> None:
+    points, problems = checked_points(compose.compose(arguments.split([f"experiment={name}"])), SCENE)
+    assert problems == []
+    assert points
+
+
+@pytest.mark.parametrize("name", [file.stem for file in (ROOT / "sweeps").glob("*.yaml")])
+def test_every_sweep_is_a_sweep_and_breaks_no_rule(name: str) -> None:
+    composition = compose.compose(arguments.split([f"sweeps={name}"]))
+    points, problems = checked_points(composition, SCENE)
+    assert problems == []
+    assert composition.is_sweep
+    assert len(points) > 1
+
+
+def test_groups_folders_and_defaults_are_the_same_set() -> None:
+    defaults = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+    assert defaults[0] == "_self_", "experiment and sweep files must win over this file"
+    chosen = {name: option for entry in defaults[1:] for name, option in entry.items()}
+    assert set(chosen) == {*GROUPS, *WHOLE_FILES}
+    assert {folder.name for folder in CONF.iterdir() if folder.is_dir()} == {*GROUPS, "experiment"}
+    for name in GROUPS:
+        assert (CONF / name / f"{chosen[name]}.yaml").exists()
+    assert list(chosen)[-2:] == list(WHOLE_FILES)
+
+
+def test_every_kind_has_a_file_that_chooses_it() -> None:
+    for group, hint in GROUPS.items():
+        kind = hints_of(hint).get("kind")
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            chosen = {yaml.safe_load(file.read_text())["kind"] for file in (CONF / group).glob("*.yaml")}
+            assert chosen == {str(member.value) for member in kind}
+
+
+def test_hydra_is_told_to_leave_no_folders() -> None:
+    settings = yaml.safe_load((CONF / "config.yaml").read_text())["hydra"]
+    assert settings["output_subdir"] is None
+    assert settings["run"]["dir"] == "."

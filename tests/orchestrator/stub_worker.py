@@ -1,0 +1,124 @@
+"""A worker without torch: it writes the events and the result of the contract, and fails where it is told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import stub_distributed
+
+from orchestrator.job import RankInfo
+from orchestrator.record import AttemptPaths, append_event, read_json, write_json_atomic
+from orchestrator.schema import RunConfig, from_dict
+from orchestrator.worker.faults import Faults
+
+
+def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
+    config = from_dict(read_json(attempt.config) or {})
+    write_environment(attempt.root, rank.rank)
+    print(f"rank {rank.rank} of {rank.world} is here")
+    faults = Faults.from_env()
+    if rank.rank == 0:
+        append_event(attempt.metrics, {"event": "ready", "parameters": 1_200_000, "data_hash": "c0ffee"})
+    warmup, steps = config.measure.warmup_steps, config.measure.warmup_steps + config.measure.steps
+    for step in range(1, steps + 1):
+        faults.at_step(step, rank.rank)
+        stub_distributed.barrier(attempt.root, f"step{step}", rank.rank, rank.world)
+        time.sleep(float(os.environ.get("STUB_STEP_S", "0.01")))
+        if rank.rank == 0:
+            append_event(attempt.metrics, step_event(step, warmup))
+    if rank.rank == 0:
+        append_event(attempt.metrics, {"event": "validation", "step": steps, "loss": 5.3})
+        append_event(attempt.metrics, {"event": "finish"})
+        write_json_atomic(attempt.result, make_result(config))
+
+
+def step_event(step: int, warmup: int) -> dict[str, Any]:
+    speed = {"tokens_per_second": 9400.0 + step, "step_ms": 108.0, "memory_mib": 512.0, "memory_kind": "rss"}
+    loss = {"loss": 6.0 - 0.01 * step, "lr": 1e-3, "grad_norm": 1.5}
+    return {"event": "step", "step": step, "warmup": step <= warmup, **loss, **speed}
+
+
+def write_environment(folder: Path, rank: int) -> None:
+    """What the process was started with, which is what the allocator saw, and where its output went."""
+    words = Path("/proc/self/environ").read_bytes().decode().split("\0")
+    at_exec = dict(word.split("=", 1) for word in words if "=" in word)
+    facts = {"at_exec": at_exec, "rank": os.environ["RANK"], "world": os.environ["WORLD_SIZE"]}
+    facts["local_rank"] = os.environ["LOCAL_RANK"]
+    (folder / f"environment{rank}.json").write_text(json.dumps(facts))
+
+
+def make_result(config: RunConfig, median: float = 9412.0) -> dict[str, Any]:
+    world, batch = config.resources.ranks or 1, config.batch
+    state = {"predicted_bytes": 2_400_000, "measured_bytes": 2_400_000}
+    sent = {"calls": 6, "elements": 600_000, "bytes": 1_200_000}
+    return {
+        "schema": 1,
+        "label": "stub",
+        "world": world,
+        "device": "cpu",
+        "backend": "gloo",
+        "stage": config.zero.stage,
+        "precision": config.precision.param.value,
+        "model": {"name": config.model.name, "parameters": 1_200_000},
+        "data": {"name": "stdlib", "hash": "c0ffee", "train_samples": 81234, "validation_samples": 4275},
+        "batch": {
+            "micro": batch.micro,
+            "accumulation": batch.accumulation,
+            "global_size": batch.global_size,
+            "seq": batch.seq,
+            "tokens_per_step": (batch.global_size or 0) * batch.seq,
+        },
+        "throughput": {
+            "tokens_per_second": {"median": median, "p10": median * 0.98, "p90": median * 1.01},
+            "tokens_per_second_per_rank": median / world,
+            "step_ms": {"median": 108.8, "p10": 107.5, "p90": 111.0},
+            "steps_counted": config.measure.steps,
+            "warmup_steps": config.measure.warmup_steps,
+        },
+        "phases_ms": {
+            "data": 0.9,
+            "forward": 33.1,
+            "backward": 61.0,
+            "communication_exposed": 9.4,
+            "optimizer": 4.4,
+        },
+        "memory": {
+            "states": [
+                {"component": "params", **state},
+                {"component": "grads", "predicted_bytes": 1_200_000, "measured_bytes": 1_300_000},
+                {"component": "optimizer", "predicted_bytes": 7_200_000, "measured_bytes": 7_200_000},
+            ],
+            "formula": "2Ψ + 16Ψ/N",
+            "padding_bytes": 1024,
+            "other_tensors_bytes": 65536,
+            "activations_bytes": 14_000_000,
+            "peak_rss_bytes": 641_000_000,
+            "peak_allocated_bytes": None,
+            "peak_reserved_bytes": None,
+        },
+        "communication": {
+            "data": {
+                "all_gather": sent,
+                "reduce_scatter": dict(sent, bytes=2_400_000),
+                "all_reduce": {"calls": 0, "elements": 0, "bytes": 0},
+            },
+            "theory_elements": 1_199_800,
+            "padding_elements": 200,
+            "theory": "2Ψ·(N-1)/N",
+            "control_bytes": 48,
+        },
+        "loss": {"first": 5.5712, "last": 4.9018, "validation": 5.3},
+        "steps": config.measure.steps + config.measure.warmup_steps,
+        "environment": {
+            "torch": "2.13.0",
+            "python": "3.11.7",
+            "host": "box",
+            "cpu": "Xeon",
+            "gpu": None,
+            "git": "abc",
+        },
+    }

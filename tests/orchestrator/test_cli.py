@@ -1,0 +1,205 @@
+"""The command as it is typed: exit codes, stderr, quick answers, and what it never imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from orchestrator import cli
+from orchestrator.point import Point
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "mlflow", "numpy", "transformers")
+
+
+def typed(*words: str, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, str(ROOT / "run.py"), *words]
+    return subprocess.run(line, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environ}, check=False)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "zero=stge2",
+        "zero.stagee=2",
+        "batch.micro=abc",
+        "+bogus=1",
+        "++zero.bogus=1",
+        "batch.micro=0",
+        "batch.global_size=10",
+        "data=text",
+        "data=text data.path=missing",
+        "batch=[1",
+        "--cfg job model.config.n_embd=3",
+        "--bogus",
+    ],
+)
+def test_bad_input_is_refused_in_one_line_and_leaves_nothing(line: str, tmp_path: Path) -> None:
+    done = typed(*line.split(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert [one.split()[0] for one in lines] == ["error:", "nothing"]
+    assert "Traceback" not in done.stderr
+    assert "\033" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_broken_rule_is_told_at_once(tmp_path: Path) -> None:
+    line = "data=text data.path=missing batch.global_size=10 precision=fp32 precision.master=bf16 seed=-1"
+    done = typed(*line.split(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("error:") == 4
+    assert done.stderr.count("fix:") == 4
+
+
+@pytest.mark.parametrize("line", ["--help", "zero=stge2", "zero.stagee=2", "++zero.bogus=1"])
+def test_quick_answers_take_under_half_a_second(line: str) -> None:
+    assert _quickest(line) < 0.5
+
+
+@pytest.mark.parametrize("line", ["data=text", "-m sweeps=stages data=text"])
+def test_answers_that_need_hydra_take_under_a_second_and_a_half(line: str) -> None:
+    assert _quickest(line) < 1.5
+
+
+def _quickest(line: str) -> float:
+    """The best of five: the machine may be busy with something else, the command may not."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        typed(*line.split())
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@pytest.mark.parametrize("line", ["--help", "zero=stge2", "data=text", "-m zero=stage0,stage1 data=text"])
+def test_the_command_line_imports_nothing_heavy(line: str) -> None:
+    code = f"import sys; from orchestrator.cli import main; main({line.split()!r}); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert not loaded & set(HEAVY)
+    if line in ("--help", "zero=stge2"):
+        assert not loaded & {"hydra", "omegaconf", "submitit", "rich"}
+
+
+def test_help_lists_every_group_and_marks_the_defaults() -> None:
+    done = typed("zero=stage1", "-h")
+    assert done.returncode == 0
+    assert "stage2*" in done.stdout
+    for group in (ROOT / "conf").iterdir():
+        assert group.stem in done.stdout or group.suffix
+    assert max(map(len, done.stdout.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--cfg job zero=stage3", "stage: 3"),
+        ("zero=stage1 -c job -p zero", "stage: 1"),
+        ("-c job --resolve sweeps=stages", "stage: 2"),
+        ("--cfg all", "searchpath"),
+        ("--info searchpath", "conf"),
+        ("--info defaults", "llama_tiny"),
+        ("--hydra-help", "--multirun"),
+        ("--version", "Hydra"),
+    ],
+)
+def test_hydras_own_flags_work_and_leave_nothing(line: str, told: str, tmp_path: Path) -> None:
+    done = typed(*line.split(), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert told in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("begun", "offered"), [("zero=", "zero=stage3"), ("sweeps=", "sweeps=stages")])
+def test_the_shell_completes_options(begun: str, offered: str) -> None:
+    line = f"python run.py {begun}"
+    done = typed("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
+    assert offered in done.stdout.split()
+
+
+class Seam:
+    """Stands for the part that runs points: keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[Point], str | None, Path]] = []
+        self.joined: list[Point] = []
+
+    def run_points(self, points: list[Point], *, sweep_name: str | None, output: Path) -> int:
+        self.calls.append((points, sweep_name, output))
+        return 7
+
+    def join_from_environment(self, point: Point) -> int:
+        self.joined.append(point)
+        return 8
+
+
+@pytest.fixture
+def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
+    found = Seam()
+    for name, function in (("study", "run_points"), ("job", "join_from_environment")):
+        module = types.ModuleType(f"orchestrator.{name}")
+        module.__dict__[function] = vars(Seam)[function].__get__(found)
+        monkeypatch.setitem(sys.modules, f"orchestrator.{name}", module)
+        monkeypatch.setattr(f"orchestrator.{name}", module, raising=False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def test_one_run_is_handed_over_resolved(seam: Seam, tmp_path: Path) -> None:
+    assert cli.main(["zero=stage3", f"output={tmp_path}", "resources.ranks=3", "resources.device=cpu"]) == 7
+    [(points, name, output)] = seam.calls
+    assert (name, output) == (None, tmp_path)
+    assert [point.label for point in points] == ["stage3-bf16-ranks3-device_cpu"]
+    assert points[0].config.batch.global_size == 12
+
+
+def test_a_sweep_is_handed_over_with_its_name(seam: Seam) -> None:
+    assert cli.main(["sweeps=stages"]) == 7
+    [(points, name, _)] = seam.calls
+    assert (len(points), name) == (8, "stages")
+
+
+def test_under_torchrun_it_joins(seam: Seam, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert cli.main(["resources.device=cpu"]) == 8
+    assert (seam.calls, seam.joined[0].config.resources.ranks) == ([], 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "world", "told"),
+    [
+        ("-m zero=stage0,stage1", "2", "a sweep starts its own processes"),
+        ("resources.ranks=3", "2", "resources.ranks must be the number of processes started, 2"),
+        ("zero=stage1", "two", "the environment's WORLD_SIZE must be a whole number"),
+    ],
+)
+def test_under_torchrun_what_cannot_join_is_refused(
+    line: str, world: str, told: str, seam: Seam, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", world)
+    assert cli.main(line.split()) == 2
+    assert told in capsys.readouterr().err
+    assert (seam.calls, seam.joined) == ([], [])
+
+
+def test_run_py_is_short() -> None:
+    assert len((ROOT / "run.py").read_text().splitlines()) <= 60
+
+
+def test_a_python_without_the_packages_is_told_where_they_are() -> None:
+    line = [sys.executable, "-S", str(ROOT / "run.py"), "zero=stage1"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "make install" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,146 @@
+"""Composition: the sweep grammar is Hydra's own, experiment and sweep files work, and nothing can be smuggled in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator import arguments, compose
+from orchestrator.cli import checked_points
+from orchestrator.compose import ComposeError, Composition
+from orchestrator.hardware import Hardware
+from orchestrator.labels import sweep_name
+from orchestrator.rules import Scene
+
+LAPTOP = Scene(Hardware(cores=4, cpu="cpu"))
+
+
+def composed(line: str) -> Composition:
+    asked = arguments.split(line.split())
+    assert not asked.problems
+    return compose.compose(asked)
+
+
+def labels(line: str) -> list[str]:
+    points, problems = checked_points(composed(line), LAPTOP)
+    assert problems == []
+    return [point.label for point in points]
+
+
+def test_one_point_is_the_defaults_and_the_overrides() -> None:
+    found = composed("zero=stage3 batch.micro=2")
+    assert not found.is_sweep
+    assert len(found.points) == 1
+    assert found.points[0].values["zero"]["stage"] == 3
+    assert found.points[0].values["batch"]["micro"] == 2
+    assert found.points[0].choices["model"] == "llama_tiny"
+    assert "hydra" not in found.points[0].values
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("zero=stage1 precision=fp32", ["stage1-fp32"]),
+        ("model=gpt2 batch.micro=8 seed=3 tracking=none output=/x", ["stage2-bf16-gpt2-micro8-seed3"]),
+        ("precision.reduce=bf16", ["stage2-bf16-reduce_bf16"]),
+        ("-m zero=stage0,stage1 precision=fp32", ["stage0", "stage1"]),
+        ("zero=stage0,stage1 -m precision=fp32,bf16", ["stage0-fp32", "stage0-bf16", "stage1-fp32", "stage1-bf16"]),
+        ("-m batch.micro=range(1,4)", ["micro1", "micro2", "micro3"]),
+        ("-m zero=choice(stage2,stage3)", ["stage2", "stage3"]),
+        ("-m zero=glob(*)", ["stage0", "stage1", "stage2", "stage3"]),
+        ("-m zero=glob(*,exclude=stage0)", ["stage1", "stage2", "stage3"]),
+        ("-m zero=stage0,stage0", ["stage0"]),
+        ("-m zero=stage0", ["stage0-bf16"]),
+        ("sweeps=stages zero=stage2", ["fp32", "bf16"]),
+        ("-m sweeps=stages zero=stage2,stage3 precision=fp32", ["stage2", "stage3"]),
+    ],
+)
+def test_labels_say_what_varies(line: str, expected: list[str]) -> None:
+    assert labels(line) == expected
+
+
+def test_a_sweep_file_needs_no_flag_and_makes_eight_points() -> None:
+    found = composed("sweeps=stages")
+    assert found.is_sweep
+    assert found.axes == ("zero", "precision")
+    assert len(found.points) == 8
+    assert all("sweeps=stages" not in point.overrides for point in found.points)
+    assert sweep_name(found.axes, ["sweeps=stages"]) == "stages"
+    assert sweep_name(found.axes, ["zero=stage0,stage1"]) == "zero_precision"
+
+
+def test_an_experiment_wins_over_the_groups_and_the_line_over_the_experiment() -> None:
+    assert composed("experiment=paper_bytes").points[0].values["precision"]["reduce"] == "bf16"
+    assert composed("experiment=paper_bytes precision.reduce=fp32").points[0].values["precision"]["reduce"] == "fp32"
+
+
+def test_experiments_can_be_swept(tmp_path: Path) -> None:
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    for name, stage in (("one", 1), ("three", 3)):
+        (folder / f"{name}.yaml").write_text(f"# @package _global_\ndefaults:\n  - override /zero: stage{stage}\n")
+    found = composed(f"-m experiment=one,three --config-dir {tmp_path}")
+    assert [point.values["zero"]["stage"] for point in found.points] == [1, 3]
+
+
+def test_plus_and_plus_plus_work_where_hydra_permits_them() -> None:
+    found = composed("+resources.ranks=3 ++zero.stage=1").points[0].values
+    assert (found["resources"]["ranks"], found["zero"]["stage"]) == (3, 1)
+    with pytest.raises(ComposeError, match="it is already there, so write"):
+        composed("+zero.stage=1")
+
+
+def test_plus_plus_cannot_smuggle_in_a_key() -> None:
+    points, problems = checked_points(composed("++zero.stagee=1"), LAPTOP)
+    assert points == []
+    assert problems == ["'zero.stagee' is not a setting. Did you mean 'zero.stage'?"]
+
+
+def test_interpolations_are_resolved() -> None:
+    assert composed("batch.micro=${measure.steps}").points[0].values["batch"]["micro"] == 25
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("batch=[1", "no viable alternative"),
+        ("model.config.n_embd=3", "not a setting of the options chosen"),
+        ("zero=stage1,stage2", "needs -m"),
+        ("-m batch.micro=interval(1,2)", "an interval"),
+        ("batch.micro=${nothing.there}", "nothing"),
+        ("--config-name nope", "nope"),
+    ],
+)
+def test_what_hydra_refuses_is_one_line(line: str, told: str) -> None:
+    with pytest.raises(ComposeError, match=told) as caught:
+        composed(line)
+    assert "\n" not in str(caught.value)
+    assert "HYDRA_FULL_ERROR" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["stage: [1\n", "a: b: c\n"])
+def test_a_broken_file_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "zero").mkdir()
+    (tmp_path / "zero" / "bad.yaml").write_text(text)
+    with pytest.raises(ComposeError) as caught:
+        composed(f"zero=bad --config-dir {tmp_path}")
+    assert "\n" not in str(caught.value)
+    assert "bad.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "told"), [("- stage\n", "zero must be a mapping"), ("stagee: 1\n", "'zero.stagee'")])
+def test_a_file_of_another_shape_is_told(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "zero").mkdir()
+    (tmp_path / "zero" / "odd.yaml").write_text(text)
+    points, problems = checked_points(composed(f"zero=odd --config-dir {tmp_path}"), LAPTOP)
+    assert points == []
+    assert told in problems[0]
+
+
+def test_a_rule_broken_by_some_points_says_by_how_many() -> None:
+    points, problems = checked_points(composed("-m batch.global_size=8,10,16 data=text"), LAPTOP)
+    assert points == []
+    assert len(problems) == 2
+    assert any("(1 of 3 points)" in one for one in problems)
+    assert any("(3 of 3 points)" in one for one in problems)

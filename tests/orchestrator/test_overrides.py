@@ -1,0 +1,152 @@
+"""The quick check: each misspelling has one line with the nearest right spelling, and right lines pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator import arguments
+from orchestrator.overrides import Tree, check, elements, read_tree, scalar
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    return read_tree(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("zero=stge2", "zero has no option 'stge2'. Did you mean 'stage2'?"),
+        ("zero=2", "Did you mean 'stage2'?"),
+        ("zero.stagee=2", "'zero.stagee' is not a setting. Did you mean 'zero.stage'"),
+        ("zeor=stage2", "Did you mean 'zero=stage2'?"),
+        ("zeor=stge2", "Did you mean 'zero=stage2'?"),
+        ("micro=3", "Did you mean 'batch.micro'"),
+        ("batch.micro=abc", "batch.micro=abc: expected a whole number"),
+        ("batch.micro=1.5", "batch.micro=1.5: expected a whole number"),
+        ("batch.micro=true", "expected a whole number"),
+        ("batch.micro=", "expected a whole number"),
+        ("optimizer.lr=fast", "optimizer.lr=fast: expected a number"),
+        ("precision.param=bf61", "expected one of fp32, bf16. Did you mean 'bf16'?"),
+        ("+bogus=1", "'bogus' is not a setting."),
+        ("++zero.bogus=1", "zero has: stage prefetch"),
+        ("experiment=nope", "experiment has no option 'nope'."),
+        ("sweeps=nope", "sweeps has no option 'nope'."),
+        ("sweeps=null", "sweeps has no option 'null'."),
+        ("stage2", "'stage2' is not key=value. Did you mean 'zero=stage2'?"),
+        ("+zero=stage1", "write zero=stage1 without the +"),
+        ("~zero", "a run needs zero"),
+        ("~batch.micro", "a run needs batch.micro"),
+        ("hydra.run.dir=here", "'hydra.run.dir' has no effect here"),
+        ("model.config.hiden_size=3", "Did you mean 'model.config.hidden_size'?"),
+        ("zero=stage1,stage2", "needs -m (sweep): python run.py -m zero=stage1,stage2"),
+        ("batch.micro=range(1,4)", "needs -m (sweep)"),
+    ],
+)
+def test_one_line_tells_what_is_wrong(line: str, told: str, tree: Tree) -> None:
+    problems = check([line], tree, multirun=False)
+    assert len(problems) == 1
+    assert told in problems[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "zero=stage3 precision=bf16 batch.micro=8 batch.global_size=null optimizer.lr=1e-3 optimizer.eps=1e-8",
+        "++zero.stage=2 +resources.ranks=4 optimizer.clip_norm=null optimizer.lr=1",
+        "model=gpt2 model.config.n_layer=2 +model.config.attention_bias=true",
+        "model.config.rope_parameters.rope_theta=10000.0 +model.config.rope_parameters.extra=1",
+        "data=text data.path=/tmp/a-b_c.txt experiment=paper_bytes seed=7 ~model.config.rms_norm_eps",
+        "batch.micro=${batch.seq} sweeps=stages zero=stage1 zero={stage:1}",
+        "data=text data.path='a,b' tracking.uri=[x",
+        'zero="stage2" zero=stage2.yaml',
+    ],
+)
+def test_right_lines_pass(line: str, tree: Tree) -> None:
+    assert check(line.split(), tree, multirun=False) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["zero=stage0,stage1 precision=fp32,bf16", "batch.micro=range(1,4)", "zero=choice(stage1,stage2)", "zero=glob(*)"],
+)
+def test_lists_pass_in_a_sweep(line: str, tree: Tree) -> None:
+    assert check(line.split(), tree, multirun=True) == []
+
+
+def test_each_value_of_a_list_is_checked(tree: Tree) -> None:
+    problems = check(["zero=stage0,stge1,choice", "batch.micro=choice(1,x)"], tree, multirun=True)
+    assert [one.split(".")[0] for one in problems] == [
+        "zero has no option 'stge1'",
+        "zero has no option 'choice'",
+        "batch",
+    ]
+
+
+def test_everything_wrong_is_told_at_once(tree: Tree) -> None:
+    assert len(check(["zero=stge2", "batch.micro=abc", "+bogus=1", "seed=x"], tree, multirun=False)) == 4
+
+
+def test_a_folder_of_ones_own_adds_options(tmp_path: Path) -> None:
+    (tmp_path / "zero").mkdir()
+    (tmp_path / "zero" / "mine.yaml").write_text("stage: 1\n")
+    assert check(["zero=mine"], read_tree(ROOT, [tmp_path]), multirun=False) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("1e-3", 1e-3),
+        ("null", None),
+        ("True", True),
+        ("'3'", "3"),
+        ("a b", "a b"),
+        ("1_000", 1000),
+        (".5", 0.5),
+    ],
+)
+def test_values_read_as_hydra_reads_them(text: str, value: object) -> None:
+    read = scalar(text)
+    assert (read, type(read)) == (value, type(value))
+
+
+def test_commas_in_brackets_and_quotes_are_no_lists() -> None:
+    assert list(elements("a,b")) == ["a", "b"]
+    assert list(elements("'a,b'")) == ["'a,b'"]
+    assert list(elements("{a:1,b:2}")) == ["{a:1,b:2}"]
+    assert list(elements("choice(x, y)")) == ["x", "y"]
+
+
+def test_flags_may_stand_anywhere() -> None:
+    found = arguments.split(["zero=stage1", "-m", "precision=fp32", "--config-dir=/x", "batch.micro=2"])
+    assert (found.multirun, found.overrides) == (True, ["zero=stage1", "precision=fp32", "batch.micro=2"])
+    assert found.flags["--config-dir"] == "/x"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--multrun", "Did you mean '--multirun'?"),
+        ("-x", "there is no flag '-x'"),
+        ("--cfg", "--cfg needs a value: one of job hydra all"),
+        ("--cfg jb", "--cfg cannot be 'jb': one of job hydra all"),
+        ("-m --cfg job", "--multirun and --cfg cannot be asked for together"),
+        ("--resolve", "--resolve belongs to --cfg"),
+        ("--config-path x=1", "add a folder of your own with --config-dir"),
+    ],
+)
+def test_wrong_flags_are_told(line: str, told: str) -> None:
+    problems = arguments.split(line.split()).problems
+    assert len(problems) == 1
+    assert told in problems[0]
+
+
+def test_info_takes_its_value_only_when_it_is_one() -> None:
+    found = arguments.split(["--info", "zero=stage1"])
+    assert (found.flags, found.overrides) == ({"--info": "all"}, ["zero=stage1"])
+    assert arguments.split(["-i", "defaults"]).flags == {"--info": "defaults"}

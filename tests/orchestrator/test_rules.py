@@ -1,0 +1,178 @@
+"""Rules between the groups: each is told with fixes, each fix makes its rule hold, and what is open is filled in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator import hardware, rules
+from orchestrator.hardware import Hardware
+from orchestrator.overrides import scalar
+from orchestrator.rules import Scene, check_rules, resolve
+from orchestrator.schema import Device, Model, RunConfig, from_dict, to_dict
+from orchestrator.strict import build_parts
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+LAPTOP = Scene(Hardware(cores=4, cpu="cpu"))
+SERVER = Scene(Hardware(cores=16, cpu="cpu", gpus=4, gpu="H100"))
+JOINED = Scene(Hardware(cores=16, cpu="cpu", gpus=4, gpu="H100"), world=8, local_world=4)
+
+
+def config(line: str = "") -> RunConfig:
+    """The defaults with overrides; Hydra is not asked."""
+    model = Model("tiny", "llama", {"vocab_size": 256, "max_position_embeddings": 1024})
+    data = to_dict(RunConfig(model=model))
+    for word in line.split():
+        put(data, *word.split("="))
+    return from_dict(data)
+
+
+def put(data: dict[str, Any], key: str, value: str) -> None:
+    *way, last = key.split(".")
+    option = CONF / key / f"{value}.yaml"
+    here = data
+    for name in way:
+        here = here[name]
+    here[last] = yaml.safe_load(option.read_text()) if option.exists() else scalar(value)
+
+
+BROKEN = [
+    (LAPTOP, "resources.device=cuda", "resources.device=cuda needs a GPU"),
+    (SERVER, "resources.ranks=8", "resources.ranks must be at most the GPUs here, 4"),
+    (JOINED, "resources.ranks=2", "resources.ranks must be the number of processes started, 8"),
+    (LAPTOP, "batch.global_size=10", "a multiple of micro 4 x 2 ranks = 8"),
+    (LAPTOP, "batch.global_size=9", "a multiple of micro 4 x 2 ranks = 8"),
+    (SERVER, "batch.global_size=24", "a multiple of micro 4 x 4 ranks = 16"),
+    (LAPTOP, "batch.global_size=16 batch.accumulation=3", "micro 4 x accumulation 3 x 2 ranks = 24"),
+    (LAPTOP, "batch.global_size=17 batch.accumulation=3", "micro 4 x accumulation 3 x 2 ranks = 24"),
+    (LAPTOP, "data.path=here", "data=stdlib reads no data.path"),
+    (LAPTOP, "data=text", "data=text needs data.path"),
+    (LAPTOP, "data=text data.path=missing", "data.path must be a file or folder that is there"),
+    (LAPTOP, "data=text data.path=/nowhere/at/all", "data.path must be a file or folder that is there"),
+    (LAPTOP, "model.config.vocab_size=100", "vocab_size must be at least 256"),
+    (LAPTOP, "batch.seq=2048", "batch.seq must be at most the model's max_position_embeddings, 1024"),
+    (LAPTOP, "data.validation_fraction=0", "needs data.validation_fraction above 0"),
+    (LAPTOP, "precision=fp32 precision.master=bf16", "precision.master must hold precision.param=fp32"),
+    (LAPTOP, "scheduler=constant scheduler.warmup_steps=3", "scheduler=constant has no warm-up"),
+    (LAPTOP, "scheduler=warmup scheduler.min_lr_ratio=0.1", "scheduler=warmup never falls"),
+    (LAPTOP, "tracking=none tracking.uri=here", "tracking=none uses no tracking.uri"),
+]
+
+
+@pytest.mark.parametrize(("scene", "line", "told"), BROKEN)
+def test_a_broken_rule_is_told_and_each_fix_mends_it(
+    scene: Scene, line: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "misssing").touch()
+    (tmp_path / "here").touch()
+    monkeypatch.chdir(tmp_path)
+    broken = check_rules(config(line), scene)
+    assert len(broken) == 1
+    assert told in broken[0].rule
+    assert broken[0].fix
+    for fix in broken[0].fix:
+        assert check_rules(config(f"{line} {fix}"), scene) == []
+
+
+def test_every_rule_has_a_case() -> None:
+    told = " ".join(line for _, line, _ in BROKEN)
+    assert len(rules.RULES) <= len(BROKEN)
+    for rule in rules.RULES:
+        assert any(rule.check(scene, *_parts(rule, line)) for scene, line, _ in BROKEN), (rule, told)
+
+
+def _parts(rule: rules.Rule, line: str) -> list[Any]:
+    built = vars(config(line))
+    return [built[name] for name in rule.groups]
+
+
+def test_the_defaults_break_no_rule_anywhere() -> None:
+    for scene in (LAPTOP, SERVER, JOINED):
+        assert check_rules(config(), scene) == []
+
+
+def test_all_broken_rules_are_told_at_once() -> None:
+    line = "data=text batch.global_size=10 precision=fp32 precision.master=bf16 resources.device=cuda"
+    assert len(check_rules(config(line), LAPTOP)) == 4
+
+
+def test_a_group_that_could_not_be_built_hides_no_other_rule() -> None:
+    data = to_dict(config("data=text"))
+    data["batch"]["micro"] = 0
+    parts, broken = build_parts(RunConfig, data)
+    told = [str(one) for one in broken + rules.check_parts(parts, LAPTOP)]
+    assert len(told) == 2
+    assert "batch.micro" in told[0]
+    assert "data=text needs" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("scene", "line", "expected"),
+    [
+        (LAPTOP, "", (Device.cpu, 2, 2, 1, 8)),
+        (LAPTOP, "resources.ranks=3", (Device.cpu, 3, 1, 1, 12)),
+        (LAPTOP, "resources.ranks=8", (Device.cpu, 8, 1, 1, 32)),
+        (LAPTOP, "batch.global_size=24", (Device.cpu, 2, 2, 3, 24)),
+        (LAPTOP, "batch.accumulation=2 resources.threads=4", (Device.cpu, 2, 4, 2, 16)),
+        (LAPTOP, "batch.accumulation=2 batch.global_size=16", (Device.cpu, 2, 2, 2, 16)),
+        (SERVER, "", (Device.cuda, 4, 4, 1, 16)),
+        (SERVER, "resources.device=cpu", (Device.cpu, 2, 8, 1, 8)),
+        (JOINED, "", (Device.cuda, 8, 4, 1, 32)),
+    ],
+)
+def test_what_is_open_is_filled_in(scene: Scene, line: str, expected: tuple[Any, ...]) -> None:
+    done = resolve(config(line), scene)
+    found = (done.resources.device, done.resources.ranks, done.resources.threads)
+    assert (*found, done.batch.accumulation, done.batch.global_size) == expected
+    assert check_rules(done, scene) == []
+    assert resolve(done, scene) == done
+
+
+def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = resolve(config("data=text data.path=some.txt output=there"), LAPTOP)
+    assert (done.data.path, done.output) == (str(tmp_path / "some.txt"), str(tmp_path / "there"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "left"),
+    [
+        (None, ["a", "b"]),
+        ("", []),
+        ("-1", []),
+        ("1", ["b"]),
+        ("1,0", ["b", "a"]),
+        ("0,7,1", ["a"]),
+        ("GPU-8f2", ["a"]),
+    ],
+)
+def test_cuda_visible_devices_leaves_what_cuda_would_leave(setting: str | None, left: list[str]) -> None:
+    assert hardware.visible(["a", "b"], setting) == left
+
+
+def test_hardware_names_are_short() -> None:
+    assert hardware.short_name("NVIDIA H100 80GB HBM3") == "H100-80GB-HBM3"
+    assert hardware.short_name("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz") == "Intel-Xeon-Platinum-8481C"
+    assert SERVER.hardware.name(Device.cuda) == "H100"
+    assert SERVER.hardware.name(Device.cpu) == "cpu/16-cores"
+
+
+def test_this_machine_has_a_core_and_a_name() -> None:
+    found = hardware.detect({})
+    assert found.cores >= 1
+    assert found.cpu
+
+
+def test_gpus_are_read_from_the_drivers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
+    monkeypatch.setattr(hardware, "PROC_GPUS", tmp_path)
+    monkeypatch.setattr(hardware, "torch_has_cuda", lambda: False)
+    assert hardware.detect({}).idle_gpus == 2
+    monkeypatch.setattr(hardware, "torch_has_cuda", lambda: True)
+    found = hardware.detect({"CUDA_VISIBLE_DEVICES": "0"})
+    assert (found.gpus, found.gpu, found.idle_gpus) == (1, "H200", 0)

@@ -1,0 +1,80 @@
+"""The dataclasses: strict, complete, told all at once, and plain data when written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from orchestrator.schema import Batch, DType, Model, Optimizer, RunConfig, Zero, from_dict, to_dict
+from orchestrator.strict import ConfigError
+
+TINY = Model("tiny", "llama", {"vocab_size": 256})
+
+
+def test_a_config_survives_json_unchanged() -> None:
+    config = RunConfig(model=TINY, batch=Batch(accumulation=2))
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_enums_are_written_by_their_name() -> None:
+    written = to_dict(RunConfig(model=TINY))
+    assert written["precision"]["reduce"] == "fp32"
+    assert f"{DType.bf16}" == "bf16"
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        RunConfig(model=TINY).zero.stage = 3  # type: ignore[misc]
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    data = to_dict(RunConfig(model=TINY))
+    data["zero"]["bogus"] = 1
+    data["batch"] |= {"micro": 0, "seq": 1}
+    data["precision"]["param"] = "fp8"
+    data["measure"]["steps"] = "many"
+    data["wide"] = {}
+    del data["offload"]
+    with pytest.raises(ConfigError) as caught:
+        from_dict(data)
+    told = str(caught.value)
+    for word in ("zero.bogus", "batch.micro", "batch.seq", "precision.param", "measure.steps", "'wide'", "offload"):
+        assert word in told
+    assert len(caught.value.broken) == 7
+
+
+@pytest.mark.parametrize("value", [True, 4.0, "4", None, [4]])
+def test_a_whole_number_is_nothing_else(value: object) -> None:
+    data = to_dict(RunConfig(model=TINY))
+    data["batch"]["micro"] = value
+    with pytest.raises(ConfigError, match=r"batch\.micro must be a whole number"):
+        from_dict(data)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "0.1"])
+def test_a_number_is_finite(value: object) -> None:
+    data = to_dict(RunConfig(model=TINY))
+    data["optimizer"]["lr"] = value
+    with pytest.raises(ConfigError, match=r"optimizer\.lr must be a number"):
+        from_dict(data)
+
+
+def test_a_whole_number_passes_as_a_number() -> None:
+    data = to_dict(RunConfig(model=TINY))
+    data["optimizer"]["lr"] = 1
+    lr = from_dict(data).optimizer.lr
+    assert (lr, type(lr)) == (1.0, float)
+
+
+def test_values_out_of_range_name_the_key_and_a_fix() -> None:
+    with pytest.raises(ConfigError, match=r"zero\.stage must be 0, 1, 2 or 3, found 4 +fix: zero\.stage=2"):
+        Zero(stage=4)
+    with pytest.raises(ConfigError) as caught:
+        Optimizer(lr=-1.0, beta2=1.0, eps=0.0)
+    assert len(caught.value.broken) == 3
+
+
+def test_null_switches_clipping_off() -> None:
+    assert Optimizer(clip_norm=None).clip_norm is None
