@@ -158,11 +158,11 @@ def _verdict(attempt: Attempt, failure: BaseException | None) -> Verdict:
 
 def _close(point: Point, attempt: Attempt, verdict: Verdict, screen: Screen, tracker: Tracker) -> None:
     tracker.end(attempt)
-    told = tell(screen, point, attempt, verdict)
+    told = tell(screen, point, attempt, verdict, in_sweep=False)
     rows = [Row("records", shown(attempt.paths.root))]
     if told.result is not None:
         rows.append(Row("next", next_after_run(point.overrides)))
-    screen.rows(rows)
+    screen.closing(rows)
     tracker.close()
     for warning in tracker.warnings():
         screen.warn(warning)

@@ -79,7 +79,7 @@ HEADER = (
 def table(ranked: Sequence[Ranked]) -> Table:
     """The comparison, one row a point; a failed point's row holds its outcome, its reason is under the table."""
     best = _speed(ranked[0].entry)["median"] if ranked and ranked[0].place else 0.0
-    return Table(HEADER, tuple(_cells(one, best) for one in ranked))
+    return Table(HEADER, tuple(_cells(one, best) for one in ranked), names=2)
 
 
 def _cells(ranked: Ranked, best: float) -> tuple[str, ...]:
@@ -174,7 +174,7 @@ def next_after_sweep(ranked: Sequence[Ranked]) -> str:
 
 def markdown(table_: Table) -> str:
     """The table for a page of markdown."""
-    lines = [table_.header, tuple("---" if index < 2 else "---:" for index in range(len(table_.header)))]
+    lines = [table_.header, tuple("---" if index < table_.names else "---:" for index in range(len(table_.header)))]
     return "\n".join(f"| {' | '.join(_escaped(row))} |" for row in [*lines, *table_.rows])
 
 

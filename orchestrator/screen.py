@@ -38,6 +38,7 @@ class Screen:
         self._console = console or make_console()
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._bar: _Bar | None = None
+        self._planned: list[Row] = []
 
     def say(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style), soft_wrap=not self._live)
@@ -50,8 +51,9 @@ class Screen:
         self.say(f"comparison in {folder}")
 
     def plan(self, label: str, config: RunConfig, folder: str) -> None:
-        """What will run."""
-        rows = summary.plan_rows(config, folder)
+        """What will run; after the first plan of a command, what is different now."""
+        whole = summary.plan_rows(config, folder)
+        rows, self._planned = summary.changed_rows(whole, self._planned), whole
         if self._live:
             panel = Panel(_grid(rows), title=f" {label} ", title_align="left", border_style="cyan", expand=False)
             self._console.print(panel)
@@ -82,8 +84,14 @@ class Screen:
             self._console.print()
             self._console.print(_table(table))
         self._console.print()
-        self.rows(summary.communication_rows(result))
-        self.rows([*summary.learning_rows(result), summary.machine_row(result)])
+        talk = summary.communication_rows(result)
+        self.rows([*talk, *summary.learning_rows(result), summary.machine_row(result)])
+        if note:
+            self.warn(note)
+
+    def brief(self, result: Mapping[str, Any], note: str) -> None:
+        """One run of a sweep in one line; the comparison at the end has the rest."""
+        self.say(f"ok: {summary.brief_text(result)}", "green")
         if note:
             self.warn(note)
 
@@ -106,6 +114,11 @@ class Screen:
         for line in report.warnings(ranked):
             self.warn(line)
         self.say(report.conclusion(ranked), "bold")
+
+    def closing(self, rows: Sequence[Row]) -> None:
+        """Where things lie and what to type next."""
+        self._console.print()
+        self.rows(rows)
 
     def rows(self, rows: Sequence[Row]) -> None:
         """Names on the left; without a terminal one line each, however long, for grep and for copying."""
@@ -182,7 +195,7 @@ def _grid(rows: Sequence[Row]) -> RichTable:
 def _table(table: Table) -> RichTable:
     rich = RichTable(box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(table.header):
-        rich.add_column(name, justify="left" if index < 1 else "right", no_wrap=True)
+        rich.add_column(name, justify="left" if index < table.names else "right", no_wrap=True)
     for row in table.rows:
         rich.add_row(*[Text(cell) for cell in row])
     return rich

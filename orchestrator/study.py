@@ -98,7 +98,7 @@ def run_point(desk: Desk, point: Point) -> Entry:
         _record(attempt, verdict, [])
     finally:
         desk.tracker.end(attempt)
-    return tell(desk.screen, point, attempt, verdict)
+    return tell(desk.screen, point, attempt, verdict, in_sweep=desk.sweep is not None)
 
 
 def _run(desk: Desk, point: Point, attempt: Attempt) -> Verdict:
@@ -152,13 +152,13 @@ def _record(attempt: Attempt, verdict: Verdict, log: list[str]) -> None:
         attempt.move(verdict.state, rank=verdict.rank, message=verdict.message, log=log)
 
 
-def tell(screen: Screen, point: Point, attempt: Attempt, verdict: Verdict) -> Entry:
+def tell(screen: Screen, point: Point, attempt: Attempt, verdict: Verdict, *, in_sweep: bool) -> Entry:
     """Shows how the point ended, and what the comparison will need of it."""
     folder = str(attempt.paths.root)
     if verdict.state is RunState.ok:
         result = read_json(attempt.paths.result)
         assert result is not None
-        screen.success(result, verdict.note)
+        (screen.brief if in_sweep else screen.success)(result, verdict.note)
         return Entry(point.label, "ok", result, folder=folder, overrides=point.overrides)
     log = attempt.paths.rank_log(verdict.rank)
     screen.failure(point.label, verdict.state.value, verdict.message, watch.excerpt(log), shown(log))
@@ -183,7 +183,7 @@ def _conclude(desk: Desk, points: Sequence[Point], entries: Sequence[Entry]) -> 
         rows.append(Row("dashboard", f"python -m orchestrator.tracking ui {shown(desk.output)}"))
     if ranked:
         rows.append(Row("next", _next(desk, ranked)))
-    desk.screen.rows(rows)
+    desk.screen.closing(rows)
     desk.tracker.close()
     for warning in desk.tracker.warnings():
         desk.screen.warn(warning)

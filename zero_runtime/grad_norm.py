@@ -1,8 +1,10 @@
 """The global gradient norm and what clipping makes of it.
 
 [Note: each element once]
-A shard of the summed gradient lies on one rank (sharded) or on every rank (replicated). Of the replicas only replica 0
-contributes, padding is zero, and a tied parameter lies in one unit: so one sum over all ranks counts each element once.
+Rank r squares the r-th of world equal parts of each unit's summed gradient: a whole shard where gradients are split
+over all ranks, a part of it where several ranks hold the same shard. Padding is zero and a tied parameter lies in one
+unit, so one sum over the ranks counts each element once. The parts are the same in every row of the plan's table, and
+so are the norm's bits.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same
 def local_sum_of_squares(units: list[Unit], collectives: Collectives, device: torch.device) -> torch.Tensor:
     """0-dim fp64: this rank's part of the squared norm. See [Note: each element once]."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if collectives.replica_rank > 0:
-        return total
     for unit in units:
-        if unit.grad_shard is not None:
-            norm = torch.linalg.vector_norm(unit.grad_shard, dtype=torch.float32)
-            total += norm.to(torch.float64).square()
+        if unit.grad_shard is None:
+            continue
+        part_numel = unit.layout.shard_numel // collectives.replica_count
+        part = unit.grad_shard.narrow(0, collectives.replica_rank * part_numel, part_numel)
+        total += torch.linalg.vector_norm(part, dtype=torch.float32).to(torch.float64).square()
     return total
 
 

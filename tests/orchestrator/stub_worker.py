@@ -20,6 +20,8 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     config = from_dict(read_json(attempt.config) or {})
     write_environment(attempt.root, rank.rank)
     print(f"rank {rank.rank} of {rank.world} is here")
+    if str(config.zero.stage) == os.environ.get("STUB_FAILING_STAGE"):
+        raise RuntimeError(f"stage {config.zero.stage} was told to fail")
     faults = Faults.from_env()
     if rank.rank == 0:
         append_event(attempt.metrics, {"event": "ready", "parameters": 1_200_000, "data_hash": "c0ffee"})
@@ -33,7 +35,7 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     if rank.rank == 0:
         append_event(attempt.metrics, {"event": "validation", "step": steps, "loss": 5.3})
         append_event(attempt.metrics, {"event": "finish"})
-        write_json_atomic(attempt.result, make_result(config))
+        write_json_atomic(attempt.result, make_result(config, 9412.0 + 100 * config.zero.stage**2))
 
 
 def step_event(step: int, warmup: int) -> dict[str, Any]:

@@ -182,3 +182,12 @@ def test_clipping_follows_the_global_norm_with_each_element_once(stage: int, wor
     assert_losses_within(found, wanted, drift)
     unclipped = oracle_trace(replace(case, clip_norm=None), every)
     assert abs(unclipped.losses[-1] - wanted.losses[-1]) > 20 * drift, "clipping must matter here"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_clipped_run_has_one_result_in_every_row(world: int) -> None:
+    """The norm is summed in the same parts in every row, so clipping tells no rows apart."""
+    traces = ranks_traces(Case(world, clip_norm=CLIP_NORM))
+    for stage in STAGES[1:]:
+        assert_same_bits(traces[stage], traces[0])
+        assert traces[stage].norms == traces[0].norms

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.worker.faults import VARIABLE, Faults, InjectedFault
+
+
+def test_nothing_happens_without_the_variable() -> None:
+    Faults.from_env({}).at_step(0, 0)
+
+
+def test_a_fault_strikes_at_its_step_on_its_rank_alone() -> None:
+    faults = Faults.from_env({VARIABLE: "raise@step3:rank1"})
+    for step, rank in ((3, 0), (2, 1), (4, 1)):
+        faults.at_step(step, rank)
+    with pytest.raises(InjectedFault, match="rank 1 at step 3"):
+        faults.at_step(3, 1)
+
+
+@pytest.mark.parametrize("text", ["raise", "boom@step3:rank1", "raise@step:rank1", "raise@step3:rank1 "])
+def test_a_fault_that_cannot_be_read_is_refused_with_its_form(text: str) -> None:
+    with pytest.raises(ValueError, match=r"raise\|sigkill\|hang@step3:rank1"):
+        Faults.from_env({VARIABLE: text})

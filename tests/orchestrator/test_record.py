@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from points import make_config
+
+from orchestrator.record import (
+    MOVES,
+    EventTail,
+    RunState,
+    append_event,
+    new_attempt,
+    new_sweep,
+    point_id,
+    read_json,
+    write_json_atomic,
+)
+from orchestrator.schema import to_dict
+
+
+def test_the_id_ignores_where_a_run_goes_and_how_it_is_tracked(tmp_path: Path) -> None:
+    config = to_dict(make_config(tmp_path))
+    other = to_dict(make_config(tmp_path / "elsewhere", limit_min=5))
+    other["tracking"]["uri"] = "http://somewhere"
+    assert point_id(config, 2, "cpu") == point_id(other, 2, "cpu")
+
+
+@pytest.mark.parametrize("change", [("zero", "stage"), ("batch", "micro"), ("resources", "threads")])
+def test_the_id_moves_with_whatever_changes_the_measurement(tmp_path: Path, change: tuple[str, str]) -> None:
+    config, other = to_dict(make_config(tmp_path)), to_dict(make_config(tmp_path))
+    other[change[0]][change[1]] += 1
+    assert point_id(config, 2, "cpu") != point_id(other, 2, "cpu")
+
+
+def test_the_id_moves_with_world_and_hardware_and_not_with_the_order_of_keys(tmp_path: Path) -> None:
+    config = to_dict(make_config(tmp_path))
+    turned = dict(reversed(config.items()))
+    assert point_id(config, 2, "cpu") == point_id(turned, 2, "cpu")
+    assert len({point_id(config, 2, "cpu"), point_id(config, 3, "cpu"), point_id(config, 2, "H200")}) == 3
+
+
+def test_every_try_at_a_point_has_its_own_folder_and_what_was_hashed_lies_beside(tmp_path: Path) -> None:
+    config = to_dict(make_config(tmp_path))
+    first, second = (new_attempt(tmp_path, config, "a", "cpu") for _ in range(2))
+    assert [one.paths.root.name for one in (first, second)] == ["01", "02"]
+    point = first.paths.root.parents[1]
+    identity = read_json(point / "identity.json")
+    assert identity is not None
+    assert point.name == identity["point"] == first.point
+    assert "output" in identity["ignored"]
+    assert "output" not in identity["config"]
+    assert read_json(first.paths.config) == config
+
+
+def test_a_state_moves_only_along_the_table_and_is_written_with_its_reason(tmp_path: Path) -> None:
+    attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
+    with pytest.raises(AssertionError, match="from queued to ok"):
+        attempt.move(RunState.ok)
+    attempt.move(RunState.starting)
+    attempt.move(RunState.error, rank=1, message="why")
+    state = read_json(attempt.paths.state)
+    assert state is not None
+    assert (state["state"], state["rank"], state["message"]) == ("error", 1, "why")
+    with pytest.raises(AssertionError):
+        attempt.move(RunState.running)
+
+
+def test_every_state_that_is_not_final_can_end_badly() -> None:
+    for state in RunState:
+        if not state.final:
+            assert {RunState.error, RunState.cancelled} <= MOVES[state]
+
+
+def test_a_tail_gives_every_event_once_and_never_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = EventTail(path)
+    assert tail.read_new() == []
+    append_event(path, {"event": "ready"})
+    with path.open("a") as file:
+        file.write('{"event": "st')
+    assert tail.read_new() == [{"event": "ready"}]
+    with path.open("a") as file:
+        file.write('ep", "text": "Ψ"}\n')
+    assert tail.read_new() == [{"event": "step", "text": "Ψ"}]
+    assert tail.read_new() == []
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    write_json_atomic(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json_atomic(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert read_json(tmp_path / "absent.json") is None
+
+
+def test_two_sweeps_of_one_second_have_two_folders(tmp_path: Path) -> None:
+    folders = {new_sweep(tmp_path, "zero/stage", []).root for _ in range(3)}
+    assert len(folders) == 3
+    assert all("zero-stage" in folder.name for folder in folders)

@@ -1,0 +1,130 @@
+"""Which rank is the cause, and which of the records is believed."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from orchestrator.record import AttemptPaths, RunState, write_json_atomic
+from orchestrator.watch import GRACE_S, STRAGGLER_S, Sight, Watch, excerpt, judge
+
+KILLED = -int(signal.SIGKILL)
+RUNNING = RunState.running
+ERROR = RunState.error
+
+
+def decide(*sights: Sight, result: bool = False, controller: bool = True) -> tuple[str, int, str]:
+    verdict = judge(sights, has_result=result, controller_alive=controller)
+    return ("none", 0, "") if verdict is None else (verdict.state.value, verdict.rank, verdict.message)
+
+
+def test_a_run_goes_on_while_nobody_ended() -> None:
+    assert decide(Sight(0, RUNNING), Sight(1)) == ("none", 0, "")
+
+
+def test_the_rank_that_raised_first_is_the_cause_not_the_lowest() -> None:
+    effect = Sight(0, ERROR, 10.2, "Connection closed by peer", exit_code=1, exit_time=10.3)
+    cause = Sight(1, ERROR, 10.0, "ValueError: bad", exit_code=1, exit_time=10.5)
+    assert decide(effect, cause) == ("error", 1, "rank 1: ValueError: bad")
+
+
+def test_a_killed_rank_is_the_cause_though_others_raised_before_its_death_was_seen() -> None:
+    effect = Sight(0, ERROR, 10.01, "Connection closed by peer", exit_code=1, exit_time=10.1)
+    state, rank, message = decide(effect, Sight(1, RUNNING, 9.0, exit_code=KILLED, exit_time=10.05))
+    assert (state, rank) == ("killed", 1)
+    assert "SIGKILL" in message
+
+
+def test_an_abort_that_follows_an_error_is_an_effect() -> None:
+    aborted = Sight(0, RUNNING, 9.0, exit_code=-int(signal.SIGABRT), exit_time=10.2)
+    assert decide(aborted, Sight(1, ERROR, 10.0, "ValueError: bad"))[:2] == ("error", 1)
+
+
+def test_a_rank_that_leaves_with_code_0_and_no_record_is_no_success() -> None:
+    state, rank, message = decide(Sight(0, RUNNING), Sight(1, RUNNING, exit_code=0))
+    assert (state, rank, message) == ("error", 1, "rank 1 ended without finishing (exit code 0)")
+
+
+def test_a_process_that_is_gone_is_a_failure_also_when_nobody_saw_its_exit_code() -> None:
+    assert decide(Sight(0, RUNNING), Sight(1, RUNNING, alive=False))[:2] == ("error", 1)
+
+
+def test_the_result_is_believed_before_the_records() -> None:
+    torn_down_badly = Sight(1, ERROR, 10.0, "hung up", exit_code=1)
+    verdict = judge([Sight(0, RunState.ok, exit_code=0), torn_down_badly], has_result=True, controller_alive=True)
+    assert verdict is not None
+    assert verdict.state is RunState.ok
+    assert "rank 1: hung up" in verdict.note
+
+
+def test_ranks_that_ended_well_without_a_result_are_an_error() -> None:
+    done = [Sight(rank, RunState.ok, exit_code=0) for rank in range(2)]
+    assert decide(*done)[0] == "error"
+    assert decide(*done, result=True)[0] == "ok"
+
+
+def test_a_dead_controller_is_told_as_such() -> None:
+    assert decide(Sight(0), Sight(1), controller=False)[0] == "killed"
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptPaths:
+    return AttemptPaths(tmp_path)
+
+
+def write_rank(attempt: AttemptPaths, rank: int, state: RunState, **facts: object) -> None:
+    record = {"rank": rank, "pid": 1, "started": 0.0, "state": state.value, "time": 1.0, **facts}
+    write_json_atomic(attempt.rank_record(rank), record)
+
+
+def test_a_failure_is_told_after_a_grace_in_which_its_cause_may_show(attempt: AttemptPaths) -> None:
+    clock = Clock()
+    watch = Watch(attempt, 1, 100.0, lambda: True, clock)
+    write_rank(attempt, 0, ERROR, error="ValueError: bad")
+    assert watch.look() is None
+    clock.now = GRACE_S
+    verdict = watch.look()
+    assert verdict is not None
+    assert verdict.state is ERROR
+
+
+def test_a_run_past_its_limit_times_out(attempt: AttemptPaths) -> None:
+    clock = Clock()
+    watch = Watch(attempt, 1, 30.0, lambda: True, clock)
+    assert watch.look() is None
+    clock.now = 30.1
+    verdict = watch.look()
+    assert verdict is not None
+    assert verdict.state is RunState.timeout
+    assert "resources.time_limit_min=0.5" in verdict.message
+
+
+def test_a_result_ends_the_wait_for_ranks_that_do_not_end(attempt: AttemptPaths) -> None:
+    clock = Clock()
+    watch = Watch(attempt, 1, 3.0, lambda: True, clock)
+    write_json_atomic(attempt.result, {})
+    assert watch.look() is None
+    clock.now = STRAGGLER_S
+    verdict = watch.look()
+    assert verdict is not None
+    assert verdict.state is RunState.ok
+    assert "busy" in verdict.note
+
+
+def test_an_excerpt_is_the_end_of_a_log_or_the_innermost_calls_of_a_dumped_stack(tmp_path: Path) -> None:
+    log = tmp_path / "rank0.log"
+    assert excerpt(log) == []
+    log.write_text("".join(f"line {number}\n" for number in range(40)))
+    assert excerpt(log) == [f"line {number}" for number in range(25, 40)]
+    stack = ["Stack (most recent call first):", *(f'  File "f.py", line {number} in f' for number in range(30))]
+    log.write_text("before\n" + "\n".join(stack) + "\n")
+    assert excerpt(log) == stack[:15]
