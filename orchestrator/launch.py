@@ -25,6 +25,7 @@ from orchestrator.record import AttemptPaths, RunState, write_json_atomic
 from orchestrator.schema import Device, RunConfig
 
 PARENT = "ZLAB_PARENT_PID"
+TUNABLES, TUNABLES_OF_RANKS = "GLIBC_TUNABLES", "ZLAB_GLIBC_TUNABLES"
 GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"
 # Beyond the run's own limit, which the command watches: the controller's is for when that fails.
 BACKSTOP_MIN = 2.0
@@ -44,7 +45,7 @@ def job_environment(config: RunConfig, base: Mapping[str, str]) -> dict[str, str
         # All ranks are on this machine; without it gloo resolves the host name, which may lead nowhere.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         # The allocator reads it when the process starts: freed blocks stay, and the next gather takes no page faults.
-        "GLIBC_TUNABLES": GLIBC,
+        TUNABLES: GLIBC,
     }
     if on_cuda and "PYTORCH_CUDA_ALLOC_CONF" not in base:
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -90,11 +91,15 @@ class _SessionExecutor(submitit.LocalExecutor):
             "SUBMITIT_STDERR_TO_STDOUT": "1",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
             PARENT: str(os.getpid()),
+            TUNABLES_OF_RANKS: self._environment[TUNABLES],
         }
+        # Up to 2.38 glibc cuts its variable at the first colon in the process that reads it, and a child of that
+        # process would inherit the rest: the controller must not read it (see _controller_main).
+        environment = {key: value for key, value in self._environment.items() if key != TUNABLES}
         with self._attempt.controller_log.open("a") as log:
             self.controller = subprocess.Popen(
                 [sys.executable, "-m", "orchestrator.launch", "controller", str(self.folder)],
-                env={**self._environment, **told},
+                env={**environment, **told},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -155,6 +160,7 @@ class _Watcher(Controller):
 
 def _controller_main(folder: str) -> None:
     die_with_parent(int(os.environ[PARENT]))
+    os.environ[TUNABLES] = os.environ.pop(TUNABLES_OF_RANKS)
     _Watcher(Path(folder)).run(max_retry=1)
 
 

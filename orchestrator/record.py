@@ -203,17 +203,19 @@ class Attempt:
         self.point = point
         self.label = label
         self.state = RunState.queued
-        self._write({})
+        self._facts: dict[str, object] = {}
+        self._write()
 
     def move(self, state: RunState, **facts: object) -> None:
-        """Goes to `state` and writes it, with `facts` beside it. An illegal move is our mistake."""
+        """Goes to `state` and writes it, with all `facts` so far beside it. An illegal move is our mistake."""
         assert state in MOVES[self.state], f"{self.paths.root}: no way from {self.state.value} to {state.value}"
         self.state = state
-        self._write(facts)
+        self._facts |= facts
+        self._write()
 
-    def _write(self, facts: Mapping[str, object]) -> None:
+    def _write(self) -> None:
         state = {"state": self.state.value, "time": time.time(), "label": self.label, "point": self.point}
-        write_json_atomic(self.paths.state, {**state, **facts})
+        write_json_atomic(self.paths.state, {**state, **self._facts})
 
 
 def new_attempt(output: str | Path, config: Mapping[str, Any], label: str, hardware: str) -> Attempt:

@@ -46,9 +46,14 @@ def step_event(step: int, warmup: int) -> dict[str, Any]:
 
 def write_environment(folder: Path, rank: int) -> None:
     """What the process was started with, which is what the allocator saw, and where its output went."""
-    words = Path("/proc/self/environ").read_bytes().decode().split("\0")
-    at_exec = dict(word.split("=", 1) for word in words if "=" in word)
-    facts = {"at_exec": at_exec, "rank": os.environ["RANK"], "world": os.environ["WORLD_SIZE"]}
+    whole = Path("/proc/self/environ").read_bytes().decode()
+    at_exec = dict(word.split("=", 1) for word in whole.split("\0") if "=" in word)
+    facts: dict[str, object] = {
+        "whole": whole,
+        "at_exec": at_exec,
+        "rank": os.environ["RANK"],
+        "world": os.environ["WORLD_SIZE"],
+    }
     facts["local_rank"] = os.environ["LOCAL_RANK"]
     (folder / f"environment{rank}.json").write_text(json.dumps(facts))
 

@@ -35,7 +35,7 @@ def test_the_fastest_is_first_and_what_failed_is_last() -> None:
 
 
 def test_rows_whose_ranges_overlap_are_ties_of_the_first_of_their_group() -> None:
-    # 98 overlaps 100, 96 overlaps 98 but not 100: a chain does not make everything one tie.
+    # c overlaps b, and b overlaps a, but c does not overlap a: a chain does not make everything one tie.
     found = order(make_entry("a", 100), make_entry("b", 98.5), make_entry("c", 97), make_entry("d", 50))
     assert found == [("a", 1, False), ("b", 1, True), ("c", 3, False), ("d", 4, False)]
 

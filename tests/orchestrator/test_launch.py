@@ -1,0 +1,220 @@
+"""Real submissions of a worker without torch: what ranks are given, and that nothing is left when one dies."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from points import STUB, make_config, make_point
+from rich.console import Console
+
+from orchestrator import launch
+from orchestrator.processes import is_alive, session_members
+from orchestrator.record import AttemptPaths, read_json
+from orchestrator.schema import Device, RunConfig
+from orchestrator.screen import Screen
+from orchestrator.study import run_points
+
+HERE = Path(__file__).parent
+LIMIT_S = 15.0
+
+
+@pytest.fixture(autouse=True)
+def stub_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The sessions of the jobs that the test starts; none may have a process left at the end."""
+    seen: list[int] = []
+    submit = launch.submit
+
+    def watched(*arguments: Any) -> launch.Job:
+        job = submit(*arguments)
+        seen.append(job.session)
+        return job
+
+    monkeypatch.setattr(launch, "submit", watched)
+    yield seen
+    assert seen
+    for session in seen:
+        assert session_members(session) == []
+
+
+def run(config: RunConfig) -> tuple[int, str, AttemptPaths]:
+    """Exit code, screen, and the one attempt."""
+    out = io.StringIO()
+    screen = Screen(Console(file=out, width=200))
+    code = run_points([make_point(config)], sweep_name=None, output=config.output, entry=STUB, screen=screen)
+    (attempt,) = Path(config.output).glob("points/*/attempts/*")
+    return code, out.getvalue(), AttemptPaths(attempt)
+
+
+def assert_failed(attempt: AttemptPaths, state: str, rank: int) -> dict[str, Any]:
+    found = read_json(attempt.state)
+    assert found is not None
+    assert (found["state"], found["rank"]) == (state, rank)
+    assert not attempt.result.exists()
+    for one in range(2):
+        record = read_json(attempt.rank_record(one))
+        assert record is not None
+        assert not is_alive(record["pid"], record["started"])
+    return found
+
+
+def test_a_failed_point_does_not_take_the_others_down(
+    tmp_path: Path, sessions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_FAILING_STAGE", "0")
+    points = [make_point(make_config(tmp_path, stage=stage)) for stage in (0, 1)]
+    out = io.StringIO()
+    screen = Screen(Console(file=out, width=200))
+    assert run_points(points, sweep_name="zero", output=tmp_path, entry=STUB, screen=screen) == 1
+    assert len(sessions) == 2
+    (sweep,) = (tmp_path / "sweeps").iterdir()
+    for text in (out.getvalue(), (sweep / "report.md").read_text(), (sweep / "results.csv").read_text()):
+        assert "stage 0 was told to fail" in text
+        assert "stage1-bf16" in text
+    assert "python run.py zero=stage1 precision=bf16 measure=standard" in out.getvalue()
+
+
+def test_ranks_are_told_their_place_and_start_in_the_environment_of_a_careful_person(
+    tmp_path: Path, sessions: list[int]
+) -> None:
+    code, shown, attempt = run(make_config(tmp_path))
+    assert code == 0
+    assert "9,812 median" in shown
+    for rank in range(2):
+        told = read_json(attempt.root / f"environment{rank}.json")
+        assert told is not None
+        assert (told["rank"], told["local_rank"], told["world"]) == (str(rank), str(rank), "2")
+        at_exec = told["at_exec"]
+        # The allocator reads it before any line of Python runs: set later it does nothing. Up to 2.38 glibc
+        # replaces the colon that it read past by a zero, in this process's own copy.
+        assert f"GLIBC_TUNABLES={launch.GLIBC}" in told["whole"].replace("\0glibc.", ":glibc.")
+        assert at_exec["TOKENIZERS_PARALLELISM"] == "false"
+        assert at_exec["OMP_NUM_THREADS"] == at_exec["MKL_NUM_THREADS"] == "1"
+        assert at_exec["CUDA_VISIBLE_DEVICES"] == ""
+        assert attempt.rank_log(rank).read_text() == f"rank {rank} of 2 is here\n"
+    state = read_json(attempt.state)
+    assert state is not None
+    assert state["state"] == "ok"
+
+
+def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(
+    tmp_path: Path, sessions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZLAB_FAULT", "raise@step3:rank1")
+    begun = time.monotonic()
+    code, shown, attempt = run(make_config(tmp_path))
+    assert (code, time.monotonic() - begun < LIMIT_S) == (1, True)
+    state = assert_failed(attempt, "error", rank=1)
+    assert "ZLAB_FAULT raised on rank 1 at step 3" in state["message"]
+    assert state["log"][-1].endswith("ZLAB_FAULT raised on rank 1 at step 3")
+    assert "stub_worker.py" in shown
+    assert "rank1.log" in shown
+
+
+def test_a_rank_that_is_killed_ends_the_run(
+    tmp_path: Path, sessions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZLAB_FAULT", "sigkill@step3:rank1")
+    begun = time.monotonic()
+    code, shown, attempt = run(make_config(tmp_path))
+    assert (code, time.monotonic() - begun < LIMIT_S) == (1, True)
+    state = assert_failed(attempt, "killed", rank=1)
+    assert "rank 1 was killed by SIGKILL" in state["message"]
+    assert "rank 1 was killed by SIGKILL" in shown
+    assert state["log"] == ["rank 1 of 2 is here"]
+
+
+def test_a_rank_that_hangs_ends_at_the_time_limit_and_its_stack_is_shown(
+    tmp_path: Path, sessions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZLAB_FAULT", "hang@step3:rank1")
+    limit_min = 0.04
+    begun = time.monotonic()
+    code, shown, attempt = run(make_config(tmp_path, limit_min=limit_min))
+    assert (code, time.monotonic() - begun < 60 * limit_min + LIMIT_S) == (1, True)
+    state = assert_failed(attempt, "timeout", rank=1)
+    assert "the others waited for rank 1" in state["message"]
+    assert "faults.py" in state["log"][1]
+    assert "at_step" in shown
+
+
+COMMAND = """
+from points import *
+from pathlib import Path
+from orchestrator.study import run_points
+output = Path({output!r})
+raise SystemExit(run_points([make_point(make_config(output))], sweep_name=None, output=output, entry=STUB))
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """A command in the middle of a run that hangs."""
+    monkeypatch.setenv("ZLAB_FAULT", "hang@step2:rank1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
+    text = COMMAND.format(output=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.DEVNULL)
+    wait_until(lambda: len(list(tmp_path.glob("points/*/attempts/01/step1.*.here"))) == 2)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def living(output: Path) -> list[int]:
+    (attempt,) = output.glob("points/*/attempts/01")
+    paths = AttemptPaths(attempt)
+    records = [read_json(paths.rank_record(rank)) or {} for rank in range(2)]
+    controller = (read_json(paths.state) or {}).get("controller")
+    ranks = [record["pid"] for record in records if is_alive(record["pid"], record["started"])]
+    return ranks + (session_members(controller) if controller else [])
+
+
+def test_ctrl_c_ends_everything_and_the_run_is_recorded_as_cancelled(
+    command: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    assert len(living(tmp_path)) > 2
+    command.send_signal(signal.SIGINT)
+    assert command.wait(timeout=LIMIT_S) == 130
+    assert living(tmp_path) == []
+    (state,) = tmp_path.glob("points/*/attempts/01/state.json")
+    assert '"cancelled"' in state.read_text()
+
+
+def test_nothing_survives_a_command_that_is_killed(command: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    command.kill()
+    command.wait()
+    wait_until(lambda: living(tmp_path) == [], seconds=5)
+
+
+def test_what_the_user_set_stays_and_the_thread_count_is_the_configuration_s(tmp_path: Path) -> None:
+    mine = {"TOKENIZERS_PARALLELISM": "true", "OMP_NUM_THREADS": "64", "CUDA_VISIBLE_DEVICES": "GPU-1234"}
+    config = make_config(tmp_path)
+    on_cuda = replace(config, resources=replace(config.resources, device=Device.cuda, threads=3))
+    found = launch.job_environment(on_cuda, mine)
+    assert found["TOKENIZERS_PARALLELISM"] == "true"
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert found["CUDA_VISIBLE_DEVICES"] == "GPU-1234"
+    assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    own = launch.job_environment(on_cuda, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
+    assert "PYTORCH_ALLOC_CONF" not in own

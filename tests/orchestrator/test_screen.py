@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from points import make_config
+from rich.console import Console
+from stub_worker import make_result, step_event
+
+from orchestrator import report
+from orchestrator.report import Entry
+from orchestrator.screen import Screen
+
+CONFIG = make_config(Path("outputs"))
+
+
+def show(*, terminal: bool = False, width: int = 200) -> tuple[Screen, io.StringIO]:
+    out = io.StringIO()
+    return Screen(Console(file=out, width=width, force_terminal=terminal, color_system=None)), out
+
+
+def squeezed(out: io.StringIO) -> str:
+    return re.sub(r" +", " ", out.getvalue())
+
+
+def summary_of(result: dict[str, Any]) -> str:
+    screen, out = show()
+    screen.success(result, "")
+    return squeezed(out)
+
+
+def test_the_plan_spells_the_batch_out() -> None:
+    screen, out = show()
+    screen.plan("stage2-bf16", CONFIG, "outputs/x")
+    assert ("micro 4 x accumulation 2 x ranks 2 = 16 sequences x 128 tokens = 2,048 tokens/step") in out.getvalue()
+    assert "6 = 2 of warm-up + 4 measured" in out.getvalue()
+
+
+def test_a_second_plan_tells_only_what_is_different() -> None:
+    screen, out = show()
+    screen.plan("a", CONFIG, "outputs/x")
+    before = len(out.getvalue())
+    screen.plan("b", make_config(Path("outputs"), stage=3), "outputs/y")
+    second = out.getvalue()[before:]
+    assert "stage 3" in second
+    assert "accumulation" not in second
+
+
+def test_the_summary_says_what_was_counted_and_what_was_left_out() -> None:
+    text = summary_of(make_result(CONFIG))
+    assert "9,412 median, p10-p90 9,224-9,506, 4 steps counted, 2 of warm-up left out" in text
+    for phase in ("forward", "backward", "exposed communication", "optimizer", "data"):
+        assert phase in text
+
+
+def test_states_stand_predicted_beside_measured_in_powers_of_1024() -> None:
+    text = summary_of(make_result(CONFIG))
+    assert "parameters 2.29 MiB 2.29 MiB exact" in text
+    assert "gradients 1.14 MiB 1.24 MiB +8.3 %" in text
+    assert "model states: 2Ψ + 16Ψ/N 10.3 MiB 10.4 MiB +0.9 %" in text
+
+
+def test_communication_is_called_equal_to_the_theory_only_when_it_is() -> None:
+    result = make_result(CONFIG)
+    assert "1,200,000 elements sent; 2Ψ·(N-1)/N = 1,199,800 + padding 200: equal" in summary_of(result)
+    assert "algorithmic volume" in summary_of(result)
+    result["communication"]["theory_elements"] -= 1
+    assert "NOT equal" in summary_of(result)
+
+
+def test_without_a_terminal_there_are_whole_lines_and_no_control_characters() -> None:
+    screen, out = show(width=60)
+    screen.begin(CONFIG)
+    screen.event({"event": "ready", "parameters": 1_200_000, "data_hash": "c0ffee", "predicted": None})
+    for step in range(1, 7):
+        screen.event(step_event(step, 2))
+    screen.end()
+    screen.success(make_result(CONFIG), "")
+    assert "\x1b" not in out.getvalue()
+    assert "\r" not in out.getvalue()
+    assert "warm-up step 1/6" in out.getvalue()
+    assert "measuring step 6/6  loss 5.9400  9,406 tokens/s  rss 512 MiB\n" in out.getvalue()
+
+
+def test_on_a_terminal_the_bar_shows_step_loss_speed_and_memory() -> None:
+    screen, out = show(terminal=True)
+    screen.begin(CONFIG)
+    screen.event(step_event(6, 2))
+    screen.end()
+    assert "6/6 loss 5.9400 9,406 tokens/s rss 512 MiB" in squeezed(out)
+
+
+def test_square_brackets_of_a_message_are_shown_as_they_are() -> None:
+    screen, out = show(terminal=True)
+    screen.failure("a", "error", "rank 1: KeyError: [bold]", ["x[/red]"], "rank1.log")
+    assert "KeyError: [bold]" in out.getvalue()
+    assert "x[/red]" in out.getvalue()
+
+
+def test_the_comparison_prints_its_rule_its_ties_and_the_reason_of_a_failure() -> None:
+    screen, out = show()
+    good = [Entry(label, "ok", make_result(CONFIG, speed)) for label, speed in (("a", 100.0), ("b", 99.5))]
+    screen.comparison(report.rank([*good, Entry("c", "killed", None, "rank 1 was killed")]))
+    text = squeezed(out)
+    assert report.RULE in text
+    assert "= 1 b" in text
+    assert "c: killed: rank 1 was killed" in text
+
+
+@pytest.mark.parametrize("name", ["NO_COLOR", "TERM"])
+def test_no_colour_is_sent_where_it_is_not_wanted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "dumb" if name == "TERM" else "1")
+    out = io.StringIO()
+    Screen(Console(file=out, force_terminal=True)).warn("careful")
+    assert out.getvalue() == "warning: careful\n" or "\x1b[3" not in out.getvalue()
