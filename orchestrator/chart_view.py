@@ -1,7 +1,7 @@
-"""The prepared chart page of an experiment: speed beside memory first, then the histories.
+"""The prepared chart page of an experiment: speed against memory first, then the histories.
 
-MLflow keeps such a page as JSON in a tag of the experiment. The format is not public: MLflow is pinned, and where
-a page is not understood the dashboard shows its own.
+MLflow keeps such a page as JSON in a tag of the experiment. The format is not public: MLflow is pinned, and its own
+page stays one click away.
 """
 
 from __future__ import annotations
@@ -14,75 +14,44 @@ TAG = f"mlflow.sharedViewState.{KEY}"
 _SPEED, _STATES, _STEP = "summary/tokens_per_second", "summary/states_measured_mib", "summary/step_ms"
 _HISTORIES = ("train/loss", "throughput/tokens_per_second", "time/step_ms")
 _AXES = ["zero.stage", "precision.param", "batch.micro", "resources.ranks"]
+# What the page itself stores where nothing was chosen. Without the "reordered" flags it sorts by name.
+_UNCHOSEN: dict[str, Any] = {
+    **{key: {} for key in ("runsExpanded", "runsVisibilityMap", "groupsExpanded")},
+    **{key: [] for key in ("datasetsFilter", "runsPinned", "runsHidden")},
+    **dict.fromkeys(("viewMaximized", "runListHidden"), False),
+    **dict.fromkeys(("isAccordionReordered", "hideEmptyCharts", "autoRefreshEnabled"), True),
+    **{"useGroupedValuesInCharts": True, "groupBy": None, "searchFilter": "", "startTime": "ALL"},
+    **{"lifecycleFilter": "Active", "modelVersionFilter": "All Runs", "runsHiddenMode": "FIRST_20_RUNS"},
+    "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
+}
+_LINE: dict[str, Any] = {
+    **dict.fromkeys(("xAxisScaleType", "scaleType"), "linear"),
+    **{"xAxisKey": "step", "selectedXAxisMetricKey": "", "yAxisKey": "metric", "yAxisExpressions": [], "range": {}},
+    **{"useGlobalXaxisKey": True, "useGlobalLineSmoothing": True, "ignoreOutliers": False, "lineSmoothness": 0},
+}
 
 
 def view() -> str:
     """The tag's value."""
+    x, y = ({"key": name, "type": "METRIC"} for name in (_STATES, _SPEED))
     charts = [
-        _chart(0, "SCATTER", "compare", xaxis=_metric(_STATES), yaxis=_metric(_SPEED)),
-        _chart(1, "BAR", "compare", metricKey=_SPEED),
-        _chart(2, "BAR", "compare", metricKey=_STATES),
-        _chart(3, "PARALLEL", "compare", selectedParams=_AXES, selectedMetrics=[_STATES, _SPEED], showAllRuns=True),
+        _chart("SCATTER", "compare", "speed against model states", xaxis=x, yaxis=y),
+        *(_chart("BAR", "compare", name, metricKey=name) for name in (_SPEED, _STATES)),
+        _chart("PARALLEL", "compare", "settings", selectedParams=_AXES, selectedMetrics=[_STATES, _SPEED]),
+        *(_chart("LINE", "run", name, metricKey=name, selectedMetricKeys=[name], **_LINE) for name in _HISTORIES),
     ]
-    charts += [_line(4 + index, name) for index, name in enumerate(_HISTORIES)]
-    sections = [_section("compare", "Memory against speed"), _section("history", "During the run")]
-    columns = [*(f"params.`{axis}`" for axis in _AXES), *(f"metrics.`{one}`" for one in (_SPEED, _STEP, _STATES))]
-    state: dict[str, Any] = {
+    sections = (("compare", "Memory against speed"), ("run", "During the run"))
+    flags = {"display": True, "isReordered": True, "deleted": False, "isGenerated": False}
+    chosen = {
         "orderByKey": f"metrics.`{_SPEED}`",
         "orderByAsc": False,
-        "selectedColumns": columns,
-        "isAccordionReordered": True,  # without it sections are sorted by name
-        "hideEmptyCharts": True,
-        "autoRefreshEnabled": True,
-        "runsHiddenMode": "FIRST_20_RUNS",
-        "compareRunSections": sections,
-        "compareRunCharts": charts,
+        "selectedColumns": [f"params.`{axis}`" for axis in _AXES] + [f"metrics.`{one}`" for one in (_SPEED, _STEP)],
+        "compareRunSections": [{"uuid": uuid, "name": name, **flags} for uuid, name in sections],
+        "compareRunCharts": [{**chart, "uuid": f"zlab-{index}"} for index, chart in enumerate(charts)],
     }
-    return json.dumps(state | _EMPTY)
+    return json.dumps({**_UNCHOSEN, **chosen})
 
 
-# The page fails on a view that lacks one of these.
-_EMPTY: dict[str, Any] = {
-    "searchFilter": "",
-    "startTime": "ALL",
-    "lifecycleFilter": "Active",
-    "datasetsFilter": [],
-    "modelVersionFilter": "All Runs",
-    "runsExpanded": {},
-    "runsPinned": [],
-    "runsHidden": [],
-    "runsVisibilityMap": {},
-    "viewMaximized": False,
-    "runListHidden": False,
-    "useGroupedValuesInCharts": True,
-    "groupBy": None,
-    "groupsExpanded": {},
-    "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
-}
-
-
-def _chart(index: int, kind: str, section: str, **more: Any) -> dict[str, Any]:
-    shown = {"uuid": f"zlab-{index}", "type": kind, "metricSectionId": section, "runsCountToCompare": 20}
-    return {**shown, "deleted": False, "isGenerated": False, "displayName": "", **more}
-
-
-def _line(index: int, name: str) -> dict[str, Any]:
-    scales = {"xAxisScaleType": "linear", "scaleType": "linear", "range": {}, "lineSmoothness": 0}
-    axes = {"xAxisKey": "step", "selectedXAxisMetricKey": "", "yAxisKey": "metric", "yAxisExpressions": []}
-    globals_ = {"useGlobalXaxisKey": True, "useGlobalLineSmoothing": True, "ignoreOutliers": False}
-    return _chart(index, "LINE", "history", metricKey=name, selectedMetricKeys=[name], **scales, **axes, **globals_)
-
-
-def _section(name: str, title: str) -> dict[str, Any]:
-    return {
-        "uuid": name,
-        "name": title,
-        "display": True,
-        "isReordered": True,
-        "deleted": False,
-        "isGenerated": False,
-    }
-
-
-def _metric(name: str) -> dict[str, str]:
-    return {"key": name, "type": "METRIC"}
+def _chart(kind: str, section: str, title: str, **more: Any) -> dict[str, Any]:
+    shown = {"type": kind, "metricSectionId": section, "displayName": title, "runsCountToCompare": 20}
+    return {**shown, "showAllRuns": True, "deleted": False, "isGenerated": False, **more}

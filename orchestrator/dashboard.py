@@ -29,6 +29,7 @@ def serve(output: Path, port: int | None) -> int:
         screen.say(f"{name}: {link}")
     screen.say("The page answers after about 10 s. Ctrl-C ends it.")
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+    quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # a process more, for things that we do not use
     command = server_command(output.absolute(), chosen)
     os.execve(command[0], command, {**os.environ, **quiet})
     return 1  # never reached: the process is the server now

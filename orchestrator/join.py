@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import threading
 import time
 import uuid
@@ -25,10 +26,10 @@ from orchestrator.record import (
 )
 from orchestrator.schema import to_dict
 from orchestrator.screen import Screen
-from orchestrator.study import shown, tell
+from orchestrator.study import record, shown, tell
 from orchestrator.summary import Row, next_after_run
 from orchestrator.tracking_feed import Tracker, experiment_name, start_tracker
-from orchestrator.watch import Verdict
+from orchestrator.watch import GRACE_S, Verdict
 
 MEET_S = 120.0
 KEYS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
@@ -97,6 +98,10 @@ def join(point: Point, entry: str = ENTRY) -> int:
     output = Path(point.config.output).absolute()
     meeting = Meeting(output, rank.world, os.environ)
     if rank.rank == 0:
+        if rank.world > 1:
+            # torchrun sends it to all as soon as one rank failed; rank 0 still has to record that, and ends by
+            # itself, since its next collective fails.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return _lead(point, rank, meeting, output, entry)
     return 0 if run_recorded(AttemptPaths(meeting.hear(rank.rank)), rank, entry) is None else 1
 
@@ -114,10 +119,10 @@ def _lead(point: Point, rank: RankInfo, meeting: Meeting, output: Path, entry: s
         meeting.tell(attempt.paths.root)
         attempt.move(RunState.running)
         failure = _run_shown(point, rank, attempt, screen, entry)
-        verdict = _verdict(attempt, failure)
+        verdict = verdict_of(attempt, rank.world, failure)
     except TimeoutError as error:
         verdict = Verdict(RunState.error, 0, str(error))
-    attempt.move(verdict.state, **({} if verdict.state is RunState.ok else {"rank": 0, "message": verdict.message}))
+    record(attempt, verdict)
     _close(point, attempt, verdict, screen, tracker)
     return 0 if verdict.state is RunState.ok else 1
 
@@ -146,11 +151,15 @@ def _run_shown(point: Point, rank: RankInfo, attempt: Attempt, screen: Screen, e
         screen.end()
 
 
-def _verdict(attempt: Attempt, failure: BaseException | None) -> Verdict:
+def verdict_of(attempt: Attempt, world: int, failure: BaseException | None) -> Verdict:
+    """What the ranks recorded; others' processes may be on other machines, so only their records are asked."""
     if isinstance(failure, KeyboardInterrupt):
         return Verdict(RunState.cancelled, 0, "the command was stopped")
     if failure is not None:
-        return Verdict(RunState.error, 0, f"rank 0: {type(failure).__name__}: {failure}")
+        time.sleep(GRACE_S)  # the rank that caused it may be writing its record
+        records = [read_json(attempt.paths.rank_record(one)) or {} for one in range(world)]
+        root = min((one for one in records if "error" in one), key=lambda one: one["time"])
+        return Verdict(RunState.error, root["rank"], f"rank {root['rank']}: {root['error']}")
     if not attempt.paths.result.exists():
         return Verdict(RunState.error, 0, "rank 0 ended well, yet wrote no result")
     return Verdict(RunState.ok)

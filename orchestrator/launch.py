@@ -171,6 +171,7 @@ def _rank_main(folder: str, attempt_dir: str) -> None:
     attempt = AttemptPaths(Path(attempt_dir))
     _redirect_output(attempt.rank_log(place.global_rank))
     RankRecord(attempt, place.global_rank).write(RunState.starting)
+    os.write(1, f"rank {place.global_rank} of {place.num_tasks}, pid {os.getpid()}\n".encode())
     logging.getLogger("submitit").setLevel(logging.WARNING)
     from submitit.core.submission import process_job  # here: it imports numpy, which the command does without
 

@@ -95,7 +95,7 @@ def run_point(desk: Desk, point: Point) -> Entry:
         raise
     except Exception as error:  # the point is lost, the others are not
         verdict = Verdict(RunState.error, 0, f"could not be run: {type(error).__name__}: {error}")
-        _record(attempt, verdict, [])
+        record(attempt, verdict)
     finally:
         desk.tracker.end(attempt)
     return tell(desk.screen, point, attempt, verdict, in_sweep=desk.sweep is not None)
@@ -117,7 +117,7 @@ def _run(desk: Desk, point: Point, attempt: Attempt) -> Verdict:
         with _signals_ignored():
             job.end()
             desk.screen.end()
-    _record(attempt, verdict, watch.excerpt(attempt.paths.rank_log(verdict.rank)))
+    record(attempt, verdict)
     return verdict
 
 
@@ -132,24 +132,29 @@ def _with_stack(attempt: Attempt, world: int, verdict: Verdict) -> Verdict:
 def follow(desk: Desk, attempt: Attempt, watching: Watch) -> Verdict:
     """Shows what the ranks record until the watch has a verdict."""
     tail = EventTail(attempt.paths.metrics)
+    step = 0
     while True:
         verdict = watching.look()
         if attempt.state is RunState.starting and (watching.all_running or verdict is not None):
             attempt.move(RunState.running)
         for event in tail.read_new():
             desk.screen.event(event)
+            step = event.get("step", step)
         if verdict is not None:
-            return verdict
+            reached = "" if verdict.state is RunState.ok else f", after step {step}"
+            return verdict._replace(message=verdict.message + reached)
         for warning in desk.tracker.warnings():
             desk.screen.warn(warning)
         time.sleep(LOOK_S)
 
 
-def _record(attempt: Attempt, verdict: Verdict, log: list[str]) -> None:
+def record(attempt: Attempt, verdict: Verdict) -> None:
+    """Writes how the attempt ended; of a failure also the last lines of the log that tells why."""
     if verdict.state is RunState.ok:
         attempt.move(RunState.ok, **({"note": verdict.note} if verdict.note else {}))
     else:
-        attempt.move(verdict.state, rank=verdict.rank, message=verdict.message, log=log)
+        lines, _ = watch.last_words(attempt.paths, verdict.rank)
+        attempt.move(verdict.state, rank=verdict.rank, message=verdict.message, log=lines)
 
 
 def tell(screen: Screen, point: Point, attempt: Attempt, verdict: Verdict, *, in_sweep: bool) -> Entry:
@@ -160,8 +165,8 @@ def tell(screen: Screen, point: Point, attempt: Attempt, verdict: Verdict, *, in
         assert result is not None
         (screen.brief if in_sweep else screen.success)(result, verdict.note)
         return Entry(point.label, "ok", result, folder=folder, overrides=point.overrides)
-    log = attempt.paths.rank_log(verdict.rank)
-    screen.failure(point.label, verdict.state.value, verdict.message, watch.excerpt(log), shown(log))
+    lines, path = watch.last_words(attempt.paths, verdict.rank)
+    screen.failure(point.label, verdict.state.value, verdict.message, lines, shown(path))
     return Entry(point.label, verdict.state.value, None, verdict.message, folder, point.overrides)
 
 

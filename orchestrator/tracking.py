@@ -20,14 +20,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from orchestrator import chart_view
 from orchestrator import tracking_names as names
 from orchestrator.processes import is_alive, start_time
 from orchestrator.record import AttemptPaths, EventTail, RunState, artifacts_path, read_json, store_path
 
-PERIOD_S = 1.0
+# Writing a metric costs about 1 ms. After a busy moment the ranks, which are being measured, are left alone for REST
+# times as long, so that a run of many short steps is not slowed by being shown.
+PERIOD_S, REST, LONGEST_S = 2.0, 30.0, 30.0
 NOTE_LIMIT = 5000
 BATCH = 500
 
@@ -161,9 +163,12 @@ class Follower:
         action = {"open": self._open, "begin": self._begin, "end": self._end, "summary": self._summary}
         self._guarded(str(message.get("attempt", "")), lambda: action[message["do"]](message))
 
-    def tick(self) -> None:
+    def tick(self) -> float:
+        """Writes what is new, and says for how long to leave the processor to the ranks."""
+        begun = time.monotonic()
         for attempt, run in self._runs.items():
             self._guarded(attempt, run.catch_up)
+        return min(LONGEST_S, max(PERIOD_S, REST * (time.monotonic() - begun)))
 
     def finish_all(self) -> None:
         """The command is gone: what it left unfinished is finished from the records."""
@@ -185,6 +190,8 @@ class Follower:
             self._store.experiment(message["experiment"])
         finally:
             _answer({"ready": self._store is not None})
+            # The imports are over, at full speed, before the ranks measure; from here on this can wait.
+            os.nice(10)
 
     def _begin(self, message: Mapping[str, Any]) -> None:
         self._store = self._store or Store(self._uri, self._output)
@@ -237,16 +244,16 @@ def _answer(message: Mapping[str, Any]) -> None:
         sys.stdout.flush()
 
 
-def follow(uri: str, output: Path) -> None:
-    """Serves the command on stdin until it closes it or dies."""
+def follow(uri: str, output: Path) -> NoReturn:
+    """Serves the command on stdin until it closes it or dies; then ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's; it tells us what became of the run
-    os.nice(10)  # the ranks are measured; this can wait
     follower = Follower(uri, output, os.getppid())
     rest = b""
+    pause_s = PERIOD_S
     while True:
-        readable, _, _ = select.select([sys.stdin], [], [], PERIOD_S)
+        readable, _, _ = select.select([sys.stdin], [], [], pause_s)
         if not readable:
-            follower.tick()
+            pause_s = follower.tick()
             continue
         chunk = os.read(sys.stdin.fileno(), 65536)
         if not chunk:
@@ -255,6 +262,7 @@ def follow(uri: str, output: Path) -> None:
         for line in lines:
             follower.handle(json.loads(line))
     follower.finish_all()
+    os._exit(0)  # all is written; MLflow's exit hooks would keep the command waiting
 
 
 def main(argv: list[str]) -> int:
@@ -273,7 +281,6 @@ def main(argv: list[str]) -> int:
 
         return serve(found.output, found.port)
     follow(found.uri, found.output)
-    return 0
 
 
 if __name__ == "__main__":

@@ -177,6 +177,14 @@ def _is_waiting(log: Path) -> bool:
     return _STACK in stack and "distributed" in stack
 
 
+def last_words(attempt: AttemptPaths, rank: int) -> tuple[list[str], Path]:
+    """The end of a rank's log, or of its traceback where its output went elsewhere; and the file it is from."""
+    log, record = attempt.rank_log(rank), attempt.rank_record(rank)
+    if log.exists():
+        return excerpt(log), log
+    return str((read_json(record) or {}).get("traceback", "")).splitlines()[-LOG_LINES:], record
+
+
 def excerpt(log: Path, lines: int = LOG_LINES) -> list[str]:
     """The last lines of a log; of a log that ends with a dumped stack, its innermost calls."""
     try:

@@ -105,7 +105,8 @@ def test_ranks_are_told_their_place_and_start_in_the_environment_of_a_careful_pe
         assert at_exec["TOKENIZERS_PARALLELISM"] == "false"
         assert at_exec["OMP_NUM_THREADS"] == at_exec["MKL_NUM_THREADS"] == "1"
         assert at_exec["CUDA_VISIBLE_DEVICES"] == ""
-        assert attempt.rank_log(rank).read_text() == f"rank {rank} of 2 is here\n"
+        pid = (read_json(attempt.rank_record(rank)) or {})["pid"]
+        assert attempt.rank_log(rank).read_text() == f"rank {rank} of 2, pid {pid}\nrank {rank} of 2 is here\n"
     state = read_json(attempt.state)
     assert state is not None
     assert state["state"] == "ok"
@@ -135,7 +136,8 @@ def test_a_rank_that_is_killed_ends_the_run(
     state = assert_failed(attempt, "killed", rank=1)
     assert "rank 1 was killed by SIGKILL" in state["message"]
     assert "rank 1 was killed by SIGKILL" in shown
-    assert state["log"] == ["rank 1 of 2 is here"]
+    assert state["log"][-1] == "rank 1 of 2 is here"
+    assert state["message"].endswith("after step 2")
 
 
 def test_a_rank_that_hangs_ends_at_the_time_limit_and_its_stack_is_shown(
@@ -172,6 +174,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproc
     yield process
     process.kill()
     process.wait()
+    for pid in living(tmp_path):  # a test that failed leaves nothing either
+        os.kill(pid, signal.SIGKILL)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:

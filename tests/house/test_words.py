@@ -1,0 +1,71 @@
+"""The runtime asks a plan; the word for a row of its table occurs in plan.py alone. Comments and docstrings may."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+RUNTIME = Path(__file__).resolve().parents[2] / "zero_runtime"
+FILES = sorted(RUNTIME.rglob("*.py"))
+NAMING_FIELDS = ("id", "attr", "arg", "name", "asname", "module")  # of every syntax node that can hold an identifier
+PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # fromStage, from_stage and STAGE come apart into words
+
+
+def words(source: str) -> Iterator[tuple[int, str]]:
+    """(line, word), in lower case, of every identifier and string that is no docstring."""
+    tree = ast.parse(source)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        texts = [getattr(node, field, None) for field in NAMING_FIELDS]
+        if isinstance(node, ast.Constant) and id(node) not in docstrings:
+            texts.append(node.value)
+        for text in texts:
+            if isinstance(text, str):
+                yield from ((getattr(node, "lineno", 0), word.lower()) for word in PARTS.findall(text))
+
+
+def stage_words(source: str) -> list[int]:
+    """Lines on which the word occurs."""
+    return sorted({line for line, word in words(source) if word in ("stage", "stages")})
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.name != "plan.py"], ids=lambda file: file.name)
+def test_the_word_stage_occurs_in_the_plan_alone(file: Path) -> None:
+    assert stage_words(file.read_text()) == []
+
+
+def test_the_plan_has_the_word() -> None:
+    assert stage_words((RUNTIME / "plan.py").read_text())
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("if stage == 3: ...", True),
+        ("def from_stage(n): ...", True),
+        ("def f(zero_stage=1): ...", True),
+        ("f(stage=1)", True),
+        ("class StagePlan: ...", True),
+        ("STAGES = {}", True),
+        ("x.isStage", True),
+        ("x = 'at stage 3'", True),
+        ("x = f'at Stage {n}'", True),
+        ("import stage as s", True),
+        ("# stage 3\nx = 1", False),
+        ('"""Stage 3."""', False),
+        ('def f():\n    """Stage 3."""', False),
+        ("staging = backstage", False),
+    ],
+)
+def test_the_search_sees_identifiers_and_strings_and_no_prose(source: str, found: bool) -> None:
+    assert bool(stage_words(source)) is found

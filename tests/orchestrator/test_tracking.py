@@ -1,0 +1,221 @@
+"""What reaches MLflow, from a real tracker on a real SQLite store, and that its troubles stay its own."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from points import STUB, make_config, make_point
+from rich.console import Console
+from stub_worker import make_result, step_event
+
+from orchestrator import chart_view, dashboard
+from orchestrator import tracking_names as names
+from orchestrator.record import Attempt, RunState, append_event, new_attempt, store_path, write_json_atomic
+from orchestrator.schema import TrackingKind, to_dict
+from orchestrator.screen import Screen
+from orchestrator.study import run_points
+from orchestrator.tracking_feed import Tracker, start_tracker, store_uri
+
+HERE = Path(__file__).parent
+EXPERIMENT = "zlab/tiny"
+
+
+class Scene:
+    """One output folder with its store, the tracker of a command, and MLflow's own client to look with."""
+
+    def __init__(self, output: Path) -> None:
+        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when it is imported
+        from mlflow import MlflowClient
+
+        self.output = output
+        self.config = make_config(output, tracking=TrackingKind.mlflow)
+        self.client = MlflowClient(f"sqlite:///{store_path(output)}")
+
+    def begin(self, tracker: Tracker, label: str) -> Attempt:
+        attempt = new_attempt(self.output, to_dict(self.config), label, "cpu")
+        tracker.begin(attempt, EXPERIMENT, "2026_zero")
+        attempt.move(RunState.starting)
+        attempt.move(RunState.running)
+        append_event(attempt.paths.metrics, {"event": "ready", "parameters": 1, "data_hash": "c0ffee"})
+        append_event(attempt.paths.metrics, step_event(1, 2))
+        return attempt
+
+    def run(self, label: str) -> Any:
+        """The run of that name, or None."""
+        experiment = self.client.get_experiment_by_name(EXPERIMENT)
+        assert experiment is not None
+        found = self.client.search_runs([experiment.experiment_id], f"attributes.run_name = '{label}'")
+        return found[0] if found else None
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    output = tmp_path_factory.mktemp("outputs")
+    config = make_config(output, tracking=TrackingKind.mlflow)
+    tracker = start_tracker(config, output)
+    tracker.wait_for_store()
+    assert store_path(output).exists()
+    tracker.close()
+    assert tracker.warnings() == []
+    return Scene(output)
+
+
+def wait_for(look: Callable[[], Any], seconds: float = 30.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := look()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+def test_a_run_is_seen_while_it_goes_on_and_whole_when_it_ended(scene: Scene) -> None:
+    tracker = start_tracker(scene.config, scene.output)
+    attempt = scene.begin(tracker, "good")
+
+    def seen() -> Any:
+        run = scene.run("good")
+        return run if run is not None and run.data.metrics else None
+
+    live = wait_for(seen)
+    assert live.info.status == "RUNNING"
+    assert live.data.metrics["train/loss"] == pytest.approx(5.99)
+    append_event(attempt.paths.metrics, step_event(2, 2))
+    write_json_atomic(attempt.paths.result, make_result(scene.config))
+    attempt.move(RunState.ok)
+    tracker.end(attempt)
+    tracker.close()
+    assert tracker.warnings() == []
+    run = scene.run("good")
+    assert run.info.status == "FINISHED"
+    history = scene.client.get_metric_history(run.info.run_id, "throughput/tokens_per_second")
+    assert [(one.step, one.value) for one in history] == [(1, 9401.0), (2, 9402.0)]
+    assert run.data.metrics["summary/tokens_per_second"] == 9412.0
+    assert run.data.params["zero.stage"] == "2"
+    assert run.data.params["precision.param"] == "bf16"
+    wanted = {names.OUTCOME: "ok", names.SWEEP: "2026_zero", names.POINT: attempt.point, names.KIND: "point"}
+    assert wanted.items() <= run.data.tags.items()
+    artifacts = {one.path for one in scene.client.list_artifacts(run.info.run_id)}
+    assert {"config.json", "result.json"} <= artifacts
+
+
+def test_a_failed_run_is_failed_and_a_run_whose_command_died_is_killed(scene: Scene) -> None:
+    tracker = start_tracker(scene.config, scene.output)
+    failed = scene.begin(tracker, "failed")
+    failed.move(RunState.error, rank=1, message="why")
+    tracker.end(failed)
+    scene.begin(tracker, "left")
+    tracker.summary(EXPERIMENT, "2026_zero", "| place |", [])
+    tracker.close()  # what happens to its stdin when the command is killed
+    assert tracker.warnings() == []
+    assert (scene.run("failed").info.status, scene.run("left").info.status) == ("FAILED", "KILLED")
+    assert scene.run("failed").data.tags[names.OUTCOME] == "error"
+    assert "summary/tokens_per_second" not in scene.run("failed").data.metrics
+    assert scene.run("2026_zero").data.tags["mlflow.note.content"] == "| place |"
+
+
+def test_a_run_left_running_by_a_dead_command_is_ended_and_one_of_a_living_command_is_not(
+    scene: Scene,
+) -> None:
+    from orchestrator.processes import start_time
+    from orchestrator.tracking import reconcile
+
+    experiment = scene.client.get_experiment_by_name(EXPERIMENT).experiment_id
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    host = socket.gethostname()
+
+    def make(name: str, pid: int, started: float, where: str = host) -> str:
+        tags = {names.PID: str(pid), names.STARTED: str(started), names.HOST: where}
+        return str(scene.client.create_run(experiment, run_name=name, tags=tags).info.run_id)
+
+    own = start_time(1) or 0.0
+    dead, reused = make("dead", gone.pid, 1.0), make("reused", 1, own - 100)
+    make("alive", 1, own)
+    make("elsewhere", gone.pid, 1.0, "another-host")
+    assert sorted(reconcile(scene.client, experiment)) == sorted([dead, reused])
+    assert scene.run("dead").info.status == "KILLED"
+    assert names.RECONCILED in scene.run("dead").data.tags
+    assert {scene.run(name).info.status for name in ("alive", "elsewhere")} == {"RUNNING"}
+
+
+def test_the_experiment_has_its_chart_page_and_the_dashboard_links_to_it(scene: Scene) -> None:
+    experiment = scene.client.get_experiment_by_name(EXPERIMENT)
+    view = json.loads(experiment.tags[chart_view.TAG])
+    sections = {one["uuid"] for one in view["compareRunSections"]}
+    assert {one["metricSectionId"] for one in view["compareRunCharts"]} == sections
+    ((name, link),) = dashboard.links(store_path(scene.output), 5000)
+    assert name == EXPERIMENT
+    assert f"/experiments/{experiment.experiment_id}/runs" in link
+    assert f"viewStateShareKey={chart_view.KEY}" in link
+
+
+def test_every_chart_shows_a_metric_that_is_logged() -> None:
+    config = make_config(Path("outputs"))
+    logged = {**names.step_metrics(step_event(1, 0)), **names.summary_metrics(make_result(config))}
+    drawn = set(re.findall(r'"(?:metricKey|key)": "([^"]+)"', chart_view.view()))
+    assert drawn
+    assert drawn <= set(logged)
+
+
+def test_metric_names_are_what_mlflow_takes_and_what_is_not_finite_is_left_out() -> None:
+    result = make_result(make_config(Path("outputs")))
+    result["loss"]["last"] = float("inf")
+    found = names.summary_metrics(result)
+    assert "summary/loss_last" not in found
+    assert "summary/peak_allocated_mib" not in found
+    assert all(re.fullmatch(r"[\w\-.:/ ]+", name) for name in found)
+
+
+def test_a_store_that_is_broken_costs_a_warning_and_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    store_path(tmp_path).write_text("this is no database")
+    out = io.StringIO()
+    point = make_point(make_config(tmp_path, tracking=TrackingKind.mlflow))
+    screen = Screen(Console(file=out, width=200))
+    assert run_points([point], sweep_name=None, output=tmp_path, entry=STUB, screen=screen) == 0
+    assert "warning: MLflow: " in out.getvalue()
+    assert "tracking=none" in out.getvalue()
+    assert list(tmp_path.glob("points/*/attempts/01/result.json"))
+
+
+def test_without_tracking_no_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    tracker = start_tracker(make_config(tmp_path), tmp_path)
+    tracker.wait_for_store()
+    tracker.begin(new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu"), EXPERIMENT, "")
+    tracker.close()
+    assert tracker.warnings() == []
+
+
+def test_the_store_is_the_one_asked_for_then_the_environment_s_then_a_file_beside_the_outputs(
+    tmp_path: Path,
+) -> None:
+    from dataclasses import replace
+
+    config = make_config(tmp_path)
+    asked = replace(config, tracking=replace(config.tracking, uri="http://asked"))
+    environ = {"MLFLOW_TRACKING_URI": "http://mine"}
+    assert store_uri(asked, tmp_path, environ) == "http://asked"
+    assert store_uri(config, tmp_path, environ) == "http://mine"
+    assert store_uri(config, tmp_path, {}) == f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def test_the_command_s_process_imports_neither_torch_nor_mlflow_nor_numpy() -> None:
+    heavy = "{'torch', 'mlflow', 'numpy', 'transformers'}"
+    text = f"import sys, orchestrator.study, orchestrator.join; print({heavy} & set(sys.modules))"
+    answer = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=HERE.parents[1])
+    assert answer.stdout.strip() == "set()"
