@@ -1,0 +1,80 @@
+"""Every element of every parameter lies in exactly one shard, padding in none, and shards are aligned and equal."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise, product
+
+import pytest
+
+from zero_runtime.flat_layout import SHARD_ALIGNMENT_NUMEL, FlatLayout
+
+A = SHARD_ALIGNMENT_NUMEL
+# Empty, 0-dim, one element, and sizes around the border of a shard.
+SHAPES = [(0,), (3, 0), (), (1,), (A - 1,), (A,), (A + 1,), (5, 7, 3)]
+LAYOUTS = [
+    FlatLayout.build([(f"p{i}", shape) for i, shape in enumerate(shapes)], shard_count=shards, world=world)
+    for count in range(4)
+    for shapes in product(SHAPES, repeat=count)
+    for world in (1, 2, 3, 8)
+    for shards in {1, world}
+]
+
+
+def test_segments_follow_each_other_in_the_order_given() -> None:
+    for layout in LAYOUTS:
+        offset = 0
+        for index, segment in enumerate(layout.segments):
+            assert (segment.name, segment.offset) == (f"p{index}", offset)
+            assert segment.numel == math.prod(segment.shape)
+            offset += segment.numel
+        assert layout.numel == offset
+
+
+def test_the_pieces_of_all_shards_cover_every_element_exactly_once_and_no_padding() -> None:
+    for layout in LAYOUTS:
+        offsets = {segment.name: segment.offset for segment in layout.segments}
+        covered: list[int] = []
+        for shard in range(layout.shard_count):
+            low, high = layout.shard_range(shard)
+            for piece in layout.pieces(shard):
+                places = range(low + piece.shard_offset, low + piece.shard_offset + piece.stop - piece.start)
+                assert places.start == offsets[piece.name] + piece.start
+                assert low <= places.start < places.stop <= high
+                covered.extend(places)
+        assert covered == list(range(layout.numel))
+
+
+def test_a_piece_stays_inside_its_parameter() -> None:
+    for layout in LAYOUTS:
+        numel = {segment.name: segment.numel for segment in layout.segments}
+        for shard in range(layout.shard_count):
+            for piece in layout.pieces(shard):
+                assert 0 <= piece.start < piece.stop <= numel[piece.name]
+
+
+def test_shards_are_equal_aligned_and_together_the_padded_tensor() -> None:
+    for layout in LAYOUTS:
+        assert layout.shard_numel * layout.shard_count == layout.padded_numel
+        assert layout.shard_numel % A == 0
+        ranges = [layout.shard_range(shard) for shard in range(layout.shard_count)]
+        assert ranges[0][0] == 0
+        assert ranges[-1][1] == layout.padded_numel
+        assert all(stop == start for (_, stop), (start, _) in pairwise(ranges))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_padding_is_the_least_that_gives_every_rank_an_aligned_part(world: int) -> None:
+    """Over all ranks, and not over the shards alone: an all-reduce among replicas splits the shard again."""
+    for numel in range(3 * world * A):
+        for shards in {1, world}:
+            layout = FlatLayout.build([("p", (numel,))], shard_count=shards, world=world)
+            assert layout.padded_numel % (world * A) == 0
+            assert 0 <= layout.padding_numel < world * A
+            assert layout.padding_numel == layout.padded_numel - numel
+
+
+def test_the_layout_of_whole_tensors_is_the_same_for_every_shard_count() -> None:
+    shapes = [("a", (5, 7)), ("b", (3,))]
+    one, eight = (FlatLayout.build(shapes, shard_count=count, world=8) for count in (1, 8))
+    assert (one.segments, one.padded_numel) == (eight.segments, eight.padded_numel)

@@ -1,0 +1,153 @@
+"""What modules and autograd report becomes the schedule's events, and all hooks come off again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from zero_runtime.module_hooks import ModuleHooks, tensors_in
+
+A, B, C = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+
+
+@dataclass
+class Output:
+    first: Any
+    rest: Any = None
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass(init=False)
+class ModelOutput(OrderedDict):
+    """As Hugging Face's: a dict that is a dataclass too, whose keys are the fields that are not None."""
+
+    logits: Any
+    hidden: Any
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (A, [A]),
+        (None, []),
+        ("text", []),
+        (3, []),
+        ((), []),
+        ((A, B), [A, B]),
+        ([A, None, B], [A, B]),
+        (Point(A, B), [A, B]),
+        ({"a": A, "n": 1, "b": [B]}, [A, B]),
+        (Output(A), [A]),
+        (Output(first=(A, {"b": B}), rest=Output([C])), [A, B, C]),
+        (ModelOutput({"logits": A, "hidden": (B, C)}), [A, B, C]),
+        (object(), []),
+    ],
+    ids=[
+        "tensor",
+        "none",
+        "string",
+        "number",
+        "empty",
+        "tuple",
+        "list_with_none",
+        "named_tuple",
+        "dict",
+        "dataclass",
+        "nested",
+        "model_output",
+        "another_object",
+    ],
+)
+def test_every_tensor_of_an_output_is_found_in_order(value: object, found: list[torch.Tensor]) -> None:
+    assert [id(tensor) for tensor in tensors_in(value)] == [id(tensor) for tensor in found]
+
+
+@dataclass(eq=False)
+class FakeUnit:
+    """As much of a unit as hooks ask for."""
+
+    name: str
+    module: nn.Module
+    trainable: bool
+    params: list[nn.Parameter] = field(default_factory=list)
+    taken: set[int] = field(default_factory=set)
+
+    def take_grad(self, index: int) -> bool:
+        assert self.params[index].grad is not None
+        self.taken.add(index)
+        return len(self.taken) == len(self.params)
+
+
+class FakeSchedule:
+    """Writes down the events in order."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def __getattr__(self, event: str) -> Any:
+        return lambda unit: self.events.append((event, unit.name))
+
+
+def hooked() -> tuple[nn.Sequential, list[FakeUnit], FakeSchedule, ModuleHooks]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].requires_grad_(False)
+    units = [FakeUnit(f"u{i}", part, i != 1, list(part.parameters())) for i, part in enumerate(model)]
+    schedule = FakeSchedule()
+    return model, units, schedule, ModuleHooks(units, schedule)  # type: ignore[arg-type]
+
+
+def test_forward_and_backward_bound_the_life_of_each_unit() -> None:
+    model, _, schedule, _ = hooked()
+    loss = model(torch.ones(1, 2)).sum()
+    forward = [(event, f"u{i}") for i in range(3) for event in ("before_forward", "after_forward")]
+    assert schedule.events == forward
+    schedule.events.clear()
+    loss.backward()
+    assert schedule.events == [
+        ("before_backward", "u2"),
+        ("after_backward", "u2"),
+        ("before_backward", "u1"),  # frozen: the gradient of its input needs its weights, and it has no last gradient
+        ("before_backward", "u0"),
+        ("after_backward", "u0"),
+    ]
+
+
+def test_only_trainable_units_are_handed_gradients() -> None:
+    model, units, _, _ = hooked()
+    model(torch.ones(1, 2)).sum().backward()
+    assert [unit.taken for unit in units] == [{0, 1}, set(), {0, 1}]
+
+
+def test_a_forward_without_gradients_hooks_no_backward() -> None:
+    model, _, schedule, _ = hooked()
+    with torch.no_grad():
+        output = model(torch.ones(1, 2))
+    assert len(schedule.events) == 6
+    assert output._backward_hooks is None
+
+
+def test_remove_takes_every_hook_off() -> None:
+    model, units, schedule, hooks = hooked()
+    hooks.remove()
+    model(torch.ones(1, 2)).sum().backward()
+    assert schedule.events == []
+    assert [unit.taken for unit in units] == [set()] * 3
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+    assert all(not param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+def test_remove_may_be_called_again() -> None:
+    _, _, _, hooks = hooked()
+    hooks.remove()
+    hooks.remove()

@@ -1,0 +1,62 @@
+"""The table of stages, row by row, and the rows that do not exist."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from zero_runtime.errors import PlanError
+from zero_runtime.plan import Partition, Phase, ZeroPlan
+
+R, S = Partition.REPLICATED, Partition.SHARDED
+WORLD = 4
+ENDS_AT_STEP = {Phase.FORWARD: False, Phase.BACKWARD: False, Phase.STEP: True}
+ALWAYS_ENDS = dict.fromkeys(Phase, True)
+
+# stage: (params, grads, optimizer), shards of WORLD ranks, reduces every backward, full parameters end after
+TABLE = {
+    0: ((R, R, R), 1, False, ENDS_AT_STEP),
+    1: ((R, R, S), WORLD, False, ENDS_AT_STEP),
+    2: ((R, S, S), WORLD, True, ENDS_AT_STEP),
+    3: ((S, S, S), WORLD, True, ALWAYS_ENDS),
+}
+
+
+@pytest.mark.parametrize("stage", TABLE)
+def test_each_row_is_the_one_of_the_paper(stage: int) -> None:
+    states, shards, every_backward, ends = TABLE[stage]
+    plan = ZeroPlan.from_stage(stage)
+    assert (plan.params, plan.grads, plan.optimizer) == states
+    assert plan == ZeroPlan(*states)
+    assert plan.shard_count(WORLD) == shards
+    assert plan.reduces_every_backward is every_backward
+    assert {phase: plan.releases_params_after(phase) for phase in Phase} == ends
+
+
+def test_one_rank_is_one_shard_in_every_row() -> None:
+    assert {ZeroPlan.from_stage(stage).shard_count(1) for stage in TABLE} == {1}
+
+
+def test_each_stage_shards_one_state_more_than_the_one_before() -> None:
+    sharded = [sum(state is S for state in vars(ZeroPlan.from_stage(stage)).values()) for stage in TABLE]
+    assert sharded == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("row", sorted(set(product((R, S), repeat=3)) - {row[0] for row in TABLE.values()}, key=str))
+def test_a_row_outside_the_table_is_refused_with_the_fix(row: tuple[Partition, Partition, Partition]) -> None:
+    with pytest.raises(PlanError) as refusal:
+        ZeroPlan(*row)
+    assert f"({', '.join(state.value for state in row)})" in str(refusal.value)
+    assert "use ZeroPlan.from_stage(0 | 1 | 2 | 3)" in str(refusal.value)
+
+
+@pytest.mark.parametrize("stage", [-1, 4, "2", None, 1.5])
+def test_a_stage_that_is_none_is_refused_with_the_choices(stage: object) -> None:
+    with pytest.raises(PlanError, match=r"zero\.stage: expected one of \[0, 1, 2, 3\], found ") as refusal:
+        ZeroPlan.from_stage(stage)  # type: ignore[arg-type]
+    assert str(refusal.value).endswith(repr(stage))
+
+
+def test_a_plan_error_is_a_value_error() -> None:
+    assert issubclass(PlanError, ValueError)

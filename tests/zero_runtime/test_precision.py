@@ -1,0 +1,44 @@
+"""The four dtypes of a run: which are known, which make sense together, where a gradient rests."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from zero_runtime.dtypes import TORCH_DTYPE
+from zero_runtime.errors import PlanError
+from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+
+FIELDS = ("param", "reduce", "accumulate", "master")
+
+
+def test_the_default_is_fp32_throughout() -> None:
+    assert set(vars(MixedPrecision()).values()) == {"fp32"}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_an_unknown_dtype_is_refused_by_its_key(field: str) -> None:
+    with pytest.raises(PlanError, match=rf"precision\.{field}: expected one of .*bf16.*fp32.*, found 'fp8'"):
+        MixedPrecision(**{field: "fp8"})
+
+
+@pytest.mark.parametrize("values", list(product(ITEMSIZE_BYTES, repeat=4)), ids="-".join)
+def test_only_a_master_narrower_than_the_parameter_is_refused(values: tuple[str, ...]) -> None:
+    settings = dict(zip(FIELDS, values, strict=True))
+    if (settings["param"], settings["master"]) == ("fp32", "bf16"):
+        with pytest.raises(PlanError, match=r"set precision\.master=fp32"):
+            MixedPrecision(**settings)
+    else:
+        assert vars(MixedPrecision(**settings)) == settings
+
+
+@pytest.mark.parametrize(("reduce", "accumulate"), list(product(ITEMSIZE_BYTES, repeat=2)))
+def test_a_gradient_rests_as_it_is_sent_and_sums_as_it_is_accumulated(reduce: str, accumulate: str) -> None:
+    precision = MixedPrecision("bf16", reduce=reduce, accumulate=accumulate)
+    assert precision.grad(1) == reduce
+    assert precision.grad(2) == precision.grad(9) == accumulate
+
+
+def test_every_dtype_has_the_size_of_its_torch_dtype() -> None:
+    assert {name: dtype.itemsize for name, dtype in TORCH_DTYPE.items()} == ITEMSIZE_BYTES

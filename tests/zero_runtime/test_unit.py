@@ -1,0 +1,365 @@
+"""One unit's bytes: its moves, what a release frees, who aliases whom, and that padding stays zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness.oracle import LR, Case
+from harness.ranks import run_ranks
+from harness.trainee import backwards_of_step, build_runtime
+from torch import nn
+
+from zero_runtime.collectives import Collectives
+from zero_runtime.errors import UnitStateError
+from zero_runtime.phase_clock import PhaseClock
+from zero_runtime.plan import Phase, ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.unit import DataState, GradState, Unit
+from zero_runtime.unit_planner import plan_units
+
+STAGES = (0, 1, 2, 3)
+FP32 = MixedPrecision()
+BF16 = MixedPrecision("bf16")
+
+
+class Odd(nn.Module):
+    """Parameters of every awkward shape in one unit: a matrix, an empty one, one element, 0-dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.matrix = nn.Parameter(torch.randn(7, 5, generator=generator))
+        self.empty = nn.Parameter(torch.zeros(3, 0))
+        self.one = nn.Parameter(torch.randn(1, generator=generator))
+        self.scalar = nn.Parameter(torch.tensor(2.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.matrix).sum() * self.scalar + self.one.sum() + self.empty.sum()
+
+
+def make_unit(stage: int, precision: MixedPrecision = FP32, micro_batches: int = 1) -> Unit:
+    dist.barrier()  # a rank that sends nothing could leave while another still connects to it
+    plan = ZeroPlan.from_stage(stage)
+    device = torch.device("cpu")
+    collectives = Collectives(plan.shard_count(dist.get_world_size()), PhaseClock(device))
+    (spec,) = plan_units(Odd())
+    return Unit(spec, plan, precision, collectives, device, micro_batches=micro_batches)
+
+
+def storage_bytes(*tensors: torch.Tensor | None) -> int:
+    """Bytes of the distinct storages under the tensors."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(storages.values())
+
+
+# ---- the two state machines ------------------------------------------------------------------------------------------
+
+DATA_CYCLE = [DataState.SHARDED, DataState.UNSHARDING, DataState.UNSHARDED, DataState.SHARDED]
+GRAD_CYCLE = [GradState.EMPTY, GradState.LOCAL, GradState.REDUCING, GradState.REDUCED, GradState.EMPTY]
+ALLOWED = {
+    *pairwise(DATA_CYCLE),
+    *pairwise(GRAD_CYCLE),
+    (GradState.LOCAL, GradState.LOCAL),
+    (GradState.REDUCED, GradState.LOCAL),
+}
+
+
+def _moves() -> dict[tuple, str | None]:
+    """By (from, to): the refusal, None where the unit moved."""
+    unit = make_unit(3)
+    outcome: dict[tuple, str | None] = {}
+    machines: list[tuple[Any, str, Any]] = [
+        (DataState, "data_state", unit._move_data),
+        (GradState, "grad_state", unit._move_grad),
+    ]
+    for states, attribute, move in machines:
+        for before, after in product(states, states):
+            setattr(unit, attribute, before)
+            try:
+                move(after)
+                outcome[before, after] = None
+            except UnitStateError as refusal:
+                outcome[before, after] = str(refusal)
+            assert getattr(unit, attribute) is (before if outcome[before, after] else after)
+    return outcome
+
+
+def test_a_move_outside_the_table_is_refused_with_the_unit_and_both_states() -> None:
+    (outcome,) = run_ranks(_moves, 1)
+    assert {move for move, refusal in outcome.items() if refusal is None} == ALLOWED
+    for (before, after), refusal in outcome.items():
+        if refusal is not None:
+            assert "unit root: " in refusal
+            assert f"from {before.value} to {after.value}" in refusal
+
+
+def _repeated_verbs() -> dict[int, list[tuple[Any, ...]]]:
+    """By stage: (data state, gradient state, gathers, reductions) after each verb, each called twice."""
+    found = {}
+    for stage in STAGES:
+        unit = make_unit(stage)
+        unit.reshard(Phase.STEP)
+        release: Callable[[], None] = partial(unit.reshard, Phase.STEP)
+        verbs: list[Callable[[], None]] = [unit.unshard, unit.wait_unshard, unit.wait_reduce, release, unit.free_grads]
+        trail = []
+        for verb in verbs:
+            for _ in range(2):
+                verb()
+                trail.append((unit.data_state.value, unit.grad_state.value, _calls(unit)))
+        unit.begin_backward()
+        unit.reduce_grad()
+        for verb in (unit.wait_reduce, unit.free_grads):
+            for _ in range(2):
+                verb()
+                trail.append((unit.data_state.value, unit.grad_state.value, _calls(unit)))
+        found[stage] = trail
+    return found
+
+
+def _calls(unit: Unit) -> int:
+    return sum(volume.calls for volume in unit._collectives.ledger.data.values())
+
+
+def test_a_verb_already_done_is_a_no_op() -> None:
+    for by_stage in run_ranks(_repeated_verbs, 2):
+        for stage, trail in by_stage.items():
+            gathers = 0 if stage == 0 else 1
+            states = ["unsharding", "unsharded", "unsharded", "sharded", "sharded", "sharded", "sharded"]
+            grads = ["empty"] * 5 + ["reduced", "empty"]
+            calls = [gathers] * 5 + [gathers + 1] * 2
+            assert trail[::2] == trail[1::2]
+            assert trail[::2] == list(zip(states, grads, calls, strict=True)), f"stage {stage}"
+
+
+def _waits_without_a_start() -> tuple[DataState, int]:
+    unit = make_unit(3)
+    unit.reshard(Phase.FORWARD)
+    unit.wait_unshard()
+    return unit.data_state, _calls(unit)
+
+
+def test_waiting_for_a_gather_that_nobody_started_starts_it() -> None:
+    assert run_ranks(_waits_without_a_start, 2) == [(DataState.UNSHARDED, 1)] * 2
+
+
+# ---- release ---------------------------------------------------------------------------------------------------------
+
+
+def _release(stage: int) -> dict[str, Any]:
+    unit = make_unit(stage)
+    matrix = unit.params[0]
+    flat_bytes = unit.layout.padded_numel * 4
+    values = [param.detach().clone() for param in unit.params]
+    x = torch.ones(2, 5, requires_grad=True)
+    output = F.linear(x, matrix)
+    found: dict[str, Any] = {"flat": flat_bytes, "full": storage_bytes(unit.unsharded_param)}
+    unit.reshard(Phase.FORWARD)
+    found["released"] = storage_bytes(unit.unsharded_param, *unit.params)
+    found["kept"] = storage_bytes(unit.param_shard)
+    if found["released"] == 0:
+        for read in (lambda: F.linear(x, matrix), lambda: F.embedding(torch.tensor([0]), matrix), lambda: matrix[0]):
+            with pytest.raises(RuntimeError, match="storage of size 0"):
+                read()
+    unit.wait_unshard()
+    found["regathered"] = storage_bytes(unit.unsharded_param, *unit.params)
+    found["values"] = all(torch.equal(param, value) for param, value in zip(unit.params, values, strict=True))
+    output.sum().backward()
+    assert x.grad is not None
+    found["saved_tensor"] = torch.equal(x.grad, values[0].sum(0).expand(2, 5))
+    return found
+
+
+def test_a_released_unit_has_no_bytes_and_reading_it_in_a_layer_raises() -> None:
+    """Layers and indexing make a view of the storage, which checks it. Element-wise reads crash the process and
+    `.numpy()` reads freed memory in torch 2.13; nothing short of another release would refuse those."""
+    for found in run_ranks(_release, 2, 3):
+        assert found["full"] == found["flat"]
+        assert found["released"] == 0
+        assert found["kept"] == found["flat"] // 2
+
+
+def test_a_regathered_unit_has_its_values_where_autograd_saved_them() -> None:
+    for found in run_ranks(_release, 2, 3):
+        assert found["regathered"] == found["flat"]
+        assert found["values"]
+        assert found["saved_tensor"]
+
+
+def test_replicated_parameters_live_on_after_forward() -> None:
+    for found in run_ranks(_release, 2, 2):
+        assert found["released"] == found["kept"] == found["flat"]
+        assert found["values"]
+
+
+# ---- birth and aliases -----------------------------------------------------------------------------------------------
+
+
+def _births() -> dict[tuple[int, str], dict[str, Any]]:
+    found = {}
+    for stage, precision in product(STAGES, (FP32, BF16)):
+        model = Odd()
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        unit = make_unit(stage, precision)
+        low, high = unit.layout.shard_range(unit._collectives.shard_rank)
+        flat = torch.zeros(unit.layout.padded_numel)
+        flat[: unit.layout.numel] = torch.cat([value.reshape(-1) for value in before.values()])
+        assert unit.master_shard is not None
+        found[stage, precision.param] = {
+            "values": torch.equal(unit.unsharded_param, flat.to(unit.unsharded_param.dtype)),
+            "shard": torch.equal(unit.param_shard, flat[low:high].to(unit.param_shard.dtype)),
+            "master": torch.equal(unit.master_shard, flat[low:high]),
+            "shapes": [tuple(param.shape) for param in unit.params],
+            "one_master": unit.master_shard is unit.param_shard,
+            "slice": unit.param_shard.untyped_storage()._cdata == unit.unsharded_param.untyped_storage()._cdata,
+            "views": {param.untyped_storage()._cdata for param in unit.params}
+            == {unit.unsharded_param.untyped_storage()._cdata},
+            "bytes": storage_bytes(unit.unsharded_param, unit.param_shard, unit.master_shard),
+            "flat": unit.layout.padded_numel,
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def births() -> list[dict[tuple[int, str], dict[str, Any]]]:
+    return run_ranks(_births, 2)
+
+
+def test_a_new_unit_holds_the_values_and_a_master_that_was_never_rounded(births: list[dict]) -> None:
+    for by_row in births:
+        for row, found in by_row.items():
+            assert found["values"], row
+            assert found["shard"], row
+            assert found["master"], row
+            assert found["shapes"] == [(7, 5), (3, 0), (1,), ()]
+            assert found["views"], row
+
+
+def test_the_master_is_the_parameter_where_their_dtypes_agree(births: list[dict]) -> None:
+    for by_row in births:
+        assert {row: found["one_master"] for row, found in by_row.items()} == {
+            row: row[1] == "fp32" for row in product(STAGES, ("fp32", "bf16"))
+        }
+
+
+def test_the_shard_of_replicated_parameters_is_a_slice_of_the_whole(births: list[dict]) -> None:
+    for by_row in births:
+        assert {row: found["slice"] for row, found in by_row.items()} == {
+            row: row[0] != 3 for row in product(STAGES, ("fp32", "bf16"))
+        }
+
+
+def test_distinct_storages_have_the_bytes_of_the_aliases(births: list[dict]) -> None:
+    """Before the first release, so row 3 still has its full copy beside the shard. In bytes for P at world 2."""
+    wanted = {
+        **{(stage, "fp32"): 4.0 for stage in (0, 1, 2)},
+        (3, "fp32"): 4 + 4 / 2,
+        (0, "bf16"): 2 + 4,
+        **{(stage, "bf16"): 2 + 4 / 2 for stage in (1, 2)},
+        (3, "bf16"): 2 + 2 / 2 + 4 / 2,
+    }
+    for by_row in births:
+        assert {row: found["bytes"] / found["flat"] for row, found in by_row.items()} == wanted
+
+
+def _refreshes() -> dict[tuple[int, str], bool]:
+    found = {}
+    for stage, precision in product(STAGES, (FP32, BF16)):
+        unit = make_unit(stage, precision)
+        assert unit.master_shard is not None
+        unit.master_shard.fill_(1 + 2**-7 + 2**-9)  # between two bf16 numbers, nearer to the lower one
+        unit.refresh_param_shard()
+        unit.reshard(Phase.STEP)
+        unit.wait_unshard()
+        wanted = unit.master_shard.to(unit.param_shard.dtype)[0]
+        found[stage, precision.param] = bool((unit.unsharded_param == wanted).all())
+    return found
+
+
+def test_a_refreshed_shard_is_the_rounded_master_and_the_next_gather_spreads_it() -> None:
+    for by_row in run_ranks(_refreshes, 2):
+        assert len(by_row) == 8
+        assert all(by_row.values()), by_row
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _give(unit: Unit, index: int, value: float) -> bool:
+    param = unit.params[index]
+    param.grad = torch.full_like(param, value)
+    complete = unit.take_grad(index)
+    assert param.grad is None
+    return complete
+
+
+def _gradients() -> dict[int, tuple[list[bool], torch.Tensor]]:
+    """Two micro-batches; the second misses the 0-dim parameter. By stage: completeness and this rank's shard."""
+    found = {}
+    for stage in STAGES:
+        unit = make_unit(stage, micro_batches=2)
+        complete = []
+        for micro, indices in enumerate([(3, 2, 1, 0), (0, 1, 2)]):
+            unit.begin_backward()
+            complete += [_give(unit, index, (index + 1) * 10.0**micro * (dist.get_rank() + 1)) for index in indices]
+            if stage >= 2 or micro == 1:
+                unit.reduce_grad()
+        unit.wait_reduce()
+        assert unit.grad_shard is not None
+        found[stage] = complete, unit.grad_shard.clone()
+    return found
+
+
+def test_gradients_add_up_over_micro_batches_and_ranks_and_missing_ones_are_zero() -> None:
+    results = run_ranks(_gradients, 2)
+    # Over ranks 1 + 2 = 3 times (index + 1) times 1 + 10, or 1 for the parameter that the second did not use.
+    sums = torch.cat([torch.full((35,), 33.0), torch.full((1,), 3 * 33.0), torch.tensor([4 * 3.0])])
+    for stage in STAGES:
+        for complete, _ in (by_stage[stage] for by_stage in results):
+            assert complete == [False, False, False, True, False, False, False]
+        shards = [by_stage[stage][1] for by_stage in results]
+        full = torch.cat(shards) if stage else shards[0]
+        assert torch.equal(full[:37], sums), f"stage {stage}"
+        assert not full[37:].any()
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+def _paddings() -> list[tuple[str, int, float]]:
+    """Every state's (row, padding elements seen, sum of their magnitudes) between a backward and after the step."""
+    found = []
+    for stage, precision in product(STAGES, (FP32, BF16)):
+        case = Case(dist.get_world_size(), 2, steps=3, precision=precision)
+        runtime = build_runtime(case, stage)
+        for step in range(case.steps):
+            backwards_of_step(runtime, case, step)
+            found += [_padding_of(unit, unit.grad_shard) for unit in runtime.units]
+            runtime.step(LR)
+        moments = iter(runtime.optimizer.state_tensors())
+        for unit in runtime.units:
+            for shard in (unit.param_shard, unit.master_shard, next(moments), next(moments)):
+                found.append(_padding_of(unit, shard))
+            unit.wait_unshard()
+            tail = unit.unsharded_param[unit.layout.numel :]
+            found.append((unit.name, tail.numel(), float(tail.float().abs().sum())))
+    return found
+
+
+def _padding_of(unit: Unit, shard: torch.Tensor | None) -> tuple[str, int, float]:
+    assert shard is not None
+    low, _ = unit.layout.shard_range(unit._collectives.shard_rank)
+    tail = shard[max(unit.layout.numel - low, 0) :]
+    return unit.name, tail.numel(), float(tail.float().abs().sum())
+
+
+def test_padding_stays_zero_in_every_state_through_steps() -> None:
+    results = run_ranks(_paddings, 3)
+    assert sum(numel for found in results for _, numel, _ in found) > 0
+    assert {total for found in results for _, _, total in found} == {0.0}
