@@ -37,6 +37,11 @@ def join_world(
     )
 
 
+def world_size() -> int:
+    """Ranks of the default process group; 1 before there is one is an error of ours, not an answer."""
+    return dist.get_world_size()
+
+
 def leave_world() -> None:
     """End this rank's membership."""
     dist.destroy_process_group()
@@ -97,19 +102,39 @@ class Pending:
 class Collectives:
     """Collectives of one rank: data over the shard group and over the replicas of a shard, control over all.
 
-    `shard_count` is 1 (every rank is a replica) or the world size (every rank holds a shard of its own).
+    A shard group is `shard_count` consecutive ranks, each with a shard of its own; the ranks at the same place in every
+    group are replicas of one shard.
     """
 
     def __init__(self, shard_count: int, clock: PhaseClock) -> None:
         self.world = dist.get_world_size()
         self.rank = dist.get_rank()
-        assert shard_count in (1, self.world), f"shard group of {shard_count} in a world of {self.world}"
+        assert self.world % shard_count == 0, f"shard groups of {shard_count} in a world of {self.world}"
         self.shard_count = shard_count
         self.replica_count = self.world // shard_count
-        self.shard_rank = self.rank if shard_count > 1 else 0
-        self.replica_rank = 0 if shard_count > 1 else self.rank
+        self.replica_rank, self.shard_rank = divmod(self.rank, shard_count)
+        self._shard_group, self._replica_group = self._make_groups()
         self.ledger = Ledger()
         self._clock = clock
+
+    def free(self) -> None:
+        """End the groups that this object made. Idempotent."""
+        for group in (self._shard_group, self._replica_group):
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._shard_group = self._replica_group = None
+
+    def _make_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """This rank's shard group and replica group; None is the whole world, which needs no group of its own."""
+        if self.shard_count in (1, self.world):
+            return None, None
+        ranks = range(self.world)
+        shards = [list(ranks[start : start + self.shard_count]) for start in ranks[:: self.shard_count]]
+        replicas = [list(ranks[place :: self.shard_count]) for place in range(self.shard_count)]
+        # Every rank must make every group, in the same order.
+        shard_groups = [dist.new_group(members) for members in shards]
+        replica_groups = [dist.new_group(members) for members in replicas]
+        return shard_groups[self.replica_rank], replica_groups[self.shard_rank]
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Fill `full` [P] from every rank's `shard` [S], which may be its own slice of `full`."""
@@ -119,8 +144,19 @@ class Collectives:
             return Pending(None, self._clock)
         self.ledger.record("all_gather", (self.shard_count - 1) * shard.numel(), shard.element_size())
         with self._clock.phase(COMMUNICATION):
-            work = _all_gather(full, shard, async_op=True)
+            work = _all_gather(full, shard, group=self._shard_group, async_op=True)
         return Pending(work, self._clock)
+
+    def all_gather_uncounted(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+        """The same, at once and beside the ledger: for people who look at whole tensors, not for steps."""
+        if self.shard_count == 1:
+            full.copy_(shard)
+        else:
+            _all_gather(full, shard.contiguous(), group=self._shard_group)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Every rank's `tensor` becomes rank 0's. Beside the ledger."""
+        dist.broadcast(tensor, src=0)
 
     def reduce(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Sum `full` [P] over all ranks into `shard` [S], which may be this rank's slice of `full`.
@@ -133,8 +169,10 @@ class Collectives:
             return self._all_reduce_replicas(shard)
         self.ledger.record("reduce_scatter", (self.shard_count - 1) * shard.numel(), full.element_size())
         with self._clock.phase(COMMUNICATION):
-            work = _reduce_scatter(shard, full, op=dist.ReduceOp.SUM, async_op=True)
-        return Pending(work, self._clock)
+            work = _reduce_scatter(shard, full, op=dist.ReduceOp.SUM, group=self._shard_group, async_op=True)
+        if self.replica_count == 1:
+            return Pending(work, self._clock)
+        return Pending(work, self._clock, then=lambda: self._all_reduce_replicas(shard).wait())
 
     def _all_reduce_replicas(self, shard: torch.Tensor) -> Pending:
         if self.replica_count == 1:
@@ -142,7 +180,7 @@ class Collectives:
         elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count
         self.ledger.record("all_reduce", elements, shard.element_size())
         with self._clock.phase(COMMUNICATION):
-            work = dist.all_reduce(shard, op=dist.ReduceOp.SUM, async_op=True)
+            work = dist.all_reduce(shard, op=dist.ReduceOp.SUM, group=self._replica_group, async_op=True)
         return Pending(work, self._clock)
 
     def sum_over_ranks_(self, control: torch.Tensor) -> torch.Tensor:

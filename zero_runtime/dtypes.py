@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import torch
 
-TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -46,23 +46,34 @@ class StateBytes:
         return self.params + self.grads + self.optimizer
 
 
+Term = tuple[int, Partition]  # bytes an element, and whether they are split over the shard group
+
+
 @dataclass(frozen=True)
 class BytesPerElement:
-    """Bytes that one trainable element costs a rank: `full` for replicated states, `split` to be divided by N."""
+    """What one trainable element costs a rank, by component: a sum of terms."""
 
-    params: tuple[int, Partition]
-    grads: tuple[int, Partition]
-    optimizer: tuple[int, Partition]
+    params: tuple[Term, ...]
+    grads: tuple[Term, ...]
+    optimizer: tuple[Term, ...]
 
     @classmethod
     def of(cls, plan: ZeroPlan, precision: MixedPrecision, micro_batches: int) -> BytesPerElement:
-        # Where master and param dtype agree the master is the parameter (see Unit.allocate) and costs nothing.
+        # Where master and param dtype agree the master is the parameter (see Unit._allocate) and costs nothing.
         master = 0 if precision.master == precision.param else ITEMSIZE_BYTES[precision.master]
         return cls(
-            params=(ITEMSIZE_BYTES[precision.param], plan.params),
-            grads=(ITEMSIZE_BYTES[precision.grad(micro_batches)], plan.grads),
-            optimizer=(master + ADAM_STATES * ITEMSIZE_BYTES["fp32"], plan.optimizer),
+            params=_param_terms(plan, precision),
+            grads=((ITEMSIZE_BYTES[precision.grad(micro_batches)], plan.grads),),
+            optimizer=((master + ADAM_STATES * ITEMSIZE_BYTES["fp32"], plan.optimizer),),
         )
+
+
+def _param_terms(plan: ZeroPlan, precision: MixedPrecision) -> tuple[Term, ...]:
+    size = ITEMSIZE_BYTES[precision.param]
+    if precision.computes_as_param or plan.params is Partition.SHARDED:
+        return ((size, plan.params),)
+    # The full copy is a cast of what was gathered, so the shard that is gathered cannot be a slice of it.
+    return ((ITEMSIZE_BYTES[precision.compute or precision.param], plan.params), (size, plan.optimizer))
 
 
 def model_state_bytes(
@@ -74,42 +85,73 @@ def model_state_bytes(
     micro_batches: int = 1,
 ) -> StateBytes:
     """Predicted bytes of model states on each rank. Frozen units have parameters only."""
-    per_element = BytesPerElement.of(plan, precision, micro_batches)
-    components = asdict(per_element)
+    components = asdict(BytesPerElement.of(plan, precision, micro_batches))
+    ranks = {Partition.REPLICATED: 1, Partition.SHARDED: plan.shard_count(world)}
     totals = dict.fromkeys(components, 0)
-    exact = dict.fromkeys(components, 0.0)
+    exact = 0.0
     for unit in units:
-        for component, (size_bytes, partition) in components.items():
+        for component, terms in components.items():
             if component != "params" and not unit.trainable:
                 continue
-            ranks = world if partition is Partition.SHARDED else 1
-            totals[component] += unit.padded_numel // ranks * size_bytes
-            exact[component] += unit.numel * size_bytes / ranks
-    return StateBytes(**totals, padding=round(sum(totals.values()) - sum(exact.values())))
+            for size_bytes, partition in terms:
+                totals[component] += unit.padded_numel // ranks[partition] * size_bytes
+                exact += unit.numel * size_bytes / ranks[partition]
+    return StateBytes(**totals, padding=round(sum(totals.values()) - exact))
 
 
 def formula(plan: ZeroPlan, precision: MixedPrecision, *, micro_batches: int = 1) -> str:
-    """The closed form of `model_state_bytes` in Ψ (parameters) and N (ranks), such as `4Ψ + 12Ψ/N`."""
-    per_element = BytesPerElement.of(plan, precision, micro_batches)
-    states = (per_element.params, per_element.grads, per_element.optimizer)
-    full = sum(size for size, partition in states if partition is Partition.REPLICATED)
-    split = sum(size for size, partition in states if partition is Partition.SHARDED)
-    terms = ([f"{full}Ψ"] if full else []) + ([f"{split}Ψ/N"] if split else [])
-    return " + ".join(terms)
+    """The closed form of `model_state_bytes` in Ψ (parameters) and N (ranks of a shard group): `4Ψ + 12Ψ/N`."""
+    terms = [
+        term for component in asdict(BytesPerElement.of(plan, precision, micro_batches)).values() for term in component
+    ]
+    full = sum(size for size, partition in terms if partition is Partition.REPLICATED)
+    split = sum(size for size, partition in terms if partition is Partition.SHARDED)
+    return " + ".join(([f"{full}Ψ"] if full else []) + ([f"{split}Ψ/N"] if split else []))
 
 
-def collective_factor(plan: ZeroPlan, micro_batches: int = 1) -> int:
-    """How many times Ψ(N-1)/N elements each rank sends in one steady training step (arXiv 1910.02054, section 7).
+@dataclass(frozen=True)
+class CollectiveCounts:
+    """How many times each trainable element is gathered and reduced in one steady training step."""
 
-    Gathers: one a step where parameters are replicated and the optimizer is not, two a micro-batch where they are
-    sharded. Reductions: one a step, or one a micro-batch where gradients are sharded. A ring all-reduce is a
-    reduce-scatter and an all-gather. Each of these moves (N-1)/N of the elements.
+    gathers: int
+    reductions: int
+
+    @classmethod
+    def of(cls, plan: ZeroPlan, micro_batches: int = 1, *, reduces_at_boundary: bool = False) -> CollectiveCounts:
+        """arXiv 1910.02054, section 7. One gather a step where parameters are replicated and the optimizer is not, two
+        a micro-batch where they are sharded. One reduction a step, or one a micro-batch where gradients are sharded
+        and are not kept whole until the boundary (`no_sync`)."""
+        gathers = 2 * micro_batches if plan.params is Partition.SHARDED else int(plan.optimizer is Partition.SHARDED)
+        every = plan.reduces_every_backward and not reduces_at_boundary
+        return cls(gathers, micro_batches if every else 1)
+
+
+def collective_elements(counts: CollectiveCounts, numel: int, *, world: int, shard_count: int) -> int:
+    """Elements that one rank sends in one steady step for `numel` trainable elements.
+
+    With groups of G = shard_count ranks and N/G replicas of each shard: a gather or reduce-scatter of P elements sends
+    (G-1)/G P, and the all-reduce of a shard over its replicas 2 (N/G - 1)/(N/G) P/G. For G = N that is (N-1)/N P a
+    collective; for G = 1 the all-reduce's 2 (N-1)/N P. Exact where numel is a multiple of `world`, else rounded down.
     """
-    reductions = micro_batches if plan.reduces_every_backward else 1
-    gathers = 2 * micro_batches if plan.params is Partition.SHARDED else 1
-    return reductions + gathers
+    replicas = world // shard_count
+    within = (counts.gathers + counts.reductions) * numel * (shard_count - 1) // shard_count
+    across = counts.reductions * 2 * numel * (replicas - 1) // world
+    return within + across
 
 
-def collective_elements(plan: ZeroPlan, numel: int, *, world: int, micro_batches: int = 1) -> int:
-    """Elements that one rank sends in one steady training step for `numel` trainable elements (rounded down)."""
-    return collective_factor(plan, micro_batches) * numel * (world - 1) // world
+def collective_formula(counts: CollectiveCounts, *, world: int, shard_count: int) -> str:
+    """The closed form of `collective_elements`, in Ψ, N (ranks) and G (ranks of a shard group, where that is less)."""
+    if shard_count == 1:
+        return f"{2 * counts.reductions}Ψ·(N-1)/N"
+    within = counts.gathers + counts.reductions
+    if shard_count == world:
+        return f"{within}Ψ·(N-1)/N"
+    return f"{within}Ψ·(G-1)/G + {2 * counts.reductions}Ψ/G·(N/G-1)/(N/G)"
+
+
+def kept_grad_bytes(plan: ZeroPlan, precision: MixedPrecision, units: Iterable[UnitSize]) -> int:
+    """What `no_sync` costs a rank between micro-batches beside the states: whole gradients in accumulate dtype, where
+    the plan would have sharded them."""
+    if not plan.reduces_every_backward:
+        return 0
+    return sum(unit.padded_numel for unit in units if unit.trainable) * ITEMSIZE_BYTES[precision.accumulate]

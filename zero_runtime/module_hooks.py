@@ -46,7 +46,7 @@ class ModuleHooks:
 
     def _grad_hook(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
         def hook(_param: torch.Tensor) -> None:
-            if unit.take_grad(index):
+            if unit.take_grad(index, sums_locally=self._schedule.sums_locally):
                 self._schedule.after_backward(unit)
 
         return hook

@@ -35,11 +35,16 @@ _STAGES = {0: (R, R, R), 1: (R, R, S), 2: (R, S, S), 3: (S, S, S)}
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """One row of the table. Only rows that the ZeRO paper defines can be built."""
+    """One row of the table. Only rows that the ZeRO paper defines can be built.
+
+    shard_ranks: sharded states are split over groups of so many consecutive ranks and replicated across the groups
+    (hybrid sharding: a group inside a node, replicas across nodes); None splits them over all ranks.
+    """
 
     params: Partition
     grads: Partition
     optimizer: Partition
+    shard_ranks: int | None = None
 
     def __post_init__(self) -> None:
         row = (self.params, self.grads, self.optimizer)
@@ -49,17 +54,25 @@ class ZeroPlan:
                 f"no ZeRO stage has (params, grads, optimizer) = ({names}): expected each state to be sharded "
                 "only where the ones after it are; use ZeroPlan.from_stage(0 | 1 | 2 | 3)"
             )
+        if self.shard_ranks is not None and (self.shard_ranks < 1 or self.optimizer is R):
+            raise PlanError(
+                f"zero.shard_ranks={self.shard_ranks}: expected at least 1 and a stage that shards something; "
+                "set zero.shard_ranks=null or zero=stage1, stage2 or stage3"
+            )
 
     @classmethod
-    def from_stage(cls, stage: int) -> ZeroPlan:
+    def from_stage(cls, stage: int, *, shard_ranks: int | None = None) -> ZeroPlan:
         """The plan of ZeRO stage 0 (plain data parallelism), 1, 2 or 3."""
         if stage not in _STAGES:
             raise PlanError(f"zero.stage: expected one of {sorted(_STAGES)}, found {stage!r}")
-        return cls(*_STAGES[stage])
+        return cls(*_STAGES[stage], shard_ranks=shard_ranks)
 
     def shard_count(self, world: int) -> int:
-        """Number of ranks that a sharded state is split over."""
-        return world if self.optimizer is S else 1
+        """Number of ranks that a sharded state is split over; a divisor of `world`."""
+        count = (self.shard_ranks or world) if self.optimizer is S else 1
+        if world % count:
+            raise PlanError(f"zero.shard_ranks={count}: expected a divisor of the {world} ranks")
+        return count
 
     @property
     def reduces_every_backward(self) -> bool:

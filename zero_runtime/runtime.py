@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from zero_runtime.collectives import Collectives, Ledger
-from zero_runtime.errors import CallOrderError, NonFiniteError
+from zero_runtime import diagnosis
+from zero_runtime.collectives import Collectives, Ledger, world_size
+from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.grad_norm import clip_coefficient, local_sum_of_squares
+from zero_runtime.loss_scaler import UNSCALED, LossScaler, LossScaleRule
 from zero_runtime.memory_model import StateBytes, UnitSize, model_state_bytes
 from zero_runtime.module_hooks import ModuleHooks
 from zero_runtime.phase_clock import PhaseClock
@@ -30,19 +33,29 @@ class RuntimeSettings:
 
     micro_batches: backward calls per step. clip_norm: the largest global gradient norm, None for no clipping.
     prefetch: how many units are gathered ahead of the one in use; changes time, never bits.
+    loss_scale: how losses are scaled before backward; needed where precision.param or compute is fp16.
+    read_host: how the one read of a step takes numbers off the device; a dry run on fake tensors has its own.
     """
 
     micro_batches: int = 1
     clip_norm: float | None = None
     prefetch: int = 1
+    loss_scale: LossScaleRule = UNSCALED
+    read_host: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step tells: the sum over ranks and micro-batches of the losses, and the norm before clipping."""
+    """What one step tells.
+
+    loss: the sum over ranks and micro-batches of the losses. grad_norm: before clipping, unscaled; inf or nan in a
+    step that overflowed. skipped: nothing was updated, because fp16 gradients overflowed. loss_scale: used here.
+    """
 
     loss: float
     grad_norm: float
+    skipped: bool = False
+    loss_scale: float = 1.0
 
 
 class ZeroRuntime:
@@ -68,16 +81,19 @@ class ZeroRuntime:
         self.settings = settings
         self.device = device
         self.clock = PhaseClock(device)
-        self.collectives = Collectives(plan.shard_count(dist.get_world_size()), self.clock)
+        self.collectives = Collectives(plan.shard_count(world_size()), self.clock)
         move_buffers(model, device)
         self.units = [
             Unit(spec, plan, precision, self.collectives, device, micro_batches=settings.micro_batches)
             for spec in plan_units(model)
         ]
         self.optimizer = ShardedOptimizer(self.units, optimizer)
+        self.scaler: LossScaler = settings.loss_scale.start()
+        self.updates = 0
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch)
         self._hooks = ModuleHooks(self.units, self._schedule)
         self._backwards = 0
+        self._synced = True
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,62 +103,165 @@ class ZeroRuntime:
         """0-dim int64 on the device: the sum of every rank's `count`. All ranks must call it."""
         return self.collectives.sum_over_ranks_(torch.tensor(count, dtype=torch.int64, device=self.device))
 
-    def backward(self, loss: torch.Tensor) -> None:
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss` (0-dim, this rank's share of the objective)."""
         if self._backwards == self.settings.micro_batches:
             raise CallOrderError(
                 f"backward: call number {self._backwards + 1} of this step, expected step() after "
                 f"{self.settings.micro_batches}; give RuntimeSettings the micro_batches that you use"
             )
+        if not loss.requires_grad:
+            raise CallOrderError(
+                "backward: expected a loss with a graph, found one without: the forward ran under no_grad, or every "
+                "parameter is frozen"
+            )
         self._backwards += 1
         self._loss += loss.detach()
-        self._schedule.begin_backward(boundary=self._backwards == self.settings.micro_batches)
-        loss.backward()
+        self._schedule.begin_backward(boundary=self._backwards == self.settings.micro_batches, synced=self._synced)
+        (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
         self._schedule.end_backward()
 
-    def step(self, lr: float) -> StepReport:
-        """Clip, update every parameter once, drop the gradients. Reads one pair of numbers on the host.
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside leave their gradients whole on each rank; the next one outside adds to them and reduces.
 
-        A loss or norm that is not finite raises NonFiniteError on every rank, before anything is updated.
+        Where the plan shards gradients this trades traffic for memory: `memory_model.kept_grad_bytes`.
         """
+        self._synced = False
+        try:
+            yield
+        finally:
+            self._synced = True
+
+    def step(self, lr: float) -> StepReport:
+        """Clip, update every parameter once, drop the gradients. Reads two numbers on the host.
+
+        fp16 gradients that overflow on any rank skip the step on all: nothing is updated or counted, and the loss
+        scale moves by its rule. A loss or norm that is not finite otherwise, or an overflow that no smaller scale can
+        answer, raises NonFiniteError on every rank before anything is updated; `find_non_finite` tells more.
+        """
+        self._check_step()
+        report, norm = self._agree()
+        overflow = not math.isfinite(report.grad_norm)
+        if not math.isfinite(report.loss) or (overflow and self.scaler.exhausted):
+            self._drop_gradients()
+            raise NonFiniteError(diagnosis.non_finite_message(report, self.updates, self.scaler))
+        if not overflow:
+            self.optimizer.step(lr, clip_coefficient(norm, self.settings.clip_norm) / self.scaler.scale)
+            self.updates += 1
+        self._drop_gradients()
+        if not overflow:
+            self._schedule.after_step()
+        self.scaler = self.scaler.after(overflow=overflow)
+        return report
+
+    def _check_step(self) -> None:
         if self._backwards != self.settings.micro_batches:
             raise CallOrderError(
                 f"step: expected {self.settings.micro_batches} backward calls since the last step, "
                 f"found {self._backwards}"
             )
-        report, norm = self._agree()
-        self.optimizer.step(lr, clip_coefficient(norm, self.settings.clip_norm))
-        for unit in self.units:
-            unit.free_grads()
-        self._schedule.after_step()
-        self._backwards = 0
-        self._loss.zero_()
-        return report
+        if self._schedule.sums_locally:
+            raise CallOrderError("step: the last backward ran inside no_sync; expected it outside, to be reduced")
 
     def _agree(self) -> tuple[StepReport, torch.Tensor]:
         """Sum the loss and the squared norm over the ranks in one message, read both."""
         squares = local_sum_of_squares(self.units, self.collectives, self.device)
         sums = self.collectives.sum_over_ranks_(torch.stack([self._loss, squares]))
-        norm = sums[1].sqrt()
-        loss_value, norm_value = torch.stack([sums[0], norm]).tolist()
-        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-            raise NonFiniteError(
-                f"step: loss {loss_value} and gradient norm {norm_value}, expected finite numbers; nothing was "
-                "updated. Lower optimizer.lr, set optimizer.clip_norm, or use precision=fp32 to see whether it is "
-                "rounding"
+        norm = sums[1].sqrt() / self.scaler.scale
+        loss_value, norm_value = self.settings.read_host(torch.stack([sums[0], norm]))
+        skipped = not math.isfinite(norm_value)
+        return StepReport(loss_value, norm_value, skipped, self.scaler.scale), norm
+
+    def _drop_gradients(self) -> None:
+        for unit in self.units:
+            unit.free_grads()
+        self._backwards = 0
+        self._loss.zero_()
+
+    def find_non_finite(self, backwards: Callable[[], None]) -> str:
+        """After NonFiniteError: run the step's backwards again without reducing, and tell which rank and parameter.
+
+        `backwards` must repeat the same forwards and `backward` calls; nothing was updated, so they give the same
+        numbers. Every rank must call it. Reads on the host; gradients are dropped.
+        """
+        with self.no_sync():
+            backwards()
+        findings = self.collectives.gather_objects(diagnosis.look(self.units, float(self._loss)))
+        self._drop_gradients()
+        return diagnosis.verdict(findings, self.precision)
+
+    # ---- whole tensors -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def full_params(
+        self, names: Sequence[str] | None = None, *, write: bool = False
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Whole parameters by name, in the master's dtype, as copies; None means all. Every rank must enter.
+
+        With `write`, rank 0's values at the end replace the parameters' on every rank.
+        """
+        wanted = self._units_of(names)
+        values: dict[str, torch.Tensor] = {}
+        for unit, chosen in wanted:
+            whole = unit.full_of(unit.param_shard if unit.master_shard is None else unit.master_shard)
+            values |= {name: whole[name].clone() for name in chosen}
+        yield values
+        if not write:
+            return
+        for unit, chosen in wanted:
+            for name in chosen:
+                self.collectives.broadcast(values[name])
+            unit.set_values({name: values[name] for name in chosen})
+
+    def full_grad(self, name: str) -> torch.Tensor:
+        """The whole gradient of one parameter, summed over the ranks and unscaled: between the last backward and step.
+
+        Every rank must call it. The result is a copy in the dtype in which the gradient rests.
+        """
+        ((unit, _),) = self._units_of([name])
+        if unit.grad_shard is None:
+            raise CallOrderError(
+                f"full_grad({name!r}): expected to be called after the step's last backward and before step(), on a "
+                "parameter that is trained"
             )
-        return StepReport(loss_value, norm_value), norm
+        return unit.full_of(unit.grad_shard)[name].clone() / self.scaler.scale
+
+    def full_optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
+        """Whole optimizer states of one parameter by their names (exp_avg, ...), as copies. Every rank must call it."""
+        ((unit, _),) = self._units_of([name])
+        states = self.optimizer.states_of(unit)
+        return {state: unit.full_of(shard)[name].clone() for state, shard in states.items()}
+
+    def _units_of(self, names: Sequence[str] | None) -> list[tuple[Unit, list[str]]]:
+        owned = [(unit, [segment.name for segment in unit.layout.segments]) for unit in self.units]
+        if names is None:
+            return owned
+        unknown = set(names) - {name for _, found in owned for name in found}
+        if unknown:
+            raise PlanError(
+                f"no parameter named {sorted(unknown)}; a tied parameter goes by its first name in "
+                "model.named_parameters()"
+            )
+        chosen = [(unit, [name for name in found if name in names]) for unit, found in owned]
+        return [(unit, found) for unit, found in chosen if found]
+
+    # ---- numbers -------------------------------------------------------------------------------------------------
 
     def predicted_state_bytes(self) -> StateBytes:
         """What `memory_model` predicts for this rank."""
-        sizes = [UnitSize.of(unit.layout, trainable=unit.trainable) for unit in self.units]
         return model_state_bytes(
             self.plan,
             self.precision,
-            sizes,
+            self.unit_sizes(),
             world=self.collectives.world,
             micro_batches=self.settings.micro_batches,
         )
+
+    def unit_sizes(self) -> list[UnitSize]:
+        return [UnitSize.of(unit.layout, trainable=unit.trainable) for unit in self.units]
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Live flat tensors by component; aliases share a storage."""
@@ -156,3 +275,12 @@ class ZeroRuntime:
     def reset_ledger(self) -> Ledger:
         """What was sent since the last call; counting starts anew."""
         return self.collectives.ledger.reset()
+
+    def close(self) -> None:
+        """Take the hooks off and free every flat tensor; the model's parameters are empty afterwards. Idempotent."""
+        self._hooks.remove()
+        for unit in self.units:
+            unit.free()
+        self.units.clear()
+        self.optimizer.free()
+        self.collectives.free()

@@ -22,7 +22,12 @@ class Schedule:
         self._phase = Phase.FORWARD
         self._reducing: Unit | None = None
         self._unreduced: set[Unit] = set()
-        self._boundary = True
+        self._reduces = True
+
+    @property
+    def sums_locally(self) -> bool:
+        """Whether the backward under way leaves its gradients on this rank, for a later one to add to and reduce."""
+        return not self._reduces
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
@@ -37,12 +42,12 @@ class Schedule:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def begin_backward(self, *, boundary: bool) -> None:
-        """Backward starts; `boundary` says that it is the step's last micro-batch."""
+    def begin_backward(self, *, boundary: bool, synced: bool = True) -> None:
+        """Backward starts. `boundary`: it is the step's last. Not `synced`: reduce nothing, whatever the plan says."""
         if self._order[Phase.FORWARD]:
             self._recorded.add(Phase.FORWARD)
         self._phase = Phase.BACKWARD
-        self._boundary = boundary
+        self._reduces = synced and (boundary or self._plan.reduces_every_backward)
         self._unreduced = {unit for unit in self._units if unit.trainable}
         for unit in self._units:
             unit.begin_backward()
@@ -95,7 +100,7 @@ class Schedule:
         if unit not in self._unreduced:
             return
         self._unreduced.discard(unit)
-        if not (self._plan.reduces_every_backward or self._boundary):
+        if not self._reduces:
             return
         # One reduction may be under way while the next unit's backward runs; a second full gradient, not a third.
         self._wait_reduce()

@@ -59,6 +59,18 @@ class ShardedOptimizer:
                 reference.adamw(unit.master_shard, unit.grad_shard, exp_avg, exp_avg_sq, grad_scale, settings)
                 unit.refresh_param_shard()
 
+    def states_of(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """The unit's [S] states by name; none for a frozen unit."""
+        for owner, (exp_avg, exp_avg_sq) in zip(self._units, self._moments, strict=True):
+            if owner is unit:
+                return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return {}
+
+    def free(self) -> None:
+        """Let the states go."""
+        self._units.clear()
+        self._moments.clear()
+
     def state_tensors(self) -> list[torch.Tensor]:
         """The moments, for counting."""
         return [moment for pair in self._moments for moment in pair]

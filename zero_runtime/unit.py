@@ -54,6 +54,7 @@ _GRAD_MOVES = {
     (GradState.REDUCING, GradState.REDUCED),
     (GradState.REDUCED, GradState.LOCAL),
     (GradState.REDUCED, GradState.EMPTY),
+    (GradState.LOCAL, GradState.EMPTY),
 }
 
 
@@ -80,6 +81,7 @@ class Unit:
         self._collectives = collectives
         self._device = device
         self._param_dtype = TORCH_DTYPE[precision.param]
+        self._compute_dtype = TORCH_DTYPE[precision.compute or precision.param]
         self._master_dtype = TORCH_DTYPE[precision.master]
         self._reduce_dtype = TORCH_DTYPE[precision.reduce]
         self._grad_dtype = TORCH_DTYPE[precision.grad(micro_batches)]
@@ -87,6 +89,7 @@ class Unit:
         self.data_state = DataState.UNSHARDED
         self.grad_state = GradState.EMPTY
         self._gathering: Pending | None = None
+        self._gathered: torch.Tensor | None = None  # [P] param_dtype, while UNSHARDING
         self._reducing: Pending | None = None
         self._reduce_out: torch.Tensor | None = None  # [S] reduce_dtype, while REDUCING
         self._filled: set[int] = set()  # parameters (by index) with a gradient in unsharded_grad
@@ -102,11 +105,12 @@ class Unit:
         """Decide every alias between flat tensors; nowhere else is one made.
 
         Replicated parameters: param_shard is this rank's slice of unsharded_param, which lives on. Sharded ones:
-        param_shard is a tensor of its own, since what outlives a release must not share its storage.
+        param_shard is a tensor of its own, since what outlives a release must not share its storage. So it is where
+        compute and param dtype differ and unsharded_param is a cast of what was gathered.
         The master is param_shard itself where their dtypes agree, and does not exist for frozen parameters.
         """
-        self.unsharded_param = self._empty(self.layout.padded_numel, self._param_dtype)  # [P]
-        if self._plan.params is Partition.REPLICATED:
+        self.unsharded_param = self._empty(self.layout.padded_numel, self._compute_dtype)  # [P]
+        if self._plan.params is Partition.REPLICATED and self._compute_dtype == self._param_dtype:
             self.param_shard = self._own_slice(self.unsharded_param)  # [S]
         else:
             self.param_shard = self._empty(self.layout.shard_numel, self._param_dtype)  # [S]
@@ -131,8 +135,11 @@ class Unit:
                 if self.master_shard is not None:
                     values = param.reshape(-1)[piece.start : piece.stop]
                     self.master_shard[piece.shard_offset :][: values.numel()].copy_(values)
-            if self.param_shard.data_ptr() != self._own_slice(self.unsharded_param).data_ptr():
-                self.param_shard.copy_(self._own_slice(self.unsharded_param))
+            own = self._own_slice(self.unsharded_param)
+            if self.param_shard.data_ptr() != own.data_ptr():
+                self.param_shard.copy_(own)
+            if self._compute_dtype != self._param_dtype:  # compute with what a gather would give, rounded alike
+                self.unsharded_param.copy_(self.unsharded_param.to(self._param_dtype))
             for segment, param in zip(self.layout.segments, self.params, strict=True):
                 flat = self.unsharded_param[segment.offset : segment.offset + segment.numel]
                 # Rebinding .data keeps the parameter's identity and gives the view a version counter of its own, so
@@ -154,14 +161,19 @@ class Unit:
             storage = self.unsharded_param.untyped_storage()
             if storage.size() == 0:
                 storage.resize_(self.layout.padded_numel * self.unsharded_param.element_size())
-            self._gathering = self._collectives.all_gather(self.unsharded_param, self.param_shard)
+            self._gathered = self.unsharded_param
+            if self._compute_dtype != self._param_dtype:
+                self._gathered = self._empty(self.layout.padded_numel, self._param_dtype)
+            self._gathering = self._collectives.all_gather(self._gathered, self.param_shard)
 
     def wait_unshard(self) -> None:
         """Block until the full parameters may be read; starts the gather if nobody has."""
         self.unshard()
         if self._gathering is not None:
             self._gathering.wait()
-            self._gathering = None
+            if self._gathered is not self.unsharded_param and self._gathered is not None:
+                self.unsharded_param.copy_(self._gathered)
+            self._gathering = self._gathered = None
             self._move_data(DataState.UNSHARDED)
 
     def reshard(self, after: Phase) -> None:
@@ -180,11 +192,14 @@ class Unit:
         """A backward starts: none of its gradients has come yet."""
         self._arrived.clear()
 
-    def take_grad(self, index: int) -> bool:
-        """Move `params[index].grad` into the flat gradient. True when every parameter's has come in this backward."""
+    def take_grad(self, index: int, *, sums_locally: bool) -> bool:
+        """Move `params[index].grad` into the flat gradient. True when every parameter's has come in this backward.
+
+        `sums_locally`: the flat gradient will be added to by later micro-batches before it is reduced.
+        """
         param, segment = self.params[index], self.layout.segments[index]
         assert param.grad is not None, f"unit {self.name}: no gradient for {segment.name}"
-        self._open_grads()
+        self._open_grads(sums_locally=sums_locally)
         assert self.unsharded_grad is not None
         flat = self.unsharded_grad[segment.offset : segment.offset + segment.numel]
         with torch.no_grad():
@@ -197,7 +212,7 @@ class Unit:
         self._arrived.add(index)
         return len(self._arrived) == len(self.params)
 
-    def _open_grads(self) -> None:
+    def _open_grads(self, *, sums_locally: bool) -> None:
         """Make room for full gradients; a no-op while there is some."""
         if self.grad_state is GradState.REDUCING:
             self.wait_reduce()
@@ -205,7 +220,7 @@ class Unit:
         if self.unsharded_grad is not None:
             return
         keeps_full = self._plan.grads is Partition.REPLICATED
-        dtype = self._grad_dtype if keeps_full else self._reduce_dtype
+        dtype = self._grad_dtype if keeps_full or sums_locally else self._reduce_dtype
         self.unsharded_grad = self._empty(self.layout.padded_numel, dtype)
         self.unsharded_grad[self.layout.numel :].zero_()  # summed and squared with the rest
 
@@ -216,7 +231,7 @@ class Unit:
         """
         if not self.trainable:
             return
-        self._open_grads()
+        self._open_grads(sums_locally=False)
         assert self.unsharded_grad is not None
         for index, segment in enumerate(self.layout.segments):
             if index not in self._filled:
@@ -261,10 +276,60 @@ class Unit:
             self.param_shard.copy_(self.master_shard)
 
     def free_grads(self) -> None:
-        """End the gradients of this step."""
-        if self.grad_state is GradState.REDUCED:
+        """End the gradients of this step, reduced or not."""
+        self.wait_reduce()
+        if self.grad_state is not GradState.EMPTY:
             self._move_grad(GradState.EMPTY)
+        self._filled.clear()
         self.unsharded_grad = self.grad_shard = None
+
+    # ---- whole tensors, for people who look or edit -------------------------------------------------------------
+
+    def full_of(self, shard: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The whole parameters' worth of a [S] tensor, by parameter name in the parameters' shapes. A collective.
+
+        The result is the caller's: a copy.
+        """
+        full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=shard.device)
+        self._collectives.all_gather_uncounted(full, shard)
+        return {
+            segment.name: full[segment.offset : segment.offset + segment.numel].view(segment.shape)
+            for segment in self.layout.segments
+        }
+
+    def set_values(self, values: dict[str, torch.Tensor]) -> None:
+        """Take new whole values for some parameters, the same on every rank; the full copy becomes stale."""
+        with torch.no_grad():
+            target = self.param_shard if self.master_shard is None else self.master_shard
+            for piece in self.layout.pieces(self._collectives.shard_rank):
+                if piece.name in values:
+                    part = values[piece.name].reshape(-1)[piece.start : piece.stop]
+                    target[piece.shard_offset :][: part.numel()].copy_(part)
+            self.refresh_param_shard()
+        self.reshard(Phase.STEP)
+
+    def first_non_finite(self) -> str | None:
+        """The first parameter, in the unit's order, whose own unreduced gradient is not finite. Reads on the host."""
+        if self.unsharded_grad is None:
+            return None
+        for index, segment in enumerate(self.layout.segments):
+            values = self.unsharded_grad[segment.offset : segment.offset + segment.numel]
+            if index in self._filled and not bool(torch.isfinite(values).all()):
+                return segment.name
+        return None
+
+    def free(self) -> None:
+        """Let every tensor go; the parameters become empty."""
+        self.wait_reduce()
+        if self.data_state is DataState.UNSHARDING:
+            self.wait_unshard()
+        empty = torch.empty(0, dtype=self._compute_dtype, device=self._device)
+        with torch.no_grad():
+            for param in self.params:
+                param.grad = None
+                param.data = empty
+        self.unsharded_grad = self.grad_shard = self.master_shard = None
+        self.unsharded_param = self.param_shard = empty
 
     # ---- small parts -------------------------------------------------------------------------------------------
 

@@ -111,19 +111,19 @@ def phases_ms(readings: Readings, warmup_steps: int) -> dict[str, float]:
 
 def communication(runtime: ZeroRuntime, ledger: Ledger) -> dict[str, Any]:
     """One steady step's volumes on one rank beside the theory."""
-    world = runtime.collectives.world
-    micro_batches = runtime.settings.micro_batches
-    trained = [unit.layout for unit in runtime.units if unit.trainable]
-    numel = sum(layout.numel for layout in trained)
-    padded = sum(layout.padded_numel for layout in trained)
-    theory = memory_model.collective_elements(runtime.plan, numel, world=world, micro_batches=micro_batches)
-    with_padding = memory_model.collective_elements(runtime.plan, padded, world=world, micro_batches=micro_batches)
-    factor = memory_model.collective_factor(runtime.plan, micro_batches)
+    world, shard_count = runtime.collectives.world, runtime.collectives.shard_count
+    counts = memory_model.CollectiveCounts.of(runtime.plan, runtime.settings.micro_batches)
+    sizes = [unit for unit in runtime.unit_sizes() if unit.trainable]
+
+    def elements(numel: int) -> int:
+        return memory_model.collective_elements(counts, numel, world=world, shard_count=shard_count)
+
+    theory = elements(sum(unit.numel for unit in sizes))
     return {
         "data": {kind: asdict(volume) for kind, volume in sorted(ledger.data.items())},
-        "theory": f"{factor}Ψ·(N-1)/N",
+        "theory": memory_model.collective_formula(counts, world=world, shard_count=shard_count),
         "theory_elements": theory,
-        "padding_elements": with_padding - theory,
+        "padding_elements": elements(sum(unit.padded_numel for unit in sizes)) - theory,
         "control_bytes": ledger.control.bytes,
     }
 

@@ -13,7 +13,7 @@ from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, build_runtime
 
 from zero_runtime.memory_census import ActivationCensus, take_census
-from zero_runtime.memory_model import collective_elements, formula
+from zero_runtime.memory_model import CollectiveCounts, collective_elements, formula
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 
@@ -26,6 +26,7 @@ PRECISIONS = [
     MixedPrecision("bf16", reduce="bf16"),
     MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="bf16"),
     MixedPrecision("fp32", reduce="bf16"),
+    MixedPrecision("bf16", compute="fp32"),
 ]
 MODEL = TinySpec()
 
@@ -45,7 +46,7 @@ def _census_of_rows(case: Case) -> dict[int, tuple]:
 
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: "-".join(vars(p).values()))
+@pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: "-".join(dtype for dtype in vars(p).values() if dtype))
 def test_counted_model_states_equal_the_memory_model(precision: MixedPrecision, micro_batches: int, world: int) -> None:
     case = Case(world, micro_batches, precision=precision)
     for by_stage in run_ranks(_census_of_rows, world, case):
@@ -128,7 +129,9 @@ def test_counted_collectives_equal_the_theory_and_padding_exactly(micro_batches:
             for counted, _, padded in steps[1:]:  # the first step gathers nothing where parameters are replicated
                 assert counted * world == factors[stage] * padded * (world - 1)
                 plan = ZeroPlan.from_stage(stage)
-                assert counted == collective_elements(plan, padded, world=world, micro_batches=micro_batches)
+                counts = CollectiveCounts.of(plan, micro_batches)
+                shard_count = plan.shard_count(world)
+                assert counted == collective_elements(counts, padded, world=world, shard_count=shard_count)
 
 
 def test_control_messages_are_a_few_numbers_and_counted_apart() -> None:
