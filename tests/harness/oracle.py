@@ -14,6 +14,7 @@ import torch
 
 from harness.models import IGNORED, TinySpec, TinyTransformer, batch, token_loss_sum
 from zero_runtime.dtypes import TORCH_DTYPE
+from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.precision import MixedPrecision
 
 LR = 1e-2
@@ -29,6 +30,9 @@ class Case:
     steps: int = 20
     clip_norm: float | None = None
     precision: MixedPrecision = field(default_factory=MixedPrecision)
+    loss_scale: LossScaleRule = UNSCALED
+    no_sync: bool = False  # reduce at the step's last backward only
+    shard_ranks: int | None = None
     model: TinySpec = field(default_factory=TinySpec)
 
 
@@ -42,6 +46,8 @@ class Trace:
     first_grads: dict[str, torch.Tensor] = field(default_factory=dict)
     abs_grad_sum: dict[str, torch.Tensor] = field(default_factory=dict)
     first_update: dict[str, torch.Tensor] = field(default_factory=dict)
+    scales: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
 
 
 def step_tokens(case: Case, step: int) -> int:
@@ -69,12 +75,13 @@ def oracle(case: Case, *, reduces_every_backward: bool, nudge: Nudge | None = No
         list(masters.values()), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, foreach=False
     )
     trace = Trace([], [], masters)
+    scaler = case.loss_scale.start()
     for step in range(case.steps):
-        parts, loss = rank_gradients(case, masters, step)
+        parts, loss = rank_gradients(case, masters, step, scaler.scale)
         order = range(case.world)[::-1] if nudge.reversed_ranks else range(case.world)
         grads = {name: _sum(case, parts, name, order, reduces_every_backward) for name in masters}
         for name, master in masters.items():
-            master.grad = grads[name].to(torch.float32)
+            master.grad = grads[name].to(torch.float32) / scaler.scale  # a power of two: exact
         norm = torch.nn.utils.get_total_norm([m.grad for m in masters.values() if m.grad is not None])
         if case.clip_norm is not None:
             coefficient = (case.clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -83,6 +90,12 @@ def oracle(case: Case, *, reduces_every_backward: bool, nudge: Nudge | None = No
                 master.grad.mul_(coefficient * nudge.clip_factor)
         trace.losses.append(loss)
         trace.norms.append(float(norm))
+        trace.scales.append(scaler.scale)
+        overflow = not bool(torch.isfinite(norm))
+        trace.skipped.append(overflow)
+        scaler = scaler.after(overflow=overflow)
+        if overflow:
+            continue
         before = {name: master.clone() for name, master in masters.items()} if step == 0 else {}
         optimizer.step()
         if step == 0:
@@ -95,8 +108,8 @@ def oracle(case: Case, *, reduces_every_backward: bool, nudge: Nudge | None = No
 Parts = dict[tuple[int, int], dict[str, torch.Tensor]]  # gradients by (rank, micro-batch), by name
 
 
-def rank_gradients(case: Case, masters: dict[str, torch.Tensor], step: int) -> tuple[Parts, float]:
-    """Each rank's and micro-batch's own gradient in param_dtype, and the global loss."""
+def rank_gradients(case: Case, masters: dict[str, torch.Tensor], step: int, scale: float = 1.0) -> tuple[Parts, float]:
+    """Each rank's and micro-batch's own gradient in compute dtype, times the loss scale; and the global loss."""
     tokens = torch.tensor(step_tokens(case, step))
     parts: Parts = {}
     loss_sum = 0.0
@@ -105,7 +118,7 @@ def rank_gradients(case: Case, masters: dict[str, torch.Tensor], step: int) -> t
             model = _working_copy(case, masters)
             ids, labels = batch(case.model, step, rank, micro)
             loss = token_loss_sum(model, ids, labels) / tokens
-            loss.backward()
+            (loss * scale).backward()
             loss_sum += float(loss.detach())
             parts[rank, micro] = {
                 name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()
@@ -122,7 +135,8 @@ def _working_copy(case: Case, masters: dict[str, torch.Tensor]) -> TinyTransform
     model = TinyTransformer(case.model)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.data = masters[name].to(TORCH_DTYPE[case.precision.param], copy=True)
+            kept = masters[name].to(TORCH_DTYPE[case.precision.param], copy=True)
+            param.data = kept.to(TORCH_DTYPE[case.precision.compute or case.precision.param])
     return model
 
 
@@ -131,7 +145,7 @@ def _sum(case: Case, parts: Parts, name: str, ranks: range, reduces_every_backwa
     reduce = TORCH_DTYPE[case.precision.reduce]
     rest = TORCH_DTYPE[case.precision.grad(case.micro_batches)]
     micros = range(case.micro_batches)
-    if reduces_every_backward:
+    if reduces_every_backward and not case.no_sync:
         return _in_order(_in_order(parts[r, m][name].to(reduce) for r in ranks).to(rest) for m in micros)
     local = (_in_order(parts[r, m][name].to(rest) for m in micros) for r in ranks)
     return _in_order(grad.to(reduce) for grad in local).to(rest)

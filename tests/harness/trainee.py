@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 
@@ -15,10 +17,15 @@ from zero_runtime.sharded_optimizer import AdamWConfig
 def build_runtime(case: Case, stage: int, *, prefetch: int = 1) -> ZeroRuntime:
     return ZeroRuntime(
         TinyTransformer(case.model),
-        ZeroPlan.from_stage(stage),
+        ZeroPlan.from_stage(stage, shard_ranks=case.shard_ranks if stage else None),
         case.precision,
         AdamWConfig(BETAS[0], BETAS[1], EPS, WEIGHT_DECAY),
-        RuntimeSettings(micro_batches=case.micro_batches, clip_norm=case.clip_norm, prefetch=prefetch),
+        RuntimeSettings(
+            micro_batches=case.micro_batches,
+            clip_norm=case.clip_norm,
+            prefetch=prefetch,
+            loss_scale=case.loss_scale,
+        ),
         torch.device("cpu"),
     )
 
@@ -28,8 +35,10 @@ def backwards_of_step(runtime: ZeroRuntime, case: Case, step: int) -> None:
     rank = dist.get_rank()
     batches = [batch(case.model, step, rank, micro) for micro in range(case.micro_batches)]
     tokens = runtime.sum_over_ranks(sum(int((labels != IGNORED).sum()) for _, labels in batches))
-    for ids, labels in batches:
-        runtime.backward(token_loss_sum(runtime.model, ids, labels) / tokens)
+    for index, (ids, labels) in enumerate(batches):
+        keeps = case.no_sync and index < len(batches) - 1
+        with runtime.no_sync() if keeps else nullcontext():
+            runtime.backward(token_loss_sum(runtime.model, ids, labels) / tokens)
 
 
 def train(case: Case, stages: tuple[int, ...] = (0, 1, 2, 3), prefetch: int = 1) -> dict[int, Trace]:
@@ -37,6 +46,7 @@ def train(case: Case, stages: tuple[int, ...] = (0, 1, 2, 3), prefetch: int = 1)
     traces = {}
     for stage in stages:
         runtime = build_runtime(case, stage, prefetch=prefetch)
+        before: dict[str, torch.Tensor] = {}
         trace = Trace([], [], {})
         for step in range(case.steps):
             backwards_of_step(runtime, case, step)
@@ -49,6 +59,8 @@ def train(case: Case, stages: tuple[int, ...] = (0, 1, 2, 3), prefetch: int = 1)
                 trace.first_update = {name: after[name] - before[name] for name in after}
             trace.losses.append(report.loss)
             trace.norms.append(report.grad_norm)
+            trace.scales.append(report.loss_scale)
+            trace.skipped.append(report.skipped)
         trace.weights = full_tensors(runtime, "master_shard")
         traces[stage] = trace
     return traces
@@ -63,9 +75,9 @@ def full_tensors(runtime: ZeroRuntime, attribute: str) -> dict[str, torch.Tensor
             continue
         full = shard
         if runtime.collectives.shard_count > 1:
-            pieces = [torch.empty_like(shard) for _ in range(runtime.collectives.shard_count)]
+            pieces = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
             dist.all_gather(pieces, shard.contiguous())
-            full = torch.cat(pieces)
+            full = torch.cat(pieces[: runtime.collectives.shard_count])  # the first group's; the others replicate it
         for segment in unit.layout.segments:
             values = full[segment.offset : segment.offset + segment.numel]
             found[segment.name] = values.reshape(segment.shape).clone()

@@ -12,11 +12,12 @@ from harness.oracle import EPS, LR, Case, Nudge, Trace, oracle
 from harness.ranks import run_ranks
 from harness.trainee import train
 
+from zero_runtime.loss_scaler import LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 
 STAGES = (0, 1, 2, 3)
-ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}  # unit roundoff, round to nearest
+ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}  # unit roundoff, round to nearest
 UNIT_ROUNDOFF = ROUNDOFF["fp32"]
 
 
@@ -54,7 +55,12 @@ BF16 = MixedPrecision("bf16")  # fp32 reduction, accumulation and master
 BF16_PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16")
 
 
-@pytest.mark.parametrize("precision", [BF16, BF16_PAPER], ids=["reduce_fp32", "reduce_bf16"])
+BF16_COMPUTED_IN_FP32 = MixedPrecision("bf16", compute="fp32")
+
+
+@pytest.mark.parametrize(
+    "precision", [BF16, BF16_PAPER, BF16_COMPUTED_IN_FP32], ids=["reduce_fp32", "reduce_bf16", "compute_fp32"]
+)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
@@ -191,3 +197,55 @@ def test_a_clipped_run_has_one_result_in_every_row(world: int) -> None:
     for stage in STAGES[1:]:
         assert_same_bits(traces[stage], traces[0])
         assert traces[stage].norms == traces[0].norms
+
+
+# ---- fp16 ------------------------------------------------------------------------------------------------------------
+
+FP16 = MixedPrecision("fp16")
+# Starts so high that the first steps overflow, and grows again within the run.
+JUMPY_SCALE = LossScaleRule(initial_power=23, window=4, hysteresis=2)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp16_has_the_bits_and_the_scale_trace_of_plain_torch(stage: int, world: int, micro_batches: int) -> None:
+    case = Case(world, micro_batches, precision=FP16, loss_scale=JUMPY_SCALE)
+    found, wanted = ranks_traces(case)[stage], expected(case, stage)
+    assert found.scales == wanted.scales
+    assert found.skipped == wanted.skipped
+    assert_same_bits(found, wanted)
+    assert any(wanted.skipped), "the run must overflow, or the trace proves nothing"
+    assert not all(wanted.skipped)
+
+
+# ---- no_sync ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [MixedPrecision(), BF16_PAPER], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_sums_locally_and_reduces_once(stage: int, world: int, precision: MixedPrecision) -> None:
+    case = Case(world, 3, precision=precision, no_sync=True)
+    assert_same_bits(ranks_traces(case)[stage], expected(case, stage))
+
+
+# ---- hybrid sharding -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_hybrid_sharding_is_within_the_bound_of_the_sum(stage: int, micro_batches: int) -> None:
+    case = Case(4, micro_batches, shard_ranks=2, steps=10)
+    found, wanted = ranks_traces(case)[stage], expected(case, stage)
+    for name, grad in wanted.first_grads.items():
+        assert_within(found.first_grads[name], grad, gradient_bound(case, wanted, name), name)
+    every = ZeroPlan.from_stage(stage).reduces_every_backward
+    nudged = oracle_trace(case, every, Nudge(reversed_ranks=True))
+    assert_losses_within(found, wanted, drift_between(case, wanted, nudged))
+
+
+def test_hybrid_sharding_in_groups_of_one_or_all_is_a_row_of_the_table() -> None:
+    whole = ranks_traces(Case(2, steps=5))
+    for group, stage, row in ((1, 3, 0), (2, 3, 3), (2, 1, 1)):
+        assert_same_bits(ranks_traces(Case(2, steps=5, shard_ranks=group))[stage], whole[row])
