@@ -1,0 +1,90 @@
+"""The loss scale moves by the published rule, step for step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from zero_runtime.errors import PlanError
+from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
+
+
+def published_trace(rule: LossScaleRule, overflows: list[bool]) -> list[float]:
+    """The rule written out with variables, as its publications tell it: an independent second version."""
+    scale, left, last = 2.0**rule.initial_power, rule.hysteresis, -1
+    scales = []
+    for iteration, overflow in enumerate(overflows):
+        scales.append(scale)
+        if overflow:
+            if left == 1:
+                scale = max(scale / 2, rule.minimum)
+            else:
+                left -= 1
+            last = iteration
+            continue
+        if rule.consecutive_hysteresis:
+            left = rule.hysteresis
+        if (iteration - last) % rule.window == 0:
+            if not rule.consecutive_hysteresis:
+                left = rule.hysteresis
+            scale *= 2
+    return scales
+
+
+def trace(rule: LossScaleRule, overflows: list[bool]) -> list[float]:
+    scaler, scales = rule.start(), []
+    for overflow in overflows:
+        scales.append(scaler.scale)
+        scaler = scaler.after(overflow=overflow)
+    return scales
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_any_history_gives_the_published_trace(window: int, hysteresis: int, consecutive: bool) -> None:
+    rule = LossScaleRule(
+        initial_power=10, window=window, hysteresis=hysteresis, consecutive_hysteresis=consecutive, minimum=4.0
+    )
+    drawn = random.Random(window * 100 + hysteresis)
+    for chance in (0.1, 0.5, 0.9):
+        overflows = [drawn.random() < chance for _ in range(200)]
+        assert trace(rule, overflows) == published_trace(rule, overflows)
+
+
+def test_hysteresis_two_lets_the_first_overflow_pass_and_halves_at_the_second() -> None:
+    assert trace(LossScaleRule(initial_power=4), [True, True, True, False]) == [16, 16, 8, 4]
+
+
+def test_the_scale_doubles_after_exactly_the_window() -> None:
+    assert trace(LossScaleRule(initial_power=0, window=3), [False] * 7) == [1, 1, 1, 2, 2, 2, 4]
+
+
+def test_the_scale_stops_at_its_minimum_and_says_so() -> None:
+    scaler = LossScaleRule(initial_power=2, hysteresis=1, minimum=2.0).start()
+    assert not scaler.exhausted
+    scaler = scaler.after(overflow=True)
+    assert scaler.scale == 2
+    assert scaler.exhausted
+    assert scaler.after(overflow=True).scale == 2
+
+
+def test_a_fixed_scale_never_moves_and_cannot_answer_an_overflow() -> None:
+    assert trace(LossScaleRule(static=128.0), [True, False] * 3) == [128.0] * 6
+    assert UNSCALED.start().exhausted
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"window": 0},
+        {"hysteresis": 0},
+        {"minimum": 0.0},
+        {"static": float("inf")},
+        {"initial_power": 0, "minimum": 8.0},
+    ],
+)
+def test_a_rule_that_cannot_work_is_refused_by_name(values: dict[str, float]) -> None:
+    with pytest.raises(PlanError, match="loss_scale"):
+        LossScaleRule(**values)
