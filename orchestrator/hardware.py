@@ -20,13 +20,17 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Hardware:
-    """`gpus` are those this process may use with the installed torch; `idle_gpus` are there but out of its reach."""
+    """`gpus` are those this process may use with the installed torch; `idle_gpus` are there but out of its reach.
+
+    `cpu_dtypes` are the 16-bit dtypes that the CPU has matrix instructions for.
+    """
 
     cores: int
     cpu: str
     gpus: int = 0
     gpu: str = ""
     idle_gpus: int = 0
+    cpu_dtypes: frozenset[str] = frozenset()
 
     def name(self, device: Device) -> str:
         """Short, for the identity of a point: numbers of one name may be compared."""
@@ -43,6 +47,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Hardware:
         gpus=len(usable),
         gpu="+".join(sorted(set(usable))),
         idle_gpus=len(models) - len(usable),
+        cpu_dtypes=cpu_dtypes(),
     )
 
 
@@ -93,6 +98,17 @@ def cpu_model() -> str:
     except OSError:
         found = None
     return short_name(found.group(1) if found else platform.machine())
+
+
+def cpu_dtypes() -> frozenset[str]:
+    """bf16 and fp16, where the CPU multiplies matrices of them natively (5 to 100 times faster than without)."""
+    try:
+        found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", CPU_INFO.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    flags = set(found.group(1).split()) if found else set()
+    native = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
+    return frozenset(dtype for dtype, names in native.items() if names & flags)
 
 
 def torch_has_cuda() -> bool:

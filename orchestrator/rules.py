@@ -8,28 +8,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from orchestrator import precision_rules
 from orchestrator.hardware import Hardware
 from orchestrator.schema import (
     Batch,
     Data,
     DataKind,
     Device,
-    DType,
     Measure,
     Model,
-    Precision,
     Resources,
     RunConfig,
     Scheduler,
     SchedulerKind,
     Tracking,
     TrackingKind,
+    Zero,
 )
 from orchestrator.strict import Broken, nearest
 
 BYTE_TOKENS = 256
 CPU_RANKS = 2
-WIDTH = {DType.bf16: 2, DType.fp32: 4}
 LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 
 
@@ -66,6 +65,9 @@ def resolve(config: RunConfig, scene: Scene) -> RunConfig:
         output=str(Path(config.output).expanduser().absolute()),
         batch=replace(batch, accumulation=accumulation, global_size=batch.micro * accumulation * ranks),
         data=replace(data, path=str(Path(data.path).expanduser().absolute()) if data.path else None),
+        precision=replace(
+            config.precision, compute=precision_rules.computed_in(config.precision, scene, config.resources)
+        ),
         resources=replace(config.resources, device=device, ranks=ranks, threads=threads),
     )
 
@@ -124,6 +126,17 @@ def _batch_divides(scene: Scene, batch: Batch, resources: Resources) -> Broken |
     free = ("batch.accumulation=null",) if batch.global_size % (batch.micro * ranks) == 0 else ()
     rule = f"batch.global_size must be {product}"
     return Broken(rule, str(batch.global_size), (f"batch.global_size={one}", *free))
+
+
+def _one_reduction_has_micro_batches(scene: Scene, zero: Zero, batch: Batch, resources: Resources) -> Broken | None:
+    if not zero.reduce_at_boundary:
+        return None
+    share = (batch.global_size or 0) // (batch.micro * scene.ranks(resources))
+    many = max(batch.accumulation or 1, share) > 1
+    if zero.stage >= 2 and many:
+        return None
+    rule = "zero.reduce_at_boundary changes nothing but in stages 2 and 3 with several micro-batches"
+    return Broken(rule, f"stage {zero.stage}", ("zero.reduce_at_boundary=false",))
 
 
 def _divisible(batch: Batch, ranks: int) -> tuple[str, ...]:
@@ -188,13 +201,6 @@ def _validation_has_data(scene: Scene, data: Data, measure: Measure) -> Broken |
     return Broken(rule, "0", ("data.validation_fraction=0.05", "measure.validation_batches=0"))
 
 
-def _master_is_not_narrower(scene: Scene, precision: Precision) -> Broken | None:
-    if WIDTH[precision.master] >= WIDTH[precision.param]:
-        return None
-    rule = f"precision.master must hold precision.param={precision.param}"
-    return Broken(rule, str(precision.master), (f"precision.master={precision.param}",))
-
-
 def _schedule_uses_its_keys(scene: Scene, scheduler: Scheduler) -> Broken | None:
     kind = scheduler.kind
     if kind is SchedulerKind.constant and scheduler.warmup_steps:
@@ -231,7 +237,13 @@ RULES = (
     Rule(_vocabulary_holds_bytes, ("model", "data")),
     Rule(_model_holds_the_sequence, ("model", "batch")),
     Rule(_validation_has_data, ("data", "measure")),
-    Rule(_master_is_not_narrower, ("precision",)),
+    Rule(precision_rules.master_is_not_narrower, ("precision",)),
+    Rule(precision_rules.master_is_not_fp16, ("precision",)),
+    Rule(precision_rules.compute_is_param_or_fp32, ("precision",)),
+    Rule(precision_rules.scale_keys_are_used, ("precision",)),
+    Rule(precision_rules.tf32_is_used, ("precision", "resources")),
+    Rule(precision_rules.shard_groups_divide_the_ranks, ("zero", "resources")),
+    Rule(_one_reduction_has_micro_batches, ("zero", "batch", "resources")),
     Rule(_schedule_uses_its_keys, ("scheduler",)),
     Rule(_store_belongs_to_mlflow, ("tracking",)),
 )

@@ -20,6 +20,14 @@ class Word(str, Enum):
 class DType(Word):
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Compute(Word):
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
 
 
 class Place(Word):
@@ -68,26 +76,53 @@ class TrackingKind(Word):
 
 @dataclass(frozen=True)
 class Zero:
-    """`prefetch` counts the units gathered ahead of the one in use; it changes time, never bits."""
+    """`prefetch` counts the units gathered ahead of the one in use; it changes time, never bits.
+
+    `shard_ranks`: shard over groups of so many ranks and replicate across them; null shards over all.
+    `reduce_at_boundary`: keep gradients whole over the micro-batches and reduce them once, also in stages 2 and 3.
+    """
 
     stage: int = 2
     prefetch: int = 1
+    shard_ranks: int | None = None
+    reduce_at_boundary: bool = False
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "zero")
         limits.must("stage", lambda value: 0 <= value <= 3, "0, 1, 2 or 3", 2)
         limits.at_least(0, prefetch=1)
+        limits.at_least(1, shard_ranks=None)
         limits.conclude()
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes: of parameters in use, of gradients on the wire, of their sum, and of the master weights."""
+    """Dtypes: of parameters, of gradients on the wire, of their sum, of the master weights, and of the computation.
+
+    `compute` auto is `param`, but fp32 on a CPU without matrix instructions for it. The rest is for fp16 alone:
+    `loss_scale` null scales losses dynamically, by the keys after it; a number fixes the scale.
+    """
 
     param: DType = DType.bf16
     reduce: DType = DType.fp32
     accumulate: DType = DType.fp32
     master: DType = DType.fp32
+    compute: Compute = Compute.auto
+    tf32: bool = False
+    loss_scale: float | None = None
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "precision")
+        limits.must("loss_scale", lambda value: value > 0, "above 0, or null for a dynamic scale", None)
+        limits.must("initial_scale_power", lambda value: 0 <= value <= 32, "from 0 to 32", 16)
+        limits.at_least(1, loss_scale_window=1000, hysteresis=2)
+        limits.must("min_loss_scale", lambda value: value > 0, "above 0", 1.0)
+        limits.conclude()
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class Readings:
     step_s: list[float] = field(default_factory=list)
     phases_s: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    skipped: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     census: Census | None = None
     activations_bytes: int = 0
@@ -109,10 +110,12 @@ def phases_ms(readings: Readings, warmup_steps: int) -> dict[str, float]:
     return {name: statistics.median(step.get(name, 0.0) for step in steps) * 1e3 for name in PHASES}
 
 
-def communication(runtime: ZeroRuntime, ledger: Ledger) -> dict[str, Any]:
+def communication(runtime: ZeroRuntime, ledger: Ledger, *, reduces_at_boundary: bool) -> dict[str, Any]:
     """One steady step's volumes on one rank beside the theory."""
     world, shard_count = runtime.collectives.world, runtime.collectives.shard_count
-    counts = memory_model.CollectiveCounts.of(runtime.plan, runtime.settings.micro_batches)
+    counts = memory_model.CollectiveCounts.of(
+        runtime.plan, runtime.settings.micro_batches, reduces_at_boundary=reduces_at_boundary
+    )
     sizes = [unit for unit in runtime.unit_sizes() if unit.trainable]
 
     def elements(numel: int) -> int:

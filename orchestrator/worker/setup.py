@@ -6,9 +6,10 @@ import os
 
 import torch
 
-from orchestrator.schema import RecomputeKind, RunConfig
+from orchestrator.schema import DType, Precision, RecomputeKind, RunConfig
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_model
+from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.lr_schedule import LrSchedule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -22,6 +23,7 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
     torch.manual_seed(config.seed)
     if config.resources.device != "cuda":
         return torch.device("cpu")
+    torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
     # A launcher may have left only this rank's own GPU visible.
     index = local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
@@ -48,20 +50,35 @@ def build_runtime(config: RunConfig, device: torch.device) -> ZeroRuntime:
     optimizer, precision = config.optimizer, config.precision
     return ZeroRuntime(
         model,
-        ZeroPlan.from_stage(config.zero.stage),
+        ZeroPlan.from_stage(config.zero.stage, shard_ranks=config.zero.shard_ranks),
         MixedPrecision(
             param=str(precision.param),
             reduce=str(precision.reduce),
             accumulate=str(precision.accumulate),
             master=str(precision.master),
+            compute=str(precision.compute),
         ),
         AdamWConfig(optimizer.beta1, optimizer.beta2, optimizer.eps, optimizer.weight_decay),
         RuntimeSettings(
             micro_batches=config.batch.accumulation,
             clip_norm=optimizer.clip_norm,
             prefetch=config.zero.prefetch,
+            loss_scale=_loss_scale(precision),
         ),
         device,
+    )
+
+
+def _loss_scale(precision: Precision) -> LossScaleRule:
+    if precision.param is not DType.fp16:
+        return UNSCALED
+    return LossScaleRule(
+        static=precision.loss_scale,
+        initial_power=precision.initial_scale_power,
+        window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        consecutive_hysteresis=precision.consecutive_hysteresis,
+        minimum=precision.min_loss_scale,
     )
 
 

@@ -23,6 +23,7 @@ from orchestrator.worker.setup import build_data, build_runtime, build_schedule,
 from orchestrator.workloads.data import TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
 from zero_runtime.collectives import join_world, leave_world
+from zero_runtime.errors import NonFiniteError
 from zero_runtime.memory_census import ActivationCensus, take_census
 from zero_runtime.runtime import StepReport, ZeroRuntime
 
@@ -77,21 +78,32 @@ class RankRun:
         with clock.phase("data"):
             batches = self._micro_batches(step)
             tokens = runtime.sum_over_ranks(sum(_count(labels) for _, labels in batches)).clamp(min=1)
-        counting = step == self._census_step
-        for ids, labels in batches:
+        self._backwards(batches, tokens, counting=step == self._census_step)
+        if step == self._census_step:
+            self._readings.census = take_census(runtime)
+        lr = self._schedule.rate(runtime.updates)  # a skipped step does not advance it
+        try:
+            with clock.phase("optimizer"):
+                return runtime.step(lr), lr
+        except NonFiniteError as error:
+            verdict = runtime.find_non_finite(lambda: self._backwards(batches, tokens, counting=False))
+            raise NonFiniteError(f"{error}\n{verdict}") from None
+
+    def _backwards(
+        self, batches: list[tuple[torch.Tensor, torch.Tensor]], tokens: torch.Tensor, *, counting: bool
+    ) -> None:
+        """Forward and backward of every micro-batch; with `counting`, the activations of a forward are counted."""
+        runtime, clock = self._runtime, self._runtime.clock
+        for index, (ids, labels) in enumerate(batches):
             activations = ActivationCensus(runtime) if counting else None
             with clock.phase("forward"), activations or contextlib.nullcontext():
                 loss = token_losses(runtime.model, ids, labels) / tokens
             if activations is not None:
                 self._readings.activations_bytes = max(self._readings.activations_bytes, activations.bytes)
-            with clock.phase("backward"):
+            keeps = self._config.zero.reduce_at_boundary and index < len(batches) - 1
+            with clock.phase("backward"), runtime.no_sync() if keeps else contextlib.nullcontext():
                 runtime.backward(loss)
             del loss
-        if counting:
-            self._readings.census = take_census(runtime)
-        with clock.phase("optimizer"):
-            lr = self._schedule.rate(step)
-            return runtime.step(lr), lr
 
     def _micro_batches(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's slice of the step's global batch, split into micro-batches of [micro, seq] int64."""
@@ -114,6 +126,7 @@ class RankRun:
         self._readings.step_s.append(seconds)
         self._readings.phases_s.append(phases)
         self._readings.losses.append(report.loss)
+        self._readings.skipped += report.skipped
         self._readings.ledger = self._runtime.reset_ledger()
         if self._rank.rank != 0:
             return
@@ -123,7 +136,9 @@ class RankRun:
             step=step + 1,
             warmup=step < self._config.measure.warmup_steps,
             loss=report.loss,
-            grad_norm=report.grad_norm,
+            grad_norm=report.grad_norm if math.isfinite(report.grad_norm) else None,
+            skipped=report.skipped,
+            loss_scale=report.loss_scale,
             lr=lr,
             step_ms=seconds * 1e3,
             tokens_per_second=self._tokens_per_step() / seconds,
@@ -228,9 +243,13 @@ class RankRun:
             "throughput": measure.throughput(readings, tokens, self._rank.world, warmup),
             "phases_ms": measure.phases_ms(readings, warmup),
             "memory": measure.memory(runtime, memory),
-            "communication": measure.communication(runtime, readings.ledger),
+            "communication": measure.communication(
+                runtime, readings.ledger, reduces_at_boundary=config.zero.reduce_at_boundary
+            ),
             "loss": {"first": finite[0], "last": finite[-1], "validation": readings.validation_loss},
             "steps": self._steps,
+            "skipped_steps": readings.skipped,
+            "loss_scale": runtime.scaler.scale,
             "environment": environment(self._device),
         }
 
