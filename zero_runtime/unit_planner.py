@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_runtime.errors import PlanError
 
@@ -50,7 +51,7 @@ def plan_units(model: nn.Module) -> list[UnitSpec]:
 
 def _refuse_unsupported(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if type(param) is not nn.Parameter:
+        if type(param) not in (nn.Parameter, FakeTensor):  # fake parameters are how a step is run dry
             raise PlanError(
                 f"parameter {name!r} is a {type(param).__name__}: expected a plain nn.Parameter; "
                 "shard or quantise through the runtime, not before it"

@@ -25,7 +25,7 @@ def prepare_fork_server() -> None:
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 240) -> list[Any]:
-    """`function(*args)` on each of `world` ranks with a process group; their results by rank.
+    """`function(*args)` on each of `world` ranks with a process group; their results by rank. World 0: see run_alone.
 
     `function` and `args` must pickle. The first rank that fails, or silence past the timeout, fails the call with
     every rank's traceback.
@@ -34,7 +34,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_rank_main, args=(function, args, rank, world, folder), daemon=True)
-            for rank in range(world)
+            for rank in range(max(world, 1))
         ]
         for process in processes:
             process.start()
@@ -45,7 +45,12 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
                 if process.is_alive():
                     process.kill()
                 process.join()
-        return _collect(folder, world)
+        return _collect(folder, max(world, 1))
+
+
+def run_alone(function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> Any:
+    """`function(*args)` in one forked process of its own, without a process group: it may make what it likes."""
+    return run_ranks(function, 0, *args, timeout_s=timeout_s)[0]
 
 
 def _await_all(processes: list[Any], deadline: float) -> None:
@@ -78,8 +83,9 @@ def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], rank: int, w
     import torch.distributed as dist
 
     torch.set_num_threads(RANK_THREADS)
-    store = dist.FileStore(str(Path(folder, "store")), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    if world:
+        store = dist.FileStore(str(Path(folder, "store")), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     try:
         outcome: tuple[bool, Any] = (True, function(*args))
     except BaseException:
@@ -89,4 +95,5 @@ def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], rank: int, w
     part.rename(Path(folder, f"rank{rank}.pkl"))
     if not outcome[0]:
         os._exit(1)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,69 @@
+"""One whole step of every row runs on fake tensors with a fake process group: no memory, no peers, no host read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.models import TinySpec, TinyTransformer, token_loss_sum
+from harness.ranks import run_alone
+
+from zero_runtime.loss_scaler import LossScaleRule
+from zero_runtime.memory_model import CollectiveCounts, collective_elements
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.sharded_optimizer import AdamWConfig
+
+WORLD = 64
+STAGES = (0, 1, 2, 3)
+WIDE = TinySpec(vocab=32_000, width=1024, blocks=4)
+
+
+def _finite(numbers: torch.Tensor) -> list[float]:
+    """The seam of the one host read: a fake tensor has no values."""
+    return [1.0] * numbers.numel()
+
+
+def _steps_of_rows(precision: MixedPrecision) -> dict[int, tuple[int, int, int]]:
+    """By row: elements that a steady step sent, elements that the theory gives, host reads."""
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=WORLD)
+    found = {}
+    for stage in STAGES:
+        reads = []
+
+        def read(numbers: torch.Tensor, reads: list = reads) -> list[float]:
+            reads.append(numbers.numel())
+            return _finite(numbers)
+
+        with FakeTensorMode():
+            runtime = ZeroRuntime(
+                TinyTransformer(WIDE),
+                ZeroPlan.from_stage(stage),
+                precision,
+                AdamWConfig(),
+                RuntimeSettings(clip_norm=1.0, read_host=read, loss_scale=LossScaleRule(static=8.0)),
+                torch.device("cpu"),
+            )
+            ids = torch.zeros((2, 16), dtype=torch.int64)
+            for _ in range(2):
+                runtime.reset_ledger()
+                loss = token_loss_sum(runtime.model, ids, ids) / runtime.sum_over_ranks(32)
+                runtime.backward(loss)
+                runtime.step(1e-3)
+            sent = runtime.reset_ledger().data_elements
+            padded = sum(unit.layout.padded_numel for unit in runtime.units)
+        counts = CollectiveCounts.of(runtime.plan)
+        theory = collective_elements(counts, padded, world=WORLD, shard_count=runtime.collectives.shard_count)
+        found[stage] = (sent, theory, len(reads))
+    return found
+
+
+@pytest.mark.parametrize("param", ["fp32", "bf16"])
+def test_a_step_of_every_row_runs_dry_at_world_64_with_one_host_read(param: str) -> None:
+    for sent, theory, reads in run_alone(_steps_of_rows, MixedPrecision(param)).values():
+        assert sent == theory
+        assert reads == 2  # two steps
