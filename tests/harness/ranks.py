@@ -15,6 +15,13 @@ from typing import Any
 
 PRELOAD = ["torch", "torch.distributed", "transformers", "numpy"]
 RANK_THREADS = 1
+_fault: str | None = None  # a fault of harness.faults that ranks started from here on are given
+
+
+def set_fault(name: str | None) -> None:
+    """Ranks of later calls run a runtime with this fault in it."""
+    global _fault
+    _fault = name
 
 
 def prepare_fork_server() -> None:
@@ -33,7 +40,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
     context = mp.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank_main, args=(function, args, rank, world, folder), daemon=True)
+            context.Process(target=_rank_main, args=(function, args, rank, world, folder, _fault), daemon=True)
             for rank in range(max(world, 1))
         ]
         for process in processes:
@@ -78,11 +85,17 @@ def _collect(folder: str, world: int) -> list[Any]:
     return results
 
 
-def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, folder: str) -> None:
+def _rank_main(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, folder: str, fault: str | None
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(RANK_THREADS)
+    if fault is not None:
+        from harness import faults
+
+        faults.apply(fault)
     if world:
         store = dist.FileStore(str(Path(folder, "store")), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))

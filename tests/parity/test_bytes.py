@@ -29,6 +29,7 @@ PRECISIONS = [
     MixedPrecision("bf16", compute="fp32"),
 ]
 MODEL = TinySpec()
+SCALARS_BYTES = 64  # a loss, a norm, a token count and the like; the smallest gradient of the model has more
 
 
 def _census_of_rows(case: Case) -> dict[int, tuple]:
@@ -53,6 +54,7 @@ def test_counted_model_states_equal_the_memory_model(precision: MixedPrecision, 
         for stage, (census, predicted, _) in by_stage.items():
             counted = (census.params, census.grads, census.optimizer)
             assert counted == (predicted.params, predicted.grads, predicted.optimizer), f"stage {stage}"
+            assert census.other <= SCALARS_BYTES, f"stage {stage}: something is kept that is no model state"
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,7 @@ def test_counted_bytes_less_padding_are_the_closed_form(precision: MixedPrecisio
     world = 2
     by_stage = run_ranks(_census_of_rows, world, Case(world, precision=precision))[0]
     for stage, (census, predicted, numel) in by_stage.items():
+        assert census.other <= SCALARS_BYTES
         text = formula(ZeroPlan.from_stage(stage), precision)
         assert text == closed_forms[stage]
         exact = sum(int(term.partition("Ψ")[0]) * numel / (world if "/N" in term else 1) for term in text.split(" + "))

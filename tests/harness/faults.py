@@ -1,0 +1,213 @@
+"""Named faults that are put into the runtime on purpose, so that the suite is shown to be able to fail.
+
+Each is what a plausible mistake would do. `apply(name)` patches this process's runtime; ranks call it when told to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kernels import reference
+from zero_runtime import collectives, flat_layout, runtime, schedule, sharded_optimizer, unit
+from zero_runtime.plan import Phase
+
+FAULTS: dict[str, Callable[[], None]] = {}
+
+
+def fault(function: Callable[[], None]) -> Callable[[], None]:
+    FAULTS[function.__name__] = function
+    return function
+
+
+def apply(name: str) -> None:
+    FAULTS[name]()
+
+
+@fault
+def gradients_are_averaged_over_the_ranks() -> None:
+    wait = unit.Unit.wait_reduce
+
+    def averaging(self: unit.Unit) -> None:
+        pending = self._reducing is not None
+        wait(self)
+        if pending and self.grad_shard is not None:
+            self.grad_shard.div_(self._collectives.world)
+
+    unit.Unit.wait_reduce = averaging  # type: ignore[method-assign]
+
+
+@fault
+def padding_is_not_zeroed() -> None:
+    take = unit.Unit.take_grad
+
+    def dirty(self: unit.Unit, index: int, *, sums_locally: bool) -> bool:
+        done = take(self, index, sums_locally=sums_locally)
+        assert self.unsharded_grad is not None
+        self.unsharded_grad[self.layout.numel :].fill_(0.5)
+        return done
+
+    unit.Unit.take_grad = dirty  # type: ignore[method-assign]
+
+
+@fault
+def a_weight_is_counted_twice_in_the_norm() -> None:
+    squares = runtime.local_sum_of_squares
+
+    def twice(units: list, *args: object) -> torch.Tensor:
+        return squares([*units, units[-1]], *args)  # type: ignore[arg-type]
+
+    runtime.local_sum_of_squares = twice  # type: ignore[assignment]
+
+
+@fault
+def the_norm_is_one_ranks_own() -> None:
+    agree = collectives.Collectives.sum_over_ranks_
+
+    def local(self: collectives.Collectives, control: torch.Tensor) -> torch.Tensor:
+        own = control.clone()
+        summed = agree(self, control)
+        if control.numel() == 2:  # the loss and the squares
+            summed[1] = own[1]
+        return summed
+
+    collectives.Collectives.sum_over_ranks_ = local  # type: ignore[method-assign]
+
+
+@fault
+def the_last_units_reduction_is_skipped() -> None:
+    start = collectives.Collectives.reduce
+    calls = {"left": 0}
+
+    def skipping(self: collectives.Collectives, full: torch.Tensor, shard: torch.Tensor) -> collectives.Pending:
+        calls["left"] += 1
+        if calls["left"] % 3 == 0 and self.world > 1:
+            shard.copy_(full[self.shard_rank * shard.numel() :][: shard.numel()])
+            return collectives.Pending(None, self._clock)
+        return start(self, full, shard)
+
+    collectives.Collectives.reduce = skipping  # type: ignore[method-assign]
+
+
+@fault
+def a_stale_gather_is_used_again() -> None:
+    def keep(self: schedule.Schedule) -> None:
+        for one in self._units[1:]:
+            one.reshard(Phase.STEP)
+
+    schedule.Schedule.after_step = keep  # type: ignore[method-assign]
+
+
+@fault
+def an_overflow_is_stepped_over() -> None:
+    class Trusting:
+        @staticmethod
+        def isfinite(_: float) -> bool:
+            return True
+
+    runtime.math = Trusting  # type: ignore[assignment]
+
+
+@fault
+def a_micro_batch_is_lost() -> None:
+    take = unit.Unit.take_grad
+
+    def overwriting(self: unit.Unit, index: int, *, sums_locally: bool) -> bool:
+        self._filled.discard(index)
+        return take(self, index, sums_locally=sums_locally)
+
+    unit.Unit.take_grad = overwriting  # type: ignore[method-assign]
+
+
+@fault
+def clipping_does_nothing() -> None:
+    clip = runtime.clip_coefficient
+    runtime.clip_coefficient = lambda norm, _: clip(norm, None)  # type: ignore[assignment]
+
+
+@fault
+def the_mean_is_over_each_ranks_own_tokens() -> None:
+    count = runtime.ZeroRuntime.sum_over_ranks
+
+    def own(self: runtime.ZeroRuntime, tokens: int) -> torch.Tensor:
+        return torch.full_like(count(self, tokens), max(tokens, 1) * self.collectives.world)
+
+    runtime.ZeroRuntime.sum_over_ranks = own  # type: ignore[method-assign]
+
+
+@fault
+def the_master_is_taken_after_rounding() -> None:
+    materialize = unit.Unit._materialize
+
+    def rounded(self: unit.Unit) -> None:
+        materialize(self)
+        if self.master_shard is not None:
+            self.master_shard.copy_(self.param_shard)
+
+    unit.Unit._materialize = rounded  # type: ignore[method-assign]
+
+
+@fault
+def the_step_count_runs_once_a_unit() -> None:
+    adamw = reference.adamw
+    calls = {"step": 0}
+
+    def counting(*args: object) -> None:
+        calls["step"] += 1
+        *tensors, settings = args
+        adamw(*tensors, reference.AdamW(**{**vars(settings), "step": calls["step"]}))  # type: ignore[arg-type]
+
+    sharded_optimizer.reference.adamw = counting  # type: ignore[assignment]
+
+
+@fault
+def the_loss_scale_is_left_in_the_update() -> None:
+    clip = runtime.clip_coefficient
+    runtime.clip_coefficient = lambda norm, limit: clip(norm, limit) * 4096.0  # type: ignore[assignment]
+
+
+@fault
+def shards_are_cut_one_element_late() -> None:
+    def late(self: flat_layout.FlatLayout, shard: int) -> tuple[int, int]:
+        start = shard * self.shard_numel
+        moved = min(start + (1 if shard == 0 and self.shard_count > 1 else 0), self.padded_numel - self.shard_numel)
+        return moved, moved + self.shard_numel
+
+    flat_layout.FlatLayout.shard_range = late  # type: ignore[method-assign]
+
+
+@fault
+def micro_batches_are_summed_in_sixteen_bits() -> None:
+    begin = unit.Unit.__init__
+
+    def narrow(self: unit.Unit, *args: object, **kwargs: object) -> None:
+        begin(self, *args, **kwargs)  # type: ignore[arg-type]
+        self._grad_dtype = self._reduce_dtype = self._param_dtype
+
+    unit.Unit.__init__ = narrow  # type: ignore[method-assign]
+
+
+@fault
+def the_full_gradient_is_never_freed() -> None:
+    wait = unit.Unit.wait_reduce
+
+    def keeping(self: unit.Unit) -> None:
+        kept = self.unsharded_grad
+        wait(self)
+        self.__dict__.setdefault("kept", []).append(kept)
+
+    unit.Unit.wait_reduce = keeping  # type: ignore[method-assign]
+
+
+@fault
+def parameters_are_gathered_once_too_often() -> None:
+    after = schedule.Schedule.end_backward
+
+    def regather(self: schedule.Schedule) -> None:
+        after(self)
+        for one in self._units:
+            one.reshard(Phase.STEP)
+            one.wait_unshard()
+
+    schedule.Schedule.end_backward = regather  # type: ignore[method-assign]
