@@ -113,28 +113,36 @@ class Collectives:
         self.shard_count = shard_count
         self.replica_count = self.world // shard_count
         self.replica_rank, self.shard_rank = divmod(self.rank, shard_count)
-        self._shard_group, self._replica_group = self._make_groups()
+        self._gather_group, self._reduce_group, self._replica_group = self._make_groups()
         self.ledger = Ledger()
         self._clock = clock
 
     def free(self) -> None:
         """End the groups that this object made. Idempotent."""
-        for group in (self._shard_group, self._replica_group):
-            if group is not None:
-                dist.destroy_process_group(group)
-        self._shard_group = self._replica_group = None
+        for group in {self._gather_group, self._reduce_group, self._replica_group} - {None}:
+            dist.destroy_process_group(group)
+        self._gather_group = self._reduce_group = self._replica_group = None
 
-    def _make_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """This rank's shard group and replica group; None is the whole world, which needs no group of its own."""
-        if self.shard_count in (1, self.world):
-            return None, None
+    def _make_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """This rank's groups for gathers, for reductions, and of the replicas of its shard; None is the whole world.
+
+        Gathers and reductions have groups of their own: collectives of one group must come in one order on all its
+        ranks, and the two kinds interleave differently where a rank leaves parameters unused.
+        """
+        if self.world == 1:
+            return None, None, None
         ranks = range(self.world)
+        if self.shard_count == 1:
+            return None, None, dist.new_group(list(ranks))
         shards = [list(ranks[start : start + self.shard_count]) for start in ranks[:: self.shard_count]]
-        replicas = [list(ranks[place :: self.shard_count]) for place in range(self.shard_count)]
         # Every rank must make every group, in the same order.
-        shard_groups = [dist.new_group(members) for members in shards]
-        replica_groups = [dist.new_group(members) for members in replicas]
-        return shard_groups[self.replica_rank], replica_groups[self.shard_rank]
+        gather_groups = [dist.new_group(members) for members in shards]
+        reduce_groups = [dist.new_group(members) for members in shards]
+        replica_group = None
+        if self.replica_count > 1:
+            replicas = [list(ranks[place :: self.shard_count]) for place in range(self.shard_count)]
+            replica_group = [dist.new_group(members) for members in replicas][self.shard_rank]
+        return gather_groups[self.replica_rank], reduce_groups[self.replica_rank], replica_group
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Fill `full` [P] from every rank's `shard` [S], which may be its own slice of `full`."""
@@ -144,7 +152,7 @@ class Collectives:
             return Pending(None, self._clock)
         self.ledger.record("all_gather", (self.shard_count - 1) * shard.numel(), shard.element_size())
         with self._clock.phase(COMMUNICATION):
-            work = _all_gather(full, shard, group=self._shard_group, async_op=True)
+            work = _all_gather(full, shard, group=self._gather_group, async_op=True)
         return Pending(work, self._clock)
 
     def all_gather_uncounted(self, full: torch.Tensor, shard: torch.Tensor) -> None:
@@ -152,7 +160,7 @@ class Collectives:
         if self.shard_count == 1:
             full.copy_(shard)
         else:
-            _all_gather(full, shard.contiguous(), group=self._shard_group)
+            _all_gather(full, shard.contiguous(), group=self._gather_group)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Every rank's `tensor` becomes rank 0's. Beside the ledger."""
@@ -169,7 +177,7 @@ class Collectives:
             return self._all_reduce_replicas(shard)
         self.ledger.record("reduce_scatter", (self.shard_count - 1) * shard.numel(), full.element_size())
         with self._clock.phase(COMMUNICATION):
-            work = _reduce_scatter(shard, full, op=dist.ReduceOp.SUM, group=self._shard_group, async_op=True)
+            work = _reduce_scatter(shard, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
         if self.replica_count == 1:
             return Pending(work, self._clock)
         return Pending(work, self._clock, then=lambda: self._all_reduce_replicas(shard).wait())

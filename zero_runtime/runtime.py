@@ -112,6 +112,10 @@ class ZeroRuntime:
                 f"backward: call number {self._backwards + 1} of this step, expected step() after "
                 f"{self.settings.micro_batches}; give RuntimeSettings the micro_batches that you use"
             )
+        if loss.dim() != 0:
+            raise PlanError(
+                f"backward: expected a loss of shape [], found {list(loss.shape)}; sum it over the tokens of the batch"
+            )
         if not loss.requires_grad:
             raise CallOrderError(
                 "backward: expected a loss with a graph, found one without: the forward ran under no_grad, or every "

@@ -2,6 +2,12 @@
 
 Prefetching is calling a unit's `unshard` earlier, and overlapping a reduction is waiting for it later, so neither
 changes any bits. The order of the units is recorded in the first forward and the first backward.
+
+[Note: one order of reductions]
+A unit is complete when all its gradients have come, and on a rank that does not use one of its parameters that is only
+at the end of backward. Ranks that issued reductions as units complete would then pair different units, silently where
+their sizes agree. So every rank issues them in one order, the reverse of registration, each when it and all before it
+are complete; and over a process group of their own, because they fall between different gathers on different ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +27,10 @@ class Schedule:
         self._recorded: set[Phase] = set()
         self._phase = Phase.FORWARD
         self._reducing: Unit | None = None
-        self._unreduced: set[Unit] = set()
+        # See [Note: one order of reductions].
+        self._reduction_order = [unit for unit in reversed(units) if unit.trainable]
+        self._complete: set[Unit] = set()
+        self._reduced = 0
         self._reduces = True
 
     @property
@@ -48,26 +57,29 @@ class Schedule:
             self._recorded.add(Phase.FORWARD)
         self._phase = Phase.BACKWARD
         self._reduces = synced and (boundary or self._plan.reduces_every_backward)
-        self._unreduced = {unit for unit in self._units if unit.trainable}
+        self._complete.clear()
+        self._reduced = 0
         for unit in self._units:
             unit.begin_backward()
 
     def before_backward(self, unit: Unit) -> None:
         """The unit's parameters are about to be read again, to make gradients."""
-        self._gather(unit)
+        if unit not in self._complete:  # an output that passed through several units reports once for each
+            self._gather(unit)
 
     def after_backward(self, unit: Unit) -> None:
         """The unit's last gradient has come; nothing reads its parameters any more in this backward."""
         unit.reshard(Phase.BACKWARD)
-        self._reduce(unit)
+        self._complete.add(unit)
+        self._reduce_in_order()
 
     def end_backward(self) -> None:
         """Backward is over: reduce what has not been (unused parameters count as zero), release everything."""
-        for unit in self._units:
-            if unit in self._unreduced:
-                self._reduce(unit)
-            unit.reshard(Phase.BACKWARD)
+        self._complete.update(self._reduction_order)
+        self._reduce_in_order()
         self._wait_reduce()
+        for unit in self._units:
+            unit.reshard(Phase.BACKWARD)
         self._recorded.add(Phase.BACKWARD)
         self._phase = Phase.FORWARD
 
@@ -96,16 +108,19 @@ class Schedule:
         place = order.index(unit)
         return order[place + 1 : place + 1 + self._prefetch]
 
-    def _reduce(self, unit: Unit) -> None:
-        if unit not in self._unreduced:
-            return
-        self._unreduced.discard(unit)
-        if not self._reduces:
-            return
-        # One reduction may be under way while the next unit's backward runs; a second full gradient, not a third.
-        self._wait_reduce()
-        unit.reduce_grad()
-        self._reducing = unit
+    def _reduce_in_order(self) -> None:
+        """Start the reductions whose turn has come."""
+        while self._reduced < len(self._reduction_order):
+            unit = self._reduction_order[self._reduced]
+            if unit not in self._complete:
+                return
+            self._reduced += 1
+            if not self._reduces:
+                continue
+            # One reduction may be under way while the next unit's backward runs; a second full gradient, not a third.
+            self._wait_reduce()
+            unit.reduce_grad()
+            self._reducing = unit
 
     def _wait_reduce(self) -> None:
         if self._reducing is not None:

@@ -182,6 +182,8 @@ class Unit:
             self.wait_unshard()
         if self.data_state is not DataState.UNSHARDED or not self._plan.releases_params_after(after):
             return
+        if not self.trainable and self._plan.params is Partition.REPLICATED:
+            return  # a step does not change it, so its full copy is never stale
         self._move_data(DataState.SHARDED)
         if self._plan.params is Partition.SHARDED:
             self.unsharded_param.untyped_storage().resize_(0)  # see [Note: release by storage]
@@ -199,6 +201,12 @@ class Unit:
         """
         param, segment = self.params[index], self.layout.segments[index]
         assert param.grad is not None, f"unit {self.name}: no gradient for {segment.name}"
+        if self.data_state is DataState.SHARDED:
+            raise UnitStateError(
+                f"unit {self.name}: a gradient for {segment.name} came while its parameters were released or stale, so "
+                "something read them without calling the module that owns them; call the module, or give the "
+                "parameter to a module that is called"
+            )
         self._open_grads(sums_locally=sums_locally)
         assert self.unsharded_grad is not None
         flat = self.unsharded_grad[segment.offset : segment.offset + segment.numel]
@@ -306,7 +314,8 @@ class Unit:
                     part = values[piece.name].reshape(-1)[piece.start : piece.stop]
                     target[piece.shard_offset :][: part.numel()].copy_(part)
             self.refresh_param_shard()
-        self.reshard(Phase.STEP)
+        if self.data_state is DataState.UNSHARDED:
+            self._move_data(DataState.SHARDED)  # stale, also where a step would leave it alone
 
     def first_non_finite(self) -> str | None:
         """The first parameter, in the unit's order, whose own unreduced gradient is not finite. Reads on the host."""

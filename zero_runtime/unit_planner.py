@@ -74,7 +74,9 @@ def _unit_modules(model: nn.Module, users: dict[int, list[str]]) -> set[str]:
     ends = {
         path
         for path, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.Linear))
+        # Subclasses may have their weights read without being called (as nn.MultiheadAttention does to its out_proj):
+        # no hook of theirs would then gather them.
+        if type(module) in (nn.Embedding, nn.Linear)
         and not any(_inside(path, block) for block in blocks)
         and all(len(users[id(param)]) == 1 for param in module.parameters())
     }
@@ -87,9 +89,14 @@ def _repeated_blocks(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or any(_inside(path, seen) for seen in outermost):
             continue
-        if len(module) > 1 and len({type(block) for block in module}) == 1:
+        # A list is never called itself, so a list of lists has its blocks further down.
+        if len(module) > 1 and len({type(block) for block in module}) == 1 and not _is_container(module[0]):
             outermost.append(path)
             yield from (f"{path}.{index}" for index in range(len(module)))
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _owner(users: list[str], boundaries: set[str]) -> str:

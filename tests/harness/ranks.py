@@ -99,6 +99,7 @@ def _rank_main(
     if world:
         store = dist.FileStore(str(Path(folder, "store")), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        dist.barrier()  # else a rank with nothing to say could leave while another still connects
     try:
         outcome: tuple[bool, Any] = (True, function(*args))
     except BaseException:

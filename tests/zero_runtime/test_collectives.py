@@ -154,7 +154,7 @@ def _between() -> str:
 
 
 def test_a_shard_group_of_some_ranks_is_refused() -> None:
-    assert set(run_ranks(_between, 3)) == {"shard group of 2 in a world of 3"}
+    assert set(run_ranks(_between, 3)) == {"shard groups of 2 in a world of 3"}
 
 
 def _waits() -> tuple[float, float]:

@@ -7,7 +7,15 @@ from fractions import Fraction
 import pytest
 
 from zero_runtime.flat_layout import FlatLayout
-from zero_runtime.memory_model import StateBytes, UnitSize, collective_elements, collective_factor, formula
+from zero_runtime.memory_model import (
+    CollectiveCounts,
+    StateBytes,
+    UnitSize,
+    collective_elements,
+    collective_formula,
+    formula,
+    kept_grad_bytes,
+)
 from zero_runtime.memory_model import model_state_bytes as predict
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -25,7 +33,7 @@ CLOSED_FORMS = {
     DEFAULT_BF16: [(18, 0), (6, 12), (2, 16), (0, 18)],
 }
 ROWS = [(precision, stage) for precision in CLOSED_FORMS for stage in STAGES]
-IDS = [f"{'-'.join(vars(precision).values())}_stage{stage}" for precision, stage in ROWS]
+IDS = [f"{'-'.join(dtype for dtype in vars(precision).values() if dtype)}_stage{stage}" for precision, stage in ROWS]
 
 
 def whole(numel: int) -> UnitSize:
@@ -132,15 +140,52 @@ def test_padding_is_told_apart_to_the_nearest_byte(precision: MixedPrecision, st
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 7])
-def test_collective_factors_are_those_of_section_7_and_of_accumulation(micro_batches: int) -> None:
-    factors = [collective_factor(ZeroPlan.from_stage(stage), micro_batches) for stage in STAGES]
-    assert factors == [2, 2, micro_batches + 1, 3 * micro_batches]
-    assert collective_factor(ZeroPlan.from_stage(3)) == 3
+def test_collective_counts_are_those_of_section_7_and_of_accumulation(micro_batches: int) -> None:
+    counts = [CollectiveCounts.of(ZeroPlan.from_stage(stage), micro_batches) for stage in STAGES]
+    assert [(one.gathers, one.reductions) for one in counts] == [
+        (0, 1),  # an all-reduce, which is both
+        (1, 1),
+        (1, micro_batches),
+        (2 * micro_batches, micro_batches),
+    ]
+
+
+def test_one_reduction_at_the_boundary_saves_the_others() -> None:
+    for stage, gathers in ((2, 1), (3, 8)):
+        counts = CollectiveCounts.of(ZeroPlan.from_stage(stage), 4, reduces_at_boundary=True)
+        assert (counts.gathers, counts.reductions) == (gathers, 1)
+
+
+def sent(stage: int, *, world: int, micro_batches: int = 1, shard_ranks: int | None = None) -> int:
+    plan = ZeroPlan.from_stage(stage, shard_ranks=shard_ranks)
+    counts = CollectiveCounts.of(plan, micro_batches)
+    return collective_elements(counts, 960, world=world, shard_count=plan.shard_count(world))
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_collective_sends_all_elements_but_the_ranks_own(stage: int) -> None:
-    plan = ZeroPlan.from_stage(stage)
-    assert collective_elements(plan, 960, world=1) == 0
-    assert collective_elements(plan, 960, world=2) == (960, 960, 960, 1440)[stage]
-    assert collective_elements(plan, 960, world=3, micro_batches=4) == (1280, 1280, 3200, 7680)[stage]
+    assert sent(stage, world=1) == 0
+    assert sent(stage, world=2) == (960, 960, 960, 1440)[stage]
+    assert sent(stage, world=3, micro_batches=4) == (1280, 1280, 3200, 7680)[stage]
+
+
+def test_groups_send_within_and_their_replicas_across() -> None:
+    # Groups of 2 in a world of 4: 1/2 of 960 a collective within; 2 x 1/2 of the shard's 480 a reduction across.
+    assert sent(1, world=4, shard_ranks=2) == 2 * 480 + 480
+    assert sent(3, world=4, shard_ranks=2) == 3 * 480 + 480
+    assert sent(3, world=4, shard_ranks=4) == 3 * 720
+    assert sent(3, world=4, shard_ranks=1) == 2 * 720
+
+
+def test_the_formula_of_the_collectives_is_told_in_their_letters() -> None:
+    def told(stage: int, shard_count: int) -> str:
+        return collective_formula(CollectiveCounts.of(ZeroPlan.from_stage(stage)), world=4, shard_count=shard_count)
+
+    assert [told(0, 1), told(1, 4), told(2, 4), told(3, 4)] == [f"{n}Ψ·(N-1)/N" for n in (2, 2, 2, 3)]
+    assert told(3, 2) == "3Ψ·(G-1)/G + 2Ψ/G·(N/G-1)/(N/G)"
+
+
+def test_keeping_gradients_whole_costs_their_accumulation_dtype_where_they_would_be_sharded() -> None:
+    units = [UnitSize(100, 128, trainable=True), UnitSize(5, 64, trainable=False)]
+    costs = [kept_grad_bytes(ZeroPlan.from_stage(stage), DEFAULT_BF16, units) for stage in STAGES]
+    assert costs == [0, 0, 4 * 128, 4 * 128]

@@ -81,7 +81,8 @@ class FakeUnit:
     params: list[nn.Parameter] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
 
-    def take_grad(self, index: int) -> bool:
+    def take_grad(self, index: int, *, sums_locally: bool) -> bool:
+        assert not sums_locally
         assert self.params[index].grad is not None
         self.taken.add(index)
         return len(self.taken) == len(self.params)
@@ -92,6 +93,7 @@ class FakeSchedule:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
+        self.sums_locally = False
 
     def __getattr__(self, event: str) -> Any:
         return lambda unit: self.events.append((event, unit.name))

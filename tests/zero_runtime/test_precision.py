@@ -1,4 +1,4 @@
-"""The four dtypes of a run: which are known, which make sense together, where a gradient rests."""
+"""The dtypes of a run: which are known, which make sense together, where a gradient rests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ FIELDS = ("param", "reduce", "accumulate", "master")
 
 
 def test_the_default_is_fp32_throughout() -> None:
-    assert set(vars(MixedPrecision()).values()) == {"fp32"}
+    assert set(vars(MixedPrecision()).values()) == {"fp32", None}
+    assert MixedPrecision().computes_as_param
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -24,13 +25,20 @@ def test_an_unknown_dtype_is_refused_by_its_key(field: str) -> None:
 
 
 @pytest.mark.parametrize("values", list(product(ITEMSIZE_BYTES, repeat=4)), ids="-".join)
-def test_only_a_master_narrower_than_the_parameter_is_refused(values: tuple[str, ...]) -> None:
+def test_only_a_master_that_loses_updates_is_refused(values: tuple[str, ...]) -> None:
     settings = dict(zip(FIELDS, values, strict=True))
-    if (settings["param"], settings["master"]) == ("fp32", "bf16"):
+    if settings["master"] == "fp16" or (settings["param"], settings["master"]) == ("fp32", "bf16"):
         with pytest.raises(PlanError, match=r"set precision\.master=fp32"):
             MixedPrecision(**settings)
     else:
-        assert vars(MixedPrecision(**settings)) == settings
+        assert vars(MixedPrecision(**settings)) == {**settings, "compute": None}
+
+
+def test_computing_in_another_dtype_than_the_parameters_is_told() -> None:
+    assert not MixedPrecision("bf16", compute="fp32").computes_as_param
+    assert MixedPrecision("bf16", compute="bf16").computes_as_param
+    with pytest.raises(PlanError, match=r"precision\.compute"):
+        MixedPrecision(compute="fp8")
 
 
 @pytest.mark.parametrize(("reduce", "accumulate"), list(product(ITEMSIZE_BYTES, repeat=2)))

@@ -84,7 +84,6 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_updates_nothing() -
     for found in run_ranks(_non_finite, 3, Case(3)):
         for row, (refusal, unchanged) in found.items():
             assert "expected finite numbers; nothing was updated" in refusal, row
-            assert "optimizer.lr" in refusal
             assert unchanged, row
 
 
