@@ -31,7 +31,7 @@ def tree() -> Tree:
         ("batch.micro=true", "expected a whole number"),
         ("batch.micro=", "expected a whole number"),
         ("optimizer.lr=fast", "optimizer.lr=fast: expected a number"),
-        ("precision.param=bf61", "expected one of fp32, bf16. Did you mean 'bf16'?"),
+        ("precision.param=bf61", "expected one of fp32, bf16, fp16. Did you mean 'bf16'?"),
         ("+bogus=1", "'bogus' is not a setting."),
         ("++zero.bogus=1", "zero has: stage prefetch"),
         ("experiment=nope", "experiment has no option 'nope'."),
