@@ -28,10 +28,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from gpt import Gpt, GptSize, loss_of  # noqa: E402
 
 from zero_runtime.collectives import join_world, leave_world  # noqa: E402
+from zero_runtime.optimizers import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
-from zero_runtime.sharded_optimizer import AdamWConfig  # noqa: E402
 
 STAGES = (0, 1, 2, 3)
 LIMIT = "forward+backward"

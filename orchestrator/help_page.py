@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, get_origin
 
-from orchestrator.overrides import OPEN_KEY, Tree
+from orchestrator.overrides import OPEN_KEYS, Tree
 from orchestrator.strict import describe
 
 HEAD = """\
@@ -52,4 +52,4 @@ def _options(tree: Tree, name: str, chosen: str | None) -> str:
 
 def _is_listed(key: str, hint: Any) -> bool:
     """The kind of a group is its option, and the architecture's keys are in its file."""
-    return get_origin(hint) is not dict and not key.startswith(OPEN_KEY) and not key.endswith(".kind")
+    return get_origin(hint) is not dict and not key.startswith(OPEN_KEYS) and not key.endswith(".kind")

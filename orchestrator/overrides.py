@@ -14,7 +14,9 @@ from orchestrator.schema import RunConfig
 from orchestrator.strict import convert, describe, hints_of, nearest
 
 WHOLE_FILES = ("experiment", "sweeps")  # groups whose files change the whole configuration
-OPEN_KEY = "model.config"  # its keys are the architecture's, known from the files of conf/model
+# Mappings whose keys are not ours: the architecture's, known from the files of conf/model, and torch.optim's.
+ARCHITECTURE = "model.config"
+OPEN_KEYS = (ARCHITECTURE, "optimizer.arguments")
 SWEEP_CALL = re.compile(r"^(choice|range|interval|glob|shuffle|sort|tag)\(.*\)$", re.DOTALL)
 CALL = re.compile(r"^\w+\(.*\)$", re.DOTALL)
 WORD = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(?P<equals>=)?(?P<value>(?<==).*)?$", re.DOTALL)
@@ -72,21 +74,25 @@ def _check_key(sign: str, key: str, value: str | None, tree: Tree) -> list[str]:
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return [f"'{key}' has no effect here: -m sweeps, and output=FOLDER says where results go"]
     if sign == "~" and (key in tree.groups or key in tree.keys) and key not in WHOLE_FILES:
-        return [] if key.startswith(f"{OPEN_KEY}.") else [f"~{key}: a run needs {key}; give it another value"]
+        return [] if _is_open(key) else [f"~{key}: a run needs {key}; give it another value"]
     if key in tree.groups:
         if sign in ("+", "++"):
             return [f"{key} is always chosen: write {key}={value} without the {sign}"]
         return []
     if key in tree.keys:
         return []
-    if key.startswith(f"{OPEN_KEY}.") and (sign in ("+", "++") or _below_known(key, tree)):
+    if _is_open(key) and (sign in ("+", "++") or _below_known(key, tree)):
         return []
     return [f"'{key}' is not a setting.{_suggest(key, value, tree)}"]
 
 
+def _is_open(key: str) -> bool:
+    return key.startswith(tuple(f"{one}." for one in OPEN_KEYS))
+
+
 def _below_known(key: str, tree: Tree) -> bool:
     parent = key.rpartition(".")[0]
-    return parent != OPEN_KEY and (parent in tree.keys or _below_known(parent, tree))
+    return parent not in OPEN_KEYS and (parent in tree.keys or _below_known(parent, tree))
 
 
 def _check_value(key: str, value: str | None, tree: Tree) -> list[str]:
@@ -206,7 +212,7 @@ def _options(folders: Iterable[Path]) -> tuple[str, ...]:
 def _architecture_keys(folders: Iterable[Path]) -> Iterator[str]:
     """The keys under model.config in any file of conf/model."""
     for file in (file for folder in folders for file in sorted(folder.glob("*.yaml"))):
-        yield from (f"{OPEN_KEY}.{key}" for key in _config_of(file))
+        yield from (f"{ARCHITECTURE}.{key}" for key in _config_of(file))
 
 
 def _config_of(file: Path) -> Iterable[object]:

@@ -19,13 +19,12 @@ from orchestrator.schema import (
     Model,
     Resources,
     RunConfig,
-    Scheduler,
-    SchedulerKind,
     Tracking,
     TrackingKind,
     Zero,
 )
 from orchestrator.strict import Broken, nearest
+from orchestrator.training import Optimizer, Scheduler, momentum_problem, optimizer_problem, scheduler_problem
 
 BYTE_TOKENS = 256
 CPU_RANKS = 2
@@ -201,15 +200,16 @@ def _validation_has_data(scene: Scene, data: Data, measure: Measure) -> Broken |
     return Broken(rule, "0", ("data.validation_fraction=0.05", "measure.validation_batches=0"))
 
 
+def _optimizer_uses_its_keys(scene: Scene, optimizer: Optimizer) -> Broken | None:
+    return optimizer_problem(optimizer)
+
+
 def _schedule_uses_its_keys(scene: Scene, scheduler: Scheduler) -> Broken | None:
-    kind = scheduler.kind
-    if kind is SchedulerKind.constant and scheduler.warmup_steps:
-        fixes = (f"scheduler=warmup scheduler.warmup_steps={scheduler.warmup_steps}", "scheduler.warmup_steps=0")
-        return Broken("scheduler=constant has no warm-up", f"warmup_steps={scheduler.warmup_steps}", fixes)
-    if kind is not SchedulerKind.cosine and scheduler.min_lr_ratio != 1:
-        fixes = (f"scheduler=cosine scheduler.min_lr_ratio={scheduler.min_lr_ratio}", "scheduler.min_lr_ratio=1.0")
-        return Broken(f"scheduler={kind} never falls", f"min_lr_ratio={scheduler.min_lr_ratio}", fixes)
-    return None
+    return scheduler_problem(scheduler)
+
+
+def _momentum_can_cycle(scene: Scene, optimizer: Optimizer, scheduler: Scheduler) -> Broken | None:
+    return momentum_problem(optimizer, scheduler)
 
 
 def _store_belongs_to_mlflow(scene: Scene, tracking: Tracking) -> Broken | None:
@@ -244,6 +244,8 @@ RULES = (
     Rule(precision_rules.tf32_is_used, ("precision", "resources")),
     Rule(precision_rules.shard_groups_divide_the_ranks, ("zero", "resources")),
     Rule(_one_reduction_has_micro_batches, ("zero", "batch", "resources")),
+    Rule(_optimizer_uses_its_keys, ("optimizer",)),
     Rule(_schedule_uses_its_keys, ("scheduler",)),
+    Rule(_momentum_can_cycle, ("optimizer", "scheduler")),
     Rule(_store_belongs_to_mlflow, ("tracking",)),
 )

@@ -7,14 +7,8 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-from orchestrator.strict import ConfigError, Limits, build
-
-
-class Word(str, Enum):
-    """An enum whose members are their own spelling in conf/, so that a resolved config is plain JSON."""
-
-    def __str__(self) -> str:
-        return str(self.value)
+from orchestrator.strict import ConfigError, Limits, Word, build
+from orchestrator.training import Optimizer, Scheduler
 
 
 class DType(Word):
@@ -38,16 +32,6 @@ class DataKind(Word):
     stdlib = "stdlib"
     text = "text"
     synthetic = "synthetic"
-
-
-class OptimizerKind(Word):
-    adamw = "adamw"
-
-
-class SchedulerKind(Word):
-    constant = "constant"
-    warmup = "warmup"
-    cosine = "cosine"
 
 
 class RecomputeKind(Word):
@@ -170,43 +154,6 @@ class Data:
         limits = Limits(vars(self), "data")
         limits.must("validation_fraction", lambda value: 0 <= value < 1, "from 0 to below 1", 0.05)
         limits.must("path", bool, "a file or folder, or null", None)
-        limits.conclude()
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """AdamW with decoupled weight decay; `clip_norm` null switches clipping off."""
-
-    kind: OptimizerKind = OptimizerKind.adamw
-    lr: float = 3e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float | None = 1.0
-
-    def __post_init__(self) -> None:
-        limits = Limits(vars(self), "optimizer")
-        limits.at_least(0, lr=0.003, weight_decay=0.1)
-        limits.must("beta1", lambda value: 0 <= value < 1, "from 0 to below 1", 0.9)
-        limits.must("beta2", lambda value: 0 <= value < 1, "from 0 to below 1", 0.95)
-        limits.must("eps", lambda value: value > 0, "above 0", 1e-8)
-        limits.must("clip_norm", lambda value: value > 0, "above 0, or null for no clipping", None)
-        limits.conclude()
-
-
-@dataclass(frozen=True)
-class Scheduler:
-    """Linear warm-up over `warmup_steps`; cosine then falls to lr x `min_lr_ratio` at the last step."""
-
-    kind: SchedulerKind = SchedulerKind.cosine
-    warmup_steps: int = 5
-    min_lr_ratio: float = 0.1
-
-    def __post_init__(self) -> None:
-        limits = Limits(vars(self), "scheduler")
-        limits.at_least(0, warmup_steps=0)
-        limits.must("min_lr_ratio", lambda value: 0 <= value <= 1, "from 0 to 1", 0.1)
         limits.conclude()
 
 

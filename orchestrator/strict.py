@@ -11,6 +11,13 @@ from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 
+class Word(str, Enum):
+    """An enum whose members are their own spelling in conf/, so that a resolved config is plain JSON."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
 class Broken(NamedTuple):
     """One broken rule. Each of `fix` is a list of overrides, "a=1 b=2", that alone makes the rule hold."""
 

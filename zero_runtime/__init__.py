@@ -9,11 +9,26 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "AdamWConfig": "sharded_optimizer",
+    "AdamConfig": "optimizers",
+    "AdamWConfig": "optimizers",
+    "Constant": "lr_schedule",
+    "Cosine": "lr_schedule",
+    "LRRangeTest": "lr_schedule",
+    "LambConfig": "optimizers",
+    "LionConfig": "optimizers",
     "LrSchedule": "lr_schedule",
     "MixedPrecision": "precision",
+    "OneCycle": "lr_schedule",
+    "ParamGroup": "param_groups",
+    "Rates": "lr_schedule",
     "RuntimeSettings": "runtime",
+    "SgdConfig": "optimizers",
     "StepReport": "runtime",
+    "TorchConfig": "optimizers",
+    "TorchSchedule": "torch_schedule",
+    "WarmupCosineLR": "lr_schedule",
+    "WarmupDecayLR": "lr_schedule",
+    "WarmupLR": "lr_schedule",
     "ZeroPlan": "plan",
     "ZeroRuntime": "runtime",
 }

@@ -1,46 +1,257 @@
-"""Learning rates as functions of the step: warm-up, then constant or half a cosine. Standard library only."""
+"""Learning rates as functions of the updates already made. Standard library only.
+
+[Note: updates]
+`rates(updates)` is what update number `updates + 1` is made with; a step that was skipped made no update, and so
+moves no schedule. Parameters of the five schedules of DeepSpeed have the names and defaults that it publishes, and
+their rates are those that its engine trains with: the engine steps a schedule after each update, so its iteration is
+`updates - 1`, and its first update is made with the schedule's first value.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 from zero_runtime.errors import PlanError
 
-KINDS = ("constant", "warmup", "cosine")
+LINEAR, LOG = "linear", "log"
 
 
 @dataclass(frozen=True)
-class LrSchedule:
-    """`rate(step)` for step = 0, 1, ... (the number of updates already made).
+class Rates:
+    """One update's numbers: `lr` for all groups (times each one's factor) or one for each group in order, and one
+    more for the parameters in none; `momentum` where a schedule cycles it, None where the optimizer's own holds."""
 
-    constant: peak_lr. warmup (WarmupLR): peak_lr * (step + 1) / warmup_steps, then peak_lr.
-    cosine: the same warm-up, then half a cosine from peak_lr to min_ratio * peak_lr, reached at the last of
-    total_steps updates (arXiv 1608.03983, equation 5, without restarts).
-    """
+    lr: float | tuple[float, ...]
+    momentum: float | None = None
 
-    kind: str
-    peak_lr: float
+
+class LrSchedule(Protocol):
+    """Anything that tells the rates of an update."""
+
+    def rates(self, updates: int) -> Rates: ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same rate for ever."""
+
+    lr: float
+
+    def __post_init__(self) -> None:
+        _check("Constant", {f"lr >= 0, found {self.lr}": self.lr >= 0})
+
+    def rates(self, updates: int) -> Rates:
+        return Rates(self.lr)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """A linear warm-up, lr * (updates + 1) / warmup_steps, then half a cosine from lr to min_ratio * lr, reached at
+    the last of total_steps updates (arXiv 1608.03983, equation 5, without restarts)."""
+
+    lr: float
     total_steps: int
     warmup_steps: int = 0
     min_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise PlanError(f"scheduler.kind: expected one of {KINDS}, found {self.kind!r}")
-        if self.peak_lr < 0 or self.warmup_steps < 0 or not 0 <= self.min_ratio <= 1:
-            raise PlanError(
-                "scheduler: expected peak_lr >= 0, warmup_steps >= 0 and min_ratio in [0, 1], found "
-                f"{self.peak_lr}, {self.warmup_steps} and {self.min_ratio}"
-            )
+        _check(
+            "Cosine",
+            {
+                f"lr >= 0, found {self.lr}": self.lr >= 0,
+                f"warmup_steps >= 0, found {self.warmup_steps}": self.warmup_steps >= 0,
+                f"min_ratio in [0, 1], found {self.min_ratio}": 0 <= self.min_ratio <= 1,
+            },
+        )
 
-    def rate(self, step: int) -> float:
-        if self.kind == "constant":
-            return self.peak_lr
-        if step < self.warmup_steps:
-            return self.peak_lr * (step + 1) / self.warmup_steps
-        if self.kind == "warmup":
-            return self.peak_lr
+    def rates(self, updates: int) -> Rates:
+        if updates < self.warmup_steps:
+            return Rates(self.lr * (updates + 1) / self.warmup_steps)
         span = max(self.total_steps - 1 - self.warmup_steps, 1)
-        progress = min((step - self.warmup_steps) / span, 1.0)
-        return self.peak_lr * (self.min_ratio + (1 - self.min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+        progress = min((updates - self.warmup_steps) / span, 1.0)
+        return Rates(self.lr * (self.min_ratio + (1 - self.min_ratio) * (1 + math.cos(math.pi * progress)) / 2))
+
+
+@dataclass(frozen=True)
+class WarmupLR:
+    """From warmup_min_lr to warmup_max_lr over warmup_num_steps, then constant.
+
+    With iteration i = updates - 1 and W = max(2, warmup_num_steps), rate = min + (max - min) * gamma, where gamma is
+    0 before i = 0, log(i + 1) / log(W) (type log) or i / W (type linear) below W, and `_after` from there.
+    """
+
+    warmup_min_lr: float = 0.0
+    warmup_max_lr: float = 0.001
+    warmup_num_steps: int = 1000
+    warmup_type: str = LOG
+
+    def __post_init__(self) -> None:
+        lrs = (self.warmup_min_lr, self.warmup_max_lr)
+        expected = {f"warmup_min_lr and warmup_max_lr >= 0, found {lrs}": min(lrs) >= 0}
+        _check(type(self).__name__, expected | _warmup(self.warmup_num_steps, self.warmup_type))
+
+    def rates(self, updates: int) -> Rates:
+        iteration, steps = updates - 1, max(2, self.warmup_num_steps)
+        gamma = _rise(iteration, steps, self.warmup_type) if iteration < steps else self._after(iteration)
+        return Rates(self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * gamma)
+
+    def _after(self, iteration: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class WarmupDecayLR(WarmupLR):
+    """WarmupLR's rise, then a linear fall back to warmup_min_lr at iteration total_num_steps."""
+
+    total_num_steps: int = 10_000
+
+    def _after(self, iteration: int) -> float:
+        fall = max(1.0, self.total_num_steps - max(2, self.warmup_num_steps))
+        return max(0.0, (self.total_num_steps - iteration) / fall)
+
+
+@dataclass(frozen=True)
+class WarmupCosineLR:
+    """Ratios of `lr`: WarmupLR's rise from warmup_min_ratio to 1, then half a cosine down to cos_min_ratio.
+
+    With i and W as in WarmupLR, the fall is cos_min + (1 - cos_min) * (1 + cos(pi * p)) / 2 with
+    p = min(1, (i - W + 1) / max(1, total_num_steps - W)). The first update of all is made with a rate of 0.
+    """
+
+    lr: float
+    total_num_steps: int
+    warmup_min_ratio: float = 0.0
+    warmup_num_steps: int = 1000
+    cos_min_ratio: float = 0.0001
+    warmup_type: str = LOG
+
+    def __post_init__(self) -> None:
+        ratios = (self.warmup_min_ratio, self.cos_min_ratio)
+        expected = {
+            f"lr >= 0, found {self.lr}": self.lr >= 0,
+            f"warmup_min_ratio and cos_min_ratio in [0, 1], found {ratios}": 0 <= min(ratios) <= max(ratios) <= 1,
+        }
+        _check("WarmupCosineLR", expected | _warmup(self.warmup_num_steps, self.warmup_type))
+
+    def rates(self, updates: int) -> Rates:
+        iteration, steps = updates - 1, max(2, self.warmup_num_steps)
+        if iteration < 0:
+            return Rates(0.0)
+        if iteration < steps:
+            rise = _rise(iteration, steps, self.warmup_type)
+            return Rates(self.lr * (self.warmup_min_ratio + (1 - self.warmup_min_ratio) * rise))
+        progress = min(1.0, (iteration - steps + 1) / max(1, self.total_num_steps - steps))
+        fall = (1 + math.cos(math.pi * progress)) / 2
+        return Rates(self.lr * (self.cos_min_ratio + (1 - self.cos_min_ratio) * fall))
+
+
+@dataclass(frozen=True)
+class OneCycle:
+    """One cycle of the rate up and down, of the momentum down and up, then a decay (arXiv 1803.09820, section 4).
+
+    With F and G the first and second step sizes: the scale s = updates / F below F, (F + G - updates) / G to F + G;
+    rate = min + (max - min) * s, momentum = max - (max - min) * s. With stairs s is rounded down to their fractions.
+    After n = updates - F - G further updates, with d = n / decay_step_size: rate = min / (1 + decay_lr_rate * d),
+    momentum = max * (1 + decay_mom_rate * d); without a decay_step_size both rest. Unlike DeepSpeed's, the momentum
+    of the first update is cycle_max_mom, and the second beta stays the optimizer's own.
+    """
+
+    cycle_min_lr: float
+    cycle_max_lr: float
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: int = 2000
+    cycle_second_step_size: int | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: int = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: float = 0.8
+    cycle_max_mom: float = 0.9
+    decay_mom_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        lrs, momenta = (self.cycle_min_lr, self.cycle_max_lr), (self.cycle_min_mom, self.cycle_max_mom)
+        sizes, decay = (self.cycle_first_step_size, self._second), self.decay_step_size
+        _check(
+            "OneCycle",
+            {
+                f"0 <= cycle_min_lr <= cycle_max_lr, found {lrs}": 0 <= lrs[0] <= lrs[1],
+                f"0 <= cycle_min_mom <= cycle_max_mom < 1, found {momenta}": 0 <= momenta[0] <= momenta[1] < 1,
+                f"a first and second step size of at least 1, found {sizes}": min(sizes) >= 1,
+                f"decay_step_size of at least 0, found {decay}": decay >= 0,
+            },
+        )
+
+    @property
+    def _second(self) -> int:
+        return self.cycle_first_step_size if self.cycle_second_step_size is None else self.cycle_second_step_size
+
+    def rates(self, updates: int) -> Rates:
+        past = updates - self.cycle_first_step_size - self._second
+        if past <= 0:
+            scale = self._scale(updates)
+            lr = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * scale
+            momentum = self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * scale
+        else:
+            decays = past / self.decay_step_size if self.decay_step_size else 0.0
+            lr = self.cycle_min_lr / (1 + self.decay_lr_rate * decays)
+            momentum = self.cycle_max_mom * (1 + self.decay_mom_rate * decays)
+        return Rates(lr, momentum if self.cycle_momentum else None)
+
+    def _scale(self, updates: int) -> float:
+        first, second = self.cycle_first_step_size, self._second
+        rising = updates <= first
+        place, size = (updates, first) if rising else (first + second - updates, second)
+        stairs = self.cycle_first_stair_count
+        if not rising and self.cycle_second_stair_count is not None:
+            stairs = self.cycle_second_stair_count
+        return place * stairs // size / stairs if stairs > 0 else place / size
+
+
+@dataclass(frozen=True)
+class LRRangeTest:
+    """min_lr * (1 + step_rate * updates / step_size), to find the rate at which training breaks (arXiv 1506.01186);
+    with a staircase updates / step_size is rounded down."""
+
+    lr_range_test_min_lr: float = 1e-3
+    lr_range_test_step_size: int = 2000
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+
+    def __post_init__(self) -> None:
+        size, numbers = self.lr_range_test_step_size, (self.lr_range_test_min_lr, self.lr_range_test_step_rate)
+        _check(
+            "LRRangeTest",
+            {
+                f"lr_range_test_step_size of at least 1, found {size}": size >= 1,
+                f"a min_lr and a step_rate of at least 0, found {numbers}": min(numbers) >= 0,
+            },
+        )
+
+    def rates(self, updates: int) -> Rates:
+        size = self.lr_range_test_step_size
+        intervals = float(updates // size) if self.lr_range_test_staircase else updates / size
+        return Rates(self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * intervals))
+
+
+def _rise(iteration: int, steps: int, kind: str) -> float:
+    """0 to 1 over `steps` iterations; 0 before the first."""
+    if iteration < 0:
+        return 0.0
+    return math.log(iteration + 1) / math.log(steps) if kind == LOG else iteration / steps
+
+
+def _warmup(steps: int, kind: str) -> dict[str, bool]:
+    return {
+        f"warmup_num_steps of at least 1, found {steps}": steps >= 1,
+        f"warmup_type {LINEAR!r} or {LOG!r}, found {kind!r}": kind in (LINEAR, LOG),
+    }
+
+
+def _check(name: str, expected: dict[str, bool]) -> None:
+    """PlanError that tells every expectation that does not hold."""
+    broken = [text for text, holds in expected.items() if not holds]
+    if broken:
+        raise PlanError(f"scheduler {name}: expected {'; '.join(broken)}")

@@ -13,7 +13,7 @@ from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.plan import Partition, ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 
-ADAM_STATES = 2  # exp_avg and exp_avg_sq, both fp32
+ADAM_STATES = 2  # exp_avg and exp_avg_sq; how many fp32 states another optimizer keeps, its config says
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,15 @@ class BytesPerElement:
     optimizer: tuple[Term, ...]
 
     @classmethod
-    def of(cls, plan: ZeroPlan, precision: MixedPrecision, micro_batches: int) -> BytesPerElement:
+    def of(
+        cls, plan: ZeroPlan, precision: MixedPrecision, micro_batches: int, optimizer_states: int
+    ) -> BytesPerElement:
         # Where master and param dtype agree the master is the parameter (see Unit._allocate) and costs nothing.
         master = 0 if precision.master == precision.param else ITEMSIZE_BYTES[precision.master]
         return cls(
             params=_param_terms(plan, precision),
             grads=((ITEMSIZE_BYTES[precision.grad(micro_batches)], plan.grads),),
-            optimizer=((master + ADAM_STATES * ITEMSIZE_BYTES["fp32"], plan.optimizer),),
+            optimizer=((master + optimizer_states * ITEMSIZE_BYTES["fp32"], plan.optimizer),),
         )
 
 
@@ -83,9 +85,10 @@ def model_state_bytes(
     *,
     world: int,
     micro_batches: int = 1,
+    optimizer_states: int = ADAM_STATES,
 ) -> StateBytes:
     """Predicted bytes of model states on each rank. Frozen units have parameters only."""
-    components = asdict(BytesPerElement.of(plan, precision, micro_batches))
+    components = asdict(BytesPerElement.of(plan, precision, micro_batches, optimizer_states))
     ranks = {Partition.REPLICATED: 1, Partition.SHARDED: plan.shard_count(world)}
     totals = dict.fromkeys(components, 0)
     exact = 0.0
@@ -99,11 +102,12 @@ def model_state_bytes(
     return StateBytes(**totals, padding=round(sum(totals.values()) - exact))
 
 
-def formula(plan: ZeroPlan, precision: MixedPrecision, *, micro_batches: int = 1) -> str:
+def formula(
+    plan: ZeroPlan, precision: MixedPrecision, *, micro_batches: int = 1, optimizer_states: int = ADAM_STATES
+) -> str:
     """The closed form of `model_state_bytes` in Ψ (parameters) and N (ranks of a shard group): `4Ψ + 12Ψ/N`."""
-    terms = [
-        term for component in asdict(BytesPerElement.of(plan, precision, micro_batches)).values() for term in component
-    ]
+    components = asdict(BytesPerElement.of(plan, precision, micro_batches, optimizer_states))
+    terms = [term for component in components.values() for term in component]
     full = sum(size for size, partition in terms if partition is Partition.REPLICATED)
     split = sum(size for size, partition in terms if partition is Partition.SHARDED)
     return " + ".join(([f"{full}Ψ"] if full else []) + ([f"{split}Ψ/N"] if split else []))

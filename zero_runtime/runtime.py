@@ -16,13 +16,15 @@ from zero_runtime.collectives import Collectives, Ledger, world_size
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.grad_norm import clip_coefficient, local_sum_of_squares
 from zero_runtime.loss_scaler import UNSCALED, LossScaler, LossScaleRule
+from zero_runtime.lr_schedule import Rates
 from zero_runtime.memory_model import StateBytes, UnitSize, model_state_bytes
 from zero_runtime.module_hooks import ModuleHooks
+from zero_runtime.optimizers import OptimizerConfig
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.schedule import Schedule
-from zero_runtime.sharded_optimizer import AdamWConfig, ShardedOptimizer
+from zero_runtime.sharded_optimizer import ShardedOptimizer
 from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import move_buffers, plan_units
 
@@ -71,7 +73,7 @@ class ZeroRuntime:
         model: nn.Module,
         plan: ZeroPlan,
         precision: MixedPrecision,
-        optimizer: AdamWConfig,
+        optimizer: OptimizerConfig,
         settings: RuntimeSettings,
         device: torch.device,
     ) -> None:
@@ -87,9 +89,8 @@ class ZeroRuntime:
             Unit(spec, plan, precision, self.collectives, device, micro_batches=settings.micro_batches)
             for spec in plan_units(model)
         ]
-        self.optimizer = ShardedOptimizer(self.units, optimizer)
+        self.optimizer = ShardedOptimizer(self.units, optimizer, self.collectives)
         self.scaler: LossScaler = settings.loss_scale.start()
-        self.updates = 0
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch)
         self._hooks = ModuleHooks(self.units, self._schedule)
         self._backwards = 0
@@ -104,6 +105,11 @@ class ZeroRuntime:
         return self.collectives.sum_over_ranks_(torch.tensor(count, dtype=torch.int64, device=self.device))
 
     # ---- a step --------------------------------------------------------------------------------------------------
+
+    @property
+    def updates(self) -> int:
+        """Steps that updated something: not the skipped ones. What a schedule is a function of."""
+        return self.optimizer.updates
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss` (0-dim, this rank's share of the objective)."""
@@ -139,7 +145,7 @@ class ZeroRuntime:
         finally:
             self._synced = True
 
-    def step(self, lr: float) -> StepReport:
+    def step(self, lr: float | Rates) -> StepReport:
         """Clip, update every parameter once, drop the gradients. Reads two numbers on the host.
 
         fp16 gradients that overflow on any rank skip the step on all: nothing is updated or counted, and the loss
@@ -154,7 +160,6 @@ class ZeroRuntime:
             raise NonFiniteError(diagnosis.non_finite_message(report, self.updates, self.scaler))
         if not overflow:
             self.optimizer.step(lr, clip_coefficient(norm, self.settings.clip_norm) / self.scaler.scale)
-            self.updates += 1
         self._drop_gradients()
         if not overflow:
             self._schedule.after_step()
@@ -262,6 +267,7 @@ class ZeroRuntime:
             self.unit_sizes(),
             world=self.collectives.world,
             micro_batches=self.settings.micro_batches,
+            optimizer_states=len(self.optimizer.state_names),
         )
 
     def unit_sizes(self) -> list[UnitSize]:

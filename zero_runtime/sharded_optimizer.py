@@ -1,79 +1,110 @@
-"""AdamW over the master shards, unit by unit. It owns the moments; the units own everything else."""
+"""The optimizer over the master shards, unit by unit. It owns its states; the units own everything else."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 
-from kernels import reference
-from zero_runtime.errors import PlanError
+from zero_runtime.collectives import Collectives
+from zero_runtime.lr_schedule import Rates
+from zero_runtime.optimizers import LambConfig, OptimizerConfig, TorchConfig
+from zero_runtime.param_groups import GroupTable
+from zero_runtime.torch_rule import TorchRule
 from zero_runtime.unit import Unit
+from zero_runtime.update_rules import ElementwiseRule, Held, LambRule, StepNumbers, check_momentum
 
 
-@dataclass(frozen=True)
-class AdamWConfig:
-    """AdamW's constants (arXiv 1711.05101); the learning rate comes with each step."""
+class UpdateRule(Protocol):
+    """Updates every master shard and every state in place, from each unit's grad_shard."""
 
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-
-    def __post_init__(self) -> None:
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise PlanError(f"optimizer.{name}: expected a number in [0, 1), found {value}")
-        if self.eps <= 0 or self.weight_decay < 0:
-            raise PlanError(
-                f"optimizer: expected eps > 0 and weight_decay >= 0, found eps={self.eps}, "
-                f"weight_decay={self.weight_decay}"
-            )
+    def update(self, helds: list[Held], numbers: StepNumbers) -> None: ...
 
 
 class ShardedOptimizer:
-    """exp_avg_shard and exp_avg_sq_shard [S] fp32 of every trainable unit, and the step that uses them."""
+    """The states [S] fp32 of every trainable unit, and the step that uses them.
 
-    def __init__(self, units: list[Unit], config: AdamWConfig) -> None:
-        self._units = [unit for unit in units if unit.trainable]
-        self._config = config
-        self._steps = 0
-        self._moments = [(_zeros_like_master(unit), _zeros_like_master(unit)) for unit in self._units]
+    `step` is called for good steps only: what a step that is skipped must not touch (states, `updates`) is all here.
+    """
 
-    def step(self, lr: float, grad_scale: torch.Tensor) -> None:
-        """Update every master shard from its unit's grad_shard times grad_scale, then the parameter shards."""
-        self._steps += 1
-        settings = reference.AdamW(
-            lr=lr,
-            beta1=self._config.beta1,
-            beta2=self._config.beta2,
-            eps=self._config.eps,
-            weight_decay=self._config.weight_decay,
-            step=self._steps,
+    def __init__(self, units: Iterable[Unit], config: OptimizerConfig, collectives: Collectives) -> None:
+        units = list(units)
+        self.config = config
+        self.updates = 0  # steps made; what a schedule is a function of
+        names = [segment.name for unit in units for segment in unit.layout.segments]
+        self._groups = GroupTable(config.groups, names, weight_decay=config.decay, no_decay=config.no_decay)
+        self._helds = [
+            Held(
+                unit,
+                self._groups.runs(unit.layout, collectives.shard_rank),
+                {name: _zeros_like_master(unit) for name in config.state_names},
+            )
+            for unit in units
+            if unit.trainable
+        ]
+        self._by_unit = {held.unit.name: held for held in self._helds}
+        self._rule = _rule(config, self._helds, collectives)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The states kept for each element, in order: all fp32."""
+        return self.config.state_names
+
+    def step(self, lr: float | Rates, grad_scale: torch.Tensor) -> None:
+        """Update every master shard from its unit's grad_shard times grad_scale (0-dim fp32), then the parameter
+        shards. One number is the rate of every group, times the group's factor."""
+        rates = lr if isinstance(lr, Rates) else Rates(lr)
+        self._groups.check_rates(rates.lr)
+        check_momentum(self.config, rates.momentum)
+        numbers = StepNumbers(
+            self.updates + 1,
+            lambda settings: self._groups.rate(rates.lr, settings),
+            rates.momentum,
+            grad_scale,
         )
         with torch.no_grad():
-            for unit, (exp_avg, exp_avg_sq) in zip(self._units, self._moments, strict=True):
-                assert unit.master_shard is not None
-                assert unit.grad_shard is not None
-                reference.adamw(unit.master_shard, unit.grad_shard, exp_avg, exp_avg_sq, grad_scale, settings)
-                unit.refresh_param_shard()
+            self._rule.update(self._helds, numbers)
+            for held in self._helds:
+                held.unit.refresh_param_shard()
+        self.updates += 1
+
+    def counters(self) -> dict[str, float]:
+        """What is kept beside the states, equal wherever it is kept: the updates made, and a torch optimizer's own
+        scalars by group. Of a group that this rank holds nothing of, there are none."""
+        own = self._rule.counters(self._helds) if isinstance(self._rule, TorchRule) else {}
+        return {"updates": float(self.updates), **own}
+
+    def load_counters(self, counters: Mapping[str, float]) -> None:
+        """Go on from `counters` (the union over the ranks), after the states have been filled in place."""
+        self.updates = int(counters["updates"])
+        if isinstance(self._rule, TorchRule) and self.updates:
+            self._rule.load_counters(self._helds, counters)
 
     def states_of(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """The unit's [S] states by name; none for a frozen unit."""
-        for owner, (exp_avg, exp_avg_sq) in zip(self._units, self._moments, strict=True):
-            if owner is unit:
-                return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        return {}
+        """The unit's [S] fp32 states by name, in the order of its layout; none for a frozen unit. The optimizer's
+        own tensors: filling them in place sets the states."""
+        held = self._by_unit.get(unit.name)
+        return {} if held is None else held.states
 
     def free(self) -> None:
         """Let the states go."""
-        self._units.clear()
-        self._moments.clear()
+        self._helds.clear()
+        self._by_unit.clear()
+        if isinstance(self._rule, TorchRule):
+            self._rule.free()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """The moments, for counting."""
-        return [moment for pair in self._moments for moment in pair]
+        """All states, for counting."""
+        return [state for held in self._helds for state in held.states.values()]
+
+
+def _rule(config: OptimizerConfig, helds: list[Held], collectives: Collectives) -> UpdateRule:
+    if isinstance(config, LambConfig):
+        return LambRule(config, helds, collectives)
+    if isinstance(config, TorchConfig):
+        return TorchRule(config, helds)
+    return ElementwiseRule(config)
 
 
 def _zeros_like_master(unit: Unit) -> torch.Tensor:

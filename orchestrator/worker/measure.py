@@ -60,7 +60,12 @@ def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> di
             for name, size in asdict(predicted).items()
             if name != "padding"
         ],
-        "formula": memory_model.formula(runtime.plan, runtime.precision, micro_batches=micro_batches),
+        "formula": memory_model.formula(
+            runtime.plan,
+            runtime.precision,
+            micro_batches=micro_batches,
+            optimizer_states=len(runtime.optimizer.state_names),
+        ),
         "padding_bytes": predicted.padding,
     }
 

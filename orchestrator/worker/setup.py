@@ -7,14 +7,13 @@ import os
 import torch
 
 from orchestrator.schema import DType, Precision, RecomputeKind, RunConfig
+from orchestrator.worker.training import build_optimizer
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_model
 from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
-from zero_runtime.lr_schedule import LrSchedule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.sharded_optimizer import AdamWConfig
 
 
 def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
@@ -47,7 +46,7 @@ def build_runtime(config: RunConfig, device: torch.device) -> ZeroRuntime:
     model = build_model(config.model.model_type, config.model.config, seed=config.seed)
     if config.recompute.kind is RecomputeKind.full:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-    optimizer, precision = config.optimizer, config.precision
+    precision = config.precision
     return ZeroRuntime(
         model,
         ZeroPlan.from_stage(config.zero.stage, shard_ranks=config.zero.shard_ranks),
@@ -58,10 +57,10 @@ def build_runtime(config: RunConfig, device: torch.device) -> ZeroRuntime:
             master=str(precision.master),
             compute=str(precision.compute),
         ),
-        AdamWConfig(optimizer.beta1, optimizer.beta2, optimizer.eps, optimizer.weight_decay),
+        build_optimizer(config.optimizer),
         RuntimeSettings(
             micro_batches=config.batch.accumulation,
-            clip_norm=optimizer.clip_norm,
+            clip_norm=config.optimizer.clip_norm,
             prefetch=config.zero.prefetch,
             loss_scale=_loss_scale(precision),
         ),
@@ -79,16 +78,6 @@ def _loss_scale(precision: Precision) -> LossScaleRule:
         hysteresis=precision.hysteresis,
         consecutive_hysteresis=precision.consecutive_hysteresis,
         minimum=precision.min_loss_scale,
-    )
-
-
-def build_schedule(config: RunConfig) -> LrSchedule:
-    return LrSchedule(
-        kind=str(config.scheduler.kind),
-        peak_lr=config.optimizer.lr,
-        total_steps=config.measure.warmup_steps + config.measure.steps,
-        warmup_steps=config.scheduler.warmup_steps,
-        min_ratio=config.scheduler.min_lr_ratio,
     )
 
 

@@ -19,7 +19,8 @@ from orchestrator.record import AttemptPaths, append_event, read_json, write_jso
 from orchestrator.schema import RunConfig, from_dict
 from orchestrator.worker import measure
 from orchestrator.worker.faults import Faults
-from orchestrator.worker.setup import build_data, build_runtime, build_schedule, cpu_model, prepare_process
+from orchestrator.worker.setup import build_data, build_runtime, cpu_model, prepare_process
+from orchestrator.worker.training import build_schedule
 from orchestrator.workloads.data import TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
 from zero_runtime.collectives import join_world, leave_world
@@ -54,7 +55,9 @@ class RankRun:
         self._faults = Faults.from_env()
         self._data: TokenData = build_data(config)
         self._runtime: ZeroRuntime = build_runtime(config, device)
-        self._schedule = build_schedule(config)
+        self._schedule = build_schedule(
+            config.scheduler, config.optimizer.lr, total_steps=config.measure.warmup_steps + config.measure.steps
+        )
         self._readings = measure.Readings()
         self._steps = config.measure.warmup_steps + config.measure.steps
         # The census walks all of Python's objects, so it is taken in a step that is not counted, where there is one;
@@ -81,10 +84,11 @@ class RankRun:
         self._backwards(batches, tokens, counting=step == self._census_step)
         if step == self._census_step:
             self._readings.census = take_census(runtime)
-        lr = self._schedule.rate(runtime.updates)  # a skipped step does not advance it
+        rates = self._schedule.rates(runtime.updates)  # a skipped step does not advance it
+        assert isinstance(rates.lr, float)
         try:
             with clock.phase("optimizer"):
-                return runtime.step(lr), lr
+                return runtime.step(rates), rates.lr
         except NonFiniteError as error:
             verdict = runtime.find_non_finite(lambda: self._backwards(batches, tokens, counting=False))
             raise NonFiniteError(f"{error}\n{verdict}") from None

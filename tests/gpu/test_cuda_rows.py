@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from harness.models import TinyTransformer, batch, token_loss_sum
-from harness.oracle import BETAS, EPS, LR, WEIGHT_DECAY, Case, step_tokens
+from harness.oracle import ADAMW, LR, Case, step_tokens
+from harness.plain_optimizers import plain_optimizer
 
 from zero_runtime.collectives import join_world, leave_world
 from zero_runtime.memory_census import take_census
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.sharded_optimizer import AdamWConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,9 +35,7 @@ def device(tmp_path_factory: pytest.TempPathFactory):
 
 def plain_losses(case: Case, device: torch.device) -> list[float]:
     model = TinyTransformer(case.model).to(device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, foreach=False
-    )
+    optimizer = plain_optimizer(ADAMW, dict(model.named_parameters()), LR)
     losses = []
     for step in range(STEPS):
         ids, labels = (part.to(device) for part in batch(case.model, step, 0, 0))
@@ -54,7 +52,7 @@ def runtime_losses(case: Case, stage: int, device: torch.device) -> tuple[list[f
         TinyTransformer(case.model),
         ZeroPlan.from_stage(stage),
         case.precision,
-        AdamWConfig(BETAS[0], BETAS[1], EPS, WEIGHT_DECAY),
+        ADAMW,
         RuntimeSettings(),
         device,
     )

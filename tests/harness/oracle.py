@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 import torch
 
 from harness.models import IGNORED, TinySpec, TinyTransformer, batch, token_loss_sum
+from harness.plain_optimizers import plain_optimizer
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
+from zero_runtime.optimizers import AdamWConfig, OptimizerConfig
 from zero_runtime.precision import MixedPrecision
 
 LR = 1e-2
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1
+ADAMW = AdamWConfig(*BETAS, EPS, WEIGHT_DECAY)
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,14 @@ class Nudge:
     clip_factor: float = 1.0
 
 
-def oracle(case: Case, *, reduces_every_backward: bool, nudge: Nudge | None = None) -> Trace:
-    """Run the case with torch.optim.AdamW (foreach=False) on fp32 masters."""
+def oracle(
+    case: Case, *, reduces_every_backward: bool, nudge: Nudge | None = None, optimizer: OptimizerConfig = ADAMW
+) -> Trace:
+    """Run the case with torch.optim.AdamW (foreach=False) on fp32 masters, or what else `optimizer` means."""
     nudge = nudge or Nudge()
     torch.set_num_threads(1)
     masters = {name: p.detach().clone() for name, p in TinyTransformer(case.model).named_parameters()}
-    optimizer = torch.optim.AdamW(
-        list(masters.values()), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, foreach=False
-    )
+    plain = plain_optimizer(optimizer, masters, LR)
     trace = Trace([], [], masters)
     scaler = case.loss_scale.start()
     for step in range(case.steps):
@@ -97,7 +100,7 @@ def oracle(case: Case, *, reduces_every_backward: bool, nudge: Nudge | None = No
         if overflow:
             continue
         before = {name: master.clone() for name, master in masters.items()} if step == 0 else {}
-        optimizer.step()
+        plain.step()
         if step == 0:
             trace.first_grads = grads
             trace.abs_grad_sum = _abs_sum(parts)

@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 
 from harness.models import IGNORED, TinyTransformer, batch, token_loss_sum
-from harness.oracle import BETAS, EPS, LR, WEIGHT_DECAY, Case, Trace
+from harness.oracle import ADAMW, LR, Case, Trace
+from zero_runtime.optimizers import OptimizerConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.sharded_optimizer import AdamWConfig
 
 
-def build_runtime(case: Case, stage: int, *, prefetch: int = 1) -> ZeroRuntime:
+def build_runtime(case: Case, stage: int, *, prefetch: int = 1, optimizer: OptimizerConfig = ADAMW) -> ZeroRuntime:
     return ZeroRuntime(
         TinyTransformer(case.model),
         ZeroPlan.from_stage(stage, shard_ranks=case.shard_ranks if stage else None),
         case.precision,
-        AdamWConfig(BETAS[0], BETAS[1], EPS, WEIGHT_DECAY),
+        optimizer,
         RuntimeSettings(
             micro_batches=case.micro_batches,
             clip_norm=case.clip_norm,

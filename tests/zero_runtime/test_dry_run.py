@@ -9,10 +9,10 @@ from harness.ranks import run_alone
 
 from zero_runtime.loss_scaler import LossScaleRule
 from zero_runtime.memory_model import CollectiveCounts, collective_elements
+from zero_runtime.optimizers import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.sharded_optimizer import AdamWConfig
 
 WORLD = 64
 STAGES = (0, 1, 2, 3)

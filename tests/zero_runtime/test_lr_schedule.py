@@ -1,72 +1,197 @@
-"""Learning rates at the corners of each schedule."""
+"""Each schedule's rates, from its published formula, written out."""
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
+import warnings
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
+import torch
 
 from zero_runtime.errors import PlanError
-from zero_runtime.lr_schedule import KINDS, LrSchedule
+from zero_runtime.lr_schedule import (
+    Constant,
+    Cosine,
+    LRRangeTest,
+    LrSchedule,
+    OneCycle,
+    Rates,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
+from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.param_groups import ParamGroup
+from zero_runtime.torch_schedule import TorchSchedule
 
-PEAK = 0.5  # a power of two: products with it are exact
-COSINE = LrSchedule("cosine", PEAK, total_steps=13, warmup_steps=4, min_ratio=0.25)
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_constant_is_the_peak_from_the_first_step_on() -> None:
-    schedule = LrSchedule("constant", PEAK, total_steps=10, warmup_steps=5)
-    assert {schedule.rate(step) for step in range(20)} == {PEAK}
+def rates_of(schedule: LrSchedule, updates: int) -> list[float]:
+    found = [schedule.rates(made).lr for made in range(updates)]
+    assert all(isinstance(lr, float) for lr in found)
+    return found  # type: ignore[return-value]
 
 
-def test_warmup_rises_by_equal_parts_from_one_part_to_the_peak_and_stays() -> None:
-    schedule = LrSchedule("warmup", PEAK, total_steps=10, warmup_steps=4)
-    assert [schedule.rate(step) for step in range(7)] == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5]
-    assert schedule.rate(10**6) == PEAK
+def approx(values: list[float]) -> object:
+    """The same real numbers: a few roundings of fp64 apart, since terms are written in another order."""
+    return pytest.approx(values, rel=8 * 2.0**-53, abs=1e-18)
 
 
-def test_cosine_begins_with_the_same_warmup() -> None:
-    assert [COSINE.rate(step) for step in range(4)] == [0.125, 0.25, 0.375, 0.5]
+def test_constant_and_cosine() -> None:
+    assert rates_of(Constant(0.5), 3) == [0.5, 0.5, 0.5]
+    half = 1 + (10 - 1) * (1 + math.cos(math.pi / 4)) / 2, 1 + 9 / 2, 1 + 9 * (1 - math.cos(math.pi / 4)) / 2
+    # total 7: two steps up, then five from the peak to a tenth of it, and there it stays.
+    assert rates_of(Cosine(10.0, 7, 2, 0.1), 9) == approx([5, 10, 10, *half, 1, 1, 1])
+
+
+COSINE = Cosine(0.5, total_steps=13, warmup_steps=4, min_ratio=0.25)
 
 
 def test_cosine_has_its_peak_its_middle_and_its_floor_where_promised() -> None:
-    assert COSINE.rate(4) == PEAK  # cos 0 is 1 exactly
+    rates = rates_of(COSINE, 20)
+    assert rates[:5] == [0.125, 0.25, 0.375, 0.5, 0.5]  # cos 0 is 1 exactly
     # cos(pi/2) in doubles is 6.1e-17 and not 0, which 2^-53 of the value covers.
-    assert COSINE.rate(8) == pytest.approx(PEAK * (0.25 + 0.75 / 2), rel=2**-53, abs=0)
-    assert COSINE.rate(12) == PEAK * 0.25  # the last of 13 updates; cos pi is -1 exactly
-
-
-def test_cosine_stays_at_its_floor_after_the_last_step() -> None:
-    assert COSINE.rate(13) == COSINE.rate(10**6) == PEAK * 0.25
-
-
-def test_cosine_never_rises_after_the_warmup() -> None:
-    rates = [COSINE.rate(step) for step in range(4, 20)]
-    assert rates == sorted(rates, reverse=True)
-
-
-def test_a_cosine_to_nothing_ends_at_nothing() -> None:
-    assert LrSchedule("cosine", PEAK, total_steps=5).rate(4) == 0.0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_warmup_starts_at_the_peak(kind: str) -> None:
-    assert LrSchedule(kind, PEAK, total_steps=10).rate(0) == PEAK
+    assert rates[8] == pytest.approx(0.5 * (0.25 + 0.75 / 2), rel=2**-53, abs=0)
+    assert set(rates[12:]) == {0.125}  # from the last of 13 updates on; cos pi is -1 exactly
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert Cosine(0.5, total_steps=5).rates(4).lr == 0.0
 
 
 @pytest.mark.parametrize("total_steps", [1, 4, 5])
 def test_a_cosine_with_no_steps_left_after_the_warmup_does_not_divide_by_zero(total_steps: int) -> None:
-    schedule = replace(COSINE, total_steps=total_steps)
-    assert schedule.rate(3) == schedule.rate(4) == PEAK
-    assert schedule.rate(5) == PEAK * 0.25
+    assert rates_of(replace(COSINE, total_steps=total_steps), 6)[3:] == [0.5, 0.5, 0.125]
 
 
-def test_an_unknown_kind_is_refused_with_the_choices() -> None:
-    with pytest.raises(PlanError, match=r"scheduler\.kind: expected one of .*cosine.*, found 'linear'"):
-        LrSchedule("linear", PEAK, total_steps=1)
+def test_linear_warmup_starts_at_the_minimum_as_deepspeeds_engine_does() -> None:
+    schedule = WarmupLR(warmup_min_lr=1.0, warmup_max_lr=5.0, warmup_num_steps=4, warmup_type="linear")
+    assert rates_of(schedule, 8) == approx([1, 1, 2, 3, 4, 5, 5, 5])
 
 
-@pytest.mark.parametrize("wrong", [{"peak_lr": -1.0}, {"warmup_steps": -1}, {"min_ratio": -0.1}, {"min_ratio": 1.1}])
-def test_a_value_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match=str(next(iter(wrong.values())))):
-        replace(COSINE, **wrong)
+def test_log_warmup_rises_as_the_logarithm_of_the_step() -> None:
+    schedule = WarmupLR(warmup_max_lr=2.0, warmup_num_steps=8)  # log is the published default
+    logs = [2 * math.log(step) / math.log(8) for step in (1, 2, 3, 4, 5, 6, 7, 8)]
+    assert rates_of(schedule, 11) == approx([0, *logs, 2, 2])
+
+
+def test_a_warmup_of_one_step_takes_two_as_published() -> None:
+    assert rates_of(WarmupLR(0.0, 1.0, 1, "linear"), 5) == approx([0, 0, 0.5, 1, 1])
+    assert rates_of(WarmupLR(0.0, 1.0, 1, "log"), 4) == approx([0, 0, 1, 1])
+
+
+def test_warmup_decay_falls_in_a_line_to_the_minimum_and_stays() -> None:
+    schedule = WarmupDecayLR(1.0, 5.0, 2, "linear", total_num_steps=6)
+    # iteration 2 has gamma (6 - 2) / (6 - 2) = 1, iteration 6 has 0
+    assert rates_of(schedule, 10) == approx([1, 1, 3, 5, 4, 3, 2, 1, 1, 1])
+
+
+def test_warmup_cosine_rises_from_its_ratio_and_falls_to_the_other() -> None:
+    schedule = WarmupCosineLR(10.0, 6, 0.2, 2, 0.1, "linear")
+    fall = [10 * (0.1 + 0.9 * (1 + math.cos(math.pi * done / 4)) / 2) for done in (1, 2, 3, 4)]
+    assert rates_of(schedule, 9) == approx([0, 2, 6, *fall, 1, 1])
+
+
+def test_one_cycle_goes_up_and_down_and_the_momentum_the_other_way() -> None:
+    schedule = OneCycle(1.0, 5.0, 0.5, 4, 2, decay_step_size=2, cycle_min_mom=0.5, cycle_max_mom=0.9)
+    assert rates_of(schedule, 11) == approx([1, 2, 3, 4, 5, 3, 1, 1 / 1.25, 1 / 1.5, 1 / 1.75, 0.5])
+    momenta = [schedule.rates(made).momentum for made in range(9)]
+    assert momenta == approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.7, 0.9, 0.9, 0.9])
+
+
+def test_one_cycle_without_decay_rests_and_without_momentum_says_none() -> None:
+    schedule = OneCycle(1.0, 3.0, cycle_first_step_size=2, cycle_momentum=False)
+    assert rates_of(schedule, 7) == approx([1, 2, 3, 2, 1, 1, 1])
+    assert schedule.rates(1).momentum is None
+
+
+def test_one_cycle_in_stairs_holds_its_rate_between_them() -> None:
+    schedule = OneCycle(0.0, 4.0, cycle_first_step_size=8, cycle_second_step_size=4, cycle_first_stair_count=2)
+    assert rates_of(schedule, 13) == approx([0, 0, 0, 0, 2, 2, 2, 2, 4, 2, 2, 0, 0])
+
+
+def test_the_momentum_decays_after_the_cycle() -> None:
+    schedule = OneCycle(
+        1.0, 2.0, 0.0, 1, 1, decay_step_size=4, cycle_max_mom=0.8, cycle_min_mom=0.4, decay_mom_rate=0.1
+    )
+    assert [schedule.rates(made).momentum for made in (2, 4, 6)] == approx([0.8, 0.8 * 1.05, 0.8 * 1.1])
+
+
+def test_the_range_test_grows_for_ever_in_a_line_or_in_stairs() -> None:
+    assert rates_of(LRRangeTest(0.5, 2, 3.0), 5) == approx([0.5, 1.25, 2, 2.75, 3.5])
+    assert rates_of(LRRangeTest(0.5, 2, 3.0, lr_range_test_staircase=True), 5) == approx([0.5, 0.5, 2, 2, 3.5])
+
+
+BAD = [
+    (lambda: WarmupLR(warmup_num_steps=0), "warmup_num_steps of at least 1, found 0"),
+    (lambda: WarmupLR(warmup_type="square"), "'linear' or 'log', found 'square'"),
+    (lambda: WarmupCosineLR(1.0, 5, cos_min_ratio=2.0), "in [0, 1]"),
+    (lambda: OneCycle(2.0, 1.0), "cycle_min_lr <= cycle_max_lr"),
+    (lambda: OneCycle(1.0, 2.0, cycle_max_mom=1.0), "cycle_max_mom < 1"),
+    (lambda: LRRangeTest(lr_range_test_step_size=0), "lr_range_test_step_size of at least 1"),
+    (lambda: Cosine(1.0, 5, min_ratio=2.0), "min_ratio in [0, 1]"),
+    (lambda: Constant(-1.0), "lr >= 0"),
+]
+
+
+@pytest.mark.parametrize(("build", "told"), BAD)
+def test_what_makes_no_schedule_is_refused(build, told: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        build()
+    assert told in str(caught.value)
+
+
+def test_the_pure_schedules_optimizers_and_groups_import_no_torch() -> None:
+    code = (
+        "import sys, zero_runtime.lr_schedule, zero_runtime.optimizers, zero_runtime.param_groups, "
+        "zero_runtime.memory_model; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# ---- any scheduler of torch -----------------------------------------------------------------------------------------
+
+GROUPS = (ParamGroup(("a",), lr_scale=0.5), ParamGroup(()))
+SCHEDULERS = torch.optim.lr_scheduler
+TORCH = {
+    "step": lambda optimizer: SCHEDULERS.StepLR(optimizer, 2, gamma=0.5),
+    "cosine": lambda optimizer: SCHEDULERS.CosineAnnealingLR(optimizer, 6),
+    "lambda": lambda optimizer: SCHEDULERS.LambdaLR(optimizer, [lambda n: 1.0, lambda n: n, lambda n: n * n]),
+    "sequence": lambda optimizer: SCHEDULERS.SequentialLR(
+        optimizer, [SCHEDULERS.LinearLR(optimizer, 0.1), SCHEDULERS.ExponentialLR(optimizer, 0.9)], [3]
+    ),
+    "one_cycle": lambda optimizer: SCHEDULERS.OneCycleLR(optimizer, [0.1, 0.2, 0.3], total_steps=9),
+    "cyclic": lambda optimizer: SCHEDULERS.CyclicLR(optimizer, 0.1, 0.2, step_size_up=3),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_torch_scheduler_gives_the_rates_it_gives_torch(name: str) -> None:
+    optimizer = torch.optim.SGD(
+        [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.05, 0.1, 0.1)], lr=0.1, momentum=0.9
+    )
+    scheduler = TORCH[name](optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of a scheduler that is ahead of its optimizer
+        ours = TorchSchedule(TORCH[name], AdamWConfig(groups=GROUPS), 0.1)
+        for made in range(8):
+            rates = ours.rates(made)
+            assert rates.lr == tuple(group["lr"] for group in optimizer.param_groups)
+            assert rates.momentum == (optimizer.param_groups[0]["momentum"] if "cycl" in name else None)
+            optimizer.step()
+            scheduler.step()
+
+
+def test_a_torch_scheduler_is_a_function_of_the_updates_alone() -> None:
+    """A step that is skipped asks for the same rates again, and a restored run for those of its place."""
+    schedule = TorchSchedule(TORCH["step"], AdamWConfig(), 1.0)
+    assert [schedule.rates(made) for made in (4, 4, 0, 3)] == [Rates((lr,)) for lr in (0.25, 0.25, 1.0, 0.5)]
+
+
+def test_a_scheduler_that_follows_a_metric_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="ReduceLROnPlateau: expected a function of the updates made"):
+        TorchSchedule(SCHEDULERS.ReduceLROnPlateau, AdamWConfig(), 1.0)  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness.oracle import Case
+from harness.oracle import ADAMW, Case
+from harness.plain_optimizers import plain_optimizer
 from harness.ranks import run_ranks
 from harness.trainee import train
 from torch import nn
@@ -19,7 +20,6 @@ from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.schedule import Schedule
-from zero_runtime.sharded_optimizer import AdamWConfig
 from zero_runtime.unit import DataState, GradState, Unit
 
 STAGES = (0, 1, 2, 3)
@@ -232,7 +232,7 @@ def inputs(step: int, rank: int) -> torch.Tensor:
 
 def small_runtime(model: nn.Module, stage: int, **settings: Any) -> ZeroRuntime:
     plan = ZeroPlan.from_stage(stage)
-    return ZeroRuntime(model, plan, MixedPrecision(), AdamWConfig(), RuntimeSettings(**settings), torch.device("cpu"))
+    return ZeroRuntime(model, plan, MixedPrecision(), ADAMW, RuntimeSettings(**settings), torch.device("cpu"))
 
 
 def _train_branches(uses: list[Use], stages: tuple[int, ...], recompute: bool = False) -> dict[int, Any]:
@@ -256,15 +256,7 @@ def _full_bytes(unit: Unit) -> int:
 def plain_branches(uses: list[Use], world: int) -> tuple[list[float], list[torch.Tensor]]:
     """One process of plain torch in which a parameter that nobody used has a gradient of zero."""
     model = Branches()
-    config = AdamWConfig()
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        lr=1e-2,
-        foreach=False,
-    )
+    optimizer = plain_optimizer(ADAMW, dict(model.named_parameters()), 1e-2)
     losses = []
     for step, use in enumerate(uses):
         for param in model.parameters():

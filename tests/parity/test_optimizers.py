@@ -1,0 +1,193 @@
+"""Every optimizer in every row against plain PyTorch in one process: same bits, and one bound (LAMB's)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.oracle import LR, Case, oracle
+from harness.plain_optimizers import plain_optimizer
+from harness.ranks import run_ranks
+from harness.trainee import backwards_of_step, build_runtime, full_tensors
+
+from zero_runtime.memory_census import take_census
+from zero_runtime.memory_model import formula
+from zero_runtime.optimizers import (
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    OptimizerConfig,
+    SgdConfig,
+    TorchConfig,
+)
+from zero_runtime.param_groups import ParamGroup
+from zero_runtime.plan import ZeroPlan
+
+STAGES = (0, 1, 2, 3)
+WORLDS = (1, 2, 3)
+STEPS = 4
+CENSUS_STAGE = 3  # a census walks all of Python's objects; test_bytes.py takes it in every row
+GROUPS = (
+    ParamGroup(("blocks.1.mix.weight", "blocks.1.up.bias", "embed.weight"), lr_scale=0.3, weight_decay=0.02),
+    ParamGroup(()),
+    ParamGroup(("head.weight", "blocks.0.down.weight"), lr_scale=2.0),
+)
+
+
+def torch_config(name: str, weight_decay: float = 0.1, **arguments: object) -> TorchConfig:
+    return TorchConfig(name, arguments, weight_decay)
+
+
+OPTIMIZERS: dict[str, OptimizerConfig] = {
+    "adamw": AdamWConfig(0.9, 0.95, 1e-8, 0.1),
+    "adamw_decaying_all": AdamWConfig(0.9, 0.95, 1e-8, 0.1, no_decay=False),
+    "adamw_groups": AdamWConfig(0.9, 0.95, 1e-8, 0.1, groups=GROUPS),
+    "adam": AdamConfig(0.9, 0.95, 1e-8, 0.1),
+    "sgd": SgdConfig(weight_decay=0.1),
+    "sgd_dampened": SgdConfig(momentum=0.9, dampening=0.5, weight_decay=0.1, groups=GROUPS),
+    "sgd_nesterov": SgdConfig(momentum=0.9, nesterov=True),
+    "lion": LionConfig(0.9, 0.98, 0.1),
+    "lion_groups": LionConfig(0.9, 0.98, 0.1, groups=GROUPS),
+    "lamb": LambConfig(weight_decay=0.1),
+    "lamb_groups": LambConfig(weight_decay=0.1, groups=GROUPS),
+    "torch_asgd": torch_config("ASGD", t0=1.0),
+    "torch_adadelta": torch_config("Adadelta", rho=0.8),
+    "torch_adagrad": torch_config("Adagrad"),
+    "torch_adam_amsgrad": torch_config("Adam", amsgrad=True),
+    "torch_adamax": torch_config("Adamax"),
+    "torch_nadam": torch_config("NAdam"),
+    "torch_radam": torch_config("RAdam", decoupled_weight_decay=True),
+    "torch_rmsprop": replace(torch_config("RMSprop", momentum=0.5, centered=True), groups=GROUPS),
+    "torch_rprop": torch_config("Rprop", weight_decay=0.0),
+    "torch_sgd": torch_config("SGD", momentum=0.9),
+}
+IS_BOUNDED = {name for name, config in OPTIMIZERS.items() if isinstance(config, LambConfig)}
+EXACT = [name for name in OPTIMIZERS if name not in IS_BOUNDED]
+
+
+@dataclass
+class Steps:
+    """What one row leaves: weights before the first and after each step and the gradients of each, by name; of the
+    rows after the first, the last weights alone."""
+
+    weights: list[dict[str, torch.Tensor]]
+    grads: list[dict[str, torch.Tensor]]
+    counted: tuple[int, int]  # bytes of optimizer states on this rank after the second backward, and predicted
+    control: int  # elements of control messages in a step
+
+
+def _steps_of(case: Case, stage: int, config: OptimizerConfig) -> Steps:
+    runtime = build_runtime(case, stage, optimizer=config)
+    whole = stage == STAGES[0]
+    found = Steps([full_tensors(runtime, "master_shard")] if whole else [], [], (0, 0), 0)
+    for step in range(STEPS):
+        backwards_of_step(runtime, case, step)
+        if whole:
+            found.grads.append(full_tensors(runtime, "grad_shard"))
+        if step == 1 and stage == CENSUS_STAGE:
+            found.counted = (take_census(runtime).optimizer, runtime.predicted_state_bytes().optimizer)
+        runtime.reset_ledger()
+        runtime.step(LR)
+        found.control = runtime.reset_ledger().control.elements
+        if whole or step == STEPS - 1:
+            found.weights.append(full_tensors(runtime, "master_shard"))
+    return found
+
+
+def _all_steps(case: Case) -> dict[tuple[str, int], Steps] | None:
+    """On every rank every optimizer in every row; told by rank 0."""
+    found = {(name, stage): _steps_of(case, stage, config) for name, config in OPTIMIZERS.items() for stage in STAGES}
+    return found if dist.get_rank() == 0 else None
+
+
+@cache
+def steps_at(world: int) -> dict[tuple[str, int], Steps]:
+    return run_ranks(_all_steps, world, Case(world))[0]
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), f"{name}: {(found[name] - value).abs().max()}"
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_row_has_the_bits_of_plain_torch(world: int, name: str) -> None:
+    """The whole step, gradients and all: the plain process runs the model too."""
+    wanted = oracle(Case(world, steps=STEPS), reduces_every_backward=False, optimizer=OPTIMIZERS[name])
+    for stage in STAGES:
+        assert_equal(steps_at(world)[name, stage].weights[-1], wanted.weights)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("world", WORLDS)
+def test_given_the_same_gradients_each_step_has_the_bits_of_plain_torch(world: int, name: str) -> None:
+    """Also at world 3, where the order in which gradients were summed is the backend's. Other rows equal this one."""
+    found = steps_at(world)[name, STAGES[0]]
+    masters = {key: value.clone() for key, value in found.weights[0].items()}
+    plain = plain_optimizer(OPTIMIZERS[name], masters, LR)
+    for grads, after in zip(found.grads, found.weights[1:], strict=True):
+        for key, master in masters.items():
+            master.grad = grads[key]
+        plain.step()
+        assert_equal(after, masters)
+
+
+@pytest.mark.parametrize("name", sorted(IS_BOUNDED))
+@pytest.mark.parametrize("world", WORLDS)
+def test_given_the_same_gradients_each_lamb_step_is_within_the_bound(world: int, name: str) -> None:
+    """Moments have the same bits, since they follow from the gradients alone; each step starts from our weights.
+
+    What may differ is the trust ratio. Its two norms are sums of fp64 squares in another order: with fewer than 2^13
+    terms they agree to 2^13 * 2^-53, far below fp32's spacing, so the ratio rounded to fp32 differs by at most one
+    spacing, 2^-23 of itself. The product of rate, ratio and update is rounded in two other orders, at most 3 roundings
+    of 2^-24 on each side: together the update differs by at most 2^-23 + 6 * 2^-24 = 2^-21 of itself. The sum is
+    rounded once on each side, at most 2^-24 of the larger weight.
+    """
+    found = steps_at(world)[name, STAGES[0]]
+    masters = {key: value.clone() for key, value in found.weights[0].items()}
+    plain = plain_optimizer(OPTIMIZERS[name], masters, LR)
+    for before, grads, after in zip(found.weights, found.grads, found.weights[1:], strict=False):
+        for key, master in masters.items():
+            master.copy_(before[key])
+            master.grad = grads[key]
+        plain.step()
+        for key, master in masters.items():
+            # The update itself is a difference of weights, known to a rounding of them.
+            larger = torch.maximum(before[key].abs(), master.abs()).double()
+            update = (master - before[key]).double().abs() + 2**-23 * larger
+            excess = (after[key] - master).double().abs() - (2**-21 * update + 2**-23 * larger)
+            assert excess.max() <= 0, f"{key}: {excess.max()} above the bound"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_optimizer_has_one_result_in_every_row(world: int, name: str) -> None:
+    for stage in STAGES[1:]:
+        assert_equal(steps_at(world)[name, stage].weights[-1], steps_at(world)[name, 0].weights[-1])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_counted_optimizer_bytes_equal_the_memory_model(world: int, name: str) -> None:
+    counted, predicted = steps_at(world)[name, CENSUS_STAGE].counted
+    assert counted == predicted
+
+
+def test_the_closed_forms_follow_the_number_of_states() -> None:
+    by_states = {
+        states: formula(ZeroPlan.from_stage(1), Case(1).precision, optimizer_states=states) for states in (0, 1, 2)
+    }
+    assert by_states == {0: "8Ψ", 1: "8Ψ + 4Ψ/N", 2: "8Ψ + 8Ψ/N"}
+
+
+def test_lamb_sends_one_control_message_more_and_the_others_none() -> None:
+    parameters = len(steps_at(2)["lamb", 0].weights[0])
+    for (name, _), steps in steps_at(2).items():
+        agreed = 2  # a loss and a squared norm
+        assert steps.control == agreed + (2 * parameters if name in IS_BOUNDED else 0), name

@@ -1,0 +1,77 @@
+"""What an optimizer's constants say without its tensors: states, momentum, what is refused and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from zero_runtime.errors import PlanError
+from zero_runtime.optimizers import (
+    TORCH_NAMES,
+    TORCH_REFUSED,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    SgdConfig,
+    TorchConfig,
+    refuse_host_reads,
+    torch_problem,
+)
+
+
+@pytest.mark.parametrize("name", TORCH_REFUSED)
+def test_an_optimizer_that_is_not_element_wise_is_refused_by_name_with_the_reason(name: str) -> None:
+    with pytest.raises(
+        PlanError, match=rf"torch\.optim\.{name} cannot run on shards of parameters: {TORCH_REFUSED[name]}"
+    ):
+        TorchConfig(name)
+
+
+def test_every_optimizer_of_torch_is_run_or_refused_with_a_reason() -> None:
+    kinds = {
+        name
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    assert kinds <= {*TORCH_NAMES, *TORCH_REFUSED}
+    assert "is not known to be element-wise" in torch_problem("Adamm")
+
+
+def test_arguments_that_are_the_runtimes_and_a_decay_that_there_is_none_of_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"optimizer\.arguments: expected none of lr, .*, found lr, foreach"):
+        TorchConfig("Adagrad", {"lr": 1.0, "eps": 1e-8, "foreach": True})
+    with pytest.raises(PlanError, match=r"torch\.optim\.Rprop has none, found 0\.1"):
+        TorchConfig("Rprop", weight_decay=0.1)
+
+
+def test_one_that_reads_on_the_host_is_refused_for_a_dry_run_by_name() -> None:
+    refuse_host_reads(AdamWConfig())
+    for name in TORCH_NAMES:
+        config = TorchConfig(name)
+        if config.reads_on_host:
+            with pytest.raises(PlanError, match=rf"torch\.optim\.{name}: a dry run has no values"):
+                refuse_host_reads(config)
+    assert [name for name in TORCH_NAMES if TorchConfig(name).reads_on_host] == ["ASGD"]
+
+
+@pytest.mark.parametrize(
+    ("build_config", "told"),
+    [
+        (lambda: AdamWConfig(beta1=1.0), "optimizer.beta1"),
+        (lambda: AdamWConfig(eps=0.0), "optimizer.eps"),
+        (lambda: LionConfig(weight_decay=-1.0), "optimizer.weight_decay"),
+        (lambda: SgdConfig(momentum=-0.1), "optimizer.momentum"),
+        (lambda: SgdConfig(nesterov=True), "optimizer.nesterov"),
+        (lambda: replace(LambConfig(), beta2=2.0), "optimizer.beta2"),
+    ],
+)
+def test_constants_out_of_range_name_their_key(build_config, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        build_config()
+
+
+def test_the_number_of_states_is_the_optimizers_own() -> None:
+    configs = (SgdConfig(), SgdConfig(momentum=0.9), LionConfig(), AdamWConfig(), LambConfig())
+    assert [len(config.state_names) for config in configs] == [0, 1, 1, 2, 2]
