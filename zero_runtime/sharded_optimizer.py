@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_runtime.collectives import Collectives
 from zero_runtime.lr_schedule import Rates
-from zero_runtime.optimizers import LambConfig, OptimizerConfig, TorchConfig
+from zero_runtime.optimizers import LambConfig, OptimizerConfig, TorchConfig, refuse_host_reads
 from zero_runtime.param_groups import GroupTable
 from zero_runtime.torch_rule import TorchRule
 from zero_runtime.unit import Unit
@@ -43,6 +44,8 @@ class ShardedOptimizer:
             for unit in units
             if unit.trainable
         ]
+        if any(isinstance(held.unit.master_shard, FakeTensor) for held in self._helds):
+            refuse_host_reads(config)
         self._by_unit = {held.unit.name: held for held in self._helds}
         self._rule = _rule(config, self._helds, collectives)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from harness.models import TinySpec, TinyTransformer, token_loss_sum
 from harness.ranks import run_alone
 
+from zero_runtime.errors import PlanError
 from zero_runtime.loss_scaler import LossScaleRule
 from zero_runtime.memory_model import CollectiveCounts, collective_elements
-from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.optimizers import TORCH_NAMES, AdamWConfig, LambConfig, LionConfig, SgdConfig, TorchConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -67,3 +70,37 @@ def test_a_step_of_every_row_runs_dry_at_world_64_with_one_host_read(param: str)
     for sent, theory, reads in run_alone(_steps_of_rows, MixedPrecision(param)).values():
         assert sent == theory
         assert reads == 2  # two steps
+
+
+DRY = [SgdConfig(momentum=0.9), LionConfig(), LambConfig(), *(TorchConfig(name) for name in TORCH_NAMES)]
+
+
+def _optimizers_run_dry() -> list[str]:
+    """The optimizers that took two steps of the row that shards everything, by name."""
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=WORLD)
+    done = []
+    for config in DRY:
+        with FakeTensorMode(), pytest.raises(PlanError, match=config.name) if config.reads_on_host else nullcontext():
+            runtime = ZeroRuntime(
+                TinyTransformer(WIDE),
+                ZeroPlan.from_stage(3),
+                MixedPrecision(),
+                config,
+                RuntimeSettings(read_host=_finite),
+                torch.device("cpu"),
+            )
+            ids = torch.zeros((2, 16), dtype=torch.int64)
+            for _ in range(2):
+                runtime.backward(token_loss_sum(runtime.model, ids, ids))
+                runtime.step(1e-3)
+            done.append(config.name)
+    return done
+
+
+def test_every_optimizer_runs_dry_but_one_that_reads_on_the_host_and_is_refused_by_name() -> None:
+    dry = run_alone(_optimizers_run_dry)
+    assert {config.name for config in DRY} - set(dry) == {"torch.optim.ASGD"}
