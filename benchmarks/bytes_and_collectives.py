@@ -1,0 +1,115 @@
+"""Bytes of model states and elements sent per step for every row of the plan: the formula beside the count.
+
+`python benchmarks/bytes_and_collectives.py [--world N]`; prints the table of docs/runtime.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from gpt import Gpt, GptSize, loss_of  # noqa: E402
+
+from zero_runtime import memory_model  # noqa: E402
+from zero_runtime.collectives import join_world, leave_world  # noqa: E402
+from zero_runtime.memory_census import take_census  # noqa: E402
+from zero_runtime.plan import ZeroPlan  # noqa: E402
+from zero_runtime.precision import MixedPrecision  # noqa: E402
+from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
+from zero_runtime.sharded_optimizer import AdamWConfig  # noqa: E402
+
+SIZE = GptSize(layers=4, width=128, heads=4, vocab=512, seq=64, micro=2)
+PRECISIONS = {
+    "fp32": MixedPrecision(),
+    "bf16": MixedPrecision("bf16"),
+    "bf16, reduced in bf16": MixedPrecision("bf16", reduce="bf16"),
+    "pure bf16": MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="bf16"),
+}
+MICRO_BATCHES = (1, 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--world", type=int, default=2)
+    world = parser.parse_args().world
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (world, folder), nprocs=world)
+        rows = json.loads(Path(folder, "rows.json").read_text())
+    numel = rows[0]["numel"]
+    print(f"Ψ = {numel:,} parameters, N = {world} ranks; bytes a rank between the last backward and the step (padding")
+    print("taken off); elements that one rank sends in a steady step, as a multiple of Ψ(N-1)/N (padding taken off).\n")
+    print("| precision | stage | micro-batches | bytes: formula | counted / Ψ | of the formula | sent: formula | counted |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row['precision']} | {row['stage']} | {row['micro_batches']} | {row['formula']} "
+            f"| {row['counted'] / numel:.3f} | {row['counted'] / row['exact']:.4f} | {row['factor']} | {row['sent']:.4f} |"
+        )
+
+
+def rank_main(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    join_world(f"file://{folder}/rendezvous", rank, world, torch.device("cpu"))
+    rows = [
+        count(name, precision, stage, micro_batches)
+        for name, precision in PRECISIONS.items()
+        for micro_batches in MICRO_BATCHES
+        for stage in (0, 1, 2, 3)
+    ]
+    if rank == 0:
+        Path(folder, "rows.json").write_text(json.dumps(rows))
+    leave_world()
+
+
+def count(name: str, precision: MixedPrecision, stage: int, micro_batches: int) -> dict[str, object]:
+    """One row: two steps, counted in the second."""
+    plan = ZeroPlan.from_stage(stage)
+    settings = RuntimeSettings(micro_batches=micro_batches)
+    torch.manual_seed(0)
+    runtime = ZeroRuntime(Gpt(SIZE), plan, precision, AdamWConfig(), settings, torch.device("cpu"))
+    ids = torch.randint(SIZE.vocab, (SIZE.micro, SIZE.seq + 1))
+    for _ in range(2):
+        runtime.reset_ledger()
+        for _ in range(micro_batches):
+            runtime.backward(loss_of(runtime.model, ids[:, :-1], ids[:, 1:]) / 1e3)
+        census = take_census(runtime)
+        runtime.step(1e-3)
+    world, shard_count = runtime.collectives.world, runtime.collectives.shard_count
+    sizes = runtime.unit_sizes()
+    numel, padded = sum(unit.numel for unit in sizes), sum(unit.padded_numel for unit in sizes)
+    counts = memory_model.CollectiveCounts.of(plan, micro_batches)
+
+    def elements(of: int) -> int:
+        return memory_model.collective_elements(counts, of, world=world, shard_count=shard_count)
+
+    padding = elements(padded) - elements(numel)
+    predicted = runtime.predicted_state_bytes()
+    row = {
+        "precision": name,
+        "stage": stage,
+        "micro_batches": micro_batches,
+        "numel": numel,
+        "formula": memory_model.formula(plan, precision, micro_batches=micro_batches),
+        "counted": census.states - predicted.padding,
+        "exact": predicted.total - predicted.padding,
+        "factor": memory_model.collective_formula(counts, world=world, shard_count=shard_count),
+        "sent": (runtime.reset_ledger().data_elements - padding) * world / (world - 1) / numel,
+    }
+    runtime.close()
+    return row
+
+
+if __name__ == "__main__":
+    main()
