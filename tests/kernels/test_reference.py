@@ -7,7 +7,7 @@ import torch
 
 from kernels import reference
 
-LENGTHS = (0, 1, 15, 16, 17, 16384, 16385, 100003)
+LENGTHS = (0, 1, 15, 16, 17, 65536, 65537, 100003)
 STEPS = 5
 LR, BETAS, EPS, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
 ONE = torch.ones(())
