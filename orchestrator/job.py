@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.processes import start_time
 from orchestrator.record import AttemptPaths, RunState, write_json_atomic
+from zero_runtime.errors import RankError
 
 if TYPE_CHECKING:
     from orchestrator.point import Point
@@ -67,7 +68,8 @@ class RankRecord:
 
     def write_error(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))
-        self.write(RunState.error, error=f"{type(error).__name__}: {error}", traceback=text)
+        blamed = list(error.ranks) if isinstance(error, RankError) else []
+        self.write(RunState.error, error=f"{type(error).__name__}: {error}", traceback=text, blamed=blamed)
 
 
 def run_recorded(attempt: AttemptPaths, rank: RankInfo, entry: str) -> BaseException | None:

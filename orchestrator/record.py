@@ -14,7 +14,7 @@ from typing import Any
 
 SCHEMA = 1
 # What may differ between two runs that measure the same thing.
-IGNORED_KEYS = ("output", "tracking", "cluster", "resources.time_limit_min")
+IGNORED_KEYS = ("output", "tracking", "cluster", "resources.time_limit_min", "resources.stuck_s")
 
 
 class RunState(str, Enum):

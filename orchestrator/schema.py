@@ -173,17 +173,22 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Resources:
-    """`ranks` null = the GPUs there, else 2; `threads` null = cores // ranks; the limit is of one run."""
+    """`ranks` null = the GPUs there, else 2; `threads` null = cores // ranks; the limit is of one run.
+
+    stuck_s: how long a rank may keep the others waiting in a collective before the run is ended.
+    """
 
     device: Device = Device.auto
     ranks: int | None = None
     threads: int | None = None
     time_limit_min: float = 60.0
+    stuck_s: float = 60.0
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "resources")
         limits.at_least(1, ranks=None, threads=None)
         limits.must("time_limit_min", lambda value: value > 0, "above 0", 60)
+        limits.must("stuck_s", lambda value: value > 0, "above 0", 60)
         limits.conclude()
 
 

@@ -32,6 +32,7 @@ class Sight:
     alive: bool = True
     exit_code: int | None = None
     exit_time: float = 0.0
+    blamed: tuple[int, ...] = ()  # the ranks that this one's error names; others' where it is an effect
 
     @property
     def ended(self) -> bool:
@@ -67,6 +68,9 @@ def judge(sights: Sequence[Sight], *, has_result: bool, controller_alive: bool) 
         return Verdict(RunState.ok, note=note) if over or failures else None
     if failures:
         root = min(failures, key=lambda sight: sight.failure_time)
+        accuser = next((sight for sight in failures if sight.blamed), None)
+        if accuser is not None:
+            return _accused(sights[accuser.blamed[0]], accuser)
         state = RunState.error if root.state is RunState.error or not _by_signal(root) else RunState.killed
         return Verdict(state, root.rank, describe(root))
     if not controller_alive:
@@ -74,6 +78,17 @@ def judge(sights: Sequence[Sight], *, has_result: bool, controller_alive: bool) 
     if over:
         return Verdict(RunState.error, 0, "every rank ended well, yet rank 0 wrote no result")
     return None
+
+
+def _accused(culprit: Sight, accuser: Sight) -> Verdict:
+    """The ranks compared notes (zero_runtime.rank_watch), so the others' errors and ends are effects of one rank's."""
+    found = accuser.error.splitlines()[0].partition(": ")[2]
+    if culprit.failed and culprit.state is RunState.error and not culprit.blamed:
+        return Verdict(RunState.error, culprit.rank, describe(culprit))
+    # gloo aborts ranks that receive more than they expect: no death, but how the ranks' difference shows.
+    if culprit.failed and _by_signal(culprit) and culprit.exit_code != -signal.SIGABRT:
+        return Verdict(RunState.killed, culprit.rank, f"{describe(culprit)}; {found}")
+    return Verdict(RunState.error, culprit.rank, found)
 
 
 def describe(sight: Sight) -> str:
@@ -157,7 +172,8 @@ def _sight(rank: int, record: dict[str, Any] | None, ended: dict[str, Any] | Non
         return Sight(rank, exit_code=code, exit_time=when)
     alive = ended is None and is_alive(record["pid"], record["started"])
     error = str(record.get("error", ""))
-    return Sight(rank, RunState(record["state"]), record["time"], error, alive, code, when)
+    blamed = tuple(record.get("blamed", ()))
+    return Sight(rank, RunState(record["state"]), record["time"], error, alive, code, when, blamed)
 
 
 def ask_where(attempt: AttemptPaths, world: int, *, wait_s: float = 0.5) -> int | None:

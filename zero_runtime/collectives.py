@@ -8,33 +8,60 @@ reduce-scatter does); what travels on the wire is the backend's affair.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from zero_runtime.errors import RankError
 from zero_runtime.phase_clock import COMMUNICATION, PhaseClock
+from zero_runtime.rank_journal import Journal
+from zero_runtime.rank_watch import RankWatch, WatchSettings
 
 # torch 2.13 renamed these two and warns at the old names; 2.11 knows only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+@dataclass(frozen=True)
+class WorldSettings:
+    """timeout: the backend's own, for what the watch cannot see. on_end: see RankWatch."""
+
+    timeout: timedelta = timedelta(minutes=10)
+    watch: WatchSettings = field(default_factory=WatchSettings)
+    on_end: Callable[[RankError], None] | None = None
+
+
 def join_world(
-    init_method: str, rank: int, world: int, device: torch.device, *, timeout: timedelta = timedelta(minutes=10)
-) -> None:
-    """Become one of `world` ranks: NCCL between GPUs, gloo between CPUs. Blocks until all have come."""
+    init_method: str, rank: int, world: int, device: torch.device, settings: WorldSettings | None = None
+) -> RankWatch:
+    """Become one of `world` ranks: NCCL between GPUs, gloo between CPUs. Blocks until all have come.
+
+    Returns the rank's watch, whose context tells the others how this rank ended; give it to RuntimeSettings too.
+    """
+    settings = settings or WorldSettings()
+    store, rank, world = next(dist.rendezvous(init_method, rank, world, timeout=settings.timeout))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=init_method,
+        store=dist.PrefixStore("world", store),
         rank=rank,
         world_size=world,
-        timeout=timeout,
+        timeout=settings.timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    return watch_ranks(store, settings)
+
+
+def watch_ranks(store: dist.Store, settings: WorldSettings | None = None) -> RankWatch:
+    """The watch of this rank of the default process group, over a connection of its own to `store`."""
+    settings = settings or WorldSettings()
+    own = dist.PrefixStore("rank_watch", store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs
+    return RankWatch(own, dist.get_rank(), dist.get_world_size(), settings.watch, settings.on_end)
 
 
 def world_size() -> int:
@@ -85,18 +112,15 @@ class Ledger:
 class Pending:
     """A collective under way. `wait` makes its result usable, charges the wait to the clock, and may be repeated."""
 
-    def __init__(self, work: dist.Work | None, clock: PhaseClock, then: Callable[[], None] | None = None) -> None:
-        self._work = work
-        self._clock = clock
-        self._then = then
+    def __init__(self, wait: Callable[[], None] | None = None, then: Callable[[], None] | None = None) -> None:
+        self._wait, self._then = wait, then
 
     def wait(self) -> None:
-        if self._work is not None:
-            with self._clock.phase(COMMUNICATION):
-                self._work.wait()
+        if self._wait is not None:
+            self._wait()
         if self._then is not None:
             self._then()
-        self._work = self._then = None
+        self._wait = self._then = None
 
 
 class Collectives:
@@ -106,7 +130,7 @@ class Collectives:
     group are replicas of one shard.
     """
 
-    def __init__(self, shard_count: int, clock: PhaseClock) -> None:
+    def __init__(self, shard_count: int, clock: PhaseClock, watch: RankWatch | None = None) -> None:
         self.world = dist.get_world_size()
         self.rank = dist.get_rank()
         assert self.world % shard_count == 0, f"shard groups of {shard_count} in a world of {self.world}"
@@ -116,6 +140,8 @@ class Collectives:
         self._gather_group, self._reduce_group, self._replica_group = self._make_groups()
         self.ledger = Ledger()
         self._clock = clock
+        self._watch = watch
+        self.journal = Journal() if watch is None else watch.journal
 
     def free(self) -> None:
         """End the groups that this object made. Idempotent."""
@@ -144,29 +170,29 @@ class Collectives:
             replica_group = [dist.new_group(members) for members in replicas][self.shard_rank]
         return gather_groups[self.replica_rank], reduce_groups[self.replica_rank], replica_group
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
         """Fill `full` [P] from every rank's `shard` [S], which may be its own slice of `full`."""
         if self.shard_count == 1:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
-            return Pending(None, self._clock)
+            return Pending()
         self.ledger.record("all_gather", (self.shard_count - 1) * shard.numel(), shard.element_size())
-        with self._clock.phase(COMMUNICATION):
-            work = _all_gather(full, shard, group=self._gather_group, async_op=True)
-        return Pending(work, self._clock)
+        start = partial(_all_gather, full, shard, group=self._gather_group, async_op=True)
+        return Pending(self._issue("all_gather", unit, full, start))
 
     def all_gather_uncounted(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         """The same, at once and beside the ledger: for people who look at whole tensors, not for steps."""
         if self.shard_count == 1:
             full.copy_(shard)
         else:
-            _all_gather(full, shard.contiguous(), group=self._gather_group)
+            start = partial(_all_gather, full, shard.contiguous(), group=self._gather_group, async_op=True)
+            self._issue("all_gather", "", full, start)()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Every rank's `tensor` becomes rank 0's. Beside the ledger."""
-        dist.broadcast(tensor, src=0)
+        self._issue("broadcast", "", tensor, partial(dist.broadcast, tensor, src=0, async_op=True))()
 
-    def reduce(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+    def reduce(self, full: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
         """Sum `full` [P] over all ranks into `shard` [S], which may be this rank's slice of `full`.
 
         Reduce-scatter over the shard group, then all-reduce over the replicas of the shard. `full` is scratch after.
@@ -174,34 +200,77 @@ class Collectives:
         if self.shard_count == 1:
             if full.data_ptr() != shard.data_ptr():
                 shard.copy_(full)
-            return self._all_reduce_replicas(shard)
+            return self._all_reduce_replicas(shard, unit)
         self.ledger.record("reduce_scatter", (self.shard_count - 1) * shard.numel(), full.element_size())
-        with self._clock.phase(COMMUNICATION):
-            work = _reduce_scatter(shard, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
+        start = partial(_reduce_scatter, shard, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
+        wait = self._issue("reduce_scatter", unit, full, start)
         if self.replica_count == 1:
-            return Pending(work, self._clock)
-        return Pending(work, self._clock, then=lambda: self._all_reduce_replicas(shard).wait())
+            return Pending(wait)
+        return Pending(wait, then=lambda: self._all_reduce_replicas(shard, unit).wait())
 
-    def _all_reduce_replicas(self, shard: torch.Tensor) -> Pending:
+    def _all_reduce_replicas(self, shard: torch.Tensor, unit: str) -> Pending:
         if self.replica_count == 1:
-            return Pending(None, self._clock)
+            return Pending()
         elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count
         self.ledger.record("all_reduce", elements, shard.element_size())
-        with self._clock.phase(COMMUNICATION):
-            work = dist.all_reduce(shard, op=dist.ReduceOp.SUM, group=self._replica_group, async_op=True)
-        return Pending(work, self._clock)
+        start = partial(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=self._replica_group, async_op=True)
+        return Pending(self._issue("all_reduce", unit, shard, start))
 
     def sum_over_ranks_(self, control: torch.Tensor) -> torch.Tensor:
         """Sum a few numbers over all ranks, in place; a control message, counted apart from the data."""
         if self.world > 1:
             elements = 2 * (self.world - 1) * control.numel() // self.world
             self.ledger.control.add(elements, control.element_size())
-            with self._clock.phase(COMMUNICATION):
-                dist.all_reduce(control, op=dist.ReduceOp.SUM)
+            start = partial(dist.all_reduce, control, op=dist.ReduceOp.SUM, async_op=True)
+            self._issue("control_sum", "", control, start)()
         return control
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable `value` in rank order, on every rank. For reports, not for steps: uncounted."""
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
+        sequence = self.journal.issue("gather_objects", "", 0, "object")
+        self._blocking(sequence, partial(dist.all_gather_object, values, value))
         return values
+
+    # ---- ranks that differ -------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> torch.Tensor:
+        """[2] fp64 on the CPU for a sum over the ranks: of what this rank has issued so far, and its square."""
+        value = self.journal.fingerprint()
+        return torch.tensor([value, value * value], dtype=torch.float64)
+
+    def check_fingerprints(self, total: float, squares: float) -> None:
+        """Raise RankError, on every rank alike, where the sums over the ranks say that the fingerprints differ.
+
+        world * sum of squares = square of the sum only where all are equal (Cauchy-Schwarz); the sums are exact, see
+        `Journal.fingerprint`. What differs may otherwise pass as wrong numbers: gloo sums 8 fp32 with 4 fp64 without a
+        word. Nothing to do without a watch, which could not tell who differs.
+        """
+        if self._watch is None or (math.isfinite(squares) and self.world * int(squares) == int(total) ** 2):
+            return
+        self._explain("the ranks issued different collectives in this step", None)
+
+    def _issue(self, kind: str, unit: str, tensor: torch.Tensor, start: Callable[[], dist.Work]) -> Callable[[], None]:
+        """Start a collective, told to others by its larger tensor; returns the wait for it, charged to the clock."""
+        sequence = self.journal.issue(kind, unit, tensor.numel(), tensor.dtype)
+        with self._clock.phase(COMMUNICATION):
+            try:
+                work = start()
+            except RuntimeError as error:
+                self._explain(f"{kind} of unit {unit!r} could not start: {error}", error)
+        return partial(self._blocking, sequence, work.wait)
+
+    def _blocking(self, sequence: int, wait: Callable[[], Any]) -> None:
+        """Wait for what has this number in the journal; an error of the backend's is explained by all ranks."""
+        self.journal.wait(sequence)
+        with self._clock.phase(COMMUNICATION):
+            try:
+                wait()
+            except RuntimeError as error:
+                self._explain(f"collective {sequence} failed: {error}", error)
+        self.journal.wait(0)
+
+    def _explain(self, trouble: str, error: RuntimeError | None) -> NoReturn:
+        if self._watch is not None:
+            self._watch.explain(trouble, error)
+        raise RankError(f"rank {self.rank}: {trouble}; join_world's watch names the culprit", (self.rank,)) from error

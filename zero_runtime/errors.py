@@ -21,3 +21,11 @@ class CallOrderError(ZeroError, RuntimeError):
 
 class NonFiniteError(ZeroError, RuntimeError):
     """The loss or the gradient norm is not a number; nothing was updated."""
+
+
+class RankError(ZeroError, RuntimeError):
+    """Ranks issued different collectives, or one died, failed or stopped; `ranks` are those to blame."""
+
+    def __init__(self, text: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(text)
+        self.ranks = ranks

@@ -23,6 +23,7 @@ from zero_runtime.optimizers import OptimizerConfig
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.rank_watch import RankWatch
 from zero_runtime.schedule import Schedule
 from zero_runtime.sharded_optimizer import ShardedOptimizer
 from zero_runtime.unit import Unit
@@ -37,6 +38,7 @@ class RuntimeSettings:
     prefetch: how many units are gathered ahead of the one in use; changes time, never bits.
     loss_scale: how losses are scaled before backward; needed where precision.param or compute is fp16.
     read_host: how the one read of a step takes numbers off the device; a dry run on fake tensors has its own.
+    watch: what join_world returned; without it a rank that differs or dies is found by the backend's time-out.
     """
 
     micro_batches: int = 1
@@ -44,6 +46,7 @@ class RuntimeSettings:
     prefetch: int = 1
     loss_scale: LossScaleRule = UNSCALED
     read_host: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
+    watch: RankWatch | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class ZeroRuntime:
         self.settings = settings
         self.device = device
         self.clock = PhaseClock(device)
-        self.collectives = Collectives(plan.shard_count(world_size()), self.clock)
+        self.collectives = Collectives(plan.shard_count(world_size()), self.clock, settings.watch)
         move_buffers(model, device)
         self.units = [
             Unit(spec, plan, precision, self.collectives, device, micro_batches=settings.micro_batches)
@@ -129,9 +132,11 @@ class ZeroRuntime:
             )
         self._backwards += 1
         self._loss += loss.detach()
+        self.collectives.journal.begin("backward")
         self._schedule.begin_backward(boundary=self._backwards == self.settings.micro_batches, synced=self._synced)
         (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
         self._schedule.end_backward()
+        self.collectives.journal.begin("forward")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -153,6 +158,7 @@ class ZeroRuntime:
         answer, raises NonFiniteError on every rank before anything is updated; `find_non_finite` tells more.
         """
         self._check_step()
+        self.collectives.journal.begin("step")
         report, norm = self._agree()
         overflow = not math.isfinite(report.grad_norm)
         if not math.isfinite(report.loss) or (overflow and self.scaler.exhausted):
@@ -164,6 +170,7 @@ class ZeroRuntime:
         if not overflow:
             self._schedule.after_step()
         self.scaler = self.scaler.after(overflow=overflow)
+        self.collectives.journal.next_step()
         return report
 
     def _check_step(self) -> None:
@@ -176,11 +183,13 @@ class ZeroRuntime:
             raise CallOrderError("step: the last backward ran inside no_sync; expected it outside, to be reduced")
 
     def _agree(self) -> tuple[StepReport, torch.Tensor]:
-        """Sum the loss and the squared norm over the ranks in one message, read both."""
+        """Sum the loss, the squared norm and the fingerprints over the ranks in one message, read all."""
         squares = local_sum_of_squares(self.units, self.collectives, self.device)
-        sums = self.collectives.sum_over_ranks_(torch.stack([self._loss, squares]))
+        fingerprint = self.collectives.fingerprint().to(self.device)
+        sums = self.collectives.sum_over_ranks_(torch.cat([torch.stack([self._loss, squares]), fingerprint]))
         norm = sums[1].sqrt() / self.scaler.scale
-        loss_value, norm_value = self.settings.read_host(torch.stack([sums[0], norm]))
+        loss_value, norm_value, *prints = self.settings.read_host(torch.stack([sums[0], norm, sums[2], sums[3]]))
+        self.collectives.check_fingerprints(*prints)
         skipped = not math.isfinite(norm_value)
         return StepReport(loss_value, norm_value, skipped, self.scaler.scale), norm
 

@@ -164,10 +164,11 @@ class Unit:
             self._gathered = self.unsharded_param
             if self._compute_dtype != self._param_dtype:
                 self._gathered = self._empty(self.layout.padded_numel, self._param_dtype)
-            self._gathering = self._collectives.all_gather(self._gathered, self.param_shard)
+            self._gathering = self._collectives.all_gather(self._gathered, self.param_shard, self.name)
 
     def wait_unshard(self) -> None:
         """Block until the full parameters may be read; starts the gather if nobody has."""
+        self._collectives.journal.enter(self.name)
         self.unshard()
         if self._gathering is not None:
             self._gathering.wait()
@@ -248,7 +249,7 @@ class Unit:
         self._move_grad(GradState.REDUCING)
         full = self.unsharded_grad.to(self._reduce_dtype)  # the same tensor where the dtypes agree
         self._reduce_out = self._reduction_target(full)
-        self._reducing = self._collectives.reduce(full, self._reduce_out)
+        self._reducing = self._collectives.reduce(full, self._reduce_out, self.name)
 
     def _reduction_target(self, full: torch.Tensor) -> torch.Tensor:
         """[S] reduce_dtype. In place where the full gradient lives on, else of its own: it outlives the full one."""

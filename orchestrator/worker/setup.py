@@ -13,6 +13,7 @@ from orchestrator.workloads.models import build_model
 from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.rank_watch import RankWatch
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 
@@ -40,7 +41,7 @@ def build_data(config: RunConfig) -> TokenData:
     )
 
 
-def build_runtime(config: RunConfig, device: torch.device) -> ZeroRuntime:
+def build_runtime(config: RunConfig, device: torch.device, watch: RankWatch) -> ZeroRuntime:
     """The model with its random weights, taken over by the runtime. The process group must exist."""
     assert config.batch.accumulation is not None
     model = build_model(config.model.model_type, config.model.config, seed=config.seed)
@@ -63,6 +64,7 @@ def build_runtime(config: RunConfig, device: torch.device) -> ZeroRuntime:
             clip_norm=config.optimizer.clip_norm,
             prefetch=config.zero.prefetch,
             loss_scale=_loss_scale(precision),
+            watch=watch,
         ),
         device,
     )

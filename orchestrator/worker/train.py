@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from orchestrator.job import RankInfo
+from orchestrator.job import RankInfo, RankRecord
 from orchestrator.record import AttemptPaths, append_event, read_json, write_json_atomic
 from orchestrator.schema import RunConfig, from_dict
 from orchestrator.worker import measure
@@ -23,9 +23,10 @@ from orchestrator.worker.setup import build_data, build_runtime, cpu_model, prep
 from orchestrator.worker.training import build_schedule
 from orchestrator.workloads.data import TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
-from zero_runtime.collectives import join_world, leave_world
+from zero_runtime.collectives import WorldSettings, join_world, leave_world
 from zero_runtime.errors import NonFiniteError
 from zero_runtime.memory_census import ActivationCensus, take_census
+from zero_runtime.rank_watch import WatchSettings
 from zero_runtime.runtime import StepReport, ZeroRuntime
 
 IGNORED = -100
@@ -37,9 +38,14 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     assert stored is not None, f"no configuration at {attempt.config}"
     config = from_dict(stored)
     device = prepare_process(config, rank.local_rank)
-    join_world(rank.init_method, rank.rank, rank.world, device)
+    settings = WorldSettings(
+        watch=WatchSettings(stuck_s=config.resources.stuck_s),
+        on_end=RankRecord(attempt, rank.rank).write_error,
+    )
+    watch = join_world(rank.init_method, rank.rank, rank.world, device, settings)
     try:
-        RankRun(attempt, config, device, rank).run()
+        with watch:
+            RankRun(attempt, config, rank, build_runtime(config, device, watch)).run()
     finally:
         leave_world()
 
@@ -47,14 +53,14 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
 class RankRun:
     """The training loop of one rank and what it notes down on the way."""
 
-    def __init__(self, attempt: AttemptPaths, config: RunConfig, device: torch.device, rank: RankInfo) -> None:
+    def __init__(self, attempt: AttemptPaths, config: RunConfig, rank: RankInfo, runtime: ZeroRuntime) -> None:
         self._attempt = attempt
         self._config = config
-        self._device = device
+        self._device = runtime.device
         self._rank = rank
         self._faults = Faults.from_env()
         self._data: TokenData = build_data(config)
-        self._runtime: ZeroRuntime = build_runtime(config, device)
+        self._runtime = runtime
         self._schedule = build_schedule(
             config.scheduler, config.optimizer.lr, total_steps=config.measure.warmup_steps + config.measure.steps
         )

@@ -128,3 +128,33 @@ def test_an_excerpt_is_the_end_of_a_log_or_the_innermost_calls_of_a_dumped_stack
     stack = ["Stack (most recent call first):", *(f'  File "f.py", line {number} in f' for number in range(30))]
     log.write_text("before\n" + "\n".join(stack) + "\n")
     assert excerpt(log) == stack[:15]
+
+
+# ---- ranks that compared notes --------------------------------------------------------------------------------------
+
+SKIPPED = "RankError: the ranks differ in collective 7: rank 1 issued all_gather\n--- rank 1: step 3"
+
+
+def test_the_rank_that_others_blame_is_the_cause_though_they_failed_first() -> None:
+    blaming = Sight(0, ERROR, 10.0, SKIPPED, blamed=(1,))
+    message = "the ranks differ in collective 7: rank 1 issued all_gather"
+    assert decide(blaming, Sight(1, RUNNING)) == ("error", 1, message)
+    assert decide(blaming, Sight(1, ERROR, 10.1, SKIPPED, blamed=(1,))) == ("error", 1, message)
+
+
+def test_a_rank_that_the_backend_aborts_is_an_effect_where_another_is_blamed() -> None:
+    aborted = Sight(0, RUNNING, 9.0, exit_code=-int(signal.SIGABRT), exit_time=9.9)
+    assert decide(aborted, Sight(1, ERROR, 10.0, SKIPPED, blamed=(1,)))[:2] == ("error", 1)
+
+
+def test_a_rank_that_is_blamed_tells_its_own_error_where_it_has_one() -> None:
+    blaming = Sight(0, ERROR, 10.0, "RankError: rank 1 failed: KeyError: 'x'", blamed=(1,))
+    assert decide(blaming, Sight(1, ERROR, 10.4, "KeyError: 'x'")) == ("error", 1, "rank 1: KeyError: 'x'")
+
+
+def test_a_killed_rank_is_told_with_where_the_others_saw_it_last() -> None:
+    blaming = Sight(0, ERROR, 10.0, "RankError: rank 1 is gone; seen last in step 3, forward", blamed=(1,))
+    state, rank, message = decide(blaming, Sight(1, RUNNING, exit_code=KILLED, exit_time=10.2))
+    assert (state, rank) == ("killed", 1)
+    assert message.startswith("rank 1 was killed by SIGKILL")
+    assert message.endswith("seen last in step 3, forward")

@@ -145,7 +145,7 @@ def test_counted_collectives_equal_the_theory_and_padding_exactly(micro_batches:
 def test_control_messages_are_a_few_numbers_and_counted_apart() -> None:
     for by_stage in run_ranks(_ledgers_of_rows, 2, Case(2)):
         for steps in by_stage.values():
-            assert {control for _, control, _ in steps} == {3}  # a token count; a loss and a squared norm
+            assert {control for _, control, _ in steps} == {5}  # a token count; loss, squared norm, two fingerprints
 
 
 def _activations(case: Case) -> tuple[int, int]:

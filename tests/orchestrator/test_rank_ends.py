@@ -1,0 +1,48 @@
+"""The whole way of a rank that goes wrong in a real run: from the runtime's watch to what the command tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LINE = (
+    "model=llama_tiny data=synthetic zero=stage3 precision=fp32 tracking=none resources.device=cpu resources.ranks=2 "
+    "resources.threads=1 batch.seq=16 batch.micro=1 measure.validation_batches=0 resources.stuck_s=2"
+)
+
+
+@pytest.mark.parametrize(
+    ("fault", "state", "told"),
+    [
+        ("hang@step3:rank1", "error", "rank 1 has not come to it for"),
+        ("sigkill@step3:rank1", "killed", "rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_the_command_names_the_rank_the_step_and_where_it_was(
+    fault: str, state: str, told: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), *LINE.split()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "ZLAB_FAULT": fault},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    (attempt,) = tmp_path.glob("outputs/points/*/attempts/*")
+    record = json.loads((attempt / "state.json").read_text())
+    assert (record["state"], record["rank"]) == (state, 1)
+    assert told in record["message"]
+    assert "step 3, forward" in record["message"]
+    other = json.loads((attempt / "rank0.json").read_text())
+    assert (other["state"], other["blamed"]) == ("error", [1])
+    if state == "error":
+        assert any("at_step" in line for line in record["log"])  # the stack of the rank that hangs

@@ -1,0 +1,348 @@
+"""Ranks that differ, die, fail or stop: each rank ends in seconds, and the one to blame is named with its stack."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.models import TinySpec, TinyTransformer, batch, token_loss_sum
+from harness.outcomes import HASTY, Outcome, rank_outcomes
+from torch import nn
+
+from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.rank_watch import RankWatch
+from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+
+SPEC = TinySpec(blocks=2)
+LIMIT_S = 12.0  # of every run below, from when all ranks have joined
+BAD_RANK, BAD_STEP = 1, 3
+
+
+class Bad(nn.Module):
+    """A block that does something on one rank in one forward (counted from 1), else what the block does."""
+
+    def __init__(self, block: nn.Module, forward: int, act: Callable[[], object]) -> None:
+        super().__init__()
+        self.block, self.at, self.act = block, forward, act
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if dist.get_rank() == BAD_RANK and self.count == self.at:
+            self.act()
+        return self.block(x)
+
+
+def make_runtime(watch: RankWatch, stage: int = 3, model: nn.Module | None = None) -> ZeroRuntime:
+    return ZeroRuntime(
+        model or TinyTransformer(SPEC),
+        ZeroPlan.from_stage(stage),
+        MixedPrecision(),
+        AdamWConfig(),
+        RuntimeSettings(watch=watch),
+        torch.device("cpu"),
+    )
+
+
+def one_step(runtime: ZeroRuntime, step: int) -> None:
+    ids, labels = batch(SPEC, 0, dist.get_rank(), step)
+    runtime.backward(token_loss_sum(runtime.model, ids, labels))
+    runtime.step(1e-3)
+
+
+def train_with(watch: RankWatch, act: Callable[[], object], *, stage: int = 3, steps: int = 5) -> None:
+    """`act` on the bad rank in the forward of the second block in the bad step."""
+    model = TinyTransformer(SPEC)
+    model.blocks = nn.ModuleList(Bad(block, BAD_STEP if i == 1 else 0, act) for i, block in enumerate(model.blocks))
+    runtime = make_runtime(watch, stage, model)
+    for step in range(steps):
+        one_step(runtime, step)
+
+
+def assert_blamed(outcomes: list[Outcome], *words: str) -> str:
+    """Every rank but the bad one told the same: the bad rank, and each of the words. Returns the diagnosis.
+
+    But those that gloo aborted: it does so where a rank receives more than it expects, to blame or not.
+    """
+    assert all(outcome.seconds < LIMIT_S for outcome in outcomes), outcomes
+    others = [one for rank, one in enumerate(outcomes) if rank != BAD_RANK and one.exit_code != -signal.SIGABRT]
+    others = others or [outcomes[BAD_RANK]]  # the only one that is left to tell
+    for outcome in others:
+        assert outcome.how in ("raised", "ended"), outcome
+        assert outcome.blamed == (BAD_RANK,), outcome
+        for word in words:
+            assert word in outcome.text, f"{word!r} is not in: {outcome.text}"
+    return others[0].text
+
+
+# ---- ranks that differ -------------------------------------------------------------------------------------------
+
+
+def _skips_a_step(watch: RankWatch) -> None:
+    """The bad rank has one batch less, and goes on to the evaluation."""
+    runtime = make_runtime(watch)
+    for step in range(BAD_STEP - 1 if dist.get_rank() == BAD_RANK else 5):
+        one_step(runtime, step)
+    with torch.no_grad():
+        runtime(batch(SPEC, 0, 0, 0)[0])
+        runtime.sum_over_ranks(1)
+
+
+def test_a_rank_with_fewer_batches_is_named_with_both_collectives_and_both_stacks() -> None:
+    text = assert_blamed(
+        rank_outcomes(_skips_a_step, 3), "the ranks wait for each other", "step 3", "rank 1 issued control_sum"
+    )
+    assert "ranks 0, 2 issued" in text
+    assert "_skips_a_step" in text
+    assert "one_step" in text
+
+
+def _has_a_wider_block(watch: RankWatch) -> None:
+    wide = TinySpec(blocks=2, width=24)
+    runtime = make_runtime(watch, model=TinyTransformer(wide if dist.get_rank() == BAD_RANK else SPEC))
+    for step in range(3):
+        one_step(runtime, step)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_with_another_size_of_model_is_named_though_the_backend_aborts(world: int) -> None:
+    usual = 2 * 384 if world == 2 else 3 * 256
+    told = f"all_gather of unit head ({usual} x float32) in backward of step 1"
+    text = assert_blamed(rank_outcomes(_has_a_wider_block, world), "the ranks differ in collective gather 1: ", told)
+    assert text.count("one_step") >= 1
+
+
+def _has_a_block_more(watch: RankWatch) -> None:
+    runtime = make_runtime(watch, model=TinyTransformer(TinySpec(blocks=3 if dist.get_rank() == BAD_RANK else 2)))
+    one_step(runtime, 0)
+
+
+def test_a_rank_with_a_block_more_is_named_with_the_unit() -> None:
+    assert_blamed(rank_outcomes(_has_a_block_more, 3), "the ranks differ", "blocks.2", "step 1")
+
+
+def _reduces_another_dtype(watch: RankWatch) -> None:
+    """As many bytes on every rank, so that the backend sees nothing wrong and the numbers are."""
+    runtime = make_runtime(watch, stage=0)
+    one_step(runtime, 0)
+    bad = dist.get_rank() == BAD_RANK
+    full = torch.ones(4, dtype=torch.float64) if bad else torch.ones(8)
+    runtime.collectives.reduce(full, full, "blocks.0").wait()
+    one_step(runtime, 1)
+
+
+def test_a_mismatch_that_the_backend_does_not_see_is_found_before_anything_is_updated() -> None:
+    outcomes = rank_outcomes(_reduces_another_dtype, 3)
+    assert_blamed(outcomes, "rank 1 issued all_reduce of unit blocks.0 (4 x float64)", "step 2")
+    assert [outcome.how for outcome in outcomes] == ["raised"] * 3
+
+
+def _saves_on_one_rank(watch: RankWatch) -> None:
+    runtime = make_runtime(watch)
+    one_step(runtime, 0)
+    if dist.get_rank() == BAD_RANK:
+        runtime.collectives.gather_objects({"checkpoint": 1})
+    one_step(runtime, 1)
+
+
+def test_a_save_on_one_rank_only_is_named() -> None:
+    text = assert_blamed(rank_outcomes(_saves_on_one_rank, 3), "rank 1 issued gather_objects", "step 2")
+    assert "_saves_on_one_rank" in text
+
+
+# ---- ranks that end ----------------------------------------------------------------------------------------------
+
+
+def _ends_early(watch: RankWatch) -> None:
+    runtime = make_runtime(watch)
+    for step in range(2 if dist.get_rank() == BAD_RANK else 5):
+        one_step(runtime, step)
+    if dist.get_rank() == BAD_RANK:
+        watch.close()
+        time.sleep(4)  # it stays connected, as a rank does that writes its results
+
+
+def test_a_rank_that_ended_early_is_named_while_its_process_still_lives() -> None:
+    text = assert_blamed(rank_outcomes(_ends_early, 3), "rank 1 ended while others go on")
+    assert "step 3" in text
+
+
+def _raise() -> None:
+    raise KeyError("no such token")
+
+
+def _raises_in_forward(watch: RankWatch) -> None:
+    train_with(watch, _raise)
+
+
+def test_a_rank_that_raises_in_forward_is_named_with_its_error_and_place() -> None:
+    outcomes = rank_outcomes(_raises_in_forward, 3)
+    text = assert_blamed(outcomes, "rank 1 failed: KeyError: 'no such token'", "step 3", "forward", "unit blocks.1")
+    assert "in _raise" in text
+    assert "no such token" in outcomes[BAD_RANK].text
+
+
+def _exit() -> None:
+    os._exit(3)
+
+
+def _exits(watch: RankWatch) -> None:
+    train_with(watch, _exit)
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_killed(watch: RankWatch) -> None:
+    train_with(watch, _kill)
+
+
+@pytest.mark.parametrize("function", [_exits, _is_killed])
+def test_a_rank_that_is_gone_is_named_with_where_it_was(function: Callable[[RankWatch], None]) -> None:
+    outcomes = rank_outcomes(function, 3)
+    assert_blamed(outcomes, "rank 1 is gone", "step 3, forward, unit blocks.1", "the last was")
+    assert outcomes[BAD_RANK].how == "died"
+    assert outcomes[0].seconds < 5
+
+
+def _exhaust() -> None:
+    torch.empty(1 << 50)
+
+
+def _runs_out_of_memory(watch: RankWatch) -> None:
+    train_with(watch, _exhaust)
+
+
+def test_a_lack_of_memory_on_one_rank_is_told_as_such_by_all() -> None:
+    outcomes = rank_outcomes(_runs_out_of_memory, 3)
+    told = "out of memory in forward of step 3, unit blocks.1: wanted 4503599627370496 bytes"
+    assert_blamed(outcomes, told)
+    assert told in outcomes[BAD_RANK].text
+    assert outcomes[BAD_RANK].blamed == (BAD_RANK,)
+
+
+def _rank_0_ends(watch: RankWatch, act: Callable[[], object]) -> None:
+    runtime = make_runtime(watch)
+    one_step(runtime, 0)
+    if dist.get_rank() == 0:
+        act()
+    one_step(runtime, 1)
+
+
+@pytest.mark.parametrize(("act", "told"), [(_kill, "rank 0"), (_raise, "rank 0 failed: KeyError: 'no such token'")])
+def test_the_others_name_rank_0_though_the_store_ends_with_it(act: Callable[[], object], told: str) -> None:
+    outcomes = rank_outcomes(partial(_rank_0_ends, act=act), 3, tcp=True)
+    for outcome in outcomes[1:]:
+        assert outcome.how in ("raised", "ended")
+        assert outcome.blamed == (0,)
+        assert told in outcome.text
+        assert outcome.seconds < LIMIT_S
+
+
+# ---- ranks that stop ---------------------------------------------------------------------------------------------
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _is_stopped(watch: RankWatch) -> None:
+    train_with(watch, _stop)
+
+
+def test_a_rank_that_is_stopped_is_named() -> None:
+    outcomes = rank_outcomes(_is_stopped, 3)
+    assert_blamed(outcomes, "rank 1 is stopped by a signal", "step 3, forward, unit blocks.1")
+
+
+def _loop_for_ever() -> None:
+    while True:
+        sum(range(1000))
+
+
+def _never_returns(watch: RankWatch) -> None:
+    train_with(watch, _loop_for_ever)
+
+
+def test_a_rank_in_an_endless_loop_is_named_with_its_stack() -> None:
+    outcomes = rank_outcomes(_never_returns, 3)
+    text = assert_blamed(outcomes, "rank 1 has not come to it", "in _loop_for_ever", "step 3")
+    assert "in collective" in text.partition("--- rank 0")[2].partition("--- rank 1")[0]
+    assert outcomes[BAD_RANK].how == "ended"
+    assert outcomes[BAD_RANK].blamed == (BAD_RANK,)
+
+
+def _sleep() -> None:
+    time.sleep(3.0)
+
+
+def _is_slow(watch: RankWatch) -> None:
+    train_with(watch, _sleep)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_slow_rank_is_not_accused(world: int) -> None:
+    outcomes = rank_outcomes(_is_slow, world, replace(HASTY, slow_s=0.3, stuck_s=20.0))
+    assert [outcome.how for outcome in outcomes] == ["ok"] * world, outcomes
+    assert outcomes[0].seconds > 3.0
+
+
+def _works_alone_at_the_end(watch: RankWatch) -> None:
+    runtime = make_runtime(watch)
+    one_step(runtime, 0)
+    if dist.get_rank() == 0:
+        time.sleep(4.0)
+
+
+def test_a_rank_that_works_on_after_the_others_have_ended_accuses_nobody() -> None:
+    outcomes = rank_outcomes(_works_alone_at_the_end, 2, replace(HASTY, slow_s=0.3, stuck_s=1.0))
+    assert [outcome.how for outcome in outcomes] == ["ok", "ok"], outcomes
+
+
+# ---- what it costs -----------------------------------------------------------------------------------------------
+
+
+class CountingStore:
+    """Counts the calls; nobody else is in this world of two."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def set(self, key: str, value: str) -> None:
+        self.calls.append(f"set {key}")
+
+    def get(self, key: str) -> bytes:
+        raise AssertionError(key)
+
+    def add(self, key: str, amount: int) -> int:
+        raise AssertionError(key)
+
+    def check(self, keys: list[str]) -> bool:
+        self.calls.append(f"check {keys}")
+        return False
+
+
+def test_a_run_that_moves_costs_one_look_at_the_store_in_poll_s_and_nothing_per_collective() -> None:
+    store = CountingStore()
+    watch = RankWatch(store, 0, 2, replace(HASTY, poll_s=0.1))
+    until = time.monotonic() + 1.05
+    issued = 0
+    while time.monotonic() < until:
+        watch.journal.wait(watch.journal.issue("all_gather", "blocks.0", 1000, torch.float32))
+        watch.journal.wait(0)
+        issued += 1
+    looks = store.calls[1:]
+    watch.close()
+    assert issued > 1000
+    assert set(looks) == {"check ['ask/1']"}
+    assert len(looks) <= 11

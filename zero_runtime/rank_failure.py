@@ -1,0 +1,34 @@
+"""A rank's own error in one line: what, where in the step, and for a lack of memory how much was wanted."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from zero_runtime.errors import RankError
+from zero_runtime.rank_journal import Place
+
+_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w*)")  # both of torch's allocators say it so
+
+
+def told(error: BaseException, place: Place) -> str:
+    """The error and where it was; of a lack of memory the bytes wanted and what helps."""
+    at = f"in {place.phase} of step {place.step}" + (f", unit {place.unit}" if place.unit else "")
+    text = f"{type(error).__name__}: {error}"
+    if not is_out_of_memory(error):
+        return f"{text} ({at})"
+    found = _WANTED.search(str(error))
+    wanted = f"wanted {found[1].strip()}" if found else "it is not told how much was wanted"
+    return (
+        f"out of memory {at}: {wanted} ({text.splitlines()[0]}); use smaller micro-batches, recomputation or sharding"
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this rank, not one that the error quotes, could not get memory."""
+    if isinstance(error, RankError):
+        return False
+    # The allocator of the CPU raises a plain RuntimeError.
+    is_plain = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    return is_plain or isinstance(error, (MemoryError, torch.OutOfMemoryError))
