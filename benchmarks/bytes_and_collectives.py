@@ -23,10 +23,10 @@ from gpt import Gpt, GptSize, loss_of  # noqa: E402
 from zero_runtime import memory_model  # noqa: E402
 from zero_runtime.collectives import join_world, leave_world  # noqa: E402
 from zero_runtime.memory_census import take_census  # noqa: E402
+from zero_runtime.optimizers import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
-from zero_runtime.sharded_optimizer import AdamWConfig  # noqa: E402
 
 SIZE = GptSize(layers=4, width=128, heads=4, vocab=512, seq=64, micro=2)
 PRECISIONS = {
@@ -50,7 +50,9 @@ def main() -> None:
     numel = rows[0]["numel"]
     print(f"Ψ = {numel:,} parameters, N = {world} ranks; bytes a rank between the last backward and the step (padding")
     print("taken off); elements that one rank sends in a steady step, as a multiple of Ψ(N-1)/N (padding taken off).\n")
-    print("| precision | stage | micro-batches | bytes: formula | counted / Ψ | of the formula | sent: formula | counted |")
+    print(
+        "| precision | stage | micro-batches | bytes: formula | counted / Ψ | of the formula | sent: formula | counted |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         print(
