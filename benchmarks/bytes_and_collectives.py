@@ -55,10 +55,9 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
-        print(
-            f"| {row['precision']} | {row['stage']} | {row['micro_batches']} | {row['formula']} "
-            f"| {row['counted'] / numel:.3f} | {row['counted'] / row['exact']:.4f} | {row['factor']} | {row['sent']:.4f} |"
-        )
+        shares = f"{row['counted'] / numel:.3f} | {row['counted'] / row['exact']:.4f}"
+        cells = f"{row['precision']} | {row['stage']} | {row['micro_batches']} | {row['formula']}"
+        print(f"| {cells} | {shares} | {row['factor']} | {row['sent']:.4f} |")
 
 
 def rank_main(rank: int, world: int, folder: str) -> None:
