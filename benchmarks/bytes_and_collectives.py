@@ -50,9 +50,7 @@ def main() -> None:
     numel = rows[0]["numel"]
     print(f"Ψ = {numel:,} parameters, N = {world} ranks; bytes a rank between the last backward and the step (padding")
     print("taken off); elements that one rank sends in a steady step, as a multiple of Ψ(N-1)/N (padding taken off).\n")
-    print(
-        "| precision | stage | micro-batches | bytes: formula | counted / Ψ | of the formula | sent: formula | counted |"
-    )
+    print("| precision | stage | micro-batches | bytes | counted / Ψ | of the formula | elements sent | counted |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         shares = f"{row['counted'] / numel:.3f} | {row['counted'] / row['exact']:.4f}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class TinySpec:
     width: int = 20
     blocks: int = 3
     tied: bool = False
+    frozen: bool = False  # a whole block, which gradients must pass through, and a part of the next
+    recomputed: bool = False
     seed: int = 0
 
 
@@ -46,11 +49,15 @@ class TinyTransformer(nn.Module):
             self.head = nn.Linear(spec.width, spec.vocab, bias=False)
         if spec.tied:
             self.head.weight = self.embed.weight
+        if spec.frozen:
+            self.blocks[1].requires_grad_(False)
+            self.blocks[2].up.requires_grad_(False)
+        self.recomputed = spec.recomputed
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
         return self.head(self.norm(x))
 
 

@@ -75,7 +75,8 @@ def oracle(
     """Run the case with torch.optim.AdamW (foreach=False) on fp32 masters, or what else `optimizer` means."""
     nudge = nudge or Nudge()
     torch.set_num_threads(1)
-    masters = {name: p.detach().clone() for name, p in TinyTransformer(case.model).named_parameters()}
+    model = TinyTransformer(case.model)
+    masters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     plain = plain_optimizer(optimizer, masters, LR)
     trace = Trace([], [], masters)
     scaler = case.loss_scale.start()
@@ -124,7 +125,9 @@ def rank_gradients(case: Case, masters: dict[str, torch.Tensor], step: int, scal
             (loss * scale).backward()
             loss_sum += float(loss.detach())
             parts[rank, micro] = {
-                name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()
+                name: p.grad if p.grad is not None else torch.zeros_like(p)
+                for name, p in model.named_parameters()
+                if p.requires_grad
             }
     return parts, loss_sum
 
@@ -138,7 +141,7 @@ def _working_copy(case: Case, masters: dict[str, torch.Tensor]) -> TinyTransform
     model = TinyTransformer(case.model)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            kept = masters[name].to(TORCH_DTYPE[case.precision.param], copy=True)
+            kept = masters.get(name, param).detach().to(TORCH_DTYPE[case.precision.param], copy=True)
             param.data = kept.to(TORCH_DTYPE[case.precision.compute or case.precision.param])
     return model
 
