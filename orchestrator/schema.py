@@ -37,6 +37,8 @@ class DataKind(Word):
 class RecomputeKind(Word):
     none = "none"
     full = "full"
+    every_nth = "every_nth"
+    by_operation = "by_operation"
 
 
 class CheckpointKind(Word):
@@ -64,18 +66,20 @@ class Zero:
 
     `shard_ranks`: shard over groups of so many ranks and replicate across them; null shards over all.
     `reduce_at_boundary`: keep gradients whole over the micro-batches and reduce them once, also in stages 2 and 3.
+    `unit_numel`: the elements that are gathered and reduced together; null makes one unit of each block.
     """
 
     stage: int = 2
     prefetch: int = 1
     shard_ranks: int | None = None
     reduce_at_boundary: bool = False
+    unit_numel: int | None = None
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "zero")
         limits.must("stage", lambda value: 0 <= value <= 3, "0, 1, 2 or 3", 2)
         limits.at_least(0, prefetch=1)
-        limits.at_least(1, shard_ranks=None)
+        limits.at_least(1, shard_ranks=None, unit_numel=None)
         limits.conclude()
 
 
@@ -85,6 +89,7 @@ class Precision:
 
     `compute` auto is `param`, but fp32 on a CPU without matrix instructions for it. The rest is for fp16 alone:
     `loss_scale` null scales losses dynamically, by the keys after it; a number fixes the scale.
+    Parameters whose names match a pattern of `keep_dtype` stay in the dtype that they are built with (fp32).
     """
 
     param: DType = DType.bf16
@@ -99,6 +104,7 @@ class Precision:
     hysteresis: int = 2
     consecutive_hysteresis: bool = False
     min_loss_scale: float = 1.0
+    keep_dtype: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "precision")
@@ -159,9 +165,16 @@ class Data:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Activation checkpointing: full keeps only each block's input and runs its forward again in backward."""
+    """Activation checkpointing: full keeps only each block's input and runs its forward again in backward, every_nth
+    does so to the last of every `every` blocks, by_operation keeps the outputs of matrix products too."""
 
     kind: RecomputeKind = RecomputeKind.none
+    every: int = 2
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "recompute")
+        limits.at_least(1, every=2)
+        limits.conclude()
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,8 @@ def describe(hint: Any) -> str:
         text = "one of " + ", ".join(str(member.value) for member in kind)
     elif get_origin(kind) is dict:
         text = "a mapping"
+    elif get_origin(kind) is list:
+        text = "a list of texts"
     else:
         text = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
     return text + (", or null" if optional else "")
@@ -97,6 +99,8 @@ def convert(hint: Any, value: object) -> Any:
         return None
     if get_origin(kind) is dict and isinstance(value, Mapping):
         return dict(value)
+    if get_origin(kind) is list and isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
+        return list(value)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):

@@ -30,6 +30,7 @@ _HOME = {
     "WarmupDecayLR": "lr_schedule",
     "WarmupLR": "lr_schedule",
     "ZeroPlan": "plan",
+    "parameters_on_meta": "birth",
     "ZeroRuntime": "runtime",
 }
 

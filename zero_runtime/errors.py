@@ -29,3 +29,7 @@ class RankError(ZeroError, RuntimeError):
     def __init__(self, text: str, ranks: tuple[int, ...]) -> None:
         super().__init__(text)
         self.ranks = ranks
+
+
+class ParameterReadError(ZeroError, RuntimeError):
+    """A parameter was read while its full values are not there, or are those of the step before."""

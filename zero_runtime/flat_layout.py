@@ -47,7 +47,8 @@ class FlatLayout:
         """Lay `(name, shape)` out in order.
 
         P is a multiple of world * SHARD_ALIGNMENT_NUMEL, not only of the shard count: an all-reduce over the
-        replicas splits each shard again, and equal pieces keep the counted bytes whole numbers.
+        replicas splits each shard again, and equal pieces keep the counted bytes whole numbers. It is at least that
+        multiple, so that a unit of empty parameters has something to gather.
         """
         segments = []
         offset = 0
@@ -56,7 +57,7 @@ class FlatLayout:
             segments.append(Segment(name, tuple(shape), offset, numel))
             offset += numel
         multiple = world * SHARD_ALIGNMENT_NUMEL
-        return cls(tuple(segments), offset, -(-offset // multiple) * multiple, shard_count)
+        return cls(tuple(segments), offset, max(-(-offset // multiple), 1) * multiple, shard_count)
 
     @property
     def shard_numel(self) -> int:

@@ -1,59 +1,239 @@
-"""Turns what nn.Module and autograd report into the schedule's events; the only file that registers hooks."""
+"""Turns what nn.Module and autograd report into the schedule's events; the only file that registers hooks.
+
+[Note: the life of a unit in a pass]
+Forward: a unit is gathered when the first of its modules is called, and released when each of them has been called
+once, or at the end of the root's forward. A parameter read by another module (an output head that multiplies by the
+embedding's weight) is borrowed by the innermost running call: gathered then, released at that call's end.
+Backward: a unit is gathered when the gradient of an output of a call that read it comes. A trained unit is done when
+the last of its own gradients has come. A frozen one has none: it is done when no call that read it is between its
+outputs' and its inputs' gradients, and the trained parameters of the same modules, whose gradients may read it aside
+from that path (as in DoRA), are done too. What is not done by then ends with the backward.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
+from zero_runtime.errors import ParameterReadError
+from zero_runtime.parameter_access import unwatch_parameters, watch_parameters
 from zero_runtime.schedule import Schedule
 from zero_runtime.unit import Unit
+
+_current_graph_task = torch._C._current_graph_task_id
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module that bounds units: the units that it reads, its own and borrowed ones."""
+
+    module: nn.Module
+    units: list[Unit]
+    opened_in: int = 0  # the backward (by number) in which its own has begun and not ended; 0: none
+
+
+@dataclass(eq=False)
+class Edge:
+    """A tensor between calls: the ones whose backward is over when its gradient comes."""
+
+    closing: list[Call] = field(default_factory=list)
 
 
 class ModuleHooks:
     """Hooks of all units; `remove` takes every one of them off again."""
 
-    def __init__(self, units: list[Unit], schedule: Schedule) -> None:
+    def __init__(self, model: nn.Module, units: list[Unit], schedule: Schedule) -> None:
+        self._model = model
+        self._units = units
         self._schedule = schedule
-        self._handles = [handle for unit in units for handle in self._attach(unit)]
+        self._running: list[Call] = []
+        self._called: dict[Unit, set[nn.Module]] = {unit: set() for unit in units}  # since the unit's last release
+        self._calls: Counter[Unit] = Counter()  # forwards since the last backward
+        self._open: Counter[Unit] = Counter()  # calls that read the unit and are in their own backward
+        self._backward = 0
+        self._graph_task = -1
+        self._edges: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._companions = {unit: _companions(unit, units) for unit in units}
+        self._beside = {unit: [other for other in units if unit in self._companions[other]] for unit in units}
+        self._has_frozen = not all(unit.trainable for unit in units)
+        watch_parameters(model, units, self._on_read)
+        self._handles = list(self._attach())
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        unwatch_parameters(self._model)
 
-    def _attach(self, unit: Unit) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        yield unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
-        yield unit.module.register_forward_hook(partial(self._after_forward, unit))
-        if unit.trainable:
-            for index, param in enumerate(unit.params):
-                yield param.register_post_accumulate_grad_hook(self._grad_hook(unit, index))
+    def _attach(self) -> Iterator[RemovableHandle]:
+        by_module: dict[nn.Module, list[Unit]] = {self._model: []}
+        for unit in self._units:
+            for module in unit.modules:
+                by_module.setdefault(module, []).append(unit)
+            if unit.trainable:
+                for index, param in enumerate(unit.params):
+                    yield param.register_post_accumulate_grad_hook(self._grad_hook(unit, index))
+        for module, units in by_module.items():
+            yield module.register_forward_pre_hook(partial(self._before_forward, units), with_kwargs=True)
+            # Also when forward raises: recomputation ends a forward early by an exception of its own.
+            yield module.register_forward_hook(self._after_forward, always_call=True)
+        for module in self._model.modules():
+            if module._parameters:
+                yield module.register_state_dict_pre_hook(self._before_state_dict)
+                yield module.register_load_state_dict_pre_hook(self._before_load)
 
-    def _before_forward(self, unit: Unit, _module: nn.Module, _args: object) -> None:
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def _before_forward(
+        self, units: list[Unit], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        call = Call(module, list(units))
+        self._running.append(call)
+        for unit in units:
+            self._begin_use(unit)
+        if self._has_frozen and torch.is_grad_enabled():
+            self._close_with_inputs(call, [one for one in tensors_in((args, kwargs)) if one.requires_grad])
+
+    def _begin_use(self, unit: Unit) -> None:
+        unit.begin_use()
+        if not self._schedule.in_backward:
+            if self._backward:  # the first forward after a backward
+                self._calls.clear()
+                self._backward = 0
+            self._calls[unit] += 1
         self._schedule.before_forward(unit)
 
-    def _after_forward(self, unit: Unit, _module: nn.Module, _args: object, output: object) -> None:
-        self._schedule.after_forward(unit)
+    def _after_forward(self, module: nn.Module, _args: object, output: object) -> None:
+        call = self._running.pop()
+        for unit in call.units:
+            unit.end_use()
+            if not unit.uses and not self._schedule.in_backward:
+                self._release_if_done(unit, module)
+        if not self._running and module is self._model and not self._schedule.in_backward:
+            self._end_forward()
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._before_backward, unit))
+                edge = Edge()
+                tensor.register_hook(partial(self._before_backward, call, edge))
+                if self._has_frozen:
+                    self._edges[tensor] = edge
 
-    def _before_backward(self, unit: Unit, _grad: torch.Tensor) -> None:
-        self._schedule.before_backward(unit)
+    def _release_if_done(self, unit: Unit, module: nn.Module) -> None:
+        if module in unit.modules:
+            called = self._called[unit]
+            called.add(module)
+            if len(called) < len(unit.modules):
+                return
+            called.clear()
+        self._schedule.after_forward(unit)
+
+    def _end_forward(self) -> None:
+        """What was gathered ahead and not used, or not by all of the unit's modules, ends here."""
+        for unit in self._units:
+            self._called[unit].clear()
+            self._schedule.after_forward(unit)
+
+    def _on_read(self, unit: Unit, param: nn.Parameter) -> None:
+        """See parameter_access.py: someone reads a parameter and no running call has declared its unit."""
+        if self._running:
+            self._running[-1].units.append(unit)
+            self._begin_use(unit)
+        elif self._schedule.in_backward:
+            self._schedule.before_backward(unit)
+        elif not unit.is_current:
+            raise ParameterReadError(
+                f"parameter {unit.name_of(param)!r} (unit {unit.name}) was read outside of forward and backward, where "
+                f"this rank has only its shard of this step's values; read it in `with runtime.full_params([...])`"
+            )
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    def _before_backward(self, call: Call, edge: Edge, _grad: torch.Tensor) -> None:
+        for ended in edge.closing:  # first, so that what it releases is gone when this call's units come
+            self._after_backward(ended)
+        if self._backward != self._schedule.backwards:
+            self._backward = self._schedule.backwards
+            self._open.clear()
+            self._graph_task = _current_graph_task()
+        if call.opened_in != self._backward:
+            call.opened_in = self._backward
+            self._open.update(call.units)
+        for unit in call.units:
+            self._schedule.before_backward(unit)
+
+    def _close_with_inputs(self, call: Call, inputs: list[torch.Tensor]) -> None:
+        """Have `_after_backward` called when the gradients of all inputs have come; never where there is no input."""
+        edge = self._edges.get(inputs[0]) if len(inputs) == 1 else None
+        if edge is not None:
+            edge.closing.append(call)
+        elif inputs:
+            register_multi_grad_hook(inputs, lambda _grads: self._after_backward(call))
+
+    def _after_backward(self, call: Call) -> None:
+        if not call.opened_in or call.opened_in != self._schedule.backwards:
+            return
+        call.opened_in = 0
+        for unit in call.units:
+            self._open[unit] -= 1
+            self._release_if_frozen(unit)
+
+    def _release_if_frozen(self, unit: Unit) -> None:
+        done = self._open[unit] == 0 and all(other.grads_arrived for other in self._companions[unit])
+        if not unit.trainable and done:
+            self._schedule.after_backward(unit)
 
     def _grad_hook(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
         def hook(_param: torch.Tensor) -> None:
-            if unit.take_grad(index, sums_locally=self._schedule.sums_locally):
-                self._schedule.after_backward(unit)
+            complete = unit.take_grad(index, sums_locally=self._schedule.sums_locally)
+            if not complete or self._may_come_again(unit):
+                return
+            self._schedule.after_backward(unit)
+            for other in self._beside[unit]:
+                self._release_if_frozen(other)
 
         return hook
 
+    def _may_come_again(self, unit: Unit) -> bool:
+        """A backward inside the backward (reentrant checkpointing) delivers a gradient for each use of a parameter."""
+        inner = _current_graph_task() != self._graph_task
+        return inner and (unit.shared or self._calls[unit] > 1)
+
+    # ---- whole models --------------------------------------------------------------------------------------------
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, _keep_vars: object) -> None:
+        if not all(unit.is_current for unit in self._units):
+            raise ParameterReadError(
+                f"state_dict of {type(module).__name__} at {prefix or 'the root'!r}: this rank has only its shard of "
+                "this step's values; read them in `with runtime.full_params()`"
+            )
+
+    def _before_load(self, module: nn.Module, _state_dict: object, prefix: str, *_others: object) -> None:
+        raise ParameterReadError(
+            f"load_state_dict of {type(module).__name__} at {prefix or 'the root'!r}: the weights are the runtime's "
+            "and what is written here would be lost; write them in `with runtime.full_params(write=True)`, or load "
+            "them before the runtime is made"
+        )
+
+
+def _companions(unit: Unit, units: list[Unit]) -> list[Unit]:
+    """For a frozen unit: the trained ones with parameters inside its modules."""
+    if unit.trainable:
+        return []
+    inside = {module for own in unit.modules for module in own.modules()}
+    return [other for other in units if other.trainable and not inside.isdisjoint(other.modules)]
+
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor inside what a module may return: a tensor, tuple, list, dict, dataclass or None, nested."""
+    """Every tensor inside what a module may take or return: a tensor, tuple, list, dict, dataclass or None, nested."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -62,6 +242,6 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
-    elif is_dataclass(value):
+    elif is_dataclass(value) and not isinstance(value, type):
         for item in fields(value):
             yield from tensors_in(getattr(value, item.name))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from zero_runtime import diagnosis
+from zero_runtime.birth import Birth, Initialise
 from zero_runtime.collectives import Collectives, Ledger, world_size
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.grad_norm import clip_coefficient, local_sum_of_squares
@@ -27,7 +28,7 @@ from zero_runtime.rank_watch import RankWatch
 from zero_runtime.schedule import Schedule
 from zero_runtime.sharded_optimizer import ShardedOptimizer
 from zero_runtime.unit import Unit
-from zero_runtime.unit_planner import move_buffers, plan_units
+from zero_runtime.unit_planner import UnitRules, move_buffers, plan_units
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class RuntimeSettings:
     micro_batches: backward calls per step. clip_norm: the largest global gradient norm, None for no clipping.
     prefetch: how many units are gathered ahead of the one in use; changes time, never bits.
     loss_scale: how losses are scaled before backward; needed where precision.param or compute is fp16.
+    unit_numel: how many elements a unit may have; None makes one unit of each block (unit_planner.py). Without
+        clipping it changes no bits at worlds 1 and 2.
+    keep_dtype: patterns of the parameters that keep the dtype they came with; all others are cast to precision.param.
+    seed, initialise: what the first values of parameters on the meta device are drawn from (birth.py).
     read_host: how the one read of a step takes numbers off the device; a dry run on fake tensors has its own.
     watch: what join_world returned; without it a rank that differs or dies is found by the backend's time-out.
     """
@@ -45,6 +50,10 @@ class RuntimeSettings:
     clip_norm: float | None = None
     prefetch: int = 1
     loss_scale: LossScaleRule = UNSCALED
+    unit_numel: int | None = None
+    keep_dtype: tuple[str, ...] = ()
+    seed: int = 0
+    initialise: Initialise | None = None
     read_host: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
     watch: RankWatch | None = None
 
@@ -87,18 +96,36 @@ class ZeroRuntime:
         self.device = device
         self.clock = PhaseClock(device)
         self.collectives = Collectives(plan.shard_count(world_size()), self.clock, settings.watch)
-        move_buffers(model, device)
-        self.units = [
-            Unit(spec, plan, precision, self.collectives, device, micro_batches=settings.micro_batches)
-            for spec in plan_units(model)
-        ]
+        self.units = self._make_units(model)
         self.optimizer = ShardedOptimizer(self.units, optimizer, self.collectives)
         self.scaler: LossScaler = settings.loss_scale.start()
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch)
-        self._hooks = ModuleHooks(self.units, self._schedule)
+        self._hooks = ModuleHooks(model, self.units, self._schedule)
         self._backwards = 0
         self._synced = True
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
+
+    def _make_units(self, model: nn.Module) -> list[Unit]:
+        """Plan the units and give each its values, one after another: no more than one is whole at a time."""
+        settings = self.settings
+        specs = plan_units(model, UnitRules(self.precision, settings.unit_numel, settings.keep_dtype))
+        birth = Birth(model, seed=settings.seed, initialise=settings.initialise)
+        birth.fill_buffers()
+        move_buffers(model, self.device)
+        units = [
+            Unit(spec, self.plan, self.collectives, self.device, micro_batches=settings.micro_batches) for spec in specs
+        ]
+        for unit in units:
+            unit.materialize(birth)
+        for unit in units:
+            unit.bind_born()
+        return units
+
+    def __getattr__(self, name: str) -> Any:
+        """What the runtime does not have itself is the model's: `runtime.config`, `runtime.blocks`."""
+        if name == "model":  # not set yet: the constructor failed
+            raise AttributeError(name)
+        return getattr(self.model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
@@ -270,14 +297,21 @@ class ZeroRuntime:
 
     def predicted_state_bytes(self) -> StateBytes:
         """What `memory_model` predicts for this rank."""
-        return model_state_bytes(
-            self.plan,
-            self.precision,
-            self.unit_sizes(),
-            world=self.collectives.world,
-            micro_batches=self.settings.micro_batches,
-            optimizer_states=len(self.optimizer.state_names),
-        )
+        found: dict[MixedPrecision, list[UnitSize]] = {}
+        for unit, size in zip(self.units, self.unit_sizes(), strict=True):
+            found.setdefault(unit.precision, []).append(size)
+        parts = [
+            model_state_bytes(
+                self.plan,
+                kind,
+                sizes,
+                world=self.collectives.world,
+                micro_batches=self.settings.micro_batches,
+                optimizer_states=len(self.optimizer.state_names),
+            )
+            for kind, sizes in found.items()
+        ]
+        return StateBytes(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
 
     def unit_sizes(self) -> list[UnitSize]:
         return [UnitSize.of(unit.layout, trainable=unit.trainable) for unit in self.units]

@@ -32,6 +32,12 @@ class Schedule:
         self._complete: set[Unit] = set()
         self._reduced = 0
         self._reduces = True
+        self.backwards = 0  # how many have begun
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is under way; a forward seen then is a recomputation."""
+        return self._phase is Phase.BACKWARD
 
     @property
     def sums_locally(self) -> bool:
@@ -56,6 +62,7 @@ class Schedule:
         if self._order[Phase.FORWARD]:
             self._recorded.add(Phase.FORWARD)
         self._phase = Phase.BACKWARD
+        self.backwards += 1
         self._reduces = synced and (boundary or self._plan.reduces_every_backward)
         self._complete.clear()
         self._reduced = 0
@@ -68,8 +75,10 @@ class Schedule:
             self._gather(unit)
 
     def after_backward(self, unit: Unit) -> None:
-        """The unit's last gradient has come; nothing reads its parameters any more in this backward."""
+        """The unit's last gradient has come, or a frozen unit's calls are over for now; release it and reduce."""
         unit.reshard(Phase.BACKWARD)
+        if not unit.trainable:  # nothing to reduce, and a call before this one may read it again
+            return
         self._complete.add(unit)
         self._reduce_in_order()
 

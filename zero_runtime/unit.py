@@ -15,13 +15,14 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
+from torch import nn
 
+from zero_runtime.birth import Birth, swap_content
 from zero_runtime.collectives import Collectives, Pending
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
-from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.flat_layout import FlatLayout, Segment
 from zero_runtime.plan import Partition, Phase, ZeroPlan
-from zero_runtime.precision import MixedPrecision
 from zero_runtime.unit_planner import UnitSpec
 
 
@@ -65,15 +66,16 @@ class Unit:
         self,
         spec: UnitSpec,
         plan: ZeroPlan,
-        precision: MixedPrecision,
         collectives: Collectives,
         device: torch.device,
         *,
         micro_batches: int,
     ) -> None:
         self.name = spec.name
-        self.module = spec.module
+        self.modules = spec.modules
         self.trainable = spec.trainable
+        self.shared = spec.shared
+        self.precision = precision = spec.precision
         self.params = [param for _, param in spec.params]
         shapes = [(name, tuple(param.shape)) for name, param in spec.params]
         self.layout = FlatLayout.build(shapes, shard_count=collectives.shard_count, world=collectives.world)
@@ -88,6 +90,7 @@ class Unit:
 
         self.data_state = DataState.UNSHARDED
         self.grad_state = GradState.EMPTY
+        self.uses = 0  # running calls of modules that read the parameters
         self._gathering: Pending | None = None
         self._gathered: torch.Tensor | None = None  # [P] param_dtype, while UNSHARDING
         self._reducing: Pending | None = None
@@ -96,8 +99,8 @@ class Unit:
         self._arrived: set[int] = set()  # parameters whose gradient came in the backward under way
         self.unsharded_grad: torch.Tensor | None = None  # [P] grad_dtype (R grads) or reduce_dtype (S grads)
         self.grad_shard: torch.Tensor | None = None  # [S] grad_dtype
+        self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # drawn, and not yet bound to their views
         self._allocate()
-        self._materialize()
 
     # ---- birth -------------------------------------------------------------------------------------------------
 
@@ -114,41 +117,64 @@ class Unit:
             self.param_shard = self._own_slice(self.unsharded_param)  # [S]
         else:
             self.param_shard = self._empty(self.layout.shard_numel, self._param_dtype)  # [S]
+        if self._plan.params is Partition.SHARDED:
+            self.unsharded_param.untyped_storage().resize_(0)  # nothing is whole before `materialize`
         self.master_shard: torch.Tensor | None = None  # [S]
         if self.trainable and self._master_dtype != self._param_dtype:
             self.master_shard = self._empty(self.layout.shard_numel, self._master_dtype)
         elif self.trainable:
             self.master_shard = self.param_shard
 
-    def _materialize(self) -> None:
+    def materialize(self, birth: Birth) -> None:
         """Take the parameters' values and make them views of unsharded_param; their old storages end here.
 
-        The master shard is taken before the values are rounded to param_dtype.
+        Parameters on the meta device are drawn one at a time, so that no more than one exists beside the unit. The
+        master shard is taken before the values are rounded to param_dtype. Where the plan shards parameters the full
+        copy ends at once: no more than one unit is whole while a model is born. Call it when every unit has its
+        shards: one allocated between two units would split the hole that the first one left, and the next would not
+        fit into it.
         """
         with torch.no_grad():
+            self._fill_storage()
             self.unsharded_param[self.layout.numel :].zero_()
             if self.master_shard is not None:
                 self.master_shard.zero_()
+            pieces = {piece.name: piece for piece in self.layout.pieces(self._collectives.shard_rank)}
             for segment, param in zip(self.layout.segments, self.params, strict=True):
-                self.unsharded_param[segment.offset : segment.offset + segment.numel].copy_(param.reshape(-1))
-            for piece, param in self._own_pieces():
-                if self.master_shard is not None:
-                    values = param.reshape(-1)[piece.start : piece.stop]
-                    self.master_shard[piece.shard_offset :][: values.numel()].copy_(values)
+                values = birth.draw(segment.name, param) if param.is_meta else param.detach()
+                self._flat(segment).copy_(values.reshape(-1))
+                piece = pieces.get(segment.name)
+                if self.master_shard is not None and piece is not None:
+                    part = values.reshape(-1)[piece.start : piece.stop]
+                    self.master_shard[piece.shard_offset :][: part.numel()].copy_(part)
+                view = self._flat(segment).view(segment.shape)
+                if param.is_meta:
+                    self._unbound.append((param, view))
+                else:
+                    # Rebinding .data keeps the parameter's identity and gives the view a version counter of its own,
+                    # so refilling the flat tensor does not look to autograd like a write to a saved tensor.
+                    param.data = view
             own = self._own_slice(self.unsharded_param)
             if self.param_shard.data_ptr() != own.data_ptr():
                 self.param_shard.copy_(own)
             if self._compute_dtype != self._param_dtype:  # compute with what a gather would give, rounded alike
                 self.unsharded_param.copy_(self.unsharded_param.to(self._param_dtype))
-            for segment, param in zip(self.layout.segments, self.params, strict=True):
-                flat = self.unsharded_param[segment.offset : segment.offset + segment.numel]
-                # Rebinding .data keeps the parameter's identity and gives the view a version counter of its own, so
-                # refilling the flat tensor does not look to autograd like a write to a saved tensor.
-                param.data = flat.view(segment.shape)
+        self.reshard(Phase.BACKWARD)
 
-    def _own_pieces(self) -> list:
-        by_name = {segment.name: param for segment, param in zip(self.layout.segments, self.params, strict=True)}
-        return [(piece, by_name[piece.name]) for piece in self.layout.pieces(self._collectives.shard_rank)]
+    def bind_born(self) -> None:
+        """Bind the parameters that were drawn; call it when all units have drawn theirs. Idempotent.
+
+        Not before: what draws one parameter must find all others on the meta device (birth.py). A meta parameter
+        refuses a new .data, so its content is swapped, which keeps its identity for whoever holds it.
+        """
+        for param, view in self._unbound:
+            real = nn.Parameter(view.new_empty(0), requires_grad=param.requires_grad)
+            real.data = view
+            swap_content(param, real)
+        self._unbound.clear()
+
+    def _flat(self, segment: Segment) -> torch.Tensor:
+        return self.unsharded_param[segment.offset : segment.offset + segment.numel]
 
     # ---- parameters --------------------------------------------------------------------------------------------
 
@@ -158,13 +184,17 @@ class Unit:
             return
         self._move_data(DataState.UNSHARDING)
         with torch.no_grad():
-            storage = self.unsharded_param.untyped_storage()
-            if storage.size() == 0:
-                storage.resize_(self.layout.padded_numel * self.unsharded_param.element_size())
+            self._fill_storage()
             self._gathered = self.unsharded_param
             if self._compute_dtype != self._param_dtype:
                 self._gathered = self._empty(self.layout.padded_numel, self._param_dtype)
             self._gathering = self._collectives.all_gather(self._gathered, self.param_shard, self.name)
+
+    def _fill_storage(self) -> None:
+        """Take memory for the full parameters; a no-op while there is some. See [Note: release by storage]."""
+        storage = self.unsharded_param.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self.layout.padded_numel * self.unsharded_param.element_size())
 
     def wait_unshard(self) -> None:
         """Block until the full parameters may be read; starts the gather if nobody has."""
@@ -176,6 +206,27 @@ class Unit:
                 self.unsharded_param.copy_(self._gathered)
             self._gathering = self._gathered = None
             self._move_data(DataState.UNSHARDED)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the full parameters hold this step's values and may be read."""
+        if self.data_state is DataState.UNSHARDED:
+            return True
+        whole = self.layout.shard_count == 1 and self.data_state is DataState.SHARDED
+        return whole and self.param_shard.data_ptr() == self.unsharded_param.data_ptr()
+
+    def begin_use(self) -> None:
+        """A call that reads the parameters has begun."""
+        self.uses += 1
+
+    def end_use(self) -> None:
+        """A call that reads the parameters has ended."""
+        self.uses -= 1
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """The full name of one of this unit's parameters."""
+        places = (place for place, own in enumerate(self.params) if own is param)
+        return self.layout.segments[next(places)].name
 
     def reshard(self, after: Phase) -> None:
         """Declare the full parameters done with; the plan decides whether anything ends. No-op unless UNSHARDED."""
@@ -195,6 +246,11 @@ class Unit:
         """A backward starts: none of its gradients has come yet."""
         self._arrived.clear()
 
+    @property
+    def grads_arrived(self) -> bool:
+        """Whether every parameter's gradient has come in the backward under way."""
+        return len(self._arrived) == len(self.params)
+
     def take_grad(self, index: int, *, sums_locally: bool) -> bool:
         """Move `params[index].grad` into the flat gradient. True when every parameter's has come in this backward.
 
@@ -208,6 +264,11 @@ class Unit:
                 "something read them without calling the module that owns them; call the module, or give the "
                 "parameter to a module that is called"
             )
+        if index in self._arrived and self.grad_state in (GradState.REDUCING, GradState.REDUCED):
+            raise UnitStateError(
+                f"unit {self.name}: expected one gradient of {segment.name} in a backward, found a second one after "
+                "the unit was reduced; it would be lost. Use torch.utils.checkpoint with use_reentrant=False"
+            )
         self._open_grads(sums_locally=sums_locally)
         assert self.unsharded_grad is not None
         flat = self.unsharded_grad[segment.offset : segment.offset + segment.numel]
@@ -219,7 +280,7 @@ class Unit:
         param.grad = None
         self._filled.add(index)
         self._arrived.add(index)
-        return len(self._arrived) == len(self.params)
+        return self.grads_arrived
 
     def _open_grads(self, *, sums_locally: bool) -> None:
         """Make room for full gradients; a no-op while there is some."""

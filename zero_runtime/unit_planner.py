@@ -2,51 +2,106 @@
 
 A unit is a repeated block (a member of an `nn.ModuleList` of one class), an embedding or output head that shares no
 weight, or the rest of the model under its root. A parameter used by several modules belongs to the lowest common
-ancestor of its users, once. Each unit has one `requires_grad`.
+ancestor of its users, once. Each unit has one `requires_grad` and one precision.
+
+[Note: unit size]
+`unit_numel` bounds a unit's elements. What is larger is split into its submodules as long as they hold parameters of
+their own; what is smaller is merged with its neighbours in the order of registration. A parameter, or a module's own
+parameters, are never split, so a unit may stay larger than the bound.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
+from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+
+log = logging.getLogger(__name__)
 
 ROOT = ""
+# Containers that nobody calls, so no hook of theirs would ever tell that their parameters are about to be read.
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_NAME_OF_DTYPE = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+
+
+@dataclass(frozen=True)
+class UnitRules:
+    """What decides the units beside the model's own shape.
+
+    unit_numel: see [Note: unit size]; None makes one unit of each block. keep_dtype: patterns (as in file names) of
+    the parameters that keep the dtype they came with, such as `*norm*`; all others are cast to precision.param.
+    """
+
+    precision: MixedPrecision = field(default_factory=MixedPrecision)
+    unit_numel: int | None = None
+    keep_dtype: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.unit_numel is not None and self.unit_numel < 1:
+            raise PlanError(
+                f"zero.unit_numel: expected at least 1, or null for a unit a block; found {self.unit_numel}"
+            )
 
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """A unit before it has any bytes: the module whose calls bound its life, and its parameters by name."""
+    """A unit before it has any bytes: the modules whose calls bound its life, and its parameters by name.
+
+    shared: some parameter of it has several users, so its gradient may come in several parts.
+    """
 
     name: str
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     params: tuple[tuple[str, nn.Parameter], ...]
     trainable: bool
+    precision: MixedPrecision
+    shared: bool
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel() for _, param in self.params)
 
 
-def plan_units(model: nn.Module) -> list[UnitSpec]:
+def plan_units(model: nn.Module, rules: UnitRules | None = None) -> list[UnitSpec]:
     """Split the model's parameters into units, in the order in which the model registers them."""
+    rules = rules or UnitRules()
     _refuse_unsupported(model)
+    _check_dtypes(model, rules)
     users = _users_by_parameter(model)
-    boundaries = _unit_modules(model, users)
-    members: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
+    boundaries = _unit_modules(model, users, rules.unit_numel)
+    members: dict[tuple[str, bool, MixedPrecision], list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():  # a tied parameter comes once, under its first name
         owner = _owner(users[id(param)], boundaries)
-        members.setdefault((owner, param.requires_grad), []).append((name, param))
-    return [
+        members.setdefault((owner, param.requires_grad, _precision_of(name, param, rules)), []).append((name, param))
+    specs = [
         UnitSpec(
-            name=(owner or "root") + ("" if trainable else " (frozen)"),
-            module=model.get_submodule(owner),
+            name=_unit_name(owner, precision, rules, trainable=trainable),
+            modules=(model.get_submodule(owner),),
             params=tuple(params),
             trainable=trainable,
+            precision=precision,
+            shared=any(len(users[id(param)]) > 1 for _, param in params),
         )
-        for (owner, trainable), params in members.items()
+        for (owner, trainable, precision), params in members.items()
     ]
+    return specs if rules.unit_numel is None else _merge_small(specs, model, rules.unit_numel)
+
+
+def block_modules(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of the model in order of registration: what activation checkpointing is applied to."""
+    return [model.get_submodule(path) for path in _repeated_blocks(model)]
+
+
+# ---- what a parameter may be -----------------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(model: nn.Module) -> None:
@@ -60,43 +115,74 @@ def _refuse_unsupported(model: nn.Module) -> None:
             raise PlanError(f"parameter {name!r} has dtype {param.dtype}: expected a floating-point dtype")
 
 
+def _check_dtypes(model: nn.Module, rules: UnitRules) -> None:
+    """Refuse patterns that name nothing; warn where a model of several dtypes loses its own without a word."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in rules.keep_dtype:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise PlanError(
+                f"precision.keep_dtype: expected every pattern to match a parameter, found {pattern!r}, which matches "
+                f"none of {', '.join(names[:5])}, ...; correct or remove it"
+            )
+    firsts: dict[torch.dtype, str] = {}
+    for name, param in model.named_parameters():
+        if not _keeps_dtype(name, rules):
+            firsts.setdefault(param.dtype, name)
+    if len(firsts) > 1:
+        found = ", ".join(f"{dtype} ({name})" for dtype, name in firsts.items())
+        log.warning(
+            "the model has parameters of several dtypes: %s; all become precision.param=%s. Name those that should "
+            "keep theirs in precision.keep_dtype",
+            found,
+            rules.precision.param,
+        )
+
+
+def _keeps_dtype(name: str, rules: UnitRules) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in rules.keep_dtype)
+
+
+def _precision_of(name: str, param: nn.Parameter, rules: UnitRules) -> MixedPrecision:
+    """The run's precision, or for a parameter that keeps its dtype the same with that as param and compute."""
+    if not _keeps_dtype(name, rules):
+        return rules.precision
+    own = _NAME_OF_DTYPE.get(param.dtype)
+    if own is None:
+        raise PlanError(
+            f"precision.keep_dtype: parameter {name!r} has dtype {param.dtype}; expected one of {sorted(TORCH_DTYPE)}"
+        )
+    wide = ITEMSIZE_BYTES[rules.precision.master] >= ITEMSIZE_BYTES[own]
+    return replace(rules.precision, param=own, compute=None, master=rules.precision.master if wide else own)
+
+
+def _unit_name(owner: str, precision: MixedPrecision, rules: UnitRules, *, trainable: bool) -> str:
+    marks = ("" if trainable else " (frozen)") + ("" if precision == rules.precision else f" ({precision.param})")
+    return (owner or "root") + marks
+
+
+# ---- who uses a parameter --------------------------------------------------------------------------------------------
+
+
 def _users_by_parameter(model: nn.Module) -> dict[int, list[str]]:
-    """Paths of the modules that register each parameter, by the parameter's identity."""
+    """Paths of the modules that hold each parameter, registered or not, by the parameter's identity."""
     users: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for param in module.parameters(recurse=False):
             users.setdefault(id(param), []).append(path)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for param in _hidden_parameters(module):
+            if id(param) in users and path not in users[id(param)]:
+                users[id(param)].append(path)
     return users
 
 
-def _unit_modules(model: nn.Module, users: dict[int, list[str]]) -> set[str]:
-    blocks = set(_repeated_blocks(model))
-    ends = {
-        path
-        for path, module in model.named_modules()
-        # Subclasses may have their weights read without being called (as nn.MultiheadAttention does to its out_proj):
-        # no hook of theirs would then gather them.
-        if type(module) in (nn.Embedding, nn.Linear)
-        and not any(_inside(path, block) for block in blocks)
-        and all(len(users[id(param)]) == 1 for param in module.parameters())
-    }
-    return blocks | ends
-
-
-def _repeated_blocks(model: nn.Module) -> Iterator[str]:
-    """Members of outermost module lists in which every member has the same class."""
-    outermost: list[str] = []
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(_inside(path, seen) for seen in outermost):
+def _hidden_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters in plain attributes and containers, which some models use to borrow a weight without owning it."""
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_buffers", "_modules"):
             continue
-        # A list is never called itself, so a list of lists has its blocks further down.
-        if len(module) > 1 and len({type(block) for block in module}) == 1 and not _is_container(module[0]):
-            outermost.append(path)
-            yield from (f"{path}.{index}" for index in range(len(module)))
-
-
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        yield from (item for item in items if isinstance(item, nn.Parameter))
 
 
 def _owner(users: list[str], boundaries: set[str]) -> str:
@@ -110,7 +196,82 @@ def _owner(users: list[str], boundaries: set[str]) -> str:
 
 
 def _inside(path: str, ancestor: str) -> bool:
-    return path == ancestor or path.startswith(ancestor + ".")
+    return ancestor == ROOT or path == ancestor or path.startswith(ancestor + ".")
+
+
+# ---- which modules bound a unit's life -------------------------------------------------------------------------------
+
+
+def _unit_modules(model: nn.Module, users: dict[int, list[str]], unit_numel: int | None) -> set[str]:
+    blocks = set(_repeated_blocks(model))
+    ends = {
+        path
+        for path, module in model.named_modules()
+        # Subclasses may have their weights read without being called (as nn.MultiheadAttention does to its out_proj):
+        # such a unit would live until its reader ends.
+        if type(module) in (nn.Embedding, nn.Linear)
+        and not any(_inside(path, block) for block in blocks)
+        and all(len(users[id(param)]) == 1 for param in module.parameters())
+    }
+    boundaries = blocks | ends
+    if unit_numel is not None:
+        for path in sorted(boundaries | {ROOT}):
+            boundaries |= set(_split_large(model, path, unit_numel, boundaries))
+    return boundaries
+
+
+def _repeated_blocks(model: nn.Module) -> Iterator[str]:
+    """Members of outermost module lists in which every member has the same class; a list of lists is looked into."""
+    outermost: list[str] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(_inside(path, seen) for seen in outermost):
+            continue
+        if len(module) > 1 and len({type(block) for block in module}) == 1 and not isinstance(module[0], _NEVER_CALLED):
+            outermost.append(path)
+            yield from (f"{path}.{index}" for index in range(len(module)))
+
+
+def _split_large(model: nn.Module, path: str, unit_numel: int, boundaries: set[str]) -> Iterator[str]:
+    """Submodules that bound units of their own because what is left of `path` is larger than the bound."""
+    module = model.get_submodule(path)
+    apart = [other for other in boundaries if other != path and _inside(other, path)]
+    elsewhere = {id(param) for other in apart for param in model.get_submodule(other).parameters()}
+    if sum(param.numel() for param in module.parameters() if id(param) not in elsewhere) <= unit_numel:
+        return
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if child_path in boundaries or next(child.parameters(), None) is None:
+            continue
+        if not isinstance(child, _NEVER_CALLED):
+            yield child_path
+        yield from _split_large(model, child_path, unit_numel, boundaries)
+
+
+def _merge_small(specs: list[UnitSpec], model: nn.Module, unit_numel: int) -> list[UnitSpec]:
+    """Join neighbours of one kind up to the bound. The root stays alone: its life is the whole forward."""
+    merged: list[UnitSpec] = []
+    open_at: dict[tuple[bool, MixedPrecision], int] = {}
+    for spec in specs:
+        kind = (spec.trainable, spec.precision)
+        place = open_at.get(kind)
+        if spec.modules[0] is model:
+            merged.append(spec)
+        elif place is not None and merged[place].numel + spec.numel <= unit_numel:
+            merged[place] = _join(merged[place], spec)
+        else:
+            open_at[kind] = len(merged)
+            merged.append(spec)
+    return merged
+
+
+def _join(first: UnitSpec, second: UnitSpec) -> UnitSpec:
+    return replace(
+        first,
+        name=f"{first.name.partition(' .. ')[0]} .. {second.name}",
+        modules=first.modules + tuple(module for module in second.modules if module not in first.modules),
+        params=first.params + second.params,
+        shared=first.shared or second.shared,
+    )
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -6,14 +6,15 @@ import os
 
 import torch
 
-from orchestrator.schema import DType, Precision, RecomputeKind, RunConfig
+from orchestrator.schema import DType, Precision, RunConfig
 from orchestrator.worker.training import build_optimizer
 from orchestrator.workloads.data import TokenData, load_data
-from orchestrator.workloads.models import build_model
+from orchestrator.workloads.models import build_unborn_model
 from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.rank_watch import RankWatch
+from zero_runtime.recompute import Recomputation, RecomputeRule
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 
@@ -42,11 +43,10 @@ def build_data(config: RunConfig) -> TokenData:
 
 
 def build_runtime(config: RunConfig, device: torch.device, watch: RankWatch) -> ZeroRuntime:
-    """The model with its random weights, taken over by the runtime. The process group must exist."""
+    """The model without weights, taken over by the runtime, which draws them unit by unit. Needs the process group."""
     assert config.batch.accumulation is not None
-    model = build_model(config.model.model_type, config.model.config, seed=config.seed)
-    if config.recompute.kind is RecomputeKind.full:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    model = build_unborn_model(config.model.model_type, config.model.config)
+    Recomputation(model, RecomputeRule(str(config.recompute.kind), config.recompute.every))
     precision = config.precision
     return ZeroRuntime(
         model,
@@ -65,6 +65,9 @@ def build_runtime(config: RunConfig, device: torch.device, watch: RankWatch) -> 
             prefetch=config.zero.prefetch,
             loss_scale=_loss_scale(precision),
             watch=watch,
+            unit_numel=config.zero.unit_numel,
+            keep_dtype=tuple(precision.keep_dtype),
+            seed=config.seed,
         ),
         device,
     )

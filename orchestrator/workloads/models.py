@@ -26,6 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from orchestrator.strict import nearest
+from zero_runtime.birth import parameters_on_meta
 
 IGNORED_LABEL = -100
 
@@ -40,6 +41,12 @@ def build_model(model_type: str, config: Mapping[str, Any], *, seed: int, attent
         # torch.manual_seed would also seed every GPU, which fork_rng does not put back here.
         torch.default_generator.manual_seed(seed)
         return _build(model_type, config, torch.device("cpu"), attention)
+
+
+def build_unborn_model(model_type: str, config: Mapping[str, Any]) -> nn.Module:
+    """The same model for the runtime to give weights to: parameters on the meta device, buffers with their values."""
+    with parameters_on_meta():
+        return _build(model_type, config, torch.device("cpu"), "sdpa")
 
 
 def build_meta_model(model_type: str, config: Mapping[str, Any]) -> nn.Module:

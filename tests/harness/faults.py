@@ -11,6 +11,7 @@ import torch
 
 from kernels import reference
 from zero_runtime import collectives, flat_layout, runtime, schedule, unit
+from zero_runtime.birth import Birth
 from zero_runtime.plan import Phase
 
 FAULTS: dict[str, Callable[[], None]] = {}
@@ -138,14 +139,14 @@ def the_mean_is_over_each_ranks_own_tokens() -> None:
 
 @fault
 def the_master_is_taken_after_rounding() -> None:
-    materialize = unit.Unit._materialize
+    materialize = unit.Unit.materialize
 
-    def rounded(self: unit.Unit) -> None:
-        materialize(self)
+    def rounded(self: unit.Unit, birth: Birth) -> None:
+        materialize(self, birth)
         if self.master_shard is not None:
             self.master_shard.copy_(self.param_shard)
 
-    unit.Unit._materialize = rounded  # type: ignore[method-assign]
+    unit.Unit.materialize = rounded  # type: ignore[method-assign]
 
 
 @fault

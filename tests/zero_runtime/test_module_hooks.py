@@ -76,10 +76,23 @@ class FakeUnit:
     """As much of a unit as hooks ask for."""
 
     name: str
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     trainable: bool
     params: list[nn.Parameter] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
+    shared: bool = False
+    uses: int = 0
+    is_current: bool = True
+
+    def begin_use(self) -> None:
+        self.uses += 1
+
+    def end_use(self) -> None:
+        self.uses -= 1
+
+    @property
+    def grads_arrived(self) -> bool:
+        return len(self.taken) == len(self.params)
 
     def take_grad(self, index: int, *, sums_locally: bool) -> bool:
         assert not sums_locally
@@ -94,6 +107,8 @@ class FakeSchedule:
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
         self.sums_locally = False
+        self.in_backward = False
+        self.backwards = 1
 
     def __getattr__(self, event: str) -> Any:
         return lambda unit: self.events.append((event, unit.name))
@@ -102,22 +117,24 @@ class FakeSchedule:
 def hooked() -> tuple[nn.Sequential, list[FakeUnit], FakeSchedule, ModuleHooks]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].requires_grad_(False)
-    units = [FakeUnit(f"u{i}", part, i != 1, list(part.parameters())) for i, part in enumerate(model)]
+    units = [FakeUnit(f"u{i}", (part,), i != 1, list(part.parameters())) for i, part in enumerate(model)]
     schedule = FakeSchedule()
-    return model, units, schedule, ModuleHooks(units, schedule)  # type: ignore[arg-type]
+    return model, units, schedule, ModuleHooks(model, units, schedule)  # type: ignore[arg-type]
 
 
 def test_forward_and_backward_bound_the_life_of_each_unit() -> None:
     model, _, schedule, _ = hooked()
     loss = model(torch.ones(1, 2)).sum()
     forward = [(event, f"u{i}") for i in range(3) for event in ("before_forward", "after_forward")]
+    forward += [("after_forward", f"u{i}") for i in range(3)]  # the root's end, for what was gathered and not used
     assert schedule.events == forward
     schedule.events.clear()
     loss.backward()
     assert schedule.events == [
         ("before_backward", "u2"),
         ("after_backward", "u2"),
-        ("before_backward", "u1"),  # frozen: the gradient of its input needs its weights, and it has no last gradient
+        ("before_backward", "u1"),
+        ("after_backward", "u1"),  # frozen: over when the gradient of its input has come
         ("before_backward", "u0"),
         ("after_backward", "u0"),
     ]
@@ -133,7 +150,7 @@ def test_a_forward_without_gradients_hooks_no_backward() -> None:
     model, _, schedule, _ = hooked()
     with torch.no_grad():
         output = model(torch.ones(1, 2))
-    assert len(schedule.events) == 6
+    assert len(schedule.events) == 6 + 3
     assert output._backward_hooks is None
 
 
@@ -146,6 +163,7 @@ def test_remove_takes_every_hook_off() -> None:
     for module in model.modules():
         assert not module._forward_pre_hooks
         assert not module._forward_hooks
+        assert type(module._parameters) is dict
     assert all(not param._post_accumulate_grad_hooks for param in model.parameters())
 
 

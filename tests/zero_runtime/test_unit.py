@@ -16,13 +16,14 @@ from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, build_runtime
 from torch import nn
 
+from zero_runtime.birth import Birth
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import UnitStateError
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.unit import DataState, GradState, Unit
-from zero_runtime.unit_planner import plan_units
+from zero_runtime.unit_planner import UnitRules, plan_units
 
 STAGES = (0, 1, 2, 3)
 FP32 = MixedPrecision()
@@ -49,8 +50,13 @@ def make_unit(stage: int, precision: MixedPrecision = FP32, micro_batches: int =
     plan = ZeroPlan.from_stage(stage)
     device = torch.device("cpu")
     collectives = Collectives(plan.shard_count(dist.get_world_size()), PhaseClock(device))
-    (spec,) = plan_units(Odd())
-    return Unit(spec, plan, precision, collectives, device, micro_batches=micro_batches)
+    model = Odd()
+    (spec,) = plan_units(model, UnitRules(precision))
+    unit = Unit(spec, plan, collectives, device, micro_batches=micro_batches)
+    unit.materialize(Birth(model, seed=0))
+    unit.wait_unshard()  # as a unit is in a forward; where parameters are sharded none is whole after birth
+    collectives.ledger.reset()
+    return unit
 
 
 def storage_bytes(*tensors: torch.Tensor | None) -> int:

@@ -36,7 +36,7 @@ def test_tied_ends_belong_to_the_root_once() -> None:
     assert list(units) == ["root", "blocks.0", "blocks.1"]
     assert units["root"] == ["embed.weight", "norm.weight", "norm.bias"]
     root = plan_units(model)[0]
-    assert root.module is model
+    assert root.modules == (model,)
     assert root.params[0][1] is model.head.weight
 
 
@@ -56,10 +56,10 @@ def test_every_parameter_is_in_one_unit_in_the_order_of_registration() -> None:
 
 def test_the_module_of_a_unit_is_the_one_whose_calls_bound_its_life() -> None:
     model = TinyTransformer(TinySpec(blocks=2))
-    modules = {spec.name: spec.module for spec in plan_units(model)}
-    assert modules["blocks.1"] is model.blocks[1]
-    assert modules["head"] is model.head
-    assert modules["root"] is model
+    modules = {spec.name: spec.modules for spec in plan_units(model)}
+    assert modules["blocks.1"] == (model.blocks[1],)
+    assert modules["head"] == (model.head,)
+    assert modules["root"] == (model,)
 
 
 class Pair(nn.Module):
@@ -124,7 +124,7 @@ def test_a_weight_that_its_module_is_never_called_for_is_in_no_unit_of_that_modu
 def test_a_list_of_lists_makes_blocks_of_what_is_called() -> None:
     model = nn.Module()
     model.towers = nn.ModuleList(nn.ModuleList(Pair() for _ in range(2)) for _ in range(2))
-    called = {spec.module for spec in plan_units(model)}
+    called = {module for spec in plan_units(model) for module in spec.modules}
     assert not any(isinstance(module, nn.ModuleList) for module in called)
 
 
@@ -135,7 +135,7 @@ def test_frozen_parameters_of_a_block_are_a_unit_of_their_own() -> None:
     specs = {spec.name: spec for spec in plan_units(model)}
     frozen = specs["blocks.0 (frozen)"]
     assert [name for name, _ in frozen.params] == ["blocks.0.up.weight", "blocks.0.up.bias"]
-    assert frozen.module is specs["blocks.0"].module is model.blocks[0]
+    assert frozen.modules == specs["blocks.0"].modules == (model.blocks[0],)
     assert {name for name, spec in specs.items() if not spec.trainable} == {"blocks.0 (frozen)", "head (frozen)"}
     for spec in specs.values():
         assert {param.requires_grad for _, param in spec.params} == {spec.trainable}

@@ -1,0 +1,367 @@
+"""Models of every shape, at every row and unit size, against plain torch in one process."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness.ranks import run_ranks
+from harness.shapes import SHAPES, Adapters, Base, Borrowed, Fp32Norms, FrozenMiddle, build_shape, ids_of
+from harness.unsharded import unsharded_peak
+from torch import nn
+
+from zero_runtime.errors import ParameterReadError, PlanError
+from zero_runtime.memory_census import take_census
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.sharded_optimizer import AdamWConfig
+
+STAGES = (0, 1, 2, 3)
+STEPS = 4
+LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
+# Elements: none smaller than a parameter can be split, every one a unit of its own; two or three modules a unit; all
+# blocks in one unit. A block has 612 elements, the embedding 204.
+UNIT_SIZES = (1, 500, 10**6)
+SHAPES_AND_MIXED = {**SHAPES, "Fp32Norms": Fp32Norms}
+MIXED = MixedPrecision("bf16")
+UNIT_ROUNDOFF = 2.0**-24
+
+
+@dataclass
+class Run:
+    """Losses by step, final weights, and what is needed for the bound: the first step's gradient."""
+
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    first_grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    abs_grad_sum: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    stage: int
+    unit_numel: int | None = None
+
+
+ROWS = [Row(stage) for stage in STAGES] + [Row(stage, size) for stage in (2, 3) for size in UNIT_SIZES]
+
+
+@cache
+def plain(name: str, world: int) -> Run:
+    """Each rank's gradient in rank order, summed, one AdamW step on fp32 masters; unused parameters get zeros."""
+    torch.set_num_threads(1)
+    model = build_shape(SHAPES_AND_MIXED[name])
+    trained = {key: param for key, param in model.named_parameters() if param.requires_grad}
+    masters = {key: param.detach().float().clone() for key, param in trained.items()}
+    optimizer = torch.optim.AdamW(
+        list(masters.values()), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False
+    )
+    run = Run()
+    for step in range(STEPS):
+        parts, loss = [], 0.0
+        for rank in range(world):
+            part = model.loss_of(model(ids_of(step, rank))) / world
+            grads = torch.autograd.grad(part, list(trained.values()), allow_unused=True)
+            parts.append(
+                [torch.zeros_like(p) if g is None else g for g, p in zip(grads, trained.values(), strict=True)]
+            )
+            loss += float(part.detach())
+        run.losses.append(loss)
+        for index, (key, master) in enumerate(masters.items()):
+            master.grad = parts[0][index].float()
+            for part in parts[1:]:
+                master.grad = master.grad + part[index].float()
+            if step == 0:
+                run.first_grads[key] = master.grad.clone()
+                run.abs_grad_sum[key] = torch.stack([one[index].double().abs() for one in parts]).sum(0)
+        optimizer.step()
+        with torch.no_grad():
+            for key, param in trained.items():
+                param.copy_(masters[key])
+    run.weights = {key: param.detach().float().clone() for key, param in model.named_parameters()} | masters
+    return run
+
+
+def make_runtime(name: str, row: Row) -> ZeroRuntime:
+    mixed = name == "Fp32Norms"
+    return ZeroRuntime(
+        build_shape(SHAPES_AND_MIXED[name]),
+        ZeroPlan.from_stage(row.stage),
+        MIXED if mixed else MixedPrecision(),
+        AdamWConfig(BETAS[0], BETAS[1], EPS, DECAY),
+        RuntimeSettings(unit_numel=row.unit_numel, keep_dtype=("*norm*",) if mixed else ()),
+        torch.device("cpu"),
+    )
+
+
+def train_rows(names: list[str]) -> dict[tuple[str, Row], Run]:
+    """On every rank: each shape in each row. Between steps the model is evaluated, which must change nothing."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    found = {}
+    for name in names:
+        for row in ROWS:
+            runtime, run = make_runtime(name, row), Run()
+            for step in range(STEPS):
+                with torch.no_grad():
+                    runtime.model.loss_of(runtime(ids_of(step + 1, rank)))
+                runtime.backward(runtime.model.loss_of(runtime(ids_of(step, rank))) / world)
+                if step == 0:
+                    trained = [key for key, param in runtime.model.named_parameters() if param.requires_grad]
+                    run.first_grads = {key: runtime.full_grad(key) for key in trained}
+                run.losses.append(runtime.step(LR).loss)
+            with runtime.full_params() as weights:
+                run.weights = {key: value.float() for key, value in weights.items()}
+            runtime.close()
+            found[name, row] = run
+    return found if rank == 0 else {}
+
+
+@cache
+def all_rows(world: int) -> dict[tuple[str, Row], Run]:
+    return run_ranks(train_rows, world, list(SHAPES_AND_MIXED))[0]
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], where: object) -> None:
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), f"{where}: {key}"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", SHAPES_AND_MIXED)
+def test_every_row_and_unit_size_has_the_bits_of_plain_torch(name: str, world: int) -> None:
+    wanted = plain(name, world)
+    for row in ROWS:
+        found = all_rows(world)[name, row]
+        assert_same(found.first_grads, wanted.first_grads, row)
+        assert_same(found.weights, wanted.weights, row)
+        assert found.losses == wanted.losses, row
+
+
+@pytest.mark.parametrize("name", SHAPES_AND_MIXED)
+def test_at_world_3_gradients_are_within_the_bound_of_any_order_of_sums(name: str) -> None:
+    """|fl(sum) - sum| <= (n-1) u sum|g| for n terms in any order (see test_rows.py); two orders differ by twice that.
+
+    The unit's size moves the borders at which the backend splits a sum, and with them the order: the bound holds for
+    each size, and equal bits are not claimed.
+    """
+    wanted = plain(name, 3)
+    for row in ROWS:
+        for key, grad in all_rows(3)[name, row].first_grads.items():
+            bound = 2 * 2 * UNIT_ROUNDOFF * wanted.abs_grad_sum[key]
+            excess = (grad.double() - wanted.first_grads[key].double()).abs() - bound
+            assert excess.numel() == 0 or excess.max() <= 0, f"{row}: {key}"
+
+
+def test_frozen_parameters_stay_as_they_are_and_have_no_states() -> None:
+    for row, states in run_ranks(_frozen_states, 2)[0].items():
+        assert states == {"frozen": {(False, False, False)}, "unchanged": True}, row
+
+
+def _frozen_states() -> dict[Row, dict[str, Any]]:
+    found = {}
+    for row in ROWS:
+        runtime = make_runtime("Adapters", row)
+        runtime.backward(runtime.model.loss_of(runtime(ids_of(0, 0))))
+        frozen = [unit for unit in runtime.units if not unit.trainable]
+        census, predicted = take_census(runtime), runtime.predicted_state_bytes()
+        assert (census.params, census.grads, census.optimizer) == (
+            predicted.params,
+            predicted.grads,
+            predicted.optimizer,
+        )
+        runtime.step(LR)
+        with runtime.full_params() as now:
+            same = all(
+                torch.equal(now[key], value) == (not value.requires_grad)
+                for key, value in build_shape(Adapters).named_parameters()
+            )
+        found[row] = {
+            "frozen": {
+                (unit.master_shard is not None, unit.grad_shard is not None, bool(runtime.optimizer.states_of(unit)))
+                for unit in frozen
+            },
+            "unchanged": same,
+        }
+        runtime.close()
+    return found
+
+
+# ---- what is whole at once -------------------------------------------------------------------------------------------
+
+
+def _peaks(names: list[str], prefetches: tuple[int, ...]) -> dict[tuple[str, int], tuple[tuple[str, ...], list[int]]]:
+    """By shape and prefetch: which units were whole at the worst moment of the third step, and after it."""
+    found = {}
+    for name in names:
+        for prefetch in prefetches:
+            runtime = ZeroRuntime(
+                SHAPES_DEEP[name](),
+                ZeroPlan.from_stage(3),
+                MixedPrecision(),
+                AdamWConfig(),
+                RuntimeSettings(prefetch=prefetch),
+                torch.device("cpu"),
+            )
+            for step in range(3):
+                with unsharded_peak(runtime.units) as peak:
+                    runtime.backward(runtime.model.loss_of(runtime(ids_of(step, dist.get_rank()))))
+                runtime.step(LR)
+            whole = [unit.name for unit in runtime.units if unit.unsharded_param.untyped_storage().size()]
+            assert whole == []
+            found[name, prefetch] = (peak.units, peak.counts)
+            runtime.close()
+    return found
+
+
+class DeepFrozen(Base):
+    """Eight blocks of which six in the middle are frozen, so gradients pass through all but one of those."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=8)
+        for block in self.blocks[1:7]:
+            block.requires_grad_(False)
+
+
+class DeepAdapters(Adapters):
+    def __init__(self) -> None:
+        Base.__init__(self, blocks=8)
+        for part in (self.embed, self.norm, self.head):
+            part.requires_grad_(False)
+
+
+SHAPES_DEEP: dict[str, Callable[[], Base]] = {
+    "Base": lambda: Base(blocks=8),
+    "DeepFrozen": DeepFrozen,
+    "DeepAdapters": DeepAdapters,
+}
+
+
+def test_frozen_and_trained_units_are_released_in_forward_and_in_backward() -> None:
+    """Blocks with adapters are two units each, a frozen and a trained one, that live together."""
+    for found in run_ranks(_peaks, 2, list(SHAPES_DEEP), (0, 1, 2)):
+        for (name, prefetch), (units, _) in found.items():
+            beside_root = [unit for unit in units if not unit.startswith("root")]
+            at_once = 2 * (1 + prefetch) if name == "DeepAdapters" else 1 + prefetch
+            assert len(beside_root) <= at_once, (name, prefetch, units)
+
+
+# ---- reads that nobody declared --------------------------------------------------------------------------------------
+
+
+def _told(read: Callable[[], Any]) -> str:
+    try:
+        read()
+    except ParameterReadError as error:
+        return str(error)
+    return "read"
+
+
+def _reads_outside(stage: int) -> list[str]:
+    runtime = make_runtime("Borrowed", Row(stage))
+    model = runtime.model
+    runtime.backward(model.loss_of(runtime(ids_of(0, dist.get_rank()))))
+    runtime.step(LR)
+    reads: list[Callable[[], Any]] = [
+        lambda: model.embed.weight.sum(),
+        lambda: F.linear(torch.ones(12), model.blocks[1].up.weight),
+        lambda: model.state_dict(),
+        lambda: model.blocks[0].norm.state_dict(),
+        lambda: model.load_state_dict(build_shape(Borrowed).state_dict()),
+        lambda: copy.deepcopy(model.embed._parameters),
+        lambda: pickle.dumps(model.embed._parameters),
+    ]
+    told = [_told(read) for read in reads]
+    assert sum(param.numel() for param in model.parameters()) > 0, "names, shapes and identities are no values"
+    if stage == 0:
+        assert type(copy.deepcopy(model.embed._parameters)) is dict
+    return told
+
+
+def test_a_read_outside_of_forward_and_backward_is_an_error_that_names_the_parameter() -> None:
+    for stage in (1, 2, 3):
+        told = run_ranks(_reads_outside, 2, stage)[0]
+        assert "'embed.weight' (unit embed)" in told[0]
+        assert "'blocks.1.up.weight' (unit blocks.1)" in told[1]
+        assert "state_dict of Embedding at 'embed.'" in told[2]
+        assert "state_dict of LayerNorm at" in told[3]
+        assert "load_state_dict of" in told[4]
+        assert "'embed.weight'" in told[5]
+        assert "'embed.weight'" in told[6]
+        assert all("full_params" in one for one in told)
+    told = run_ranks(_reads_outside, 1, 0)[0]
+    assert told[:4] == ["read"] * 4, "where nothing is sharded the values are there to be read"
+    assert "load_state_dict of" in told[4]
+
+
+def _runtime_of(model: nn.Module, **settings: Any) -> ZeroRuntime:
+    return ZeroRuntime(
+        model,
+        ZeroPlan.from_stage(3),
+        MixedPrecision("bf16"),
+        AdamWConfig(),
+        RuntimeSettings(**settings),
+        torch.device("cpu"),
+    )
+
+
+def _small_things() -> None:
+    runtime = make_runtime("Outputs", Row(3))
+    # What the runtime has not itself is the model's; several inputs by keyword, outputs of every kind.
+    assert runtime.blocks is runtime.model.blocks
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        runtime.no_such_thing  # noqa: B018
+    output = runtime(ids_of(0, 0), offset=torch.ones(12))
+    assert set(output) == {"logits", "side"}
+    runtime.backward(runtime.model.loss_of(output))
+    runtime.step(LR)
+    # A forward that fails leaves nothing behind: the next one works, and a read outside is still refused.
+    with pytest.raises(TypeError):
+        runtime(ids_of(0, 0), offset="not a tensor")
+    with pytest.raises(ParameterReadError):
+        runtime.embed.weight.sum()
+    runtime.backward(runtime.model.loss_of(runtime(ids_of(1, 0))))
+    runtime.step(LR)
+    # Closing gives the model its own tables back.
+    model = runtime.model
+    runtime.close()
+    assert {type(module._parameters) for module in model.modules()} == {dict}
+    # Mixed dtypes: buffers keep theirs, patterns keep parameters', a pattern without a match is refused.
+    model = build_shape(Fp32Norms)
+    runtime = _runtime_of(model, keep_dtype=("*norm*",))
+    assert {unit.precision.param for unit in runtime.units} == {"bf16", "fp32"}
+    assert model.table.dtype is torch.float64
+    assert {param.dtype for name, param in model.named_parameters() if "norm" in name} == {torch.float32}
+    with pytest.raises(PlanError, match=r"keep_dtype.*'\*nrom\*'.*matches none"):
+        _runtime_of(build_shape(Fp32Norms), keep_dtype=("*nrom*",))
+
+
+def test_attributes_keywords_failures_and_kept_dtypes() -> None:
+    run_ranks(_small_things, 1)
+
+
+def _warning_of_mixed_dtypes() -> str:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_runtime.unit_planner").addHandler(handler)
+    _runtime_of(build_shape(Fp32Norms))
+    _runtime_of(build_shape(FrozenMiddle))
+    assert len(messages) == 1
+    return messages[0]
+
+
+def test_a_model_of_several_dtypes_is_told_that_it_loses_them() -> None:
+    message = run_ranks(_warning_of_mixed_dtypes, 1)[0]
+    assert "torch.bfloat16 (embed.weight)" in message
+    assert "keep_dtype" in message

@@ -1,0 +1,184 @@
+"""First values: parameters that have none yet are drawn one at a time, each from the seed and its own name.
+
+[Note: values by name]
+A parameter's first value is a function of (seed, name) and of its modules' own rule, never of what else was drawn: the
+same at every plan, world size, unit size and device. That is deliberately not torch's sequential order, which could
+only be had by drawing the whole model on every rank. The rule is kept by running it: the one parameter is made real,
+all others stay on the meta device (where drawing costs nothing and moves no generator), and the initialisers of its
+module and of every module around it run from the inside out, as `model.apply` would.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from zero_runtime.errors import PlanError
+
+Initialise = Callable[[nn.Module], None]
+_OWN_RULES = ("reset_parameters", "_reset_parameters")  # torch's own layers use both names
+_SEED_BYTES = 8
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Models built inside have parameters without memory, on the meta device, and buffers with their real values.
+
+    A parameter's memory ends when its module registers it, so no more than one exists at a time, and what its module
+    draws afterwards costs nothing. (`torch.device("meta")` would lose the buffers too: a rotary table computed in a
+    constructor cannot be had back.) No random state outside is moved.
+    """
+    handle = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]  # it may return a new one
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        handle.remove()
+
+
+def _to_meta(_module: nn.Module, _name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+    if type(param) is not nn.Parameter or param.is_meta:  # other kinds are refused by name when the units are planned
+        return None
+    return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+
+class Birth:
+    """Draws the first values of a model's meta parameters and meta buffers.
+
+    The rule of a module is, in this order: `initialise` where one is given; the `_init_weights` of the nearest
+    enclosing module that has one (Hugging Face's convention); the module's own reset_parameters. What a
+    constructor itself writes into a parameter after registering it is not a rule and is lost on the meta device: put it
+    into one of these. A tied parameter follows the modules of its first name.
+    """
+
+    def __init__(self, model: nn.Module, *, seed: int, initialise: Initialise | None = None) -> None:
+        self._model = model
+        self._seed = seed
+        self._initialise = initialise
+        _refuse_half_born(model)
+
+    def draw(self, name: str, param: nn.Parameter) -> torch.Tensor:
+        """The first value of a meta parameter: on the CPU, in its dtype and shape, the caller's. `param` stays meta.
+
+        PlanError when the modules' rules do not set all of it.
+        """
+        real = nn.Parameter(torch.full(param.shape, torch.nan, dtype=param.dtype), requires_grad=param.requires_grad)
+        path = name.rpartition(".")[0]
+        swap_content(param, real)  # every user of the parameter now sees real memory
+        try:
+            self._run_rules(name, list(_around(path)), param)
+        finally:
+            swap_content(param, real)
+        if bool(torch.isnan(real.detach()).any()):
+            raise PlanError(self._unset_message("parameter", name, path))
+        return real.detach()
+
+    def fill_buffers(self) -> None:
+        """Give every meta buffer its values, by its module's own rule. Call it before any parameter is bound.
+
+        PlanError when the rule does not set all of it.
+        """
+        for path, module in self._model.named_modules():
+            for key, buffer in list(module.named_buffers(recurse=False)):
+                if buffer.is_meta:
+                    self._fill_buffer(path, module, key)
+
+    def _fill_buffer(self, path: str, module: nn.Module, key: str) -> None:
+        """Run the rule over zeros, then over ones: what both runs agree on was set by the rule."""
+        name = f"{path}.{key}" if path else key
+        meta, persistent = module.get_buffer(key), key not in module._non_persistent_buffers_set
+        found = []
+        for start in (0, 1):
+            module.register_buffer(key, torch.full(meta.shape, start, dtype=meta.dtype), persistent=persistent)
+            self._run_rules(name, [path], None)
+            found.append(module.get_buffer(key))
+        if not torch.equal(*found):
+            raise PlanError(self._unset_message("buffer", name, path))
+
+    def _run_rules(self, name: str, paths: list[str], param: nn.Parameter | None) -> None:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            # torch.manual_seed would also seed every GPU, which fork_rng does not put back here.
+            torch.default_generator.manual_seed(seed_of(self._seed, name))
+            try:
+                for path in paths:
+                    self._run_rule(path)
+                if param is None or not bool(torch.isnan(param).any()):
+                    return
+                for path in paths:  # an enclosing rule that passes a module by leaves it to the module's own
+                    _own_rule(self._model.get_submodule(path))
+            except NotImplementedError as error:  # torch's word for reading a value on the meta device
+                kind = type(self._model.get_submodule(path)).__name__
+                raise PlanError(
+                    f"{name!r} cannot be drawn alone: the initialiser of {kind} at {path or 'the root'!r} reads "
+                    f"another parameter's values ({str(error).splitlines()[0]}); build the model with weights instead "
+                    "of on the meta device"
+                ) from error
+
+    def _run_rule(self, path: str) -> None:
+        module = self._model.get_submodule(path)
+        if self._initialise is not None:
+            self._initialise(module)
+            return
+        for around in _around(path):
+            rule = getattr(self._model.get_submodule(around), "_init_weights", None)
+            if callable(rule):
+                rule(module)
+                return
+        _own_rule(module)
+
+    def _unset_message(self, kind: str, name: str, path: str) -> str:
+        module = type(self._model.get_submodule(path)).__name__
+        return (
+            f"{kind} {name!r} is on the meta device and no rule sets all of it: expected {module} to have a "
+            "reset_parameters(), or an _init_weights(module) around it; give RuntimeSettings.initialise, or build the "
+            "model with weights" + (", or inside parameters_on_meta()" if kind == "buffer" else "")
+        )
+
+
+def _refuse_half_born(model: nn.Module) -> None:
+    """Rules run over whole modules, so they would overwrite weights that a part of the model was handed over with."""
+    real = [name for name, param in model.named_parameters() if not param.is_meta]
+    if not real:
+        return
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    unborn = [name for name, tensor in tensors if tensor.is_meta]
+    if unborn:
+        raise PlanError(
+            f"expected a model with weights or one on the meta device, found both: {real[0]!r} has values and "
+            f"{unborn[0]!r} is on the meta device; build all inside parameters_on_meta(), or give all of it values"
+        )
+
+
+def swap_content(first: nn.Parameter, second: nn.Parameter) -> None:
+    """Exchange what two parameters are while everyone keeps hold of the same objects. No graph may know them yet.
+
+    torch.utils.swap_tensors does the same and refuses parameters with weak references, as nn.LSTM keeps to its own;
+    those refer to the object, so they are right afterwards too.
+    """
+    torch._C._swap_tensor_impl(first, second)
+
+
+def seed_of(seed: int, name: str) -> int:
+    """64 bits from a seed and a name: SHA-256 of both, the first eight bytes."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:_SEED_BYTES], "little", signed=True)
+
+
+def _around(path: str) -> Iterator[str]:
+    """The path and those of the modules around it, from the inside out; the root is the empty path."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _own_rule(module: nn.Module) -> None:
+    for name in _OWN_RULES:
+        rule = getattr(module, name, None)
+        if callable(rule):
+            rule()
+            return
