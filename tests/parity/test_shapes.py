@@ -21,10 +21,10 @@ from torch import nn
 
 from zero_runtime.errors import ParameterReadError, PlanError
 from zero_runtime.memory_census import take_census
+from zero_runtime.optimizers import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.sharded_optimizer import AdamWConfig
 
 STAGES = (0, 1, 2, 3)
 STEPS = 4
@@ -98,7 +98,7 @@ def make_runtime(name: str, row: Row) -> ZeroRuntime:
         build_shape(SHAPES_AND_MIXED[name]),
         ZeroPlan.from_stage(row.stage),
         MIXED if mixed else MixedPrecision(),
-        AdamWConfig(BETAS[0], BETAS[1], EPS, DECAY),
+        AdamWConfig(BETAS[0], BETAS[1], EPS, DECAY, no_decay=False),
         RuntimeSettings(unit_numel=row.unit_numel, keep_dtype=("*norm*",) if mixed else ()),
         torch.device("cpu"),
     )

@@ -19,10 +19,10 @@ from torch import nn
 from orchestrator.workloads.models import build_meta_model, build_model, build_unborn_model
 from zero_runtime.birth import Birth, parameters_on_meta, seed_of
 from zero_runtime.errors import PlanError
+from zero_runtime.optimizers import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.sharded_optimizer import AdamWConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL: dict[str, dict[str, Any]] = {
@@ -311,7 +311,7 @@ from zero_runtime.birth import parameters_on_meta
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.sharded_optimizer import AdamWConfig
+from zero_runtime.optimizers import AdamWConfig
 
 WIDTH, BLOCKS, WORLD = 1024, 96, 32
 MIB = 2**20

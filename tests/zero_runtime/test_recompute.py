@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from orchestrator.workloads.models import build_unborn_model
 from zero_runtime.errors import PlanError
 from zero_runtime.memory_census import ActivationCensus
+from zero_runtime.optimizers import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.recompute import Recomputation, RecomputeRule
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.sharded_optimizer import AdamWConfig
 
 STAGES = (0, 1, 2, 3)
 RULES = [RecomputeRule(), RecomputeRule("full"), RecomputeRule("every_nth", 2), RecomputeRule("by_operation")]
