@@ -10,7 +10,8 @@ from harness.models import TinySpec, TinyTransformer
 from torch import nn
 
 from zero_runtime.errors import PlanError
-from zero_runtime.unit_planner import move_buffers, plan_units
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.unit_planner import UnitRules, move_buffers, plan_units
 
 
 def units_of(model: nn.Module) -> dict[str, list[str]]:
@@ -179,3 +180,78 @@ def test_buffers_move_and_keep_dtype_and_persistence() -> None:
         "mask": ("meta", torch.bool),
     }
     assert list(model.state_dict()) == ["mask"]
+
+
+# ---- unit size, dtypes, and weights that others hold -----------------------------------------------------------------
+
+
+def sizes_of(model: nn.Module, unit_numel: int) -> dict[str, int]:
+    return {spec.name: spec.numel for spec in plan_units(model, UnitRules(unit_numel=unit_numel))}
+
+
+def test_small_neighbours_are_merged_up_to_the_bound() -> None:
+    assert sizes_of(blocks_of(5), 16) == {
+        "blocks.0 .. blocks.1": 16,
+        "blocks.2 .. blocks.3": 16,
+        "blocks.4": 8,
+    }
+    assert sizes_of(blocks_of(5), 10**9) == {"blocks.0 .. blocks.4": 40}
+    (spec,) = plan_units(model := blocks_of(2), UnitRules(unit_numel=16))
+    assert spec.modules == tuple(model.blocks)
+
+
+def test_large_blocks_are_split_into_submodules_and_no_parameter_is() -> None:
+    assert sizes_of(blocks_of(2), 4) == {f"blocks.{i}.{part}": 4 for i in range(2) for part in "ab"}
+    assert sizes_of(blocks_of(2), 1) == sizes_of(blocks_of(2), 4), "a parameter may be larger than the bound"
+    sequential = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.LayerNorm(2))
+    assert sizes_of(sequential, 6) == {"0.0": 6, "0.1": 6, "root": 4}
+
+
+def test_units_of_any_size_hold_every_parameter_once() -> None:
+    for model in (TinyTransformer(TinySpec()), TinyTransformer(TinySpec(tied=True)), blocks_of(3)):
+        for unit_numel in (1, 30, 1000, 5000, 10**9):
+            specs = plan_units(model, UnitRules(unit_numel=unit_numel))
+            found = [name for spec in specs for name, _ in spec.params]
+            assert sorted(found) == sorted(name for name, _ in model.named_parameters())
+            merged = [spec for spec in specs if len(spec.modules) > 1]
+            assert all(spec.numel <= unit_numel for spec in merged)
+            assert not any(model in spec.modules for spec in merged), "the root's life is the whole forward"
+
+
+def test_kinds_are_not_merged_with_each_other() -> None:
+    model = blocks_of(3)
+    for block in model.blocks:
+        block.a.requires_grad_(False)
+    assert sizes_of(model, 100) == {"blocks.0 (frozen) .. blocks.2 (frozen)": 12, "blocks.0 .. blocks.2": 12}
+
+
+def test_a_unit_size_below_1_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"zero\.unit_numel: expected at least 1.* found 0"):
+        UnitRules(unit_numel=0)
+
+
+def test_a_weight_held_in_a_plain_list_belongs_to_the_common_ancestor() -> None:
+    model = TinyTransformer(TinySpec(blocks=2))
+    model.norm.borrowed = [model.embed.weight]
+    units = units_of(model)
+    assert "embed.weight" in units["root"]
+    assert next(spec for spec in plan_units(model) if spec.name == "root").shared
+
+
+def test_a_parameter_keeps_its_dtype_where_a_pattern_says_so() -> None:
+    model = TinyTransformer(TinySpec(blocks=2))
+    model.norm.half()
+    rules = UnitRules(MixedPrecision("bf16"), keep_dtype=("*norm*",))
+    found = {spec.name: (spec.precision.param, spec.precision.master) for spec in plan_units(model, rules)}
+    assert found == {
+        "embed": ("bf16", "fp32"),
+        "blocks.0 (fp32)": ("fp32", "fp32"),
+        "blocks.0": ("bf16", "fp32"),
+        "blocks.1 (fp32)": ("fp32", "fp32"),
+        "blocks.1": ("bf16", "fp32"),
+        "root (fp16)": ("fp16", "fp32"),
+        "head": ("bf16", "fp32"),
+    }
+    model.norm.double()
+    with pytest.raises(PlanError, match=r"keep_dtype: parameter 'norm\.weight' has dtype torch\.float64"):
+        plan_units(model, rules)
