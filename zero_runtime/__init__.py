@@ -31,6 +31,8 @@ _HOME = {
     "WarmupLR": "lr_schedule",
     "ZeroPlan": "plan",
     "ZeroRuntime": "runtime",
+    "init_distributed": "dropin.entry",
+    "initialize": "dropin.entry",
 }
 
 __all__ = sorted(_HOME)
