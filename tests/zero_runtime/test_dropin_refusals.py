@@ -154,8 +154,8 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         "quantised communication",
         zero(3, zero_quantized_weights=True),
         [
-            "zero_optimization.zero_quantized_weights: expected False, found True: quantised communication is not here; "
-            "set it to false"
+            "zero_optimization.zero_quantized_weights: expected False, found True: quantised communication is not "
+            "here; set it to false"
         ],
     ),
     (
