@@ -32,6 +32,8 @@ _HOME = {
     "ZeroPlan": "plan",
     "parameters_on_meta": "birth",
     "ZeroRuntime": "runtime",
+    "init_distributed": "dropin.entry",
+    "initialize": "dropin.entry",
 }
 
 __all__ = sorted(_HOME)

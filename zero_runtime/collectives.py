@@ -64,6 +64,39 @@ def watch_ranks(store: dist.Store, settings: WorldSettings | None = None) -> Ran
     return RankWatch(own, dist.get_rank(), dist.get_world_size(), settings.watch, settings.on_end)
 
 
+def join_alone(device: torch.device) -> None:
+    """Become the one rank of a world of one, over a store inside this process: no port, no file, no variables."""
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def watch_world() -> RankWatch | None:
+    """A watch of the default process group, whoever made it, over its own store; None for a world of one.
+
+    Every rank must make as many, in one order. Closing it is the maker's.
+    """
+    if dist.get_world_size() == 1:
+        return None
+    store = dist.distributed_c10d._get_default_store()  # the only way to the store of a group that others made
+    place = store.add(f"zero_runtime/watches/{dist.get_rank()}", 1)
+    return watch_ranks(dist.PrefixStore(f"zero_runtime/{place}", store))
+
+
+def is_joined() -> bool:
+    """Whether there is a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def own_rank() -> int:
+    """This rank of the default process group, which must exist."""
+    return dist.get_rank()
+
+
 def world_size() -> int:
     """Ranks of the default process group; 1 before there is one is an error of ours, not an answer."""
     return dist.get_world_size()

@@ -1,0 +1,219 @@
+"""A DeepSpeed configuration is mapped, or refused with the reason and the fix; no key of it is ignored in silence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_runtime.dropin.config import read_config
+from zero_runtime.dropin.keys import HOMES, TOP
+from zero_runtime.errors import PlanError
+from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
+from zero_runtime.lr_schedule import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zero_runtime.optimizers import AdamConfig, AdamWConfig, LambConfig, LionConfig, SgdConfig, TorchConfig
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+
+
+def config(**more: Any) -> dict[str, Any]:
+    return {"train_batch_size": 8, "gradient_clipping": 0.0, **more}
+
+
+def zero(level: int, **more: Any) -> dict[str, Any]:
+    return config(zero_optimization={"stage": level, **more})
+
+
+def problems(source: Any, world: int = 2) -> list[str]:
+    with pytest.raises(PlanError) as caught:
+        read_config(source, world)
+    return str(caught.value).splitlines()[1:]
+
+
+def test_the_clipping_default_is_stated() -> None:
+    read = read_config({"train_batch_size": 8}, 2)
+    assert read.clip_norm is None
+    (note,) = read.notes
+    assert note.startswith("gradient_clipping is not given: gradients are not clipped")
+    assert read_config(config(), 2).notes == ()
+    assert read_config(config(gradient_clipping=0.5), 2).clip_norm == 0.5
+
+
+def test_tuning_keys_are_accepted_and_named_as_without_effect() -> None:
+    read = read_config(
+        zero(
+            3,
+            reduce_bucket_size=5e8,
+            overlap_comm=True,
+            stage3_max_live_parameters=1e9,
+            offload_optimizer={"device": "none", "pin_memory": True},
+        )
+        | {"steps_per_print": 2000, "wall_clock_breakdown": False, "flops_profiler": {"enabled": False}}
+        | {
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "elasticity": {"enabled": False},
+        },
+        2,
+    )
+    assert read.plan == ZeroPlan.from_stage(3)
+    assert read.idle == (
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.stage3_max_live_parameters",
+        "zero_optimization.offload_optimizer.pin_memory",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "flops_profiler.enabled",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "elasticity",
+    )
+
+
+@pytest.mark.parametrize("home", sorted(path for paths in HOMES.values() for path in paths))
+def test_every_key_is_mapped_or_idle_or_refused_and_checks_its_kind(home: str) -> None:
+    """A value of no kind that any key has is never accepted in silence: it is refused, or its key is named."""
+    *outer, name = home.split(".")
+    inside: dict[str, Any] = {name: object()}
+    for part in reversed(outer):
+        inside = {part: inside}
+    told = "\n".join(problems({**config(), **inside}))
+    assert f"{home}: " in told
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"train_batch_size": 12}, (12, 6, 1)),
+        ({"train_batch_size": 12, "gradient_accumulation_steps": 3}, (12, 2, 3)),
+        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3}, (12, 3, 2)),
+        ({"train_micro_batch_size_per_gpu": 3}, (6, 3, 1)),
+        ({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}, (24, 3, 4)),
+        (
+            {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4.0},
+            (24, 3, 4),
+        ),
+    ],
+)
+def test_the_batch_is_completed(given: dict[str, int], found: tuple[int, int, int]) -> None:
+    batch = read_config(given, 2).batch
+    assert (batch.train, batch.micro, batch.accumulation) == found
+
+
+def test_precision_follows_its_sections() -> None:
+    assert read_config(config(), 2).precision == MixedPrecision()
+    read = read_config(config(bf16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}), 2)
+    assert read.precision == MixedPrecision(param="bf16", accumulate="bf16")
+    assert read.loss_scale == UNSCALED
+    fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 3}
+    read = read_config(
+        config(
+            fp16={**fp16, "consecutive_hysteresis": True, "min_loss_scale": 2, "auto_cast": True},
+            communication_data_type="fp16",
+        ),
+        2,
+    )
+    assert read.precision == MixedPrecision(param="fp16", reduce="fp16")
+    assert read.loss_scale == LossScaleRule(None, 12, 50, 3, True, 2)
+    assert read.casts_inputs
+    assert read_config(config(fp16={"enabled": True, "loss_scale": 128}), 2).loss_scale.static == 128.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "found", "lr"),
+    [
+        ("AdamW", {"lr": 3e-4, "weight_decay": 0.1}, AdamWConfig(0.9, 0.999, 1e-8, 0.1, no_decay=False), 3e-4),
+        ("Adam", {}, AdamWConfig(0.9, 0.999, 1e-8, 0.0, no_decay=False), 1e-3),
+        ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, AdamConfig(0.9, 0.999, 1e-8, 0.1, no_decay=False), 1e-3),
+        ("adamw", {"torch_adam": True}, AdamWConfig(0.9, 0.999, 1e-8, 0.01, no_decay=False), 1e-3),
+        ("Lion", {"betas": [0.8, 0.9]}, LionConfig(0.8, 0.9, 0.0, no_decay=False), 1e-3),
+        ("Lamb", {"eps": 1e-6}, LambConfig(0.9, 0.999, 1e-6, 0.0, no_decay=False), 1e-3),
+        ("SGD", {"momentum": 0.9, "nesterov": True}, SgdConfig(0.9, 0.0, 0.0, True, no_decay=False), 1e-3),
+        ("Adagrad", {"eps": 1e-9}, TorchConfig("Adagrad", {"eps": 1e-9}, 0, no_decay=False), 1e-2),
+        (
+            "AdamW",
+            {"amsgrad": True},
+            TorchConfig("AdamW", {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": True}, 0.0, no_decay=False),
+            1e-3,
+        ),
+    ],
+)
+def test_an_optimizer_has_the_constants_and_defaults_of_its_name(
+    kind: str, params: dict[str, Any], found: object, lr: float
+) -> None:
+    chosen = read_config(config(optimizer={"type": kind, "params": params}), 2).optimizer
+    assert chosen is not None
+    assert (chosen.config, chosen.lr) == (found, lr)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "found"),
+    [
+        ("WarmupLR", {"warmup_max_lr": 0.5}, WarmupLR(warmup_max_lr=0.5)),
+        ("WarmupDecayLR", {"total_num_steps": 100}, WarmupDecayLR(total_num_steps=100)),
+        ("WarmupCosineLR", {"total_num_steps": 100}, WarmupCosineLR(0.25, 100)),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1}, OneCycle(0.1, 1)),
+        ("LRRangeTest", {"lr_range_test_step_size": 7}, LRRangeTest(lr_range_test_step_size=7)),
+    ],
+)
+def test_a_schedule_is_the_one_of_its_name(kind: str, params: dict[str, Any], found: object) -> None:
+    schedule = read_config(config(scheduler={"type": kind, "params": params}), 2).schedule
+    assert schedule is not None
+    assert schedule(0.25) == found
+
+
+def test_a_file_may_have_comments_and_trailing_commas(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '// one\n{"train_batch_size": 8, /* two\n */ "gradient_clipping": 0.5, # three\n"wandb": '
+        '{"project": "http://a#b,}"},\n}'
+    )
+    read = read_config(path, 2)
+    assert (read.batch.train, read.clip_norm, read.idle) == (8, 0.5, ("wandb.project",))
+    assert read_config(str(path), 2) == read
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            '{"fp16": {"enabled": true, "enabled": false}}',
+            "expected each key once in an object, found enabled more than",
+        ),
+        ('{\n"a": 1 "b"}', "line 2: expected JSON"),
+        ("[]", "expected an object {...}, found a list"),
+    ],
+)
+def test_a_broken_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        read_config(path, 1)
+    assert told in str(caught.value)
+
+
+def test_no_file_and_no_dict_are_refused() -> None:
+    with pytest.raises(PlanError, match="found no file 'nowhere"):
+        read_config("nowhere.json", 1)
+    with pytest.raises(PlanError, match="JSON file, found a int"):
+        read_config(3, 1)  # type: ignore[arg-type]
+
+
+def test_a_full_configuration_of_a_common_shape_is_accepted() -> None:
+    text = json.dumps(
+        config(
+            bf16={"enabled": True},
+            optimizer={"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+            scheduler={
+                "type": "WarmupLR",
+                "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 9},
+            },
+            activation_checkpointing={"partition_activations": False},
+            tensor_parallel={"enabled": False, "tp_size": 4},
+        )
+    )
+    assert read_config(json.loads(text), 2).optimizer is not None
+    assert len(TOP) > 50

@@ -1,0 +1,144 @@
+"""The engine's loop in one process: when a step is one, what a skipped step moves, what initialize refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.ranks import run_alone
+from harness.seed_loop import initialize_quietly
+from torch import nn
+
+import zero_runtime
+from zero_runtime.errors import CallOrderError, PlanError
+
+
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def boundaries() -> None:
+    model = nn.Linear(4, 4)
+    config = {"train_batch_size": 6, "gradient_accumulation_steps": 3, "gradient_clipping": 1e-3}
+    engine, view, loader, _ = initialize_quietly(model=model, config=config, training_data=torch.randn(7, 4))
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (6, 2)
+    assert [len(rows) for rows in loader] == [2, 2, 2, 1]
+    assert engine.get_global_grad_norm() is None
+    assert engine.train() is engine
+    assert model.training
+    engine.eval()
+    assert not model.training
+    before = model.weight.detach().clone()
+    for call in range(1, 7):
+        assert engine.is_gradient_accumulation_boundary() is (call % 3 == 0)
+        engine.backward(engine(torch.randn(2, 4)).square().mean())
+        with pytest.raises(CallOrderError, match=r"expected engine\.step"):
+            engine.backward(engine(torch.randn(2, 4)).square().mean())
+        with pytest.raises(CallOrderError, match="leave it out"):
+            engine.zero_grad()
+        with pytest.raises(CallOrderError, match="knows the boundary"):
+            view.step()
+        engine.step()
+        assert (engine.micro_steps, engine.global_steps) == (call, call // 3)
+        assert torch.equal(model.weight, before) is (call < 3)
+        with pytest.raises(CallOrderError, match="since the last step"):
+            engine.step()
+    engine.zero_grad()
+    assert engine.get_global_grad_norm() > 1e-3  # before clipping
+    assert engine.was_step_applied()
+    assert engine.global_samples == 12
+    assert [tuple(param.shape) for param in engine.parameters()] == [(4, 4), (4,)]
+    with pytest.raises(AttributeError, match="checkpoints are not here yet"):
+        _ = engine.save_checkpoint
+    view.param_groups[0]["weight_decay"] = 0.5
+    for _ in range(2):
+        engine.backward(engine(torch.randn(2, 4)).square().mean())
+        engine.step()
+    engine.backward(engine(torch.randn(2, 4)).square().mean())
+    with pytest.raises(PlanError, match="lr and momentum alone may change"):
+        engine.step()
+    engine.destroy()
+    engine.destroy()
+
+
+def skipped_steps() -> None:
+    """A scale of 2^30 overflows fp16 in its first steps: they are counted, and move no schedule."""
+    config = {
+        "train_batch_size": 2,
+        "fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 30, "hysteresis": 1},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_type": "linear"}},
+    }
+    engine, view, _, scheduler = initialize_quietly(model=nn.Linear(4, 4), config=config)
+    assert engine.module.weight.dtype == torch.float16
+    for step in range(1, 30):
+        scale, updates = view.cur_scale, engine.runtime.updates
+        engine.backward(engine(torch.ones(2, 4)).float().square().mean())
+        engine.step()
+        assert engine.global_steps == step
+        if engine.was_step_applied():
+            assert (scheduler.updates, engine.runtime.updates) == (updates + 1, updates + 1)
+        else:
+            assert (scheduler.updates, view.cur_scale) == (updates, scale / 2)
+    assert 0 < engine.skipped_steps < 20
+    assert engine.get_lr() == scheduler.get_last_lr() == [0.1 * (engine.runtime.updates - 1) / 1000]
+    assert engine.loss_scale() == view.loss_scale == 2.0 ** (30 - engine.skipped_steps)
+    engine.destroy()
+
+
+def misfits() -> None:
+    """What initialize refuses leaves the model as it was."""
+    model, config = nn.Linear(4, 4), {"train_batch_size": 2}
+    copy = nn.Linear(4, 4)
+    stepped = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    stepped.step()
+    adam = torch.optim.Adam(model.parameters())
+    section = {"type": "AdamW"}
+    warmup = {"type": "WarmupLR"}
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    betas = [{"params": [model.weight]}, {"params": [model.bias], "betas": (0.1, 0.2)}]
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("Mine cannot run on shards", {"optimizer": Mine(model.parameters())}),
+        ("LBFGS cannot run on shards", {"optimizer": torch.optim.LBFGS(model.parameters())}),
+        ("found one that has stepped", {"optimizer": stepped}),
+        ("group 1 has a betas of its own", {"optimizer": torch.optim.AdamW(betas)}),
+        ("expected parameters of the model", {"optimizer": torch.optim.AdamW(copy.parameters())}),
+        ("expected parameters of the model", {"model_parameters": copy.parameters()}),
+        ("bias missing; add them", {"model_parameters": [model.weight]}),
+        ("group 0: expected params, lr", {"model_parameters": [{"params": [model.weight], "eps": 1.0}]}),
+        ("found both; leave one out", {"optimizer": adam, "config": {**config, "optimizer": section}}),
+        ("found both; leave one out", {"lr_scheduler": halving, "config": {**config, "scheduler": warmup}}),
+        ("drives another optimizer", {"lr_scheduler": halving(adam)}),
+        ("knows updates alone", {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(adam), "optimizer": adam}),
+        ("found a builtins.int", {"lr_scheduler": 3}),
+        ("found a int", {"optimizer": 3}),
+        ("model parallelism is not here yet", {"mpu": object()}),
+        ("found 0 of them", {"config": None}),
+        ("found 2 of them", {"config_params": config}),
+        ("expected model to be a torch.nn.Module", {"model": None}),
+    ]
+    for told, given in cases:
+        with pytest.raises(PlanError, match=re.escape(told)):
+            initialize_quietly(**{"model": model, "config": config, **given})
+    model(torch.ones(1, 4)).sum().backward()
+    os.environ["WORLD_SIZE"] = "2"
+    dist.destroy_process_group()
+    with pytest.raises(PlanError, match="start the ranks with torchrun"):
+        zero_runtime.init_distributed()
+
+
+def loops_in_one_process() -> None:
+    boundaries()
+    skipped_steps()
+    misfits()
+
+
+def test_boundaries_skipped_steps_and_misfits() -> None:
+    run_alone(loops_in_one_process)

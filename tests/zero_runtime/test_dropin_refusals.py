@@ -1,0 +1,213 @@
+"""What of a DeepSpeed configuration is refused, and the very words: what was expected, what was found, what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero_runtime.dropin.config import read_config
+from zero_runtime.errors import PlanError
+
+HIDDEN = 15  # odd: 0.9 of its square is no whole number
+
+
+def config(**more: Any) -> dict[str, Any]:
+    return {"train_batch_size": 8, "gradient_clipping": 0.0, **more}
+
+
+def zero(level: int, **more: Any) -> dict[str, Any]:
+    return config(zero_optimization={"stage": level, **more})
+
+
+def problems(source: Any, world: int = 2) -> list[str]:
+    with pytest.raises(PlanError) as caught:
+        read_config(source, world)
+    return str(caught.value).splitlines()[1:]
+
+
+AUTO = "is for a trainer that fills it in, and there is none here; "
+TENSOR_PARALLEL = (
+    "tensor_parallel.tp_size: found 4: tensor parallelism is not here yet; set it to 1, and shard the model by "
+    "zero_optimization instead (3 shards the parameters too)"
+)
+NOT_YET = 'offloading is not here yet; set device to "none" or leave the section out'
+
+REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
+    (
+        "aio inside zero_optimization",
+        zero(3, aio={"block_size": 1}),
+        ["zero_optimization.aio: unknown key; it belongs at aio"],
+    ),
+    (
+        "tp_size beside autotp_size",
+        config(tensor_parallel={"tp_size": 1, "autotp_size": 1}),
+        ["tensor_parallel: tp_size and autotp_size are two names of one number, found both; keep one"],
+    ),
+    ("tensor parallelism", config(tensor_parallel={"enabled": True, "tp_size": 4}), [TENSOR_PARALLEL]),
+    ("tensor parallelism by default on", config(tensor_parallel={"tp_size": 4}), [TENSOR_PARALLEL]),
+    (
+        "fractional prefetch size",
+        zero(3, stage3_prefetch_bucket_size=0.9 * HIDDEN * HIDDEN),
+        ["zero_optimization.stage3_prefetch_bucket_size: expected a whole number, found 202.5"],
+    ),
+    (
+        "auto left over",
+        config(
+            train_micro_batch_size_per_gpu="auto",
+            fp16={"enabled": "auto"},
+            optimizer={"type": "AdamW", "params": {"lr": "auto"}},
+            zero_optimization={"reduce_bucket_size": "auto"},
+        ),
+        [
+            f'train_micro_batch_size_per_gpu: "auto" {AUTO}write a whole number',
+            f'fp16.enabled: "auto" {AUTO}write true or false',
+            f'zero_optimization.reduce_bucket_size: "auto" {AUTO}leave the key out',
+            f'optimizer.params.lr: "auto" {AUTO}write a number',
+        ],
+    ),
+    (
+        "both fp16 and bf16",
+        config(fp16={"enabled": True}, bf16={"enabled": True}),
+        ["fp16.enabled, bf16.enabled: expected at most one of them, found both; disable one"],
+    ),
+    (
+        "offload_param below 3",
+        zero(2, offload_param={"device": "cpu", "pin_memory": True}),
+        [
+            "zero_optimization.offload_param.device: found 'cpu': it needs stage 3 or more, found stage 2; and "
+            + NOT_YET,
+        ],
+    ),
+    (
+        "offload to the CPU",
+        zero(3, offload_param={"device": "cpu"}, offload_optimizer={"device": "nvme"}),
+        [
+            f"zero_optimization.offload_param.device: found 'cpu': {NOT_YET}",
+            f"zero_optimization.offload_optimizer.device: found 'nvme': {NOT_YET}",
+        ],
+    ),
+    (
+        "ratio below 1 below 3",
+        zero(2, offload_optimizer={"device": "none", "ratio": 0.3}),
+        [
+            "zero_optimization.offload_optimizer.ratio: found 0.3: a part of the optimizer on the CPU needs stage 3, "
+            "found stage 2; and " + NOT_YET
+        ],
+    ),
+    (
+        "key with a digit for a letter",
+        config(gradient_c1ipping=1.0),
+        ["gradient_c1ipping: unknown key; did you mean gradient_clipping?"],
+    ),
+    (
+        "unknown keys at every level, at once",
+        config(
+            optimizer={"type": "Adam", "adam_w_mode": True, "params": {"betas": [0.9, 0.9], "epss": 1}},
+            fp16={"enabled": True, "loss_scal": 0},
+            zero_optimization={"offload_param": {"devise": "none"}, "flops_profiler": {}},
+            zzz=1,
+        ),
+        [
+            "optimizer.adam_w_mode: unknown key",
+            "fp16.loss_scal: unknown key; did you mean loss_scale?",
+            "zero_optimization.offload_param.devise: unknown key; did you mean device?",
+            "zero_optimization.flops_profiler: unknown key; it belongs at flops_profiler",
+            "zzz: unknown key",
+            "optimizer.params.epss: unknown key; did you mean eps?",
+        ],
+    ),
+    (
+        "batch triple",
+        config(train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2),
+        [
+            "train_batch_size: expected 3 (train_micro_batch_size_per_gpu) x 2 (gradient_accumulation_steps) x 2 "
+            "(ranks) = 12, found 8; set train_batch_size to 12, or leave one of the three out"
+        ],
+    ),
+    (
+        "batch that does not divide",
+        config(gradient_accumulation_steps=3),
+        [
+            "train_batch_size: expected a multiple of 3 (gradient_accumulation_steps) x 2 (ranks) = 6, found 8; "
+            "set it to 6 or 12"
+        ],
+    ),
+    (
+        "batch below one",
+        config(train_micro_batch_size_per_gpu=0),
+        ["train_micro_batch_size_per_gpu: expected at least 1, found 0"],
+    ),
+    ("not a number of a kind", config(gradient_clipping=True), ["gradient_clipping: expected a number, found True"]),
+    (
+        "negative clipping",
+        config(gradient_clipping=-1),
+        ["gradient_clipping: expected at least 0 (0 is none), found -1"],
+    ),
+    ("a level that is none", zero(4), ["zero_optimization: zero.stage: expected one of [0, 1, 2, 3], found 4"]),
+    (
+        "the old form of the section",
+        config(zero_optimization=True),
+        ["zero_optimization: expected an object, found True"],
+    ),
+    (
+        "quantised communication",
+        zero(3, zero_quantized_weights=True),
+        [
+            "zero_optimization.zero_quantized_weights: expected False, found True: quantised communication is not "
+            "here; set it to false"
+        ],
+    ),
+    (
+        "a feature that is not here",
+        config(elasticity={"enabled": True}),
+        ["elasticity: elastic training is not here; switch it off or leave it out"],
+    ),
+    (
+        "OneBitAdam",
+        config(optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3}}),
+        [
+            "optimizer.type: 'OneBitAdam': its compressed communication is not here; use Adam or AdamW; expected Adam, "
+            "AdamW, Lion, Lamb, SGD or another of torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, "
+            "torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop"
+        ],
+    ),
+    (
+        "max_grad_norm in the optimizer",
+        config(optimizer={"type": "AdamW", "params": {"max_grad_norm": 1.0}}),
+        ["optimizer.params.max_grad_norm: it belongs at the top level, as gradient_clipping"],
+    ),
+    (
+        "betas outside their range",
+        config(optimizer={"type": "AdamW", "params": {"betas": [1.5, 0.9]}}),
+        ["optimizer.params: optimizer.beta1: expected a number in [0, 1), found 1.5"],
+    ),
+    (
+        "a schedule without its length",
+        config(scheduler={"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3}}),
+        ["scheduler.params: WarmupDecayLR needs total_num_steps"],
+    ),
+    (
+        "a schedule that is not known",
+        config(scheduler={"type": "StepLR"}),
+        [
+            "scheduler.type: expected one of LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR, found "
+            "'StepLR'; any other schedule of torch may be handed to initialize as lr_scheduler"
+        ],
+    ),
+    (
+        "a dtype that is none",
+        config(communication_data_type="fp8"),
+        ["communication_data_type: expected one of bf16, fp16, fp32, found 'fp8'"],
+    ),
+    (
+        "no batch at all",
+        {"gradient_clipping": 1.0},
+        ["train_batch_size: expected it or train_micro_batch_size_per_gpu, found neither; set one of them"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "told"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_it_is_refused_with_the_right_reason(source: dict[str, Any], told: list[str]) -> None:
+    assert [line.strip() for line in problems(source)] == told
