@@ -89,6 +89,18 @@ def skipped_steps() -> None:
     engine.destroy()
 
 
+def half_precision_loss() -> None:
+    """30 * 4096 is no fp16 number: the loss must be scaled in fp32, or a static scale stops the run."""
+    config = {"train_batch_size": 2, "fp16": {"enabled": True, "loss_scale": 4096}}
+    engine, *_ = initialize_quietly(model=nn.Linear(4, 4), config=config)
+    loss = engine(torch.ones(2, 4, dtype=torch.float16)).mean() + 30
+    assert loss.dtype == torch.float16
+    assert engine.backward(loss).dtype == torch.float32
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy()
+
+
 def misfits() -> None:
     """What initialize refuses leaves the model as it was."""
     model, config = nn.Linear(4, 4), {"train_batch_size": 2}
@@ -137,6 +149,7 @@ def misfits() -> None:
 def loops_in_one_process() -> None:
     boundaries()
     skipped_steps()
+    half_precision_loss()
     misfits()
 
 

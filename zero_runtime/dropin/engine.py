@@ -67,7 +67,7 @@ class Engine:
     def __getattr__(self, name: str) -> Any:
         if name in _ABSENT:
             raise AttributeError(f"engine.{name}: {_ABSENT[name]}")
-        return getattr(self.__dict__["module"], name)
+        return getattr(self.__dict__.get("module"), name)
 
     # ---- a micro-batch -------------------------------------------------------------------------------------------
 
@@ -88,7 +88,9 @@ class Engine:
                 "engine.backward: expected engine.step() after the last backward, found another backward; add the "
                 "losses of one micro-batch and call backward once"
             )
-        share = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        # A loss of 16 bits times a loss scale leaves the range of fp16 before any gradient does.
+        share = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        share = share / self.gradient_accumulation_steps() if scale_wrt_gas else share
         self.runtime.backward(share / self.world_size, retain_graph=retain_graph)
         self._awaits_step = True
         return share.detach()
