@@ -189,5 +189,5 @@ def test_the_closed_forms_follow_the_number_of_states() -> None:
 def test_lamb_sends_one_control_message_more_and_the_others_none() -> None:
     parameters = len(steps_at(2)["lamb", 0].weights[0])
     for (name, _), steps in steps_at(2).items():
-        agreed = 2  # a loss and a squared norm
+        agreed = 4  # a loss, a squared norm and the two fingerprints of what was sent
         assert steps.control == agreed + (2 * parameters if name in IS_BOUNDED else 0), name
