@@ -56,6 +56,7 @@ class ModuleHooks:
         self._units = units
         self._schedule = schedule
         self._running: list[Call] = []
+        self._ended = Call(model, [])  # the last
         self._called: dict[Unit, set[nn.Module]] = {unit: set() for unit in units}  # since the unit's last release
         self._calls: Counter[Unit] = Counter()  # forwards since the last backward
         self._open: Counter[Unit] = Counter()  # calls that read the unit and are in their own backward
@@ -84,8 +85,10 @@ class ModuleHooks:
                     yield param.register_post_accumulate_grad_hook(self._grad_hook(unit, index))
         for module, units in by_module.items():
             yield module.register_forward_pre_hook(partial(self._before_forward, units), with_kwargs=True)
-            # Also when forward raises: recomputation ends a forward early by an exception of its own.
-            yield module.register_forward_hook(self._after_forward, always_call=True)
+            # The first also when forward raises, as recomputation does to end early. The second waits for collectives,
+            # which a rank that failed must not.
+            yield module.register_forward_hook(self._end_call, always_call=True)
+            yield module.register_forward_hook(self._after_forward)
         for module in self._model.modules():
             if module._parameters:
                 yield module.register_state_dict_pre_hook(self._before_state_dict)
@@ -112,10 +115,14 @@ class ModuleHooks:
             self._calls[unit] += 1
         self._schedule.before_forward(unit)
 
-    def _after_forward(self, module: nn.Module, _args: object, output: object) -> None:
-        call = self._running.pop()
-        for unit in call.units:
+    def _end_call(self, _module: nn.Module, _args: object, _output: object) -> None:
+        self._ended = self._running.pop()
+        for unit in self._ended.units:
             unit.end_use()
+
+    def _after_forward(self, module: nn.Module, _args: object, output: object) -> None:
+        call = self._ended
+        for unit in call.units:
             if not unit.uses and not self._schedule.in_backward:
                 self._release_if_done(unit, module)
         if not self._running and module is self._model and not self._schedule.in_backward:
