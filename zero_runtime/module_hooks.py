@@ -8,6 +8,12 @@ Backward: a unit is gathered when the gradient of an output of a call that read 
 the last of its own gradients has come. A frozen one has none: it is done when no call that read it is between its
 outputs' and its inputs' gradients, and the trained parameters of the same modules, whose gradients may read it aside
 from that path (as in DoRA), are done too. What is not done by then ends with the backward.
+
+[Note: done on every rank]
+A parameter that took no part gets no gradient, so a rank that alone leaves one unused would be done later than its
+peers, who wait for its reduction before they come to a gather for which it waits. So a trained unit is also done when
+the gradients of the inputs of all its calls have come. Its own have come by then: autograd runs what was recorded last
+first, and what a call recorded is newer than what made the call's inputs.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ class Call:
 
     module: nn.Module
     units: list[Unit]
+    in_graph: bool = False  # its backward will come: gradients are on, and it is no recomputation
     opened_in: int = 0  # the backward (by number) in which its own has begun and not ended; 0: none
 
 
@@ -59,13 +66,13 @@ class ModuleHooks:
         self._ended = Call(model, [])  # the last
         self._called: dict[Unit, set[nn.Module]] = {unit: set() for unit in units}  # since the unit's last release
         self._calls: Counter[Unit] = Counter()  # forwards since the last backward
+        self._unclosed: Counter[Unit] = Counter()  # of those in the graph: the inputs' gradients have not all come
         self._open: Counter[Unit] = Counter()  # calls that read the unit and are in their own backward
         self._backward = 0
         self._graph_task = -1
         self._edges: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._companions = {unit: _companions(unit, units) for unit in units}
         self._beside = {unit: [other for other in units if unit in self._companions[other]] for unit in units}
-        self._has_frozen = not all(unit.trainable for unit in units)
         watch_parameters(model, units, self._on_read)
         self._handles = list(self._attach())
 
@@ -99,20 +106,22 @@ class ModuleHooks:
     def _before_forward(
         self, units: list[Unit], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        call = Call(module, list(units))
+        call = Call(module, list(units), torch.is_grad_enabled() and not self._schedule.in_backward)
         self._running.append(call)
         for unit in units:
-            self._begin_use(unit)
-        if self._has_frozen and torch.is_grad_enabled():
+            self._begin_use(unit, call)
+        if torch.is_grad_enabled():
             self._close_with_inputs(call, [one for one in tensors_in((args, kwargs)) if one.requires_grad])
 
-    def _begin_use(self, unit: Unit) -> None:
+    def _begin_use(self, unit: Unit, call: Call) -> None:
         unit.begin_use()
         if not self._schedule.in_backward:
             if self._backward:  # the first forward after a backward
                 self._calls.clear()
+                self._unclosed.clear()
                 self._backward = 0
             self._calls[unit] += 1
+            self._unclosed[unit] += call.in_graph
         self._schedule.before_forward(unit)
 
     def _end_call(self, _module: nn.Module, _args: object, _output: object) -> None:
@@ -131,8 +140,7 @@ class ModuleHooks:
             if tensor.requires_grad:
                 edge = Edge()
                 tensor.register_hook(partial(self._before_backward, call, edge))
-                if self._has_frozen:
-                    self._edges[tensor] = edge
+                self._edges[tensor] = edge
 
     def _release_if_done(self, unit: Unit, module: nn.Module) -> None:
         if module in unit.modules:
@@ -153,7 +161,7 @@ class ModuleHooks:
         """See parameter_access.py: someone reads a parameter and no running call has declared its unit."""
         if self._running:
             self._running[-1].units.append(unit)
-            self._begin_use(unit)
+            self._begin_use(unit, self._running[-1])
         elif self._schedule.in_backward:
             self._schedule.before_backward(unit)
         elif not unit.is_current:
@@ -191,7 +199,11 @@ class ModuleHooks:
         call.opened_in = 0
         for unit in call.units:
             self._open[unit] -= 1
-            self._release_if_frozen(unit)
+            self._unclosed[unit] -= call.in_graph
+            if not unit.trainable:
+                self._release_if_frozen(unit)
+            elif call.in_graph and self._unclosed[unit] == 0:
+                self._schedule.after_backward(unit)  # see [Note: done on every rank]
 
     def _release_if_frozen(self, unit: Unit) -> None:
         done = self._open[unit] == 0 and all(other.grads_arrived for other in self._companions[unit])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -103,6 +104,7 @@ class ZeroRuntime:
         self._hooks = ModuleHooks(model, self.units, self._schedule)
         self._backwards = 0
         self._synced = True
+        self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its graph ended with its backward
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
 
     def _make_units(self, model: nn.Module) -> list[Unit]:
@@ -157,6 +159,12 @@ class ZeroRuntime:
                 "backward: expected a loss with a graph, found one without: the forward ran under no_grad, or every "
                 "parameter is frozen"
             )
+        if self._spent is not None and self._spent() is loss:
+            raise CallOrderError(
+                "backward: this loss had its backward before and its graph is gone; expected a new forward first, or "
+                "retain_graph=True in the call before"
+            )
+        self._spent = None if retain_graph else weakref.ref(loss)
         self._backwards += 1
         self._loss += loss.detach()
         self.collectives.journal.begin("backward")

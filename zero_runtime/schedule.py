@@ -4,9 +4,8 @@ Prefetching is calling a unit's `unshard` earlier, and overlapping a reduction i
 changes any bits. The order of the units is recorded in the first forward and the first backward.
 
 [Note: one order of reductions]
-A unit is complete when all its gradients have come, and on a rank that does not use one of its parameters that is only
-at the end of backward. Ranks that issued reductions as units complete would then pair different units, silently where
-their sizes agree. So every rank issues them in one order, the reverse of registration, each when it and all before it
+Units need not complete in one order on all ranks: one that uses only part of a unit completes it later than its peers
+do. Ranks that issued reductions as units complete would then pair different units, silently where their sizes agree. So every rank issues them in one order, the reverse of registration, each when it and all before it
 are complete; and over a process group of their own, because they fall between different gathers on different ranks.
 """
 
@@ -75,7 +74,9 @@ class Schedule:
             self._gather(unit)
 
     def after_backward(self, unit: Unit) -> None:
-        """The unit's last gradient has come, or a frozen unit's calls are over for now; release it and reduce."""
+        """The unit's gradients have come, or a frozen unit's calls are over for now; release it and reduce. Repeatable."""
+        if unit in self._complete:
+            return
         unit.reshard(Phase.BACKWARD)
         if not unit.trainable:  # nothing to reduce, and a call before this one may read it again
             return

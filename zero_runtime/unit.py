@@ -266,8 +266,8 @@ class Unit:
             )
         if index in self._arrived and self.grad_state in (GradState.REDUCING, GradState.REDUCED):
             raise UnitStateError(
-                f"unit {self.name}: expected one gradient of {segment.name} in a backward, found a second one after "
-                "the unit was reduced; it would be lost. Use torch.utils.checkpoint with use_reentrant=False"
+                f"unit {self.name}: expected no gradient of {segment.name} after the unit was reduced in this backward, "
+                "found one; it would be lost. Use torch.utils.checkpoint with use_reentrant=False"
             )
         self._open_grads(sums_locally=sums_locally)
         assert self.unsharded_grad is not None
@@ -307,6 +307,7 @@ class Unit:
             if index not in self._filled:
                 self.unsharded_grad[segment.offset : segment.offset + segment.numel].zero_()
         self._filled.clear()
+        self._arrived.update(range(len(self.params)))  # in this backward, what comes now is late
         self._move_grad(GradState.REDUCING)
         full = self.unsharded_grad.to(self._reduce_dtype)  # the same tensor where the dtypes agree
         self._reduce_out = self._reduction_target(full)

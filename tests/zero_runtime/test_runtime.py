@@ -43,7 +43,12 @@ def _wrong_orders(case: Case) -> list[str]:
             runtime.step(LR)
         refusals.append(str(refusal.value))
         ids, labels = batch(case.model, 0, dist.get_rank(), backwards)
-        runtime.backward(token_loss_sum(runtime.model, ids, labels))
+        loss = token_loss_sum(runtime.model, ids, labels)
+        runtime.backward(loss)
+        if backwards == 0:
+            with pytest.raises(CallOrderError) as refusal:
+                runtime.backward(loss)
+            refusals.append(str(refusal.value))
     with pytest.raises(CallOrderError) as refusal:
         runtime.backward(torch.ones((), requires_grad=True))
     refusals.append(str(refusal.value))
@@ -54,9 +59,11 @@ def _wrong_orders(case: Case) -> list[str]:
 def test_calls_out_of_order_are_refused_with_the_expected_one() -> None:
     for refusals in run_ranks(_wrong_orders, 2, Case(2, 2)):
         assert refusals[0] == "step: expected 2 backward calls since the last step, found 0"
-        assert refusals[1] == "step: expected 2 backward calls since the last step, found 1"
-        assert "call number 3 of this step, expected step() after 2" in refusals[2]
-        assert "RuntimeSettings" in refusals[2]
+        assert "this loss had its backward before" in refusals[1]
+        assert "expected a new forward" in refusals[1]
+        assert refusals[2] == "step: expected 2 backward calls since the last step, found 1"
+        assert "call number 3 of this step, expected step() after 2" in refusals[3]
+        assert "RuntimeSettings" in refusals[3]
 
 
 # ---- not a number ----------------------------------------------------------------------------------------------------

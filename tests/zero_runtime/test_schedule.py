@@ -309,10 +309,7 @@ def test_after_backward_every_unit_is_reduced_and_released_as_its_row_says() -> 
 ON_ONE_RANK = [Use(), Use(partial=(3,), ranks=(1,)), Use(partial=(1, 2), ranks=(0,)), Use()]
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [0, 1, 2, pytest.param(3, marks=pytest.mark.xfail(strict=True, reason="a rank waits for a peer's late reduction"))],
-)
+@pytest.mark.parametrize("stage", STAGES)
 def test_parameters_that_one_rank_alone_does_not_use_count_as_zero(stage: int) -> None:
     """Every rank must issue the same collectives in the same order, whenever its gradients come."""
     results = run_ranks(_train_branches, 2, ON_ONE_RANK, (stage,), timeout_s=6)
