@@ -2,8 +2,13 @@
 
 [Note: algorithmic volume]
 The ledger counts what a ring sends, which is also the least that any algorithm can: an all-gather or reduce-scatter
-of P elements over G ranks sends (G-1)/G * P from each rank, an all-reduce twice that. A backend may send more (gloo's
-reduce-scatter does); what travels on the wire is the backend's affair.
+of P elements over G ranks sends (G-1)/G * P from each rank, an all-reduce twice that. What travels on the wire is the
+backend's affair.
+
+[Note: reduction by exchange]
+gloo's reduce-scatter copies the whole tensor and all-reduces the copy: twice the bytes. So over gloo every rank sends
+each other one its part, and adds up the parts of its own in rank order. An all-reduce does the same and gathers the
+sums, so that every row adds in one order and has the same bits.
 """
 
 from __future__ import annotations
@@ -171,6 +176,7 @@ class Collectives:
         self.replica_count = self.world // shard_count
         self.replica_rank, self.shard_rank = divmod(self.rank, shard_count)
         self._gather_group, self._reduce_group, self._replica_group = self._make_groups()
+        self._by_exchange = dist.get_backend() == "gloo"  # see [Note: reduction by exchange]
         self.ledger = Ledger()
         self._clock = clock
         self._watch = watch
@@ -235,19 +241,45 @@ class Collectives:
                 shard.copy_(full)
             return self._all_reduce_replicas(shard, unit)
         self.ledger.record("reduce_scatter", (self.shard_count - 1) * shard.numel(), full.element_size())
-        start = partial(_reduce_scatter, shard, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
-        wait = self._issue("reduce_scatter", unit, full, start)
+        summing = self._start_reduce_scatter(shard, full, unit)
         if self.replica_count == 1:
-            return Pending(wait)
-        return Pending(wait, then=lambda: self._all_reduce_replicas(shard, unit).wait())
+            return summing
+        return Pending(summing.wait, then=lambda: self._all_reduce_replicas(shard, unit).wait())
+
+    def _start_reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, unit: str) -> Pending:
+        if self._by_exchange:
+            return self._exchange("reduce_scatter", full, shard, self._reduce_group, unit)
+        start = partial(_reduce_scatter, shard, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
+        return Pending(self._issue("reduce_scatter", unit, full, start))
 
     def _all_reduce_replicas(self, shard: torch.Tensor, unit: str) -> Pending:
         if self.replica_count == 1:
             return Pending()
         elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count
         self.ledger.record("all_reduce", elements, shard.element_size())
-        start = partial(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=self._replica_group, async_op=True)
-        return Pending(self._issue("all_reduce", unit, shard, start))
+        group = self._replica_group
+        if not self._by_exchange:
+            start = partial(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=group, async_op=True)
+            return Pending(self._issue("all_reduce", unit, shard, start))
+        own = shard.chunk(self.replica_count)[self.replica_rank]
+        gather = partial(_all_gather, shard, own, group=group, async_op=True)
+        summing = self._exchange("all_reduce", shard, own, group, unit)
+        return Pending(summing.wait, then=lambda: self._issue("all_reduce", unit, shard, gather)())
+
+    def _exchange(
+        self, kind: str, full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None, unit: str
+    ) -> Pending:
+        """Sum every rank's part of `full` that is this rank's into `own`. See [Note: reduction by exchange]."""
+        parts = torch.empty_like(full)
+        wait = self._issue(kind, unit, full, partial(dist.all_to_all_single, parts, full, group=group, async_op=True))
+        return Pending(wait, then=lambda: self._add_in_rank_order(parts, own))
+
+    def _add_in_rank_order(self, parts: torch.Tensor, own: torch.Tensor) -> None:
+        with self._clock.phase(COMMUNICATION), torch.no_grad():
+            first, second, *others = parts.chunk(parts.numel() // own.numel())
+            torch.add(first, second, out=own)
+            for part in others:
+                own.add_(part)
 
     def sum_over_ranks_(self, control: torch.Tensor) -> torch.Tensor:
         """Sum a few numbers over all ranks, in place; a control message, counted apart from the data."""

@@ -38,8 +38,8 @@ SCALARS_BYTES = 64  # a loss, a norm, a token count and the like; the smallest g
 def _let_go_of_operands(runtime: ZeroRuntime) -> None:
     """A thread of a gloo group holds on to a collective's tensors until it takes up the next: give all small ones."""
     for _ in range(GLOO_THREADS):
-        shard = torch.zeros(1)
-        full = torch.zeros(runtime.collectives.shard_count)
+        shard = torch.zeros(runtime.collectives.replica_count)
+        full = torch.zeros(runtime.collectives.world)
         runtime.collectives.reduce(full, shard).wait()
         runtime.collectives.all_gather(full, shard).wait()
 
