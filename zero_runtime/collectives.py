@@ -228,8 +228,10 @@ class Collectives:
             self._issue("all_gather", "", full, start)()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Every rank's `tensor` becomes rank 0's. Beside the ledger."""
-        self._issue("broadcast", "", tensor, partial(dist.broadcast, tensor, src=0, async_op=True))()
+        """Every rank's contiguous `tensor` becomes rank 0's, whatever its dtype. Beside the ledger."""
+        if self.world > 1 and tensor.numel():
+            as_bytes = tensor.view(tensor.numel()).view(torch.uint8)  # gloo knows few dtypes
+            self._issue("broadcast", "", tensor, partial(dist.broadcast, as_bytes, src=0, async_op=True))()
 
     def reduce(self, full: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
         """Sum `full` [P] over all ranks into `shard` [S], which may be this rank's slice of `full`.

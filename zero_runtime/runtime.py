@@ -114,6 +114,7 @@ class ZeroRuntime:
         birth = Birth(model, seed=settings.seed, initialise=settings.initialise)
         birth.fill_buffers()
         move_buffers(model, self.device)
+        self._share_buffers(model)
         units = [
             Unit(spec, self.plan, self.collectives, self.device, micro_batches=settings.micro_batches) for spec in specs
         ]
@@ -122,6 +123,14 @@ class ZeroRuntime:
         for unit in units:
             unit.bind_born()
         return units
+
+    def _share_buffers(self, model: nn.Module) -> None:
+        """Every rank's buffers become rank 0's, as the parameters of a model that came with values do."""
+        for buffer in model.buffers():
+            values = buffer.detach().contiguous()
+            self.collectives.broadcast(values)
+            if not buffer.is_contiguous():
+                buffer.copy_(values)
 
     def __getattr__(self, name: str) -> Any:
         """What the runtime does not have itself is the model's: `runtime.config`, `runtime.blocks`."""

@@ -141,7 +141,7 @@ class Unit:
                 self.master_shard.zero_()
             pieces = {piece.name: piece for piece in self.layout.pieces(self._collectives.shard_rank)}
             for segment, param in zip(self.layout.segments, self.params, strict=True):
-                values = birth.draw(segment.name, param) if param.is_meta else param.detach()
+                values = birth.draw(segment.name, param) if param.is_meta else self._handed_over(param)
                 self._flat(segment).copy_(values.reshape(-1))
                 piece = pieces.get(segment.name)
                 if self.master_shard is not None and piece is not None:
@@ -172,6 +172,12 @@ class Unit:
             real.data = view
             swap_content(param, real)
         self._unbound.clear()
+
+    def _handed_over(self, param: nn.Parameter) -> torch.Tensor:
+        """The values that the model came with: rank 0's, since ranks that seeded differently would train apart."""
+        values = param.detach().to(self._device).contiguous()
+        self._collectives.broadcast(values)
+        return values
 
     def _flat(self, segment: Segment) -> torch.Tensor:
         return self.unsharded_param[segment.offset : segment.offset + segment.numel]
