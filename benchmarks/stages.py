@@ -44,7 +44,7 @@ from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
 ROWS = {f"stage{stage}": stage for stage in (0, 1, 2, 3)}
 LIMIT = "forward+backward"
 WARMUP = 2
-STEADY = 3  # steps over which memory and page faults are counted
+SETTLED, STEADY = 16, 8  # steps until the heap has found its layout, and those whose peak and page faults count
 MiB = 2**20
 GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"  # freed blocks stay: no page faults
 
@@ -65,7 +65,6 @@ def main() -> None:
     args = arguments()
     world = args.world or (torch.cuda.device_count() or 2)
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // world, 1)))
-    os.environ.setdefault("GLIBC_TUNABLES", GLIBC)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     size = GptSize(args.layers, args.width, args.heads, args.vocab, args.seq, args.micro)
@@ -95,6 +94,8 @@ def arguments() -> argparse.Namespace:
 def on_ranks(measure: Callable[..., Any], task: Task, what: str) -> Any:
     """`measure(task, what, ...)` on fresh ranks; what rank 0 returned."""
     print(f"measuring {what} ...", flush=True)
+    # The allocator as our launcher sets it; a peer whose memory is measured has the defaults that its users have.
+    os.environ["GLIBC_TUNABLES"] = "" if what in task.peers else GLIBC
     mp.spawn(rank_main, (measure, task, what), nprocs=task.world)
     return json.loads(Path(task.folder, "found.json").read_text())
 
@@ -162,7 +163,9 @@ def make_runtime(stage: int, task: Task, device: torch.device, watch: RankWatch)
 def row_step(runtime: ZeroRuntime, batch: Batch, tokens: int) -> Callable[[], float]:
     def step() -> float:
         runtime.backward(loss_of(runtime.model, *batch) / tokens)
-        return runtime.step(LR).loss / dist.get_world_size()
+        loss = runtime.step(LR).loss / dist.get_world_size()
+        runtime.clock.lap()  # as whoever shows phases does each step; its marks would grow without end
+        return loss
 
     return step
 
@@ -237,7 +240,7 @@ def measure_memory(task: Task, what: str, device: torch.device, watch: RankWatch
     """Of the worse rank: MiB above what the imports took, in the whole run and in steady steps; faults of a step."""
     base = memory(device)
     step = build(what, task, device, watch)
-    losses = [step() for _ in range(WARMUP)]
+    losses = [step() for _ in range(SETTLED)]
     whole = peak(device)
     forget_peak(device)
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -314,8 +317,9 @@ def share(parts: list[float], whole: list[float]) -> str:
 
 def memory_lines(memory: dict[str, dict[str, float]]) -> list[str]:
     lines = [
-        "Peak memory of the worse rank above what the imports took, each variant in processes of its own; bytes of",
-        "page faults of a steady step as a share of the unsharded fp32 parameters; the loss after as many steps.",
+        "Peak memory of the worse rank above what the imports took, each variant in processes of its own (the peers with",
+        "the allocator's defaults); page faults of a step as a share of the unsharded fp32 parameters, the mean of steps",
+        f"{SETTLED + 1} to {SETTLED + STEADY}; the loss of the last.",
         "",
         "| row | peak MiB, steady | peak MiB, with the start | faulted % | loss |",
         "|---|---|---|---|---|",

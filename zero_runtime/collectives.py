@@ -4,11 +4,6 @@
 The ledger counts what a ring sends, which is also the least that any algorithm can: an all-gather or reduce-scatter
 of P elements over G ranks sends (G-1)/G * P from each rank, an all-reduce twice that. What travels on the wire is the
 backend's affair.
-
-[Note: reduction by exchange]
-gloo's reduce-scatter copies the whole tensor and all-reduces the copy: twice the bytes. So over gloo every rank sends
-each other one its part, and adds up the parts of its own in rank order. An all-reduce does the same and gathers the
-sums, so that every row adds in one order and has the same bits.
 """
 
 from __future__ import annotations
@@ -24,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zero_runtime.errors import RankError
+from zero_runtime.messages import Messages
 from zero_runtime.phase_clock import COMMUNICATION, PhaseClock
 from zero_runtime.rank_journal import Journal
 from zero_runtime.rank_watch import RankWatch, WatchSettings
@@ -31,6 +27,13 @@ from zero_runtime.rank_watch import RankWatch, WatchSettings
 # torch 2.13 renamed these two and warns at the old names; 2.11 knows only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+Start = Callable[[], Callable[[], Any]]  # issues a collective without blocking and returns the wait for it
+
+
+def _starting(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Start:
+    return lambda: collective(*args, **kwargs, async_op=True).wait
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,10 @@ class Collectives:
         self.replica_count = self.world // shard_count
         self.replica_rank, self.shard_rank = divmod(self.rank, shard_count)
         self._gather_group, self._reduce_group, self._replica_group = self._make_groups()
-        self._by_exchange = dist.get_backend() == "gloo"  # see [Note: reduction by exchange]
+        self._messages: dict[dist.ProcessGroup | None, Messages] = {}  # over gloo, by group; see messages.py
+        if self.world > 1 and dist.get_backend() == "gloo":
+            groups = (self._gather_group, self._reduce_group, self._replica_group)
+            self._messages = {group: Messages(group) for group in groups if group is not None}
         self.ledger = Ledger()
         self._clock = clock
         self._watch = watch
@@ -187,6 +193,7 @@ class Collectives:
         for group in {self._gather_group, self._reduce_group, self._replica_group} - {None}:
             dist.destroy_process_group(group)
         self._gather_group = self._reduce_group = self._replica_group = None
+        self._messages.clear()
 
     def _make_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """This rank's groups for gathers, for reductions, and of the replicas of its shard; None is the whole world.
@@ -216,22 +223,21 @@ class Collectives:
                 full.copy_(shard)
             return Pending()
         self.ledger.record("all_gather", (self.shard_count - 1) * shard.numel(), shard.element_size())
-        start = partial(_all_gather, full, shard, group=self._gather_group, async_op=True)
-        return Pending(self._issue("all_gather", unit, full, start))
+        return Pending(self._issue("all_gather", unit, full, self._gathering(full, shard, self._gather_group)))
 
     def all_gather_uncounted(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         """The same, at once and beside the ledger: for people who look at whole tensors, not for steps."""
         if self.shard_count == 1:
             full.copy_(shard)
         else:
-            start = partial(_all_gather, full, shard.contiguous(), group=self._gather_group, async_op=True)
+            start = self._gathering(full, shard.contiguous(), self._gather_group)
             self._issue("all_gather", "", full, start)()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Every rank's contiguous `tensor` becomes rank 0's, whatever its dtype. Beside the ledger."""
         if self.world > 1 and tensor.numel():
             as_bytes = tensor.view(tensor.numel()).view(torch.uint8)  # gloo knows few dtypes
-            self._issue("broadcast", "", tensor, partial(dist.broadcast, as_bytes, src=0, async_op=True))()
+            self._issue("broadcast", "", tensor, _starting(dist.broadcast, as_bytes, src=0))()
 
     def reduce(self, full: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
         """Sum `full` [P] over all ranks into `shard` [S], which may be this rank's slice of `full`.
@@ -243,16 +249,10 @@ class Collectives:
                 shard.copy_(full)
             return self._all_reduce_replicas(shard, unit)
         self.ledger.record("reduce_scatter", (self.shard_count - 1) * shard.numel(), full.element_size())
-        summing = self._start_reduce_scatter(shard, full, unit)
+        wait = self._issue("reduce_scatter", unit, full, self._summing(shard, full, self._reduce_group))
         if self.replica_count == 1:
-            return summing
-        return Pending(summing.wait, then=lambda: self._all_reduce_replicas(shard, unit).wait())
-
-    def _start_reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, unit: str) -> Pending:
-        if self._by_exchange:
-            return self._exchange("reduce_scatter", full, shard, self._reduce_group, unit)
-        start = partial(_reduce_scatter, shard, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
-        return Pending(self._issue("reduce_scatter", unit, full, start))
+            return Pending(wait)
+        return Pending(wait, then=lambda: self._all_reduce_replicas(shard, unit).wait())
 
     def _all_reduce_replicas(self, shard: torch.Tensor, unit: str) -> Pending:
         if self.replica_count == 1:
@@ -260,36 +260,29 @@ class Collectives:
         elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count
         self.ledger.record("all_reduce", elements, shard.element_size())
         group = self._replica_group
-        if not self._by_exchange:
-            start = partial(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        if group not in self._messages:
+            start = _starting(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=group)
             return Pending(self._issue("all_reduce", unit, shard, start))
         own = shard.chunk(self.replica_count)[self.replica_rank]
-        gather = partial(_all_gather, shard, own, group=group, async_op=True)
-        summing = self._exchange("all_reduce", shard, own, group, unit)
-        return Pending(summing.wait, then=lambda: self._issue("all_reduce", unit, shard, gather)())
+        wait = self._issue("all_reduce", unit, shard, self._summing(own, shard, group))
+        return Pending(wait, then=lambda: self._issue("all_reduce", unit, shard, self._gathering(shard, own, group))())
 
-    def _exchange(
-        self, kind: str, full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None, unit: str
-    ) -> Pending:
-        """Sum every rank's part of `full` that is this rank's into `own`. See [Note: reduction by exchange]."""
-        parts = torch.empty_like(full)
-        wait = self._issue(kind, unit, full, partial(dist.all_to_all_single, parts, full, group=group, async_op=True))
-        return Pending(wait, then=lambda: self._add_in_rank_order(parts, own))
+    def _gathering(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
+        if group in self._messages:
+            return partial(self._messages[group].all_gather, full, shard)
+        return _starting(_all_gather, full, shard, group=group)
 
-    def _add_in_rank_order(self, parts: torch.Tensor, own: torch.Tensor) -> None:
-        with self._clock.phase(COMMUNICATION), torch.no_grad():
-            first, second, *others = parts.chunk(parts.numel() // own.numel())
-            torch.add(first, second, out=own)
-            for part in others:
-                own.add_(part)
+    def _summing(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
+        if group in self._messages:
+            return partial(self._messages[group].reduce_scatter, shard, full)
+        return _starting(_reduce_scatter, shard, full, op=dist.ReduceOp.SUM, group=group)
 
     def sum_over_ranks_(self, control: torch.Tensor) -> torch.Tensor:
         """Sum a few numbers over all ranks, in place; a control message, counted apart from the data."""
         if self.world > 1:
             elements = 2 * (self.world - 1) * control.numel() // self.world
             self.ledger.control.add(elements, control.element_size())
-            start = partial(dist.all_reduce, control, op=dist.ReduceOp.SUM, async_op=True)
-            self._issue("control_sum", "", control, start)()
+            self._issue("control_sum", "", control, _starting(dist.all_reduce, control, op=dist.ReduceOp.SUM))()
         return control
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -317,15 +310,15 @@ class Collectives:
             return
         self._explain("the ranks issued different collectives in this step", None)
 
-    def _issue(self, kind: str, unit: str, tensor: torch.Tensor, start: Callable[[], dist.Work]) -> Callable[[], None]:
+    def _issue(self, kind: str, unit: str, tensor: torch.Tensor, start: Start) -> Callable[[], None]:
         """Start a collective, told to others by its larger tensor; returns the wait for it, charged to the clock."""
         sequence = self.journal.issue(kind, unit, tensor.numel(), tensor.dtype)
         with self._clock.phase(COMMUNICATION):
             try:
-                work = start()
+                wait = start()
             except RuntimeError as error:
                 self._explain(f"{kind} of unit {unit!r} could not start: {error}", error)
-        return partial(self._blocking, sequence, work.wait)
+        return partial(self._blocking, sequence, wait)
 
     def _blocking(self, sequence: int, wait: Callable[[], Any]) -> None:
         """Wait for what has this number in the journal; an error of the backend's is explained by all ranks."""

@@ -172,9 +172,8 @@ class ModuleHooks:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def _before_backward(self, call: Call, edge: Edge, _grad: torch.Tensor) -> None:
-        for ended in edge.closing:  # first, so that what it releases is gone when this call's units come
-            self._after_backward(ended)
+    def _before_backward(self, call: Call, edge: Edge, grad: torch.Tensor) -> None:
+        self._close(edge, grad)  # first, so that what it releases is gone when this call's units come
         if self._backward != self._schedule.backwards:
             self._backward = self._schedule.backwards
             self._open.clear()
@@ -187,11 +186,18 @@ class ModuleHooks:
 
     def _close_with_inputs(self, call: Call, inputs: list[torch.Tensor]) -> None:
         """Have `_after_backward` called when the gradients of all inputs have come; never where there is no input."""
-        edge = self._edges.get(inputs[0]) if len(inputs) == 1 else None
-        if edge is not None:
-            edge.closing.append(call)
-        elif inputs:
+        if len(inputs) > 1:
             register_multi_grad_hook(inputs, lambda _grads: self._after_backward(call))
+        elif inputs:
+            edge = self._edges.get(inputs[0])
+            if edge is None:
+                edge = self._edges[inputs[0]] = Edge()
+                inputs[0].register_hook(partial(self._close, edge))
+            edge.closing.append(call)
+
+    def _close(self, edge: Edge, _grad: torch.Tensor) -> None:
+        for ended in edge.closing:
+            self._after_backward(ended)
 
     def _after_backward(self, call: Call) -> None:
         if not call.opened_in or call.opened_in != self._schedule.backwards:
@@ -202,7 +208,7 @@ class ModuleHooks:
             self._unclosed[unit] -= call.in_graph
             if not unit.trainable:
                 self._release_if_frozen(unit)
-            elif call.in_graph and self._unclosed[unit] == 0:
+            elif call.in_graph and self._unclosed[unit] == 0 and not unit.grads_arrived:
                 self._schedule.after_backward(unit)  # see [Note: done on every rank]
 
     def _release_if_frozen(self, unit: Unit) -> None:

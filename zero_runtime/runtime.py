@@ -97,8 +97,11 @@ class ZeroRuntime:
         self.device = device
         self.clock = PhaseClock(device)
         self.collectives = Collectives(plan.shard_count(world_size()), self.clock, settings.watch)
-        self.units = self._make_units(model)
-        self.optimizer = ShardedOptimizer(self.units, optimizer, self.collectives)
+        try:
+            self.units, self.optimizer = self._make_units(model, optimizer)
+        except BaseException:
+            self.collectives.free()
+            raise
         self.scaler: LossScaler = settings.loss_scale.start()
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch)
         self._hooks = ModuleHooks(model, self.units, self._schedule)
@@ -107,22 +110,26 @@ class ZeroRuntime:
         self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its graph ended with its backward
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
 
-    def _make_units(self, model: nn.Module) -> list[Unit]:
-        """Plan the units and give each its values, one after another: no more than one is whole at a time."""
+    def _make_units(self, model: nn.Module, config: OptimizerConfig) -> tuple[list[Unit], ShardedOptimizer]:
+        """Plan the units, then give each its values, one after another: no more than one is whole at a time.
+
+        The optimizer comes between: what it refuses is refused before the model's parameters are taken over.
+        """
         settings = self.settings
         specs = plan_units(model, UnitRules(self.precision, settings.unit_numel, settings.keep_dtype))
+        units = [
+            Unit(spec, self.plan, self.collectives, self.device, micro_batches=settings.micro_batches) for spec in specs
+        ]
+        optimizer = ShardedOptimizer(units, config, self.collectives)
         birth = Birth(model, seed=settings.seed, initialise=settings.initialise)
         birth.fill_buffers()
         move_buffers(model, self.device)
         self._share_buffers(model)
-        units = [
-            Unit(spec, self.plan, self.collectives, self.device, micro_batches=settings.micro_batches) for spec in specs
-        ]
         for unit in units:
             unit.materialize(birth)
         for unit in units:
             unit.bind_born()
-        return units
+        return units, optimizer
 
     def _share_buffers(self, model: nn.Module) -> None:
         """Every rank's buffers become rank 0's, as the parameters of a model that came with values do."""

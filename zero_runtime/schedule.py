@@ -74,9 +74,7 @@ class Schedule:
             self._gather(unit)
 
     def after_backward(self, unit: Unit) -> None:
-        """The unit's gradients have come, or a frozen unit's calls are over for now; release it and reduce. Repeatable."""
-        if unit in self._complete:
-            return
+        """The unit's gradients have come, or a frozen unit's calls are over for now; release it and reduce."""
         unit.reshard(Phase.BACKWARD)
         if not unit.trainable:  # nothing to reduce, and a call before this one may read it again
             return

@@ -23,7 +23,7 @@ PURE = ("plan", "precision", "flat_layout", "memory_model", "lr_schedule", "erro
 STANDARD = set(sys.stdlib_module_names)
 
 IMPORTERS = {
-    "torch.distributed": {"zero_runtime/collectives.py", "zero_runtime/runtime.py"},
+    "torch.distributed": {"zero_runtime/collectives.py", "zero_runtime/messages.py", "zero_runtime/runtime.py"},
     "hydra": {"orchestrator/compose.py"},
     "omegaconf": {"orchestrator/compose.py"},
     "submitit": {"orchestrator/launch.py", "orchestrator/job.py"},

@@ -1,0 +1,71 @@
+"""Gather and reduce-scatter over gloo, as messages between the ranks of a group.
+
+gloo's own all-gather goes through a temporary of the whole size, and its reduce-scatter is an all-reduce of a copy:
+twice the bytes. Its threads also keep a collective's tensors until they take up the next one. Messages go straight from
+tensor to tensor, n - 1 of them from each of n ranks, with the bytes of a ring; and what a rank receives is added up in
+rank order, so that every row of the plan's table has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+TAGS = 2**16  # messages of different collectives must not be taken for each other; so many are never under way at once
+
+
+class Messages:
+    """The two collectives over one group, whose ranks must call them in one order."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group or dist.group.WORLD
+        self._rank = dist.get_rank(self._group)
+        self._peers = [rank for rank in range(dist.get_world_size(self._group)) if rank != self._rank]
+        self._count = 0
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
+        """Fill `full` [P] from every rank's `shard` [S], which may be its own slice of `full`; returns the wait."""
+        slices = full.chunk(len(self._peers) + 1)
+        wait = self._exchange({peer: shard for peer in self._peers}, {peer: slices[peer] for peer in self._peers})
+        if slices[self._rank].data_ptr() != shard.data_ptr():
+            slices[self._rank].copy_(shard)
+        return wait
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Callable[[], None]:
+        """Sum this rank's slice of every rank's `full` [P] into `shard` [S], which may be its own slice of `full`."""
+        slices = full.chunk(len(self._peers) + 1)
+        received = {peer: torch.empty_like(shard) for peer in self._peers}
+        wait = self._exchange({peer: slices[peer] for peer in self._peers}, received)
+
+        def wait_and_add() -> None:
+            wait()
+            terms = [received.get(rank, slices[self._rank]) for rank in range(len(slices))]
+            _add_in_order(terms, self._rank, shard)
+
+        return wait_and_add
+
+    def _exchange(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> Callable[[], None]:
+        self._count += 1
+        tag = self._count % TAGS
+        works = [
+            *(dist.irecv(tensor, group_src=peer, group=self._group, tag=tag) for peer, tensor in received.items()),
+            *(dist.isend(tensor, group_dst=peer, group=self._group, tag=tag) for peer, tensor in sent.items()),
+        ]
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
+
+
+def _add_in_order(terms: list[torch.Tensor], own: int, total: torch.Tensor) -> None:
+    """`total` = ((terms[0] + terms[1]) + ...). terms[own] may be `total` itself and is not written before it is read;
+    the others are scratch."""
+    with torch.no_grad():
+        so_far = terms[0]
+        for term in terms[1:-1]:
+            so_far = torch.add(so_far, term, out=term if so_far is terms[own] else so_far)
+        torch.add(so_far, terms[-1], out=total)
