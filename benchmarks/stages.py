@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def main() -> None:
         task = Task(folder, world, size, args.precision, args.rounds, peers)
         memory = {name: on_ranks(measure_memory, task, name) for name in (LIMIT, *ROWS, *peers) if args.memory}
         seconds = on_ranks(measure_time, task, "time")
-    write_report(report_lines(task, seconds, memory), {"seconds": seconds, "memory": memory, "task": asdict(task)}, args)
+    write_report(
+        report_lines(task, seconds, memory), {"seconds": seconds, "memory": memory, "task": asdict(task)}, args
+    )
 
 
 def arguments() -> argparse.Namespace:
@@ -243,17 +246,30 @@ def measure_memory(task: Task, what: str, device: torch.device, watch: RankWatch
     losses = [step() for _ in range(SETTLED)]
     whole = peak(device)
     forget_peak(device)
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    losses += [step() for _ in range(STEADY)]
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    faults = [page_faults()]
+    for _ in range(STEADY):
+        losses.append(step())
+        faults.append(page_faults())
     steady = peak(device)
-    faulted = faults * resource.getpagesize() / STEADY
     unsharded = 4 * sum(param.numel() for param in Gpt(task.size).parameters())
-    found = [(max(whole, steady) - base) / MiB, (steady - base) / MiB, 100 * faulted / unsharded, losses[-1]]
+    share = 100 * resource.getpagesize() / unsharded
+    of_step = [share * (after - before) for before, after in pairwise(faults)]
+    found = [(max(whole, steady) - base) / MiB, (steady - base) / MiB]
+    found += [statistics.median(of_step), max(of_step), losses[-1]]
     everyone: list[list[float]] = [[] for _ in range(task.world)]
     dist.all_gather_object(everyone, found)
     *worst, _ = [max(values) for values in zip(*everyone, strict=True)]
-    return dict(zip(("whole", "steady", "faulted", "loss"), [*worst, sum(one[-1] for one in everyone)], strict=True))
+    return dict(
+        zip(
+            ("whole", "steady", "faulted", "faulted_most", "loss"),
+            [*worst, sum(one[-1] for one in everyone)],
+            strict=True,
+        )
+    )
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def memory(device: torch.device) -> int:
@@ -289,7 +305,7 @@ def report_lines(task: Task, seconds: dict[str, list[float]], memory: dict[str, 
         "",
         f"Command: `python benchmarks/stages.py {' '.join(sys.argv[1:])}`".rstrip(),
         "",
-        "ms of the slower rank. `of the parts`: (forward + backward alone + the row's collectives alone + its optimizer "
+        "ms of the slower rank. `of the parts`: (forward + backward alone + the row's collectives alone + its optimizer",
         "alone) / row. Shares are medians over the rounds of the ratio within a round.",
         "",
         "| row | ms median | min | max | of forward+backward | collectives alone | optimizer alone | of the parts |",
@@ -317,16 +333,17 @@ def share(parts: list[float], whole: list[float]) -> str:
 
 def memory_lines(memory: dict[str, dict[str, float]]) -> list[str]:
     lines = [
-        "Peak memory of the worse rank above what the imports took, each variant in processes of its own (the peers with",
-        "the allocator's defaults); page faults of a step as a share of the unsharded fp32 parameters, the mean of steps",
-        f"{SETTLED + 1} to {SETTLED + STEADY}; the loss of the last.",
+        "Peak memory of the worse rank above what the imports took, each variant in processes of its own (the peers",
+        "with the allocator's defaults); page faults of a step as a share of the unsharded fp32 parameters, over steps",
+        f"{SETTLED + 1} to {SETTLED + STEADY} (a heap that is still settling grows now and then); the loss of the last.",
         "",
-        "| row | peak MiB, steady | peak MiB, with the start | faulted % | loss |",
-        "|---|---|---|---|---|",
+        "| row | peak MiB, steady | peak MiB, with the start | faulted %, median step | faulted %, most | loss |",
+        "|---|---|---|---|---|---|",
     ]
     for name, found in memory.items():
-        cells = f"{found['steady']:.0f} | {found['whole']:.0f} | {found['faulted']:.2f} | {found['loss']:.4f}"
-        lines.append(f"| {name} | {cells} |")
+        cells = [f"{found['steady']:.0f}", f"{found['whole']:.0f}", f"{found['faulted']:.2f}"]
+        cells += [f"{found['faulted_most']:.2f}", f"{found['loss']:.4f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 

@@ -156,6 +156,8 @@ class _Bar:
         kind = event["event"]
         if kind == "ready":
             self._say(f"ready: {summary.ready_text(event)}")
+            if event.get("warning"):
+                self._say(f"warning: {event['warning']}")
         elif kind == "step":
             self._step(event)
         elif kind == "validation":

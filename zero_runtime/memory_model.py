@@ -102,6 +102,59 @@ def model_state_bytes(
     return StateBytes(**totals, padding=round(sum(totals.values()) - exact))
 
 
+@dataclass(frozen=True)
+class StepPeak:
+    """Bytes that one rank holds at most in a step for model states and what is whole of them: an upper bound.
+
+    states: as in `StateBytes`. params, grads: of the units that are whole at once, where the plan shards them.
+    """
+
+    states: int
+    params: int
+    grads: int
+
+    @property
+    def total(self) -> int:
+        return self.states + self.params + self.grads
+
+
+def step_peak_bytes(
+    plan: ZeroPlan,
+    units: Iterable[tuple[UnitSize, MixedPrecision]],
+    *,
+    world: int,
+    prefetch: int,
+    micro_batches: int = 1,
+    optimizer_states: int = ADAM_STATES,
+) -> StepPeak:
+    """The peak of a step. Whole at once are 1 + prefetch units and the root (its parameters are used at both ends of
+    the model), and of gradients one unit's that is filled, one that is being reduced and the root's; taken here as the
+    largest so many units. Activations and the collectives' own buffers are not in it."""
+    units = list(units)
+    states = sum(
+        model_state_bytes(
+            plan, kind, [size], world=world, micro_batches=micro_batches, optimizer_states=optimizer_states
+        ).total
+        for size, kind in units
+    )
+    params = [size.padded_numel * _whole_param_bytes(kind) for size, kind in units]
+    grads = [size.padded_numel * ITEMSIZE_BYTES[kind.reduce] for size, kind in units if size.trainable]
+    return StepPeak(
+        states,
+        _sum_of_largest(params, 2 + prefetch) if plan.params is Partition.SHARDED else 0,
+        _sum_of_largest(grads, 3) if plan.grads is Partition.SHARDED else 0,
+    )
+
+
+def _whole_param_bytes(precision: MixedPrecision) -> int:
+    gathered = 0 if precision.computes_as_param else ITEMSIZE_BYTES[precision.param]
+    return ITEMSIZE_BYTES[precision.compute or precision.param] + gathered
+
+
+def _sum_of_largest(sizes: list[int], count: int) -> int:
+    return sum(sorted(sizes, reverse=True)[:count])
+
+
 def formula(
     plan: ZeroPlan, precision: MixedPrecision, *, micro_batches: int = 1, optimizer_states: int = ADAM_STATES
 ) -> str:

@@ -28,7 +28,7 @@ class Messages:
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
         """Fill `full` [P] from every rank's `shard` [S], which may be its own slice of `full`; returns the wait."""
         slices = full.chunk(len(self._peers) + 1)
-        wait = self._exchange({peer: shard for peer in self._peers}, {peer: slices[peer] for peer in self._peers})
+        wait = self._exchange(dict.fromkeys(self._peers, shard), {peer: slices[peer] for peer in self._peers})
         if slices[self._rank].data_ptr() != shard.data_ptr():
             slices[self._rank].copy_(shard)
         return wait
@@ -56,6 +56,7 @@ class Messages:
 
         def wait() -> None:
             for work in works:
+                assert work is not None  # only ranks outside the group get none
                 work.wait()
 
         return wait

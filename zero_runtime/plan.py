@@ -67,6 +67,14 @@ class ZeroPlan:
             raise PlanError(f"zero.stage: expected one of {sorted(_STAGES)}, found {stage!r}")
         return cls(*_STAGES[stage], shard_ranks=shard_ranks)
 
+    def less_sharded(self) -> ZeroPlan | None:
+        """The row that shards one state less; None where nothing is sharded."""
+        row = (self.params, self.grads, self.optimizer)
+        place = next(stage for stage, states in _STAGES.items() if states == row)
+        if place == 0:
+            return None
+        return ZeroPlan(*_STAGES[place - 1], shard_ranks=self.shard_ranks if place > 1 else None)
+
     def shard_count(self, world: int) -> int:
         """Number of ranks that a sharded state is split over; a divisor of `world`."""
         count = (self.shard_ranks or world) if self.optimizer is S else 1

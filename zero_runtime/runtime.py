@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.grad_norm import clip_coefficient, local_sum_of_squares
 from zero_runtime.loss_scaler import UNSCALED, LossScaler, LossScaleRule
 from zero_runtime.lr_schedule import Rates
-from zero_runtime.memory_model import StateBytes, UnitSize, model_state_bytes
+from zero_runtime.memory_model import StateBytes, StepPeak, UnitSize, model_state_bytes, step_peak_bytes
 from zero_runtime.module_hooks import ModuleHooks
 from zero_runtime.optimizers import OptimizerConfig
 from zero_runtime.phase_clock import PhaseClock
@@ -109,6 +110,9 @@ class ZeroRuntime:
         self._synced = True
         self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its graph ended with its backward
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        trouble = self.saving_trouble()
+        if trouble is not None:
+            warnings.warn(trouble, stacklevel=2)
 
     def _make_units(self, model: nn.Module, config: OptimizerConfig) -> tuple[list[Unit], ShardedOptimizer]:
         """Plan the units, then give each its values, one after another: no more than one is whole at a time.
@@ -336,6 +340,32 @@ class ZeroRuntime:
             for kind, sizes in found.items()
         ]
         return StateBytes(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
+
+    def predicted_peak(self, plan: ZeroPlan | None = None) -> StepPeak:
+        """The most that `memory_model` lets this rank hold in a step, in this plan or in another."""
+        return step_peak_bytes(
+            plan or self.plan,
+            zip(self.unit_sizes(), (unit.precision for unit in self.units), strict=True),
+            world=self.collectives.world,
+            prefetch=self.settings.prefetch,
+            micro_batches=self.settings.micro_batches,
+            optimizer_states=len(self.optimizer.state_names),
+        )
+
+    def saving_trouble(self) -> str | None:
+        """Why this row of the table holds no less at its peak than the row that shards one state less, if so."""
+        other = self.plan.less_sharded()
+        if other is None or self.collectives.world == 1:
+            return None
+        own, less = self.predicted_peak(), self.predicted_peak(other)
+        if own.total < less.total:
+            return None
+        return (
+            f"this plan holds up to {own.total:,} bytes on a rank ({own.states:,} of model states, {own.params:,} of "
+            f"whole parameters, {own.grads:,} of whole gradients), the one that shards one state less {less.total:,}: "
+            "the units that are whole at once are too large a part of the model; set a smaller unit_numel, prefetch=0, "
+            "or use the other plan"
+        )
 
     def unit_sizes(self) -> list[UnitSize]:
         return [UnitSize.of(unit.layout, trainable=unit.trainable) for unit in self.units]

@@ -5,8 +5,9 @@ changes any bits. The order of the units is recorded in the first forward and th
 
 [Note: one order of reductions]
 Units need not complete in one order on all ranks: one that uses only part of a unit completes it later than its peers
-do. Ranks that issued reductions as units complete would then pair different units, silently where their sizes agree. So every rank issues them in one order, the reverse of registration, each when it and all before it
-are complete; and over a process group of their own, because they fall between different gathers on different ranks.
+do. Ranks that issued reductions as units complete would then pair different units, silently where their sizes agree.
+So every rank issues them in one order, the reverse of registration, each when it and all before it are complete; and
+over a process group of their own, because they fall between different gathers on different ranks.
 """
 
 from __future__ import annotations

@@ -272,8 +272,8 @@ class Unit:
             )
         if index in self._arrived and self.grad_state in (GradState.REDUCING, GradState.REDUCED):
             raise UnitStateError(
-                f"unit {self.name}: expected no gradient of {segment.name} after the unit was reduced in this backward, "
-                "found one; it would be lost. Use torch.utils.checkpoint with use_reentrant=False"
+                f"unit {self.name}: expected no gradient of {segment.name} after the unit was reduced in this "
+                "backward, found one; it would be lost. Use torch.utils.checkpoint with use_reentrant=False"
             )
         self._open_grads(sums_locally=sums_locally)
         assert self.unsharded_grad is not None

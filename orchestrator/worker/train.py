@@ -189,6 +189,7 @@ class RankRun:
             parameters=self._parameters(),
             data_hash=self._data.hash,
             predicted=measure.model_states(self._runtime, {}),
+            warning=self._runtime.saving_trouble(),
         )
 
     def _compare_data(self) -> None:

@@ -1,4 +1,4 @@
-"""Counts how many units have their full parameters in memory at once."""
+"""Counts what is in memory at once: units with their full parameters, and the bytes of all model states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.unit import Unit
+
+ALLOCATING = ("unshard", "take_grad", "reduce_grad", "wait_reduce")
 
 
 @dataclass
@@ -45,3 +48,36 @@ def unsharded_peak(units: list[Unit]) -> Iterator[UnshardedPeak]:
     finally:
         for unit in units:
             del unit.unshard
+
+
+@dataclass
+class StateBytesPeak:
+    """The most bytes of model states, sharded and whole, that one rank held at one moment."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def state_bytes_peak(runtime: ZeroRuntime) -> Iterator[StateBytesPeak]:
+    """Look after every verb of a unit that allocates; each storage counts once, by the bytes that it holds."""
+    peak = StateBytesPeak()
+
+    def watched(verb: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = verb(*args, **kwargs)
+            tensors = [tensor for found in runtime.state_tensors().values() for tensor in found]
+            held = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
+            peak.bytes = max(peak.bytes, sum(held.values()))
+            return result
+
+        return call
+
+    for unit in runtime.units:
+        for verb in ALLOCATING:
+            setattr(unit, verb, watched(getattr(unit, verb)))
+    try:
+        yield peak
+    finally:
+        for unit in runtime.units:
+            for verb in ALLOCATING:
+                delattr(unit, verb)

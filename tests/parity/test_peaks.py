@@ -1,0 +1,74 @@
+"""What a rank holds at the worst moment of a step, counted in live storages, falls from row to row; or a warning says
+that it cannot."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.models import TinySpec, TinyTransformer, batch, token_loss_sum
+from harness.oracle import ADAMW, LR
+from harness.ranks import run_ranks
+from harness.unsharded import state_bytes_peak
+
+from zero_runtime.memory_model import StepPeak
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+
+STAGES = (0, 1, 2, 3)
+DEEP = TinySpec(blocks=8)
+SHALLOW = TinySpec(blocks=2)
+
+
+def _peaks(spec: TinySpec, precision: MixedPrecision) -> dict[int, tuple[int, StepPeak, list[str]]]:
+    """By stage: the counted peak of the third step, the predicted one, and the warnings of the start."""
+    found = {}
+    for stage in STAGES:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            runtime = ZeroRuntime(
+                TinyTransformer(spec),
+                ZeroPlan.from_stage(stage),
+                precision,
+                ADAMW,
+                RuntimeSettings(),
+                torch.device("cpu"),
+            )
+        ids, labels = (part[:1] for part in batch(spec, 0, dist.get_rank(), 0))
+        for _ in range(3):
+            with state_bytes_peak(runtime) as peak:
+                runtime.backward(token_loss_sum(runtime.model, ids, labels))
+            runtime.step(LR)
+        found[stage] = (peak.bytes, runtime.predicted_peak(), [str(one.message) for one in caught])
+        runtime.close()
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("param", ["fp32", "bf16"])
+def test_eight_blocks_hold_less_from_row_to_row_and_no_more_than_predicted(param: str, tied: bool) -> None:
+    spec = TinySpec(blocks=DEEP.blocks, tied=tied)
+    for by_stage in run_ranks(_peaks, 2, spec, MixedPrecision(param)):
+        counted = [by_stage[stage][0] for stage in STAGES]
+        predicted = [by_stage[stage][1].total for stage in STAGES]
+        assert counted == sorted(counted, reverse=True)
+        assert len(set(counted)) == len(STAGES)
+        assert all(one <= bound for one, bound in zip(counted, predicted, strict=True))
+        assert predicted == sorted(predicted, reverse=True)
+        assert not any("whole at once" in text for _, _, texts in by_stage.values() for text in texts)
+
+
+def test_a_row_whose_window_is_the_model_warns_with_the_numbers() -> None:
+    for by_stage in run_ranks(_peaks, 2, SHALLOW, MixedPrecision()):
+        warned = {
+            stage: [text for text in texts if "whole at once" in text] for stage, (_, _, texts) in by_stage.items()
+        }
+        assert not warned[0]
+        assert not warned[1]
+        for stage in (2, 3):
+            (text,) = warned[stage]
+            assert f"up to {by_stage[stage][1].total:,} bytes" in text
+            assert f"one state less {by_stage[stage - 1][1].total:,}" in text
