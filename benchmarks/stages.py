@@ -12,15 +12,13 @@ import argparse
 import gc
 import json
 import os
-import platform
 import resource
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from gpt import Gpt, GptSize, loss_of  # noqa: E402
 from peers import LR, WEIGHT_DECAY, Batch, peer_step, peers_here  # noqa: E402
+from stages_report import report_lines, write_report  # noqa: E402
+from stages_task import LIMIT, ROWS, SETTLED, STEADY, WARMUP, Task  # noqa: E402
 
 from zero_runtime.collectives import Collectives, WorldSettings, join_world, leave_world  # noqa: E402
 from zero_runtime.optimizers import AdamWConfig  # noqa: E402
@@ -42,24 +42,8 @@ from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.rank_watch import RankWatch  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
 
-ROWS = {f"stage{stage}": stage for stage in (0, 1, 2, 3)}
-LIMIT = "forward+backward"
-WARMUP = 2
-SETTLED, STEADY = 16, 8  # steps until the heap has found its layout, and those whose peak and page faults count
 MiB = 2**20
 GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"  # freed blocks stay: no page faults
-
-
-@dataclass(frozen=True)
-class Task:
-    """What one set of ranks has to do, and where it says what it found."""
-
-    folder: str
-    world: int
-    size: GptSize
-    precision: str
-    rounds: int
-    peers: tuple[str, ...]
 
 
 def main() -> None:
@@ -290,86 +274,6 @@ def forget_peak(device: torch.device) -> None:
 def status_bytes(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
-
-
-# ---- the report ------------------------------------------------------------------------------------------------------
-
-
-def report_lines(task: Task, seconds: dict[str, list[float]], memory: dict[str, dict[str, float]]) -> list[str]:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-    lines = [
-        f"# A step of each stage, {date.today()}",
-        "",
-        f"{task.world} x {device}; torch {torch.__version__}, Python {platform.python_version()}{peer_versions(task)}; "
-        f"{task.precision}, {asdict(task.size)}; {task.rounds} rounds after {WARMUP}.",
-        "",
-        f"Command: `python benchmarks/stages.py {' '.join(sys.argv[1:])}`".rstrip(),
-        "",
-        "ms of the slower rank. `of the parts`: (forward + backward alone + the row's collectives alone + its optimizer",
-        "alone) / row. Shares are medians over the rounds of the ratio within a round.",
-        "",
-        "| row | ms median | min | max | of forward+backward | collectives alone | optimizer alone | of the parts |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name in (LIMIT, *ROWS, *task.peers):
-        own = seconds[name]
-        cells = [f"{1e3 * value:.0f}" for value in (statistics.median(own), min(own), max(own))]
-        cells.append(share(seconds[LIMIT], own))
-        if name in ROWS:
-            parts = [seconds[f"{name} {part}"] for part in ("collectives", "optimizer")]
-            cells += [f"{1e3 * statistics.median(part):.0f}" for part in parts]
-            cells.append(share([sum(one) for one in zip(seconds[LIMIT], *parts, strict=True)], own))
-        else:
-            cells += [""] * 3
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    if memory:
-        lines += ["", *memory_lines(memory)]
-    return lines
-
-
-def share(parts: list[float], whole: list[float]) -> str:
-    return f"{100 * statistics.median(part / one for part, one in zip(parts, whole, strict=True)):.0f} %"
-
-
-def memory_lines(memory: dict[str, dict[str, float]]) -> list[str]:
-    lines = [
-        "Peak memory of the worse rank above what the imports took, each variant in processes of its own (the peers",
-        "with the allocator's defaults); page faults of a step as a share of the unsharded fp32 parameters, over steps",
-        f"{SETTLED + 1} to {SETTLED + STEADY} (a heap that is still settling grows now and then); the loss of the last.",
-        "",
-        "| row | peak MiB, steady | peak MiB, with the start | faulted %, median step | faulted %, most | loss |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, found in memory.items():
-        cells = [f"{found['steady']:.0f}", f"{found['whole']:.0f}", f"{found['faulted']:.2f}"]
-        cells += [f"{found['faulted_most']:.2f}", f"{found['loss']:.4f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
-
-
-def write_report(lines: list[str], numbers: dict[str, Any], args: argparse.Namespace) -> None:
-    results = ROOT / "benchmarks" / "results"
-    results.mkdir(exist_ok=True)
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    stem = results / f"stages_{kind}_{args.precision}_{date.today()}"
-    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    del numbers["task"]["folder"]
-    stem.with_suffix(".json").write_text(json.dumps(numbers))
-    print("\n".join(lines))
-    print(f"\nwritten: {stem.relative_to(ROOT)}.md")
-
-
-def peer_versions(task: Task) -> str:
-    from importlib.metadata import version
-
-    return f", DeepSpeed {version('deepspeed')}" if any(name.startswith("deepspeed") for name in task.peers) else ""
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":
