@@ -14,7 +14,16 @@ from typing import Any
 
 SCHEMA = 1
 # What may differ between two runs that measure the same thing.
-IGNORED_KEYS = ("output", "tracking", "cluster", "resources.time_limit_min", "resources.stuck_s")
+IGNORED_KEYS = (
+    "output",
+    "tracking",
+    "cluster",
+    "resources.time_limit_min",
+    "resources.stuck_s",
+    "checkpoint.resume",
+    "checkpoint.keep_last",
+    "checkpoint.keep_every",
+)
 
 
 class RunState(str, Enum):
@@ -73,6 +82,11 @@ class AttemptPaths:
     def exits(self) -> Path:
         """Exit code and time of each rank's process, written by the controller."""
         return self.root / "exits.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What the attempts at one point save and go on from."""
+        return self.root.parent.parent / "checkpoints"
 
     @property
     def submitit(self) -> Path:

@@ -12,6 +12,8 @@ from orchestrator import precision_rules
 from orchestrator.hardware import Hardware
 from orchestrator.schema import (
     Batch,
+    Checkpoint,
+    CheckpointKind,
     Data,
     DataKind,
     Device,
@@ -64,11 +66,18 @@ def resolve(config: RunConfig, scene: Scene) -> RunConfig:
         output=str(Path(config.output).expanduser().absolute()),
         batch=replace(batch, accumulation=accumulation, global_size=batch.micro * accumulation * ranks),
         data=replace(data, path=str(Path(data.path).expanduser().absolute()) if data.path else None),
+        checkpoint=_with_absolute_path(config.checkpoint),
         precision=replace(
             config.precision, compute=precision_rules.computed_in(config.precision, scene, config.resources)
         ),
         resources=replace(config.resources, device=device, ranks=ranks, threads=threads),
     )
+
+
+def _with_absolute_path(checkpoint: Checkpoint) -> Checkpoint:
+    if checkpoint.resume in ("none", "auto"):
+        return checkpoint
+    return replace(checkpoint, resume=str(Path(checkpoint.resume).expanduser().absolute()))
 
 
 def check_rules(config: RunConfig, scene: Scene) -> list[Broken]:
@@ -219,6 +228,29 @@ def _store_belongs_to_mlflow(scene: Scene, tracking: Tracking) -> Broken | None:
     return None
 
 
+def _checkpoint_is_there(scene: Scene, checkpoint: Checkpoint) -> Broken | None:
+    if checkpoint.resume in ("none", "auto"):
+        return None
+    path = Path(checkpoint.resume).expanduser()
+    if path.is_dir():
+        return None
+    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = nearest(path.name, beside)
+    fixes = (f"checkpoint.resume={path.parent / near}",) if near else ()
+    rule = "checkpoint.resume must be none, auto or the folder of a checkpoint"
+    return Broken(rule, checkpoint.resume, (*fixes, "checkpoint.resume=none"))
+
+
+def _saving_keys_are_used(scene: Scene, checkpoint: Checkpoint) -> Broken | None:
+    if checkpoint.kind is not CheckpointKind.none:
+        return None
+    for key, value in (("every", checkpoint.every), ("keep_every", checkpoint.keep_every)):
+        if value is not None:
+            rule = f"checkpoint=none saves nothing and uses no checkpoint.{key}"
+            return Broken(rule, str(value), ("checkpoint=sharded", f"checkpoint.{key}=null"))
+    return None
+
+
 class Rule(NamedTuple):
     """A check and the groups that it is given, in this order."""
 
@@ -247,5 +279,7 @@ RULES = (
     Rule(_optimizer_uses_its_keys, ("optimizer",)),
     Rule(_schedule_uses_its_keys, ("scheduler",)),
     Rule(_momentum_can_cycle, ("optimizer", "scheduler")),
+    Rule(_checkpoint_is_there, ("checkpoint",)),
+    Rule(_saving_keys_are_used, ("checkpoint",)),
     Rule(_store_belongs_to_mlflow, ("tracking",)),
 )

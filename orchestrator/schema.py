@@ -43,6 +43,7 @@ class RecomputeKind(Word):
 
 class CheckpointKind(Word):
     none = "none"
+    sharded = "sharded"
 
 
 class Device(Word):
@@ -179,9 +180,25 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Saving of the model states."""
+    """Saving of the model states, and going on from what was saved.
+
+    Saved after every `every` steps (null: at the end alone); the last `keep_last` stay, and each `keep_every`-th step.
+    `background`: training goes on while the files are written. `resume`: none starts anew, auto goes on from the newest
+    good checkpoint of the same point where there is one, a folder goes on from that checkpoint, whatever its world.
+    """
 
     kind: CheckpointKind = CheckpointKind.none
+    every: int | None = None
+    keep_last: int = 2
+    keep_every: int | None = None
+    background: bool = True
+    resume: str = "none"
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "checkpoint")
+        limits.at_least(1, every=None, keep_last=2, keep_every=None)
+        limits.must("resume", bool, "none, auto or the folder of a checkpoint", "none")
+        limits.conclude()
 
 
 @dataclass(frozen=True)

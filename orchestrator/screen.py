@@ -85,7 +85,8 @@ class Screen:
             self._console.print(_table(table))
         self._console.print()
         talk = summary.communication_rows(result)
-        self.rows([*talk, *summary.learning_rows(result), summary.machine_row(result)])
+        learned = summary.learning_rows(result)
+        self.rows([*talk, *learned, *summary.checkpoint_rows(result), summary.machine_row(result)])
         if note:
             self.warn(note)
 

@@ -205,6 +205,20 @@ def learning_rows(result: Mapping[str, Any]) -> list[Row]:
     ]
 
 
+def checkpoint_rows(result: Mapping[str, Any]) -> list[Row]:
+    """What was saved and what it cost; nothing where nothing was saved."""
+    told = result.get("checkpoints") or {}
+    rows = []
+    if told.get("resumed_from_step"):
+        rows.append(Row("resumed", f"after step {told['resumed_from_step']}; speed is of the steps since"))
+    if told.get("saved"):
+        text = (
+            f"{told['saved']} saved in {told['folder']}, each held training up {digits(told['stall_ms'])} ms (median)"
+        )
+        rows.append(Row("checkpoints", text))
+    return rows
+
+
 def machine_row(result: Mapping[str, Any]) -> Row:
     """What the numbers were measured on."""
     environment = result.get("environment", {})

@@ -19,6 +19,7 @@ from orchestrator.record import AttemptPaths, append_event, read_json, write_jso
 from orchestrator.schema import RunConfig, from_dict
 from orchestrator.worker import measure
 from orchestrator.worker.faults import Faults
+from orchestrator.worker.saving import Progress, Saving
 from orchestrator.worker.setup import build_data, build_runtime, cpu_model, prepare_process
 from orchestrator.worker.training import build_schedule
 from orchestrator.workloads.data import TokenData, slice_for_rank
@@ -66,18 +67,27 @@ class RankRun:
         )
         self._readings = measure.Readings()
         self._steps = config.measure.warmup_steps + config.measure.steps
-        # The census walks all of Python's objects, so it is taken in a step that is not counted, where there is one;
-        # and not in the first, where nothing has been gathered yet.
-        self._census_step = max(config.measure.warmup_steps - 1, 0)
+        self._saving = Saving(attempt, config, runtime, self._data.hash)
+        self._first = self._census_step = 0
+        self._progress = Progress()
 
     def run(self) -> None:
         self._tell_ready()
+        self._progress = self._saving.resume()
+        self._first = self._progress.step
+        self._readings.losses += self._saving.curve
+        # The census walks all of Python's objects, so it is taken in a step that is not counted, where there is one;
+        # and not in the first, where nothing has been gathered yet.
+        self._census_step = min(self._first + max(self._config.measure.warmup_steps - 1, 0), self._steps - 1)
         self._runtime.clock.lap()
-        for step in range(self._steps):
+        for step in range(self._first, self._steps):
             self._faults.at_step(step + 1, self._rank.rank)
             report, lr = self._train_step(step)
             self._note_step(step, report, lr)
+            self._saving.after_step(self._progress)
+            self._runtime.clock.lap()  # what saving held up is told apart
         self._readings.validation_loss = self._validate()
+        self._saving.finish(self._progress)
         self._finish()
 
     # ---- one step ----------------------------------------------------------------------------------------------
@@ -85,7 +95,7 @@ class RankRun:
     def _train_step(self, step: int) -> tuple[StepReport, float]:
         runtime, clock = self._runtime, self._runtime.clock
         with clock.phase("data"):
-            batches = self._micro_batches(step)
+            batches = self._micro_batches()
             tokens = runtime.sum_over_ranks(sum(_count(labels) for _, labels in batches)).clamp(min=1)
         self._backwards(batches, tokens, counting=step == self._census_step)
         if step == self._census_step:
@@ -115,12 +125,12 @@ class RankRun:
                 runtime.backward(loss)
             del loss
 
-    def _micro_batches(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _micro_batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's slice of the step's global batch, split into micro-batches of [micro, seq] int64."""
         size = self._config.batch.global_size
         assert size is not None
         offset, count = slice_for_rank(size, self._rank.rank, self._rank.world)
-        ids, labels = self._data.train_batch(step * size + offset, count)
+        ids, labels = self._data.train_batch(self._progress.samples + offset, count)
         micro = self._config.batch.micro
         return [
             (self._tensor(ids[start : start + micro]), self._tensor(labels[start : start + micro]))
@@ -131,6 +141,8 @@ class RankRun:
         return torch.from_numpy(array).to(self._device)
 
     def _note_step(self, step: int, report: StepReport, lr: float) -> None:
+        assert self._config.batch.global_size is not None
+        self._progress = Progress(step + 1, self._progress.samples + self._config.batch.global_size)
         phases = self._runtime.clock.lap()
         seconds = sum(phases.values())
         self._readings.step_s.append(seconds)
@@ -144,7 +156,7 @@ class RankRun:
         self._tell(
             "step",
             step=step + 1,
-            warmup=step < self._config.measure.warmup_steps,
+            warmup=step < self._first + self._config.measure.warmup_steps,
             loss=report.loss,
             grad_norm=report.grad_norm if math.isfinite(report.grad_norm) else None,
             skipped=report.skipped,
@@ -227,7 +239,8 @@ class RankRun:
 
     def _result(self, memory: dict[str, Any]) -> dict[str, Any]:
         config, readings, runtime = self._config, self._readings, self._runtime
-        warmup = config.measure.warmup_steps
+        # A resumed run may have fewer steps left than it would warm up.
+        warmup = min(config.measure.warmup_steps, self._steps - self._first - 1)
         tokens = self._tokens_per_step()
         finite = [loss for loss in readings.losses if math.isfinite(loss)]
         return {
@@ -261,6 +274,7 @@ class RankRun:
             "steps": self._steps,
             "skipped_steps": readings.skipped,
             "loss_scale": runtime.scaler.scale,
+            "checkpoints": self._saving.facts(self._first),
             "environment": environment(self._device),
         }
 

@@ -1,0 +1,140 @@
+"""Checkpoints of one rank of a run: when they are saved, and what a resumed run goes on from."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.record import AttemptPaths, EventTail, append_event
+from orchestrator.schema import CheckpointKind, RunConfig, to_dict
+from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint, newest_good, open_verified
+from zero_runtime.checkpoint.save import Saver, SaveSettings
+from zero_runtime.checkpoint.shelf import Retention
+from zero_runtime.errors import CheckpointError
+from zero_runtime.runtime import ZeroRuntime
+
+AUTO, NONE = "auto", "none"
+
+
+@dataclass
+class Progress:
+    """How far training has come; `samples` is the position in the data, whatever the global batch was."""
+
+    step: int = 0
+    samples: int = 0
+
+
+class Saving:
+    """Saves when it is due and once at the end; all ranks call it alike."""
+
+    def __init__(self, attempt: AttemptPaths, config: RunConfig, runtime: ZeroRuntime, data_hash: str) -> None:
+        self._attempt = attempt
+        self._config = config.checkpoint
+        self._steps = config.measure.warmup_steps + config.measure.steps
+        self._run = to_dict(config)
+        self._runtime = runtime
+        self._data_hash = data_hash
+        self._rank = runtime.collectives.rank
+        retention = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
+        self._saver = Saver(attempt.checkpoints, SaveSettings(retention))
+        self._last = 0  # step of the last save
+        self._stalls_s: list[float] = []
+        self.curve: list[float] = []  # losses of the steps before the one that it goes on from, on rank 0
+
+    # ---- going on ----------------------------------------------------------------------------------------------
+
+    def resume(self) -> Progress:
+        """Fill the runtime from the checkpoint that the configuration names, if any, and tell how far it had come."""
+        checkpoint = self._chosen()
+        if checkpoint is None:
+            return Progress()
+        trainer = checkpoint.trainer
+        progress = Progress(trainer["step"], trainer["samples"])
+        self._check(checkpoint.path, trainer, progress)
+        load_checkpoint(self._runtime, checkpoint)
+        self._last = progress.step
+        if self._rank == 0:
+            self._continue_curve(Path(trainer["metrics"]), progress.step)
+            self._tell("resumed", step=progress.step, path=str(checkpoint.path))
+        return progress
+
+    def _check(self, path: Path, trainer: Mapping[str, Any], progress: Progress) -> None:
+        """What makes no sense to go on from is refused before anything is read."""
+        if trainer["data_hash"] != self._data_hash:
+            raise CheckpointError(
+                f"{path}: expected the data that it was trained on (hash {trainer['data_hash']}), found hash "
+                f"{self._data_hash}; give the same data group and batch.seq, or checkpoint.resume=none"
+            )
+        if progress.step >= self._steps:
+            raise CheckpointError(
+                f"{path}: expected a checkpoint from before the last step, {self._steps}, found step {progress.step}: "
+                "nothing is left to train; give more measure.steps, or checkpoint.resume=none to start anew"
+            )
+
+    def _chosen(self) -> Checkpoint | None:
+        resume = self._config.resume
+        if resume == NONE:
+            return None
+        if resume != AUTO:
+            return open_verified(resume, self._runtime.collectives)
+        found, skipped = newest_good(self._attempt.checkpoints, self._runtime.collectives)
+        if self._rank == 0:
+            for trouble in skipped:
+                self._tell("skipped", trouble=trouble)
+        return found
+
+    def _continue_curve(self, metrics: Path, step: int) -> None:
+        """The learning curve up to the checkpoint goes on in this attempt's record."""
+        if metrics == self._attempt.metrics:
+            return
+        for event in EventTail(metrics).read_new():
+            if event["event"] == "step" and event["step"] <= step:
+                append_event(self._attempt.metrics, event)
+                self.curve.append(event["loss"])
+
+    # ---- saving ------------------------------------------------------------------------------------------------
+
+    def after_step(self, progress: Progress) -> None:
+        """Save where `every` says so."""
+        every = self._config.every
+        if every is not None and progress.step % every == 0:
+            self._save(progress)
+
+    def finish(self, progress: Progress) -> None:
+        """The last state is saved, and everything is on the disk."""
+        if progress.step > self._last:
+            self._save(progress)
+        self._saver.wait()
+
+    def _save(self, progress: Progress) -> None:
+        if self._config.kind is CheckpointKind.none:
+            return
+        trainer = {
+            "step": progress.step,
+            "samples": progress.samples,
+            "data_hash": self._data_hash,
+            "metrics": str(self._attempt.metrics),
+            "config": self._run,
+        }
+        self._saver.save(self._runtime, step=progress.step, trainer=trainer, background=self._config.background)
+        self._last = progress.step
+        self._stalls_s.append(self._saver.stall_s)
+        if self._rank == 0:
+            self._tell("saved", step=progress.step, stall_ms=1e3 * self._saver.stall_s)
+
+    def _tell(self, event: str, **values: Any) -> None:
+        append_event(self._attempt.metrics, {"event": event, "time": time.time(), **values})
+
+    def facts(self, resumed_from: int) -> dict[str, Any]:
+        """For the result: how often was saved, what the median save held up, and where this run went on from."""
+        stalls = self._stalls_s
+        return {
+            "saved": len(stalls),
+            "stall_ms": 1e3 * statistics.median(stalls) if stalls else None,
+            "folder": str(self._attempt.checkpoints) if stalls else None,
+            "resumed_from_step": resumed_from or None,
+        }
