@@ -105,12 +105,14 @@ class Checkpoint:
                 values[first - start : last - start] = part
                 self.bytes_read += part.nbytes
                 missing -= last - first
-        if missing:
-            raise CheckpointError(
-                f"{self.path}: expected elements {start} to {stop} of {key}, found {missing} fewer; the folder holds "
-                "the files of some nodes alone: load at the world that saved it, or bring the files together"
-            )
+        assert not missing, f"{self.path}: {missing} elements of {key} are not there; was `missing` asked?"
         return values
+
+    def missing(self, name: str, state: str, start: int, stop: int) -> int:
+        """How many of these elements no file here has."""
+        key = KEY.format(state=state, name=name)
+        held = [entry.slices[key] for entry in self.index.files.values() if key in entry.slices]
+        return stop - start - sum(max(min(high, stop) - max(low, start), 0) for low, high in held)
 
     def _place(self, file: str, key: str) -> Place:
         if file not in self._places:
@@ -174,6 +176,8 @@ def load_checkpoint(runtime: ZeroRuntime, checkpoint: Checkpoint) -> dict[str, A
             f"{checkpoint.path}: expected the states of {own}, found those of {saved}; train with {saved}, or take the "
             "weights alone (load_weights)"
         )
+    compare(runtime, checkpoint, states=True)
+    _check_coverage(runtime, checkpoint)
     fill_runtime(runtime, checkpoint)
     runtime.optimizer.load_counters(index.optimizer["counters"])
     if runtime.scaler.rule.static is None:
@@ -182,6 +186,25 @@ def load_checkpoint(runtime: ZeroRuntime, checkpoint: Checkpoint) -> dict[str, A
     if index.world == runtime.collectives.world and rng is not None:
         set_rng_state(rng, runtime.device)
     return index.trainer
+
+
+def _check_coverage(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
+    """CheckpointError on every rank where a rank needs what its folder does not have."""
+    absent = [
+        f"{state} of {piece.name}"
+        for unit in runtime.units
+        for state in states_of(runtime, unit)
+        for piece in unit.layout.pieces(runtime.collectives.shard_rank)
+        if checkpoint.missing(piece.name, state, piece.start, piece.stop)
+    ]
+    everyone = runtime.collectives.gather_objects(absent[:FEW])
+    for rank, some in enumerate(everyone):
+        if some:
+            raise CheckpointError(
+                f"{checkpoint.path}: expected all that rank {rank} needs, found parts of {', '.join(some)} missing: "
+                "the folder holds the files of some nodes alone; load at the setting that saved it, or bring the files of "
+                "all nodes into one folder and their indexes into one"
+            )
 
 
 def load_weights(runtime: ZeroRuntime, source: TensorSource) -> None:
