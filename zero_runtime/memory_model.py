@@ -23,10 +23,11 @@ class UnitSize:
     numel: int
     padded_numel: int
     trainable: bool
+    is_root: bool = False  # what no block, embedding or head owns: its life is a whole pass
 
     @classmethod
-    def of(cls, layout: FlatLayout, *, trainable: bool) -> UnitSize:
-        return cls(layout.numel, layout.padded_numel, trainable)
+    def of(cls, layout: FlatLayout, *, trainable: bool, is_root: bool = False) -> UnitSize:
+        return cls(layout.numel, layout.padded_numel, trainable, is_root)
 
 
 @dataclass(frozen=True)
@@ -127,32 +128,47 @@ def step_peak_bytes(
     micro_batches: int = 1,
     optimizer_states: int = ADAM_STATES,
 ) -> StepPeak:
-    """The peak of a step. Whole at once are 1 + prefetch units and the root (its parameters are used at both ends of
-    the model), and of gradients one unit's that is filled, one that is being reduced and the root's; taken here as the
-    largest so many units. Activations and the collectives' own buffers are not in it."""
+    """The peak of a step; `units` in the order of registration. Activations and the collectives' own buffers are not in
+    it. Whole at once are the root, whose parameters are used at both ends of the model, and of the parameters 1 +
+    prefetch neighbours, of the gradients the unit that is filled and the one before it, which is being reduced."""
     units = list(units)
-    states = sum(
+    states = [
         model_state_bytes(
             plan, kind, [size], world=world, micro_batches=micro_batches, optimizer_states=optimizer_states
-        ).total
+        )
         for size, kind in units
-    )
+    ]
     params = [size.padded_numel * _whole_param_bytes(kind) for size, kind in units]
-    grads = [size.padded_numel * ITEMSIZE_BYTES[kind.reduce] for size, kind in units if size.trainable]
+    grads = [size.padded_numel * ITEMSIZE_BYTES[kind.reduce] * size.trainable for size, kind in units]
+    roots = [size.is_root for size, _ in units]
     return StepPeak(
-        states,
-        _sum_of_largest(params, 2 + prefetch) if plan.params is Partition.SHARDED else 0,
-        _sum_of_largest(grads, 3) if plan.grads is Partition.SHARDED else 0,
+        sum(one.total for one in states),
+        _neighbours_peak(params, roots, 1 + prefetch) if plan.params is Partition.SHARDED else 0,
+        _backward_peak(grads, [one.grads for one in states], roots) if plan.grads is Partition.SHARDED else 0,
     )
+
+
+def _neighbours_peak(whole: list[int], roots: list[bool], count: int) -> int:
+    others = [size for size, root in zip(whole, roots, strict=True) if not root]
+    return sum(whole) - sum(others) + max((sum(others[at : at + count]) for at in range(len(others))), default=0)
+
+
+def _backward_peak(whole: list[int], shards: list[int], roots: list[bool]) -> int:
+    """What whole gradients add to the shards at rest: backward fills the units in reverse, each shard comes with its
+    unit's reduction, the root's last."""
+    root = sum(size for size, is_root in zip(whole, roots, strict=True) if is_root)
+    others = [(size, shard) for size, shard, is_root in zip(whole, shards, roots, strict=True) if not is_root]
+    peak = rested = before = 0
+    for size, shard in reversed(others):
+        peak = max(peak, rested + before + size + root)
+        rested, before = rested + shard, size
+    peak = max(peak, rested + before + root)
+    return max(peak - sum(shards), 0)
 
 
 def _whole_param_bytes(precision: MixedPrecision) -> int:
     gathered = 0 if precision.computes_as_param else ITEMSIZE_BYTES[precision.param]
     return ITEMSIZE_BYTES[precision.compute or precision.param] + gathered
-
-
-def _sum_of_largest(sizes: list[int], count: int) -> int:
-    return sum(sorted(sizes, reverse=True)[:count])
 
 
 def formula(

@@ -368,7 +368,11 @@ class ZeroRuntime:
         )
 
     def unit_sizes(self) -> list[UnitSize]:
-        return [UnitSize.of(unit.layout, trainable=unit.trainable) for unit in self.units]
+        """The units in the order of registration."""
+        return [
+            UnitSize.of(unit.layout, trainable=unit.trainable, is_root=self.model in unit.modules)
+            for unit in self.units
+        ]
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Live flat tensors by component; aliases share a storage."""

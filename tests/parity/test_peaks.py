@@ -20,7 +20,7 @@ from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 STAGES = (0, 1, 2, 3)
 DEEP = TinySpec(blocks=8)
-SHALLOW = TinySpec(blocks=2)
+SHALLOW = TinySpec(blocks=1, tied=True)
 
 
 def _peaks(spec: TinySpec, precision: MixedPrecision) -> dict[int, tuple[int, StepPeak, list[str]]]:

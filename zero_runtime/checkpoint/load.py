@@ -202,8 +202,7 @@ def _check_coverage(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
         if some:
             raise CheckpointError(
                 f"{checkpoint.path}: expected all that rank {rank} needs, found parts of {', '.join(some)} missing: "
-                "the folder holds the files of some nodes alone; load at the setting that saved it, or bring the files of "
-                "all nodes into one folder and their indexes into one"
+                "the folder holds the files of some nodes alone; load at the setting that saved it"
             )
 
 
