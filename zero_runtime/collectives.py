@@ -233,11 +233,11 @@ class Collectives:
             start = self._gathering(full, shard.contiguous(), self._gather_group)
             self._issue("all_gather", "", full, start)()
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor, unit: str = "") -> None:
         """Every rank's contiguous `tensor` becomes rank 0's, whatever its dtype. Beside the ledger."""
         if self.world > 1 and tensor.numel():
             as_bytes = tensor.view(tensor.numel()).view(torch.uint8)  # gloo knows few dtypes
-            self._issue("broadcast", "", tensor, _starting(dist.broadcast, as_bytes, src=0))()
+            self._issue("broadcast", unit, tensor, _starting(dist.broadcast, as_bytes, src=0))()
 
     def reduce(self, full: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
         """Sum `full` [P] over all ranks into `shard` [S], which may be this rank's slice of `full`.

@@ -98,6 +98,7 @@ class ZeroRuntime:
         self.device = device
         self.clock = PhaseClock(device)
         self.collectives = Collectives(plan.shard_count(world_size()), self.clock, settings.watch)
+        self.collectives.journal.begin("start")
         try:
             self.units, self.optimizer = self._make_units(model, optimizer)
         except BaseException:
@@ -106,6 +107,7 @@ class ZeroRuntime:
         self.scaler: LossScaler = settings.loss_scale.start()
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch)
         self._hooks = ModuleHooks(model, self.units, self._schedule)
+        self.collectives.journal.begin("forward")
         self._backwards = 0
         self._synced = True
         self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its graph ended with its backward

@@ -176,7 +176,7 @@ class Unit:
     def _handed_over(self, param: nn.Parameter) -> torch.Tensor:
         """The values that the model came with: rank 0's, since ranks that seeded differently would train apart."""
         values = param.detach().to(self._device).contiguous()
-        self._collectives.broadcast(values)
+        self._collectives.broadcast(values, self.name)
         return values
 
     def _flat(self, segment: Segment) -> torch.Tensor:

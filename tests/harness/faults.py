@@ -69,7 +69,7 @@ def the_norm_is_one_ranks_own() -> None:
     def local(self: collectives.Collectives, control: torch.Tensor) -> torch.Tensor:
         own = control.clone()
         summed = agree(self, control)
-        if control.numel() == 2:  # the loss and the squares
+        if control.numel() == 4:  # the loss, the squares, and the fingerprint of what was sent
             summed[1] = own[1]
         return summed
 

@@ -90,6 +90,8 @@ BROKEN = [
         "optimizer=torch optimizer.name=Rprop optimizer.weight_decay=0.1",
         "torch.optim.Rprop has no weight decay",
     ),
+    (LAPTOP, "checkpoint.resume=misssing/step-1", "checkpoint.resume must be none, auto or the folder of a checkpoint"),
+    (LAPTOP, "checkpoint.every=5", "checkpoint=none saves nothing and uses no checkpoint.every"),
     (LAPTOP, "tracking=none tracking.uri=here", "tracking=none uses no tracking.uri"),
 ]
 

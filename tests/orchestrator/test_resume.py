@@ -1,0 +1,180 @@
+"""A run that is killed at any moment goes on from its last checkpoint, with the curve of one that never stopped."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import random
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness.ranks import prepare_fork_server
+
+from orchestrator.job import RankInfo
+from orchestrator.record import AttemptPaths, EventTail, read_json, write_json_atomic
+from orchestrator.schema import (
+    Batch,
+    Checkpoint,
+    CheckpointKind,
+    Compute,
+    Data,
+    DataKind,
+    Device,
+    DType,
+    Measure,
+    Model,
+    Precision,
+    Resources,
+    RunConfig,
+    Zero,
+    to_dict,
+)
+from orchestrator.training import Optimizer
+
+LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+WORLD = 2
+
+
+def config_of(steps: int, *, every: int | None, stage: int = 2, resume: str = "auto") -> RunConfig:
+    return RunConfig(
+        model=Model("tiny", "llama", LLAMA),
+        data=Data(DataKind.synthetic),
+        zero=Zero(stage=stage),
+        precision=Precision(DType.fp32, compute=Compute.fp32),
+        batch=Batch(micro=1, accumulation=1, global_size=WORLD, seq=16),
+        resources=Resources(Device.cpu, ranks=WORLD, threads=1),
+        measure=Measure(warmup_steps=2, steps=steps - 2, validation_batches=1),
+        optimizer=Optimizer(),
+        checkpoint=Checkpoint(CheckpointKind.sharded, every=every, resume=resume),
+    )
+
+
+def _rank_main(root: Path, rank: int) -> None:
+    from orchestrator.worker.train import run_rank
+
+    try:
+        run_rank(AttemptPaths(root), RankInfo(rank, WORLD, rank, f"file://{root}/rendezvous"))
+    except BaseException:
+        (root / f"rank{rank}.log").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)
+
+
+class Try:
+    """One attempt at a point, its ranks forked from the warm server."""
+
+    def __init__(self, point: Path, config: RunConfig) -> None:
+        number = len(list((point / "attempts").glob("*"))) + 1
+        self.paths = AttemptPaths(point / "attempts" / f"{number:02d}")
+        self.paths.root.mkdir(parents=True)
+        write_json_atomic(self.paths.config, to_dict(config))
+        prepare_fork_server()
+        context = mp.get_context("forkserver")
+        self._ranks = [context.Process(target=_rank_main, args=(self.paths.root, rank)) for rank in range(WORLD)]
+        for rank in self._ranks:
+            rank.start()
+
+    @property
+    def runs(self) -> bool:
+        return all(rank.is_alive() for rank in self._ranks)
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.join()
+
+    def wait(self, limit_s: float = 120) -> list[int | None]:
+        deadline = time.monotonic() + limit_s
+        for rank in self._ranks:
+            rank.join(max(deadline - time.monotonic(), 0))
+        codes = [rank.exitcode for rank in self._ranks]
+        self.kill()
+        return codes
+
+    def curve(self) -> dict[int, float]:
+        """Losses by step in this attempt's record."""
+        events = EventTail(self.paths.metrics).read_new()
+        return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+
+
+def unbroken(tmp_path: Path, steps: int) -> dict[int, float]:
+    one = Try(tmp_path / "unbroken", config_of(steps, every=None))
+    assert one.wait() == [0, 0]
+    return one.curve()
+
+
+def killed_and_resumed(point: Path, config: RunConfig, steps: list[int]) -> Try:
+    """Killed a random moment after each of `steps`, each time by a new try; then left alone."""
+    for step in steps:
+        one = Try(point, config)
+        while max(one.curve(), default=0) < step:
+            assert one.runs, f"ended before step {step}"
+            time.sleep(0.002)
+        time.sleep(random.random() * 0.05)
+        one.kill()
+    return Try(point, config)
+
+
+def assert_same_curve(last: Try, wanted: dict[int, float]) -> None:
+    assert last.wait() == [0, 0]
+    assert last.curve() == wanted
+    result = read_json(last.paths.result)
+    assert result is not None
+    assert result["loss"]["first"] == wanted[1]
+    assert result["loss"]["last"] == wanted[max(wanted)]
+
+
+def test_a_run_killed_twice_has_the_curve_of_the_unbroken_one(tmp_path: Path) -> None:
+    last = killed_and_resumed(tmp_path / "point", config_of(40, every=3), [10, 25])
+    assert_same_curve(last, unbroken(tmp_path, 40))
+    result = read_json(last.paths.result)
+    assert result is not None
+    assert result["checkpoints"]["resumed_from_step"] >= 18
+    assert sorted(one.name for one in last.paths.checkpoints.iterdir()) == ["step-00000039", "step-00000040"]
+
+
+@pytest.mark.full
+def test_200_steps_killed_5_times_at_random_have_the_curve_of_the_unbroken_run(tmp_path: Path) -> None:
+    steps = sorted(random.sample(range(10, 190), 5))
+    print(f"killed after steps {steps}")
+    last = killed_and_resumed(tmp_path / "point", config_of(200, every=7), steps)
+    assert_same_curve(last, unbroken(tmp_path, 200))
+
+
+def test_a_checkpoint_resumes_at_another_stage_and_more_steps(tmp_path: Path) -> None:
+    first = Try(tmp_path / "first", config_of(10, every=None))
+    assert first.wait() == [0, 0]
+    folder = first.paths.checkpoints / "step-00000010"
+    second = Try(tmp_path / "second", config_of(14, every=None, stage=3, resume=str(folder)))
+    assert second.wait() == [0, 0]
+    assert list(second.curve()) == list(range(1, 15))
+    assert {step: loss for step, loss in second.curve().items() if step <= 10} == first.curve()
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"measure": Measure(warmup_steps=2, steps=8)}, "nothing is left to train; give more measure.steps"),
+        ({"seed": 5}, "expected the data that it was trained on"),
+        ({"model": Model("tiny", "llama", {**LLAMA, "vocab_size": 65})}, "expected the data that it was trained on"),
+    ],
+)
+def test_what_cannot_go_on_is_told(changed: dict, told: str, tmp_path: Path) -> None:
+    first = Try(tmp_path / "first", config_of(10, every=None))
+    assert first.wait() == [0, 0]
+    folder = first.paths.checkpoints / "step-00000010"
+    other = replace(config_of(12, every=None, resume=str(folder)), **changed)
+    second = Try(tmp_path / "second", other)
+    assert 0 not in second.wait()
+    assert told in second.paths.rank_log(0).read_text()
