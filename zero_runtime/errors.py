@@ -33,7 +33,3 @@ class RankError(ZeroError, RuntimeError):
 
 class ParameterReadError(ZeroError, RuntimeError):
     """A parameter was read while its full values are not there, or are those of the step before."""
-
-
-class CheckpointError(ZeroError, RuntimeError):
-    """A checkpoint that cannot be written or does not fit: what was expected, what was found, what to do."""

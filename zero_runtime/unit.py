@@ -382,14 +382,9 @@ class Unit:
                 if piece.name in values:
                     part = values[piece.name].reshape(-1)[piece.start : piece.stop]
                     target[piece.shard_offset :][: part.numel()].copy_(part)
-        self.shards_changed()
-
-    def shards_changed(self) -> None:
-        """Somebody wrote into the master shard (a frozen unit's param_shard): the full copy is stale."""
-        with torch.no_grad():
             self.refresh_param_shard()
         if self.data_state is DataState.UNSHARDED:
-            self._move_data(DataState.SHARDED)  # also where a step would leave it alone
+            self._move_data(DataState.SHARDED)  # stale, also where a step would leave it alone
 
     def first_non_finite(self) -> str | None:
         """The first parameter, in the unit's order, whose own unreduced gradient is not finite. Reads on the host."""
