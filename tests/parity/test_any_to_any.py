@@ -108,6 +108,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("any_to_any")
 
 
+@pytest.fixture(scope="module")
+def full_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("any_to_any_full")
+
+
 @cache
 def make_sources(root: Path, cells: tuple[Cell, ...]) -> None:
     for world in WORLDS:
@@ -168,12 +173,6 @@ def test_classes_have_one_state(root: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world", WORLDS)
-def test_all_pairs_go_on_as_plain_torch(world: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    root = full_root(tmp_path_factory)
-    make_sources(root, tuple(CELLS))
-    check(root, [cell for cell in CELLS if cell[4] == world], world)
-
-
-@cache
-def full_root(factory: pytest.TempPathFactory) -> Path:
-    return factory.mktemp("any_to_any_full")
+def test_all_pairs_go_on_as_plain_torch(world: int, full_root: Path) -> None:
+    make_sources(full_root, tuple(CELLS))
+    check(full_root, [cell for cell in CELLS if cell[4] == world], world)

@@ -37,6 +37,7 @@ from zero_runtime.checkpoint.layout import INDEX, checksum_text
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint, shards_of
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.checkpoint.shelf import open_together
+from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.errors import CallOrderError, CheckpointError
 from zero_runtime.loss_scaler import LossScaleRule
 from zero_runtime.optimizers import AdamConfig, AdamWConfig, SgdConfig, TorchConfig
@@ -97,9 +98,13 @@ def goes_on_like(root: Path, setting: Setting, target: Setting, optimizer) -> No
     path = save_checkpoint(runtime, root, step=SAVED_AFTER, trainer={})
     wanted = train(runtime, setting.case(), SAVED_AFTER, GOES_ON)
     states = whole(runtime)
-    loaded, _ = load_into(path, target, optimizer)
-    assert train(loaded, target.case(), SAVED_AFTER, GOES_ON) == wanted
-    assert_states(whole(loaded), states)
+    for trained_before in (0, 2):  # with full copies, gathers ahead and states that must all be forgotten
+        loaded = target.runtime(optimizer, model=TinySpec(seed=77))
+        train(loaded, target.case(), 50, trained_before)
+        load_checkpoint(loaded, Checkpoint.open(path, verify=False))
+        assert train(loaded, target.case(), SAVED_AFTER, GOES_ON) == wanted
+        assert_states(whole(loaded), states)
+        loaded.close()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -181,6 +186,62 @@ def test_loss_scale_updates_and_random_states_of_all_ranks_come_back(tmp_path: P
     run_ranks(scaler_and_random_states, 2, tmp_path)
     states = Checkpoint.open(tmp_path / "step-00000006").index.rng
     assert states["0"] != states["1"]
+
+
+# ---- from anywhere ---------------------------------------------------------------------------------------------------
+
+
+class InMemory:
+    """Values by name as a TensorSource."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self._values = values
+
+    def names(self) -> list[str]:
+        return list(self._values)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._values[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._values[name].dtype
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._values[name].reshape(-1)[start:stop].clone()
+
+
+def filled_from_memory(stage: int) -> None:
+    runtime = Setting(stage, 2, BF16).runtime()
+    values = {
+        name: torch.randn(segment.shape, generator=torch.Generator().manual_seed(place))
+        for unit in runtime.units
+        for place, (name, segment) in enumerate(zip(unit.names, unit.layout.segments, strict=True))
+    }
+    train(runtime, Setting(stage, 2, BF16).case(), 0, 1)
+    moments = {key: one for key, one in whole(runtime).items() if not key.startswith("master/")}
+    source: TensorSource = InMemory(values)
+    load.fill(runtime, {"master": source})
+    found = whole(runtime)
+    assert_states({key: found[key] for key in moments}, moments)
+    with runtime.full_params() as params:
+        assert_states(dict(params), values)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_runtime_is_filled_from_any_source_of_ranges(stage: int) -> None:
+    run_ranks(filled_from_memory, 2, stage)
+
+
+def test_the_source_of_a_state_gives_any_range(tmp_path: Path) -> None:
+    path, states = run_ranks(save_after, 3, tmp_path, Setting(2, 3))[0]
+    with Checkpoint.open(path) as checkpoint:
+        for state, source in checkpoint.sources().items():
+            for name in source.names():
+                flat = states[f"{state}/{name}"].reshape(-1)
+                assert source.shape(name) == tuple(states[f"{state}/{name}"].shape)
+                for start, stop in ((0, flat.numel()), (flat.numel() // 3, flat.numel() // 2), (5, 5)):
+                    assert torch.equal(source.read(name, start, stop), flat[start:stop])
+                    assert source.read(name, start, stop).dtype == source.dtype(name)
 
 
 # ---- how much is read ------------------------------------------------------------------------------------------------

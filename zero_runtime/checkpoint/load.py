@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,14 @@ class Checkpoint:
 
     def read(self, state: str, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of one state of a flattened parameter; see TensorSource."""
-        key = tensor_key(state, name)
-        values: torch.Tensor | None = None
+        dtype = DTYPES[self.index.parameters[name].dtype] if state == MASTER else torch.float32
+        values = torch.empty(stop - start, dtype=dtype)
+        self.read_into(state, name, start, values)
+        return values
+
+    def read_into(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
+        """Fill the 1-D `target` from element `start` on: without a copy where it is on the CPU and of their dtype."""
+        key, stop = tensor_key(state, name), start + target.numel()
         for piece in self.extents(state, name, start, stop):
             file = self._file(piece.file)
             dtype, numel, _ = file.place(key)
@@ -148,11 +154,16 @@ class Checkpoint:
                     f"{self.path / piece.file}: expected {piece.stop - piece.start} elements of {key}, found {numel}; "
                     "the checkpoint is damaged: take another one, or a copy"
                 )
-            if values is None:
-                values = torch.empty(stop - start, dtype=dtype)
             low, high = max(piece.start, start), min(piece.stop, stop)
-            file.read_into(key, low - piece.start, values[low - start : high - start])
-        return torch.empty(0, dtype=DTYPES[self.index.parameters[name].dtype]) if values is None else values
+            part = target[low - start : high - start]
+            if part.dtype == dtype and part.device.type == "cpu":
+                file.read_into(key, low - piece.start, part)
+                continue
+            for block in part.split(_FILL_NUMEL):
+                values = torch.empty(block.numel(), dtype=dtype)
+                file.read_into(key, low - piece.start, values)
+                block.copy_(values)
+                low += block.numel()
 
 
 class StateSource:
@@ -212,23 +223,30 @@ def verify_together(collectives: Collectives, checkpoint: Checkpoint) -> None:
 def fill(runtime: ZeroRuntime, sources: Mapping[str, TensorSource]) -> None:
     """Fill this rank's shards of the states in `sources` (by name: `master`, `exp_avg`, ...), each from its ranges.
 
-    No collective; the caller has compared names and shapes (`compare.check_same_model`). States that are not in
-    `sources` stay as they are.
+    No collective; the caller has compared names and shapes (`compare.check_shapes`). States that are not in `sources`
+    stay as they are.
     """
-    shard = runtime.collectives.shard_rank
-    for unit in runtime.units:
-        unit.drop_full()
-        for state, target in shards_of(runtime, unit).items():
-            if state not in sources:
-                continue
-            for piece in unit.layout.pieces(shard):
-                part = target[piece.shard_offset :][: piece.stop - piece.start]
-                for start in range(0, part.numel(), _FILL_NUMEL):
-                    block = part[start : start + _FILL_NUMEL]
-                    low = piece.start + start
-                    with torch.no_grad():
-                        block.copy_(sources[state].read(piece.name, low, low + block.numel()))
-        unit.refresh_param_shard()
+
+    def put(state: str, name: str, start: int, target: torch.Tensor) -> None:
+        for block in target.split(_FILL_NUMEL):
+            block.copy_(sources[state].read(name, start, start + block.numel()))
+            start += block.numel()
+
+    _fill_with(runtime, list(sources), put)
+
+
+def _fill_with(
+    runtime: ZeroRuntime, states: Collection[str], put: Callable[[str, str, int, torch.Tensor], None]
+) -> None:
+    """Have `put(state, name, start, target)` fill every piece that this rank holds of these states."""
+    with torch.no_grad():
+        for unit in runtime.units:
+            unit.drop_full()
+            for state, shard in shards_of(runtime, unit).items():
+                for piece in unit.layout.pieces(runtime.collectives.shard_rank) if state in states else ():
+                    part = shard[piece.shard_offset :][: piece.stop - piece.start]
+                    put(state, piece.name, piece.start, part)
+            unit.refresh_param_shard()
 
 
 def shards_of(runtime: ZeroRuntime, unit: Unit) -> dict[str, torch.Tensor]:
@@ -251,7 +269,7 @@ def _check(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
 
 def _fill_all(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
     try:
-        fill(runtime, checkpoint.sources())
+        _fill_with(runtime, (MASTER, *checkpoint.index.optimizer.states), checkpoint.read_into)
         own = runtime.kept_buffers()
         with torch.no_grad():
             for name, values in checkpoint.buffers().items():
