@@ -33,3 +33,7 @@ class RankError(ZeroError, RuntimeError):
 
 class ParameterReadError(ZeroError, RuntimeError):
     """A parameter was read while its full values are not there, or are those of the step before."""
+
+
+class CheckpointError(ZeroError):
+    """A checkpoint cannot be written, or cannot be read into this run; nothing of the run was changed."""

@@ -250,6 +250,14 @@ class ZeroRuntime:
         skipped = not math.isfinite(norm_value)
         return StepReport(loss_value, norm_value, skipped, self.scaler.scale), norm
 
+    def check_between_steps(self, call: str) -> None:
+        """CallOrderError where gradients of a step under way exist, which `call` would lose."""
+        if self._backwards:
+            raise CallOrderError(
+                f"{call}: expected to be called between two steps, found {self._backwards} backward calls since the "
+                "last; call it after step()"
+            )
+
     def _drop_gradients(self) -> None:
         for unit in self.units:
             unit.free_grads()
@@ -281,7 +289,7 @@ class ZeroRuntime:
         wanted = self._units_of(names)
         values: dict[str, torch.Tensor] = {}
         for unit, chosen in wanted:
-            whole = unit.full_of(unit.param_shard if unit.master_shard is None else unit.master_shard)
+            whole = unit.full_of(unit.weights_shard)
             values |= {name: whole[name].clone() for name in chosen}
         yield values
         if not write:
@@ -311,7 +319,7 @@ class ZeroRuntime:
         return {state: unit.full_of(shard)[name].clone() for state, shard in states.items()}
 
     def _units_of(self, names: Sequence[str] | None) -> list[tuple[Unit, list[str]]]:
-        owned = [(unit, [segment.name for segment in unit.layout.segments]) for unit in self.units]
+        owned = [(unit, unit.names) for unit in self.units]
         if names is None:
             return owned
         unknown = set(names) - {name for _, found in owned for name in found}
@@ -322,6 +330,25 @@ class ZeroRuntime:
             )
         chosen = [(unit, [name for name in found if name in names]) for unit, found in owned]
         return [(unit, found) for unit, found in chosen if found]
+
+    def kept_buffers(self) -> dict[str, torch.Tensor]:
+        """The model's buffers by name that belong to its state (not those registered with persistent=False)."""
+        return {
+            name: buffer
+            for prefix, module in self.model.named_modules()
+            for name, buffer in module.named_buffers(prefix, recurse=False)
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set
+        }
+
+    def tied_names(self) -> dict[str, str]:
+        """Every other name of a parameter with several, and its first."""
+        first: dict[int, str] = {}
+        tied = {}
+        for name, param in self.model.named_parameters(remove_duplicate=False):
+            owner = first.setdefault(id(param), name)
+            if owner != name:
+                tied[name] = owner
+        return tied
 
     # ---- numbers -------------------------------------------------------------------------------------------------
 

@@ -360,6 +360,27 @@ class Unit:
         self._filled.clear()
         self.unsharded_grad = self.grad_shard = None
 
+    # ---- values from outside -----------------------------------------------------------------------------------
+
+    @property
+    def weights_shard(self) -> torch.Tensor:
+        """[S]: what the weights are kept in: the master, or the parameters themselves where they are frozen."""
+        return self.param_shard if self.master_shard is None else self.master_shard
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters' full names, in the order of the layout."""
+        return [segment.name for segment in self.layout.segments]
+
+    def drop_full(self) -> None:
+        """Declare the full copy stale: the shards are written from outside. Waits for a gather that reads them."""
+        if self.data_state is DataState.UNSHARDING:
+            self.wait_unshard()
+        if self.data_state is DataState.UNSHARDED:
+            self._move_data(DataState.SHARDED)  # also where a step would leave it alone
+            if self._plan.params is Partition.SHARDED:
+                self.unsharded_param.untyped_storage().resize_(0)
+
     # ---- whole tensors, for people who look or edit -------------------------------------------------------------
 
     def full_of(self, shard: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -377,14 +398,13 @@ class Unit:
     def set_values(self, values: dict[str, torch.Tensor]) -> None:
         """Take new whole values for some parameters, the same on every rank; the full copy becomes stale."""
         with torch.no_grad():
-            target = self.param_shard if self.master_shard is None else self.master_shard
+            target = self.weights_shard
             for piece in self.layout.pieces(self._collectives.shard_rank):
                 if piece.name in values:
                     part = values[piece.name].reshape(-1)[piece.start : piece.stop]
                     target[piece.shard_offset :][: part.numel()].copy_(part)
             self.refresh_param_shard()
-        if self.data_state is DataState.UNSHARDED:
-            self._move_data(DataState.SHARDED)  # stale, also where a step would leave it alone
+        self.drop_full()
 
     def first_non_finite(self) -> str | None:
         """The first parameter, in the unit's order, whose own unreduced gradient is not finite. Reads on the host."""

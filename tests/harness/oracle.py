@@ -69,18 +69,39 @@ class Nudge:
     clip_factor: float = 1.0
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on: the steps that were made, and whole states by `state/name` (`master/...`, ...)."""
+
+    step: int
+    states: dict[str, torch.Tensor]
+
+
 def oracle(
-    case: Case, *, reduces_every_backward: bool, nudge: Nudge | None = None, optimizer: OptimizerConfig = ADAMW
+    case: Case,
+    *,
+    reduces_every_backward: bool,
+    nudge: Nudge | None = None,
+    optimizer: OptimizerConfig = ADAMW,
+    start: Start | None = None,
 ) -> Trace:
-    """Run the case with torch.optim.AdamW (foreach=False) on fp32 masters, or what else `optimizer` means."""
+    """Run the case with torch.optim.AdamW (foreach=False) on fp32 masters, or what else `optimizer` means.
+
+    `start`: go on from there (an optimizer of torch's, no step of which was skipped); `case.steps` are then made after.
+    """
     nudge = nudge or Nudge()
     torch.set_num_threads(1)
     model = TinyTransformer(case.model)
     masters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    first = 0 if start is None else start.step
+    if start is not None:
+        masters = {name: start.states[f"master/{name}"].clone() for name in masters}
     plain = plain_optimizer(optimizer, masters, LR)
+    if start is not None:
+        _go_on(plain, masters, start)
     trace = Trace([], [], masters)
     scaler = case.loss_scale.start()
-    for step in range(case.steps):
+    for step in range(first, first + case.steps):
         parts, loss = rank_gradients(case, masters, step, scaler.scale)
         order = range(case.world)[::-1] if nudge.reversed_ranks else range(case.world)
         grads = {name: _sum(case, parts, name, order, reduces_every_backward) for name in masters}
@@ -100,13 +121,21 @@ def oracle(
         scaler = scaler.after(overflow=overflow)
         if overflow:
             continue
-        before = {name: master.clone() for name, master in masters.items()} if step == 0 else {}
+        before = {name: master.clone() for name, master in masters.items()} if step == first else {}
         plain.step()
-        if step == 0:
+        if step == first:
             trace.first_grads = grads
             trace.abs_grad_sum = _abs_sum(parts)
             trace.first_update = {name: masters[name] - before[name] for name in masters}
     return trace
+
+
+def _go_on(plain: torch.optim.Optimizer, masters: dict[str, torch.Tensor], start: Start) -> None:
+    for key, values in start.states.items():
+        state, name = key.split("/")
+        if state != "master":
+            plain.state[masters[name]].setdefault("step", torch.tensor(float(start.step)))
+            plain.state[masters[name]][state] = values.clone()
 
 
 Parts = dict[tuple[int, int], dict[str, torch.Tensor]]  # gradients by (rank, micro-batch), by name

@@ -14,7 +14,14 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 
-def build_runtime(case: Case, stage: int, *, prefetch: int = 1, optimizer: OptimizerConfig = ADAMW) -> ZeroRuntime:
+def build_runtime(
+    case: Case,
+    stage: int,
+    *,
+    prefetch: int = 1,
+    optimizer: OptimizerConfig = ADAMW,
+    unit_numel: int | None = None,
+) -> ZeroRuntime:
     return ZeroRuntime(
         TinyTransformer(case.model),
         ZeroPlan.from_stage(stage, shard_ranks=case.shard_ranks if stage else None),
@@ -25,6 +32,7 @@ def build_runtime(case: Case, stage: int, *, prefetch: int = 1, optimizer: Optim
             clip_norm=case.clip_norm,
             prefetch=prefetch,
             loss_scale=case.loss_scale,
+            unit_numel=unit_numel,
         ),
         torch.device("cpu"),
     )

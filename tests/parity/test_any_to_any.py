@@ -1,0 +1,178 @@
+"""Saved at any row, world and precision, loaded at any other: the run goes on as plain torch does from that state.
+
+The loaded states are the saved bits. What follows is compared with two references. Where world, precision and
+accumulation class are the same: the run that was never interrupted, bit for bit, weights and states too. Everywhere:
+plain torch from the same states at the target's setting, with the same bits at worlds 1 and 2. At worlds 3 and 4 the
+first loss is a sum of world * micro-batches equal fp32 numbers in fp64, so two orders of it differ by no more than
+2 (n-1) 2^-53 of the sum (Higham, eq. 4.4); later losses are within 20 times what two orders of summation give.
+
+`make test` runs a cut in which every pair of values of two axes occurs; `make test-full` runs every pair of settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.checkpoints import GOES_ON, SAVED_AFTER, Setting, assert_states, load_into, train, whole
+from harness.oracle import Nudge, Start, Trace, oracle
+from harness.ranks import run_ranks
+from test_matrix import covering_cut
+from test_rows import drift_between
+
+from zero_runtime.checkpoint.save import save_checkpoint
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+
+STAGES, WORLDS, PRECISIONS = (0, 1, 2, 3), (1, 2, 3, 4), ("fp32", "bf16")
+SETTINGS = list(product(STAGES, WORLDS, PRECISIONS))
+CELLS = [(*saved, *target) for saved in SETTINGS for target in SETTINGS]
+CUT = covering_cut(CELLS)
+Cell = tuple
+
+
+def setting(stage: int, world: int, precision: str) -> Setting:
+    return Setting(stage, world, MixedPrecision(precision))
+
+
+def source(cell: Cell) -> Setting:
+    return setting(*cell[:3])
+
+
+def target(cell: Cell) -> Setting:
+    """Units of another size where that keeps the order of sums (worlds 1 and 2)."""
+    found = setting(*cell[3:])
+    return replace(found, unit_numel=500) if found.world <= 2 else found
+
+
+class Continued(NamedTuple):
+    """What went on from a checkpoint."""
+
+    losses: list[float]
+    states: dict[str, torch.Tensor]
+
+
+def folder(root: Path, saved: Setting) -> Path:
+    return root / f"stage{saved.stage}-world{saved.world}-{saved.precision.param}"
+
+
+def save_all(root: Path, settings: list[Setting]) -> None:
+    """Every source of one world, with the whole states beside it as torch saves them, and the run that goes on."""
+    for saved in settings:
+        own = folder(root, saved)
+        runtime = saved.runtime()
+        train(runtime, saved.case(), 0, SAVED_AFTER)
+        save_checkpoint(runtime, own, step=SAVED_AFTER, trainer={})
+        states = whole(runtime)
+        unbroken = Continued(train(runtime, saved.case(), SAVED_AFTER, GOES_ON), whole(runtime))
+        runtime.close()
+        if dist.get_rank() == 0:
+            torch.save((states, tuple(unbroken)), own / "reference.pt")
+
+
+def reference(root: Path, saved: Setting) -> tuple[dict[str, torch.Tensor], Continued]:
+    states, unbroken = torch.load(folder(root, saved) / "reference.pt")
+    return states, Continued(*unbroken)
+
+
+def continue_all(root: Path, cells: list[Cell]) -> list[list[float]]:
+    """Every cell of one target world: load, compare, go on; the losses of each."""
+    found = []
+    for cell in cells:
+        saved, wanted = source(cell), target(cell)
+        states, unbroken = reference(root, saved)
+        runtime, _ = load_into(folder(root, saved) / f"step-{SAVED_AFTER:08d}", wanted)
+        assert_states(whole(runtime), states)
+        losses = train(runtime, wanted.case(), SAVED_AFTER, GOES_ON)
+        same_class = reduces_every_backward(saved) == reduces_every_backward(wanted)
+        if same_class and (saved.world, saved.precision) == (wanted.world, wanted.precision):
+            assert losses == unbroken.losses, cell
+            assert_states(whole(runtime), unbroken.states)
+        runtime.close()
+        found.append(losses)
+    return found
+
+
+def reduces_every_backward(one: Setting) -> bool:
+    return ZeroPlan.from_stage(one.stage).reduces_every_backward
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("any_to_any")
+
+
+@pytest.fixture(scope="module")
+def full_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("any_to_any_full")
+
+
+@cache
+def make_sources(root: Path, cells: tuple[Cell, ...]) -> None:
+    for world in WORLDS:
+        settings = {source(cell) for cell in cells if cell[1] == world}
+        run_ranks(save_all, world, root, sorted(settings, key=str))
+
+
+@cache
+def plain_traces(root: Path, saved: Setting, wanted: Setting) -> tuple[Trace, Trace]:
+    """Plain torch from the saved states at the target's setting, and once more with the ranks summed backwards."""
+    states, _ = reference(root, saved)
+    every, case = reduces_every_backward(wanted), wanted.case(steps=GOES_ON)
+    start = Start(SAVED_AFTER, states)
+    right = oracle(case, reduces_every_backward=every, start=start)
+    if wanted.world <= 2:
+        return right, right
+    return right, oracle(case, reduces_every_backward=every, start=start, nudge=Nudge(reversed_ranks=True))
+
+
+def of_class(one: Setting) -> Setting:
+    """The row by which a class of equal bits goes."""
+    return replace(one, stage=2 if reduces_every_backward(one) else 0, unit_numel=None)
+
+
+def check(root: Path, cells: list[Cell], world: int) -> None:
+    made = {source(cell) for cell in cells}
+    for cell, losses in zip(cells, run_ranks(continue_all, world, root, cells, timeout_s=840)[0], strict=True):
+        wanted = of_class(target(cell))
+        saved = source(cell)  # equal references are made once where the source by which the class goes is there
+        right, other_order = plain_traces(root, of_class(saved) if of_class(saved) in made else saved, wanted)
+        if wanted.world <= 2:
+            assert losses == right.losses, cell
+            continue
+        terms = wanted.world * wanted.micro_batches
+        assert abs(losses[0] - right.losses[0]) <= 2 * (terms - 1) * 2.0**-53 * right.losses[0], cell
+        drift = drift_between(wanted.case(), right, other_order)
+        for step, (loss, plain) in enumerate(zip(losses, right.losses, strict=True)):
+            assert abs(loss - plain) <= 20 * drift, f"{cell}, step {step}: {loss} against {plain}, drift {drift}"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_cut_of_all_pairs_goes_on_as_plain_torch(world: int, root: Path) -> None:
+    make_sources(root, tuple(CUT))
+    cells = [cell for cell in CUT if cell[4] == world]
+    assert cells
+    check(root, cells, world)
+
+
+def test_classes_have_one_state(root: Path) -> None:
+    """What lets the references of the long form be shared: sources of one class saved the same bits."""
+    make_sources(root, tuple(CUT))
+    seen: dict[Setting, dict[str, torch.Tensor]] = {}
+    for saved in {source(cell) for cell in CUT}:
+        states, _ = reference(root, saved)
+        assert_states(seen.setdefault(of_class(saved), states), states)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_pairs_go_on_as_plain_torch(world: int, full_root: Path) -> None:
+    make_sources(full_root, tuple(CELLS))
+    check(full_root, [cell for cell in CELLS if cell[4] == world], world)

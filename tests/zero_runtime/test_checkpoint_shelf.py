@@ -1,0 +1,156 @@
+"""Of a folder of checkpoints the newest good one is taken, bad ones are named, and retention deletes whole ones."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from harness.checkpoints import Setting, flip_a_bit
+from harness.ranks import run_ranks
+
+from zero_runtime.checkpoint.background import BackgroundSaver
+from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
+from zero_runtime.checkpoint.shelf import (
+    Retention,
+    clear_leftovers,
+    committed,
+    newest_good,
+    newest_good_together,
+    prune,
+    survey,
+)
+from zero_runtime.errors import CheckpointError
+
+
+def save_steps(root: Path, steps: list[int], retention: Retention) -> list[list[int]]:
+    """One checkpoint a step, half of them behind; which are there after each."""
+    runtime = Setting(1, 2).runtime()
+    settings = SaveSettings(retention=retention)
+    saver = BackgroundSaver(root, settings)
+    found = []
+    for place, step in enumerate(steps):
+        if place % 2:
+            saver.save(runtime, step=step, trainer={})
+            saver.wait(runtime)
+        else:
+            save_checkpoint(runtime, root, step=step, trainer={}, settings=settings)
+        found.append(list(committed(root)))
+        dist.barrier()
+    return found
+
+
+def test_the_last_k_and_every_nth_stay(tmp_path: Path) -> None:
+    found = run_ranks(save_steps, 2, tmp_path, [10, 15, 20, 25, 30], Retention(keep_last=2, keep_every=20))[0]
+    assert found == [[10], [10, 15], [15, 20], [20, 25], [20, 25, 30]]
+
+
+@pytest.mark.parametrize(
+    ("retention", "doomed"),
+    [
+        (Retention(), []),
+        (Retention(keep_every=3), []),
+        (Retention(keep_last=1), [1, 2, 3, 4]),
+        (Retention(keep_last=9), []),
+        (Retention(keep_last=2, keep_every=2), [1, 3]),
+    ],
+)
+def test_what_may_go(retention: Retention, doomed: list[int]) -> None:
+    assert retention.doomed([5, 3, 1, 2, 4]) == doomed
+
+
+@pytest.mark.parametrize("settings", [{"keep_last": 0}, {"keep_every": -1}])
+def test_nothing_cannot_be_kept(settings: dict[str, int]) -> None:
+    with pytest.raises(CheckpointError, match="expected at least 1 or null, found"):
+        Retention(**settings)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("shelf")
+    run_ranks(save_steps, 2, root, [1, 2, 3, 4], Retention())
+    return root
+
+
+@pytest.fixture
+def root(original: Path, tmp_path: Path) -> Path:
+    shutil.copytree(original, tmp_path / "root")
+    root = tmp_path / "root"
+    flip_a_bit(root / "step-00000004" / "rank-00001-of-00002.safetensors", -3)
+    (root / "step-00000003" / "rank-00000-of-00002.safetensors").unlink()
+    (root / ".step-00000005.partial").mkdir()
+    (root / "notes").mkdir()
+    return root
+
+
+def test_damaged_and_torn_ones_are_passed_over_by_name(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = survey(root)
+    assert found.checkpoint is not None
+    assert found.checkpoint.index.step == 2
+    assert found.checkpoint.verified
+    whys = {one.path.name: one.why for one in found.skipped}
+    assert list(whys) == [".step-00000005.partial", "step-00000004", "step-00000003"]
+    assert "not committed" in whys[".step-00000005.partial"]
+    assert "expected checksum" in whys["step-00000004"]
+    assert "found none" in whys["step-00000003"]
+    with caplog.at_level(logging.WARNING):
+        assert newest_good(root).path == root / "step-00000002"
+    assert all(name in caplog.text for name in whys)
+
+
+def together(root: Path) -> int | None:
+    runtime = Setting(1, 2).runtime()
+    found = newest_good_together(runtime.collectives, root)
+    if found is None:
+        return None
+    assert found.verified
+    return found.index.step
+
+
+def test_all_ranks_take_the_same_newest_good_one(root: Path) -> None:
+    assert run_ranks(together, 2, root) == [2, 2]
+    shutil.rmtree(root / "step-00000002")
+    shutil.rmtree(root / "step-00000001")
+    assert run_ranks(together, 2, root) == [None, None]
+
+
+def test_an_empty_or_absent_root_has_none(tmp_path: Path) -> None:
+    assert newest_good(tmp_path) is None
+    assert newest_good(tmp_path / "absent") is None
+
+
+def test_leftovers_go_and_checkpoints_stay(root: Path) -> None:
+    (root / ".trash-step-00000001-abc").mkdir()
+    assert {path.name for path in clear_leftovers(root)} == {".step-00000005.partial", ".trash-step-00000001-abc"}
+    assert list(committed(root)) == [1, 2, 3, 4]
+    assert (root / "notes").exists()
+
+
+def test_what_cannot_be_deleted_is_told_and_left(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", denied)
+    with caplog.at_level(logging.WARNING):
+        assert prune(root, Retention(keep_last=3)) == []
+    assert "step-00000001: expected to delete it, found" in caplog.text
+
+
+def node_steps(root: Path) -> int | None:
+    """The second node lacks the newest step."""
+    rank = dist.get_rank()
+    own = root / f"node{rank}"
+    runtime = Setting(1, 2).runtime()
+    for step in (2, 3):
+        save_checkpoint(runtime, own, step=step, trainer={}, settings=SaveSettings(node=rank))
+    if rank == 1:
+        shutil.rmtree(own / "step-00000003")
+    return together(own)
+
+
+def test_nodes_agree_on_a_step_that_all_have(tmp_path: Path) -> None:
+    assert run_ranks(node_steps, 2, tmp_path) == [2, 2]

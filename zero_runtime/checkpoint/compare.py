@@ -1,0 +1,91 @@
+"""Whether a checkpoint is of the runtime's model and optimizer; one error that says where they part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from zero_runtime.checkpoint.layout import Index
+from zero_runtime.errors import CheckpointError
+from zero_runtime.runtime import ZeroRuntime
+
+_SHOWN = 3
+
+
+class Shaped(Protocol):
+    """A parameter elsewhere, as far as comparing goes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def check_same_model(runtime: ZeroRuntime, index: Index, where: str) -> None:
+    """CheckpointError unless parameters, their shapes, what is trained and the buffers agree."""
+    check_shapes(runtime, index.parameters, where, index.tied)
+    expected = {name: unit.trainable for unit in runtime.units for name in unit.names}
+    other = [name for name, trainable in expected.items() if index.parameters[name].trainable is not trainable]
+    if other:
+        wanted = "trained" if expected[other[0]] else "frozen"
+        raise CheckpointError(
+            f"{where}: expected {_some(other)} to be {wanted} as in this model, found the opposite; freeze the same "
+            "parameters as the run that saved it did"
+        )
+    buffers = {name: tuple(buffer.shape) for name, buffer in runtime.kept_buffers().items()}
+    found = {name: entry.shape for name, entry in index.buffers.items()}
+    if buffers != found:
+        names = [name for name in {**buffers, **found} if buffers.get(name) != found.get(name)]
+        raise CheckpointError(
+            f"{where}: another architecture: expected the buffers of this model, found others ({_some(names)}); build "
+            "the model that saved it"
+        )
+
+
+def check_shapes(
+    runtime: ZeroRuntime, found: Mapping[str, Shaped], where: str, tied: Mapping[str, str] | None = None
+) -> None:
+    """CheckpointError unless `found` has exactly the runtime's parameters, each in its shape."""
+    expected = {segment.name: segment.shape for unit in runtime.units for segment in unit.layout.segments}
+    missing = [name for name in expected if name not in found]
+    extra = [name for name in found if name not in expected]
+    if missing or extra:
+        alias = [f"{name} is tied to {(tied or {})[name]} there" for name in missing if name in (tied or {})]
+        raise CheckpointError(
+            f"{where}: another architecture: expected the {len(expected)} parameters of this model, found "
+            f"{len(found)}; it lacks {_some(missing)} and has {_some(extra)} too many"
+            f"{''.join(f' ({text})' for text in alias[:1])}; build the model that saved it"
+        )
+    other = [name for name, shape in expected.items() if shape != tuple(found[name].shape)]
+    if not other:
+        return
+    name = other[0]
+    shapes = f"expected {name} of shape {list(expected[name])}, found {list(found[name].shape)}"
+    rows = {(expected[one][:1], tuple(found[one].shape)[:1]) for one in other}
+    if len(rows) == 1 and all(expected[one][1:] == tuple(found[one].shape)[1:] for one in other):
+        ((own,), (its,)) = next(iter(rows))
+        raise CheckpointError(
+            f"{where}: another vocabulary: {shapes}: {own} rows against {its}, and nothing else differs; build the "
+            "model with the vocabulary size that saved it"
+        )
+    raise CheckpointError(
+        f"{where}: another architecture: {shapes} ({len(other)} of {len(expected)} parameters differ); build the "
+        "model that saved it"
+    )
+
+
+def check_same_optimizer(runtime: ZeroRuntime, index: Index, where: str) -> None:
+    """CheckpointError unless the optimizer's name and states agree; its constants may differ."""
+    own = (runtime.optimizer.config.name, tuple(runtime.optimizer.state_names))
+    found = (index.optimizer.name, index.optimizer.states)
+    if own != found:
+        raise CheckpointError(
+            f"{where}: another optimizer: expected {own[0]} with the states {_some(own[1])}, found {found[0]} with "
+            f"{_some(found[1])}; use the optimizer that saved it, or load its weights alone"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    if not names:
+        return "none"
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest

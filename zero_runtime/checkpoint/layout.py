@@ -1,0 +1,271 @@
+"""What a checkpoint's folder holds, by name, and its index as data: read strictly, written canonically. Pure.
+
+[Note: the index's own checksum]
+index.json is one JSON object whose first line holds the checksum alone; it is the checksum of all bytes after that
+line. So a flipped digit in the index is found like one in a tensor, and the file is still plain JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero_runtime.errors import CheckpointError
+
+FORMAT = "zero-lab checkpoint"
+VERSION = 1
+INDEX = "index.json"
+MASTER = "master"  # the state that holds the weights
+BUFFER = "buffer"  # the part of a key that a model's buffer has in the place of a state
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def partial_name(step: int) -> str:
+    """The folder of a checkpoint that is not committed yet."""
+    return f".{step_name(step)}.partial"
+
+
+def trash_name(step: int, token: str) -> str:
+    """The folder of a checkpoint that is being deleted."""
+    return f".trash-{step_name(step)}-{token}"
+
+
+def step_of(folder: str) -> int | None:
+    """The step of a committed checkpoint's folder name; None for any other name."""
+    match = _STEP.fullmatch(folder)
+    return int(match[1]) if match else None
+
+
+def rank_file(rank: int, world: int) -> str:
+    return f"rank-{rank:05d}-of-{world:05d}.safetensors"
+
+
+def report_file(rank: int, world: int) -> str:
+    """What a rank leaves in the partial folder when its own file is safe, or has failed; gone after the commit."""
+    return f"rank-{rank:05d}-of-{world:05d}.json"
+
+
+def tensor_key(state: str, name: str) -> str:
+    return f"{state}/{name}"
+
+
+def checksum_text(crc32: int) -> str:
+    return f"crc32:{crc32:08x}"
+
+
+class Extent(NamedTuple):
+    """Elements [start, stop) of a flattened parameter, as one tensor of a file."""
+
+    file: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ParameterEntry:
+    """One parameter. dtype: of its master, as safetensors names it. pieces: by state, in order of start."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    pieces: dict[str, tuple[Extent, ...]]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class BufferEntry(NamedTuple):
+    """One buffer of the model, whole in one file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+
+
+class FileEntry(NamedTuple):
+    """What a file must be to be good."""
+
+    bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """The optimizer's name, its states by name, and what it keeps beside them."""
+
+    name: str
+    states: tuple[str, ...]
+    counters: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Index:
+    """A checkpoint without its tensors.
+
+    ranks: whose files lie here; all of `world`, unless the checkpoint is local to a node. trainer: the caller's.
+    """
+
+    step: int
+    world: int
+    ranks: tuple[int, ...]
+    parameters: dict[str, ParameterEntry]
+    buffers: dict[str, BufferEntry]
+    tied: dict[str, str]
+    files: dict[str, FileEntry]
+    optimizer: OptimizerEntry
+    scaler: dict[str, Any]
+    rng: dict[str, Any]
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank's file is here."""
+        return len(self.ranks) == self.world
+
+    def to_text(self) -> str:
+        """See [Note: the index's own checksum]. CheckpointError where `trainer` is not plain JSON."""
+        try:
+            body = json.dumps(_as_json(self), indent=None, separators=(",", ":"), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint of step {self.step}: expected a trainer state of finite numbers, texts, lists and dicts, "
+                f"found one that JSON cannot hold ({error}); give plain values"
+            ) from error
+        rest = body[1:]
+        return f'{{"checksum":"{checksum_text(zlib.crc32(rest.encode()))}",\n{rest}'
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: Path) -> Index:
+        """CheckpointError, naming `path`, where anything is missing, of another kind, or not what was written."""
+        reader = _Strict(path)
+        found = reader.parse(data)
+        reader.check_version(found)
+        reader.check_checksum(found, data)
+        return reader.index(found)
+
+
+def _as_json(index: Index) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": index.step,
+        "world": index.world,
+        "ranks": list(index.ranks),
+        "parameters": {name: vars(entry) for name, entry in index.parameters.items()},
+        "buffers": {name: entry._asdict() for name, entry in index.buffers.items()},
+        "tied": index.tied,
+        "files": {name: entry._asdict() for name, entry in index.files.items()},
+        "optimizer": vars(index.optimizer),
+        "scaler": index.scaler,
+        "rng": index.rng,
+        "trainer": index.trainer,
+    }
+
+
+class _Strict:
+    """Takes values out of parsed JSON, each of a known kind."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def fail(self, expected: str, found: str, advice: str = "") -> CheckpointError:
+        advice = advice or "the checkpoint is damaged: take another one, or a copy"
+        return CheckpointError(f"{self._path}: expected {expected}, found {found}; {advice}")
+
+    def parse(self, data: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(data)
+        except ValueError as error:
+            raise self.fail("an index in JSON", f"{len(data)} bytes that are none ({error})") from error
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            kind = found.get("format") if isinstance(found, dict) else type(found).__name__
+            raise self.fail(f"format {FORMAT!r}", repr(kind), "give the folder of a checkpoint written by this runtime")
+        return found
+
+    def check_version(self, found: Mapping[str, Any]) -> None:
+        version = found.get("version")
+        if version != VERSION:
+            raise self.fail(
+                f"format version {VERSION}",
+                f"version {version!r}",
+                "read it with the release that wrote it and save it anew, or train on with that release",
+            )
+
+    def check_checksum(self, found: Mapping[str, Any], data: bytes) -> None:
+        actual = checksum_text(zlib.crc32(data.partition(b"\n")[2]))
+        if found.get("checksum") != actual:
+            raise self.fail(f"checksum {found.get('checksum')!r} after its first line", actual)
+
+    def take(self, found: Mapping[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
+        if key not in found:
+            raise self.fail(f"the key {key!r}", f"only {', '.join(sorted(found))}")
+        value = found[key]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.fail(f"{key!r} of another kind", f"{type(value).__name__} {str(value)[:40]!r}")
+        return value
+
+    def index(self, found: Mapping[str, Any]) -> Index:
+        take = self.take
+        try:
+            index = Index(
+                step=take(found, "step", int),
+                world=take(found, "world", int),
+                ranks=tuple(int(rank) for rank in take(found, "ranks", list)),
+                parameters={name: self._parameter(entry) for name, entry in take(found, "parameters", dict).items()},
+                buffers={name: self._buffer(entry) for name, entry in take(found, "buffers", dict).items()},
+                tied=take(found, "tied", dict),
+                files={name: self._file(entry) for name, entry in take(found, "files", dict).items()},
+                optimizer=self._optimizer(take(found, "optimizer", dict)),
+                scaler=take(found, "scaler", dict),
+                rng=take(found, "rng", dict),
+                trainer=take(found, "trainer", dict),
+            )
+        except (TypeError, ValueError, AttributeError) as error:
+            raise self.fail("the fields of an index", f"values of other kinds ({error})") from error
+        self._check_pieces(index)
+        return index
+
+    def _parameter(self, entry: Mapping[str, Any]) -> ParameterEntry:
+        pieces = {
+            state: tuple(Extent(str(file), int(start), int(stop)) for file, start, stop in extents)
+            for state, extents in self.take(entry, "pieces", dict).items()
+        }
+        shape = tuple(int(size) for size in self.take(entry, "shape", list))
+        return ParameterEntry(shape, self.take(entry, "dtype", str), self.take(entry, "trainable", bool), pieces)
+
+    def _buffer(self, entry: Mapping[str, Any]) -> BufferEntry:
+        shape = tuple(int(size) for size in self.take(entry, "shape", list))
+        return BufferEntry(shape, self.take(entry, "dtype", str), self.take(entry, "file", str))
+
+    def _file(self, entry: Mapping[str, Any]) -> FileEntry:
+        return FileEntry(self.take(entry, "bytes", int), self.take(entry, "checksum", str))
+
+    def _optimizer(self, entry: Mapping[str, Any]) -> OptimizerEntry:
+        counters = {name: float(value) for name, value in self.take(entry, "counters", dict).items()}
+        return OptimizerEntry(self.take(entry, "name", str), tuple(self.take(entry, "states", list)), counters)
+
+    def _check_pieces(self, index: Index) -> None:
+        """Where all files are here, each state of each parameter is there once and whole."""
+        for name, entry in index.parameters.items():
+            states = (MASTER, *(index.optimizer.states if entry.trainable else ()))
+            for state in states:
+                end = 0
+                for file, start, stop in entry.pieces.get(state, ()):
+                    if file not in index.files or not start < stop <= entry.numel or start < end:
+                        raise self.fail(f"pieces of {state}/{name} in order", f"[{start}, {stop}) of {file}")
+                    if index.is_whole and start > end:
+                        break
+                    end = stop
+                if index.is_whole and end != entry.numel:
+                    raise self.fail(f"all {entry.numel} elements of {state}/{name}", f"a gap at {end}")

@@ -1,0 +1,289 @@
+"""Opens a committed checkpoint, and fills a runtime of any plan, world, unit size and precision from it.
+
+[Note: nothing half-loaded]
+Whether the files are what was written, whether model and optimizer are the runtime's, and whether every range that this
+rank needs is there, is all found out on every rank before the first byte of the runtime is written. What can still
+fail after that is the disk itself.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_runtime.checkpoint.compare import check_same_model, check_same_optimizer
+from zero_runtime.checkpoint.layout import BUFFER, INDEX, MASTER, Extent, Index, step_of, tensor_key
+from zero_runtime.checkpoint.rng import set_random_states
+from zero_runtime.checkpoint.source import TensorSource
+from zero_runtime.checkpoint.tensor_file import DTYPES, TensorFile, check_file, read_small_file
+from zero_runtime.checkpoint.together import agree, trouble_of
+from zero_runtime.collectives import Collectives
+from zero_runtime.errors import CheckpointError
+from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.unit import Unit
+
+_FILL_NUMEL = 4 << 20  # elements read at a time: bounds the memory beside the shards
+
+
+class Checkpoint:
+    """A committed checkpoint. Reads nothing but its index until it is asked for ranges."""
+
+    def __init__(self, path: Path, index: Index) -> None:
+        self.path = path
+        self.index = index
+        self.verified = False
+        self._files: dict[str, TensorFile] = {}
+        self._bytes_read = 0
+
+    @classmethod
+    def open(cls, path: str | Path, verify: bool = True) -> Checkpoint:
+        """CheckpointError unless it is complete and readable. `verify`: read all files once and compare checksums.
+
+        Ranks that open one checkpoint together should leave verifying to `load_checkpoint`, which shares it out.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path}: expected the folder of a checkpoint, found {'a file' if path.exists() else 'nothing'}; "
+                "give the path of a step-… folder"
+            )
+        if path.name.startswith(".") and path.name.endswith(".partial"):
+            raise CheckpointError(
+                f"{path}: expected a committed checkpoint, found one that is still being written, or whose writing was "
+                "interrupted; take the newest step-… folder beside it"
+            )
+        checkpoint = cls(path, Index.from_bytes(read_small_file(path / INDEX), path / INDEX))
+        named = step_of(path.name)
+        if named is not None and named != checkpoint.index.step:
+            raise CheckpointError(
+                f"{path}: expected the checkpoint of step {named}, found one of step {checkpoint.index.step}; the "
+                "folder was renamed: give it its own name"
+            )
+        if verify:
+            checkpoint.verify()
+        return checkpoint
+
+    def verify(self, place: int = 0, places: int = 1) -> None:
+        """Compare size and checksum of the files place, place + places, ... in the order of the index."""
+        for name, entry in list(self.index.files.items())[place::places]:
+            check_file(self.path / name, entry)
+        self.verified = places == 1
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    def state(self, state: str) -> TensorSource:
+        """The source of one state: `master`, or one of `index.optimizer.states`."""
+        return StateSource(self, state)
+
+    def sources(self) -> dict[str, TensorSource]:
+        """Every state's source by its name."""
+        return {state: self.state(state) for state in (MASTER, *self.index.optimizer.states)}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The model's buffers by name, in their shapes."""
+        found = {}
+        for name, entry in self.index.buffers.items():
+            values = torch.empty(math.prod(entry.shape), dtype=DTYPES[entry.dtype])
+            self._file(entry.file).read_into(tensor_key(BUFFER, name), 0, values)
+            found[name] = values.view(entry.shape)
+        return found
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read by range so far; verifying is not counted."""
+        return self._bytes_read + sum(file.bytes_read for file in self._files.values())
+
+    def close(self) -> None:
+        """Close its files; it may be read again. Idempotent."""
+        for file in self._files.values():
+            self._bytes_read += file.bytes_read
+            file.close()
+        self._files.clear()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            self._files[name] = TensorFile(self.path / name)
+        return self._files[name]
+
+    def extents(self, state: str, name: str, start: int, stop: int) -> Sequence[Extent]:
+        """The pieces that overlap [start, stop), in order; CheckpointError where a part of it is not here."""
+        pieces = self.index.parameters[name].pieces.get(state, ())
+        first = max(bisect_right(pieces, start, key=lambda piece: piece.start) - 1, 0)
+        found, end = [], start
+        for piece in pieces[first:]:
+            if piece.start >= stop:
+                break
+            if piece.start <= end < piece.stop:
+                found.append(piece)
+                end = piece.stop
+        if end < stop:
+            raise CheckpointError(
+                f"{self.path}: expected elements [{start}, {stop}) of {tensor_key(state, name)}, found none from {end} "
+                f"on: it holds what ranks {list(self.index.ranks)} of {self.index.world} wrote on their node; load it "
+                "at the same world, plan and place of ranks, or bring the files of all nodes together"
+            )
+        return found
+
+    def read(self, state: str, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of one state of a flattened parameter; see TensorSource."""
+        dtype = DTYPES[self.index.parameters[name].dtype] if state == MASTER else torch.float32
+        values = torch.empty(stop - start, dtype=dtype)
+        self.read_into(state, name, start, values)
+        return values
+
+    def read_into(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
+        """Fill the 1-D `target` from element `start` on: without a copy where it is on the CPU and of their dtype."""
+        key, stop = tensor_key(state, name), start + target.numel()
+        for piece in self.extents(state, name, start, stop):
+            file = self._file(piece.file)
+            dtype, numel, _ = file.place(key)
+            if numel != piece.stop - piece.start:
+                raise CheckpointError(
+                    f"{self.path / piece.file}: expected {piece.stop - piece.start} elements of {key}, found {numel}; "
+                    "the checkpoint is damaged: take another one, or a copy"
+                )
+            low, high = max(piece.start, start), min(piece.stop, stop)
+            part = target[low - start : high - start]
+            if part.dtype == dtype and part.device.type == "cpu":
+                file.read_into(key, low - piece.start, part)
+                continue
+            for block in part.split(_FILL_NUMEL):
+                values = torch.empty(block.numel(), dtype=dtype)
+                file.read_into(key, low - piece.start, values)
+                block.copy_(values)
+                low += block.numel()
+
+
+class StateSource:
+    """One state of a checkpoint as a TensorSource."""
+
+    def __init__(self, checkpoint: Checkpoint, state: str) -> None:
+        self._checkpoint = checkpoint
+        self._state = state
+
+    def names(self) -> Sequence[str]:
+        entries = self._checkpoint.index.parameters.items()
+        return [name for name, entry in entries if self._state == MASTER or entry.trainable]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._checkpoint.index.parameters[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._checkpoint.index.parameters[name].dtype] if self._state == MASTER else torch.float32
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._checkpoint.read(self._state, name, start, stop)
+
+
+# ---- into a runtime ------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(runtime: ZeroRuntime, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Fill the runtime; returns the trainer state that was saved. Every rank calls it, between two steps.
+
+    See [Note: nothing half-loaded]; an error is the same on every rank. Random states are set where the world is the
+    same; at another one they stay as they are.
+    """
+    index, collectives = checkpoint.index, runtime.collectives
+    runtime.check_between_steps("load_checkpoint")
+    agree(collectives, trouble_of(lambda: _check(runtime, checkpoint)))
+    verify_together(collectives, checkpoint)
+    agree(collectives, trouble_of(lambda: _fill_all(runtime, checkpoint)))
+    runtime.optimizer.load_counters(index.optimizer.counters)
+    _load_scaler(runtime, index.scaler)
+    states = index.rng.get(str(collectives.rank))
+    if index.world == collectives.world and states is not None:
+        set_random_states(states, runtime.device)
+    return index.trainer
+
+
+def verify_together(collectives: Collectives, checkpoint: Checkpoint) -> None:
+    """Each file is read by one of the ranks that opened the same folder; CheckpointError on all where one is bad."""
+    if all(collectives.gather_objects(checkpoint.verified)):
+        return
+    kinds = collectives.gather_objects(checkpoint.index.ranks)
+    peers = [rank for rank, kind in enumerate(kinds) if kind == checkpoint.index.ranks]
+    place = peers.index(collectives.rank)
+    agree(collectives, trouble_of(lambda: checkpoint.verify(place, len(peers))))
+    checkpoint.verified = True
+
+
+def fill(runtime: ZeroRuntime, sources: Mapping[str, TensorSource]) -> None:
+    """Fill this rank's shards of the states in `sources` (by name: `master`, `exp_avg`, ...), each from its ranges.
+
+    No collective; the caller has compared names and shapes (`compare.check_shapes`). States that are not in `sources`
+    stay as they are.
+    """
+
+    def put(state: str, name: str, start: int, target: torch.Tensor) -> None:
+        for block in target.split(_FILL_NUMEL):
+            block.copy_(sources[state].read(name, start, start + block.numel()))
+            start += block.numel()
+
+    _fill_with(runtime, list(sources), put)
+
+
+def _fill_with(
+    runtime: ZeroRuntime, states: Collection[str], put: Callable[[str, str, int, torch.Tensor], None]
+) -> None:
+    """Have `put(state, name, start, target)` fill every piece that this rank holds of these states."""
+    with torch.no_grad():
+        for unit in runtime.units:
+            unit.drop_full()
+            for state, shard in shards_of(runtime, unit).items():
+                for piece in unit.layout.pieces(runtime.collectives.shard_rank) if state in states else ():
+                    part = shard[piece.shard_offset :][: piece.stop - piece.start]
+                    put(state, piece.name, piece.start, part)
+            unit.refresh_param_shard()
+
+
+def shards_of(runtime: ZeroRuntime, unit: Unit) -> dict[str, torch.Tensor]:
+    """The [S] tensors of a unit that a checkpoint keeps, by state; they are the runtime's own."""
+    return {MASTER: unit.weights_shard, **runtime.optimizer.states_of(unit)}
+
+
+def _check(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
+    index = checkpoint.index
+    check_same_model(runtime, index, str(checkpoint.path))
+    check_same_optimizer(runtime, index, str(checkpoint.path))
+    for unit in runtime.units:
+        for state in shards_of(runtime, unit):
+            for piece in unit.layout.pieces(runtime.collectives.shard_rank):
+                for extent in checkpoint.extents(state, piece.name, piece.start, piece.stop):
+                    checkpoint._file(extent.file)
+    for entry in index.buffers.values():
+        checkpoint._file(entry.file)
+
+
+def _fill_all(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
+    try:
+        _fill_with(runtime, (MASTER, *checkpoint.index.optimizer.states), checkpoint.read_into)
+        own = runtime.kept_buffers()
+        with torch.no_grad():
+            for name, values in checkpoint.buffers().items():
+                own[name].copy_(values)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} (found while reading: the run is filled in part; do not train it)") from error
+    finally:
+        checkpoint.close()
+
+
+def _load_scaler(runtime: ZeroRuntime, found: Mapping[str, Any]) -> None:
+    """Go on with the loss scale where both runs move theirs; otherwise the runtime's own rule starts anew."""
+    fresh = runtime.settings.loss_scale.start()
+    if found["moves"] and fresh.rule.static is None:
+        values = {key: found[key] for key in ("scale", "hysteresis_left", "steps", "last_overflow")}
+        fresh = replace(fresh, **values)
+    runtime.scaler = fresh

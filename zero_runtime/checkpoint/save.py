@@ -1,0 +1,305 @@
+"""Writes a checkpoint: every rank its own file, in parallel, then one commit.
+
+[Note: the way of a save]
+1. `begin` (all ranks, collective): ranks tell each other counters, random states and troubles; the leader of each
+   folder makes `.step-….partial` anew.
+2. `Save.write` (each rank, any thread, no collective): the rank's tensors into its file, fsync, then a report of its
+   pieces and checksum beside it. A rank that fails removes its file and reports why.
+3. `Save.commit` (the leader, any thread, no collective): waits for the reports, writes the index, fsyncs, renames.
+   The rename is the commit. Where a report tells of a failure or does not come, it removes the partial folder.
+`save_checkpoint` runs 2 and 3 at once and tells the outcome to all ranks; `BackgroundSaver` runs them in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from zero_runtime.checkpoint.layout import (
+    BUFFER,
+    INDEX,
+    Extent,
+    FileEntry,
+    Index,
+    partial_name,
+    rank_file,
+    report_file,
+    step_name,
+    tensor_key,
+    trash_name,
+)
+from zero_runtime.checkpoint.rng import random_states
+from zero_runtime.checkpoint.shelf import KEEP_ALL, Retention, prune
+from zero_runtime.checkpoint.snapshot import Part, index_without_files, parts_of
+from zero_runtime.checkpoint.tensor_file import fsync_folder, write_tensor_file
+from zero_runtime.checkpoint.together import agree, raise_for, trouble_of
+from zero_runtime.errors import CheckpointError
+from zero_runtime.runtime import ZeroRuntime
+
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """How checkpoints are written.
+
+    node: None for one folder that all ranks see. Otherwise this rank's node: the ranks of one node share a root of
+        their own, which holds their files alone.
+    retention: what is deleted after each commit.
+    limit_s: how long nothing in the folder may grow before a rank that has not reported is given up.
+    block_bytes: bytes a write. pause_s: a sleep after each, and before the commit; only tests have one.
+    """
+
+    node: int | None = None
+    retention: Retention = KEEP_ALL
+    limit_s: float = 300.0
+    block_bytes: int = 8 << 20
+    pause_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.node is not None and self.retention.keep_last == 1:
+            raise CheckpointError(
+                "checkpoint.keep_last: expected at least 2 where each node keeps its own files, found 1: a node that "
+                "fails in a save would leave no step that all have; keep 2"
+            )
+
+
+def save_checkpoint(
+    runtime: ZeroRuntime,
+    root: str | Path,
+    *,
+    step: int,
+    trainer: dict[str, Any],
+    settings: SaveSettings | None = None,
+) -> Path:
+    """Write and commit; returns the checkpoint's folder. Every rank calls it, between two steps.
+
+    `trainer`: plain JSON values, which `load_checkpoint` gives back. CheckpointError, the same on every rank, leaves
+    what was there before as it was.
+    """
+    save = begin(runtime, Path(root), step=step, trainer=trainer, settings=settings or SaveSettings())
+    try:
+        agree(runtime.collectives, trouble_of(save.write))
+    except CheckpointError:
+        save.discard()
+        raise
+    agree(runtime.collectives, trouble_of(save.commit))
+    return save.final
+
+
+def begin(
+    runtime: ZeroRuntime,
+    root: Path,
+    *,
+    step: int,
+    trainer: dict[str, Any],
+    settings: SaveSettings,
+    trouble: str | None = None,
+) -> Save:
+    """Agree on a save; see [Note: the way of a save]. `trouble`: of this rank's last one, raised here on every rank."""
+    runtime.check_between_steps("save_checkpoint")
+    collectives = runtime.collectives
+    own = {
+        "trouble": trouble,
+        "step": step,
+        "node": settings.node,
+        "counters": runtime.optimizer.counters(),
+        "rng": random_states(runtime.device),
+    }
+    every = collectives.gather_objects(own)
+    raise_for([one["trouble"] for one in every])
+    if len({one["step"] for one in every}) > 1:
+        raise CheckpointError(f"expected every rank to save one step, found {[one['step'] for one in every]}")
+    members = [rank for rank, one in enumerate(every) if one["node"] == settings.node]
+    save = Save(root, step, collectives.rank, collectives.world, members, settings)
+    trouble = trouble_of(lambda: save.prepare(runtime, every, trainer))
+    tokens = collectives.gather_objects((trouble, save.token))
+    try:
+        raise_for([one for one, _ in tokens])
+    except CheckpointError:
+        save.discard()
+        raise
+    save.token = tokens[members[0]][1]
+    return save
+
+
+@dataclass
+class Save:
+    """One rank's share of one save. `members`: the ranks that write to this folder; the first leads."""
+
+    root: Path
+    step: int
+    rank: int
+    world: int
+    members: Sequence[int]
+    settings: SaveSettings
+    token: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    parts: list[Part] = field(default_factory=list)
+    draft: Index | None = None  # the leader's: the index but for pieces and files
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == self.members[0]
+
+    @property
+    def final(self) -> Path:
+        return self.root / step_name(self.step)
+
+    @property
+    def partial(self) -> Path:
+        return self.root / partial_name(self.step)
+
+    def prepare(self, runtime: ZeroRuntime, every: Sequence[dict[str, Any]], trainer: dict[str, Any]) -> None:
+        """Look what is to be written; the leader makes room for it."""
+        self.parts = parts_of(runtime, self.members)
+        if not self.leads:
+            return
+        self.draft = index_without_files(runtime, self.step, trainer, every, self.members)
+        self.draft.to_text()  # what JSON cannot hold is refused before anything is written
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            if self.partial.exists():
+                shutil.rmtree(self.partial)  # of an attempt that was interrupted
+            self.partial.mkdir()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    # ---- each rank -------------------------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """This rank's file and report, durable. CheckpointError where the disk refuses; the report says so too."""
+        path = self.partial / rank_file(self.rank, self.world)
+        try:
+            tensors = {tensor_key(part.state, part.name): part.values for part in self.parts}
+            metadata = {"format": "zero-lab", "step": str(self.step), "rank": str(self.rank), "world": str(self.world)}
+            settings = self.settings
+            entry = write_tensor_file(
+                path, tensors, metadata, block_bytes=settings.block_bytes, pause_s=settings.pause_s
+            )
+            self._report({"file": entry._asdict(), "pieces": [part[:4] for part in self.parts]})
+        except OSError as error:
+            trouble = self._unwritable(error)
+            trouble_of(lambda: path.unlink(missing_ok=True))  # on a full disk, room for the report
+            trouble_of(lambda: self._report({"trouble": str(trouble)}))
+            raise trouble from error
+        finally:
+            self.parts = []
+
+    def _report(self, found: dict[str, Any]) -> None:
+        path = self.partial / report_file(self.rank, self.world)
+        self._write_text(path.with_suffix(".part"), json.dumps({"token": self.token, **found}))
+        path.with_suffix(".part").rename(path)
+
+    def _write_text(self, path: Path, text: str) -> None:
+        with open(path, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.final}: expected to write it, found {error.strerror or error} "
+            f"({Path(error.filename or self.partial).name}); earlier checkpoints are untouched: make room or mend the "
+            "rights, and save again"
+        )
+
+    # ---- the leader ------------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Make what all members wrote the checkpoint; a no-op for who does not lead. Failing removes the partial."""
+        if not self.leads:
+            return
+        try:
+            reports = self._await_reports()
+            troubles = [report["trouble"] for report in reports.values() if "trouble" in report]
+            if troubles:
+                raise CheckpointError(troubles[0])
+            time.sleep(self.settings.pause_s)
+            self._write_text(self.partial / INDEX, self._index(reports).to_text())
+            for rank in self.members:
+                (self.partial / report_file(rank, self.world)).unlink()
+            fsync_folder(self.partial)
+            self._rename()
+        except BaseException as error:
+            self.discard()
+            if isinstance(error, OSError):
+                raise self._unwritable(error) from error
+            raise
+        prune(self.root, self.settings.retention)
+
+    def _rename(self) -> None:
+        """The commit. A folder of the same step is one that was found damaged, or is saved again: it makes way."""
+        trash = self.root / trash_name(self.step, self.token)
+        if self.final.exists():
+            self.final.rename(trash)
+        self.partial.rename(self.final)
+        fsync_folder(self.root)
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def _await_reports(self) -> dict[int, dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        size, grown = -1, time.monotonic()
+        while True:
+            for rank in self.members:
+                if rank not in found:
+                    report = self._read_report(rank)
+                    if report is not None:
+                        found[rank] = report
+            missing = [rank for rank in self.members if rank not in found]
+            if not missing:
+                return found
+            now = sum(entry.stat().st_size for entry in os.scandir(self.partial))
+            if now != size:
+                size, grown = now, time.monotonic()
+            if time.monotonic() - grown > self.settings.limit_s:
+                raise CheckpointError(
+                    f"{self.final}: expected the files of ranks {missing}, found none that is finished, and nothing "
+                    f"written for {self.settings.limit_s:g} s; earlier checkpoints are untouched: see why those ranks "
+                    "stopped, and that all write to the same folder"
+                )
+            time.sleep(_POLL_S)
+
+    def _read_report(self, rank: int) -> dict[str, Any] | None:
+        try:
+            found = json.loads((self.partial / report_file(rank, self.world)).read_text())
+        except FileNotFoundError:
+            return None
+        return found if found["token"] == self.token else None
+
+    def _index(self, reports: dict[int, dict[str, Any]]) -> Index:
+        assert self.draft is not None
+        files: dict[str, FileEntry] = {}
+        pieces: dict[str, dict[str, list[Extent]]] = {name: {} for name in self.draft.parameters}
+        for rank in self.members:
+            name = rank_file(rank, self.world)
+            files[name] = FileEntry(**reports[rank]["file"])
+            for state, param, start, stop in reports[rank]["pieces"]:
+                if state != BUFFER:
+                    pieces[param].setdefault(state, []).append(Extent(name, start, stop))
+        leader = rank_file(self.members[0], self.world)
+        return replace(
+            self.draft,
+            files=files,
+            parameters={
+                name: replace(
+                    entry,
+                    pieces={
+                        state: tuple(sorted(found, key=lambda one: one.start)) for state, found in pieces[name].items()
+                    },
+                )
+                for name, entry in self.draft.parameters.items()
+            },
+            buffers={name: entry._replace(file=leader) for name, entry in self.draft.buffers.items()},
+        )
+
+    def discard(self) -> None:
+        """Remove what was written; a no-op for who does not lead."""
+        if self.leads:
+            shutil.rmtree(self.partial, ignore_errors=True)

@@ -1,0 +1,127 @@
+"""What one rank writes into a checkpoint: its part of every state, as views of the runtime or as one copy of them.
+
+[Note: every byte once]
+A shard that several ranks hold alike (stage 0, hybrid sharding) is cut into as many equal ranges as there are such
+ranks that write to the same folder, and each writes one. So all ranks write equally much in every row of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from zero_runtime.checkpoint.layout import BUFFER, BufferEntry, Index, OptimizerEntry, ParameterEntry
+from zero_runtime.checkpoint.load import shards_of
+from zero_runtime.checkpoint.tensor_file import DTYPE_NAMES
+from zero_runtime.errors import CheckpointError
+from zero_runtime.runtime import ZeroRuntime
+
+_PAGE_BYTES = 4096
+
+
+class Part(NamedTuple):
+    """Elements [start, stop) of one state of a flattened parameter, 1-D."""
+
+    state: str
+    name: str
+    start: int
+    stop: int
+    values: torch.Tensor
+
+
+def parts_of(runtime: ZeroRuntime, members: Sequence[int]) -> list[Part]:
+    """This rank's parts as views, widest dtype first (so that none starts off its alignment).
+
+    `members`: the ranks that write to this rank's folder. See [Note: every byte once].
+    """
+    collectives = runtime.collectives
+    alike = [rank for rank in members if rank % collectives.shard_count == collectives.shard_rank]
+    place, places = alike.index(collectives.rank), len(alike)
+    found = []
+    for unit in runtime.units:
+        numel = unit.layout.shard_numel
+        low, high = numel * place // places, numel * (place + 1) // places
+        for state, shard in shards_of(runtime, unit).items():
+            for piece in unit.layout.pieces(collectives.shard_rank):
+                begin = max(piece.shard_offset, low)
+                end = min(piece.shard_offset + piece.stop - piece.start, high)
+                if begin < end:
+                    start = piece.start + begin - piece.shard_offset
+                    found.append(Part(state, piece.name, start, start + end - begin, shard[begin:end]))
+    if collectives.rank == members[0]:
+        found += _buffers(runtime)
+    return sorted(found, key=lambda part: -part.values.element_size())
+
+
+def _buffers(runtime: ZeroRuntime) -> Iterator[Part]:
+    for name, buffer in runtime.kept_buffers().items():
+        if buffer.dtype not in DTYPE_NAMES:
+            raise CheckpointError(
+                f"buffer {name}: expected a dtype of {', '.join(DTYPE_NAMES.values())}, found {buffer.dtype}; register "
+                "it with persistent=False, or keep it in another dtype"
+            )
+        yield Part(BUFFER, name, 0, buffer.numel(), buffer.detach().contiguous().view(-1))
+
+
+class Snapshot:
+    """Memory of the host for one copy of a rank's parts, taken once and used again by every save."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, parts: Sequence[Part]) -> list[Part]:
+        """The same parts with their values in this memory. Blocks until they are there."""
+        sizes = [part.values.numel() * part.values.element_size() for part in parts]
+        device = parts[0].values.device if parts else torch.device("cpu")
+        if self._memory.numel() < sum(sizes):
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+            self._memory[::_PAGE_BYTES].zero_()
+        copies, offset = [], 0
+        for part, size in zip(parts, sizes, strict=True):
+            values = self._memory[offset : offset + size].view(part.values.dtype)
+            values.copy_(part.values, non_blocking=True)
+            copies.append(part._replace(values=values))
+            offset += size
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return copies
+
+
+def index_without_files(
+    runtime: ZeroRuntime, step: int, trainer: dict, own: Sequence[dict], members: Sequence[int]
+) -> Index:
+    """The index but for pieces and files. `own`: what every rank says of itself, by rank: counters and rng."""
+    optimizer, scaler = runtime.optimizer, runtime.scaler
+    parameters = {
+        segment.name: ParameterEntry(segment.shape, DTYPE_NAMES[unit.weights_shard.dtype], unit.trainable, {})
+        for unit in runtime.units
+        for segment in unit.layout.segments
+    }
+    counters: dict[str, float] = {}
+    for one in own:
+        counters |= one["counters"]
+    return Index(
+        step=step,
+        world=runtime.collectives.world,
+        ranks=tuple(members),
+        parameters=parameters,
+        buffers={
+            name: BufferEntry(tuple(buffer.shape), DTYPE_NAMES[buffer.dtype], "")
+            for name, buffer in runtime.kept_buffers().items()
+            if buffer.dtype in DTYPE_NAMES
+        },
+        tied=runtime.tied_names(),
+        files={},
+        optimizer=OptimizerEntry(optimizer.config.name, tuple(optimizer.state_names), counters),
+        scaler={
+            "moves": scaler.rule.static is None,
+            "scale": scaler.scale,
+            "hysteresis_left": scaler.hysteresis_left,
+            "steps": scaler.steps,
+            "last_overflow": scaler.last_overflow,
+        },
+        rng={str(rank): one["rng"] for rank, one in enumerate(own)},
+        trainer=trainer,
+    )

@@ -1,0 +1,263 @@
+"""One safetensors file of 1-D tensors: written in large blocks from the tensors' own memory, read by ranges.
+
+The layout is the published one: 8 bytes of little-endian header length, the header in JSON, the tensors' bytes without
+gaps. It is written here, not by the library, because the library wants all bytes at once and makes no checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from zero_runtime.checkpoint.digest import RunningDigest
+from zero_runtime.checkpoint.layout import FileEntry
+from zero_runtime.errors import CheckpointError
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_LENGTH_BYTES = 8
+_LARGEST_HEADER_BYTES = 100_000_000  # the library's own limit
+_SMALL_BYTES = 1 << 16  # tensors below this are joined before they are written
+_READ_BYTES = 8 << 20
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy. Empty tensors have none."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)
+
+
+def write_tensor_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], *, block_bytes: int, pause_s: float
+) -> FileEntry:
+    """Write 1-D contiguous tensors and fsync. Device tensors come over one at a time. OSError leaves a torn file.
+
+    `pause_s`: sleep so long between blocks; only tests do.
+    """
+    digest, size = RunningDigest(), 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        for block in _blocks(tensors, metadata, block_bytes):
+            digest.add(block)
+            _write_all(fd, block)
+            _start_writeback(fd, size, len(block))
+            size += len(block)
+            if pause_s:
+                time.sleep(pause_s)
+        os.fsync(fd)
+    finally:
+        digest.close()
+        os.close(fd)
+    return FileEntry(size, digest.text())
+
+
+def _blocks(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], block_bytes: int
+) -> Iterator[bytes | memoryview]:
+    """The file in order: the memory of large tensors in slices, small ones joined."""
+    joined = bytearray(_header(tensors, metadata))
+    for tensor in tensors.values():
+        data = bytes_of(tensor.cpu())  # no copy of what is there already
+        if len(data) < min(_SMALL_BYTES, block_bytes):
+            joined += data
+            if len(joined) < block_bytes:
+                continue
+            data = memoryview(b"")
+        if joined:
+            yield bytes(joined)
+            joined.clear()
+        for start in range(0, len(data), block_bytes):
+            yield data[start : start + block_bytes]
+    if joined:
+        yield bytes(joined)
+
+
+def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for key, tensor in tensors.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        entries[key] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": [tensor.numel()],
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _write_all(fd: int, block: bytes | memoryview) -> None:
+    rest = memoryview(block)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def _start_writeback(fd: int, offset: int, size: int) -> None:
+    """Ask the kernel to begin with these pages now, so that fsync at the end finds little left to do."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def check_file(path: Path, wanted: FileEntry) -> None:
+    """Read the whole file once; CheckpointError unless it is what was written."""
+    advice = "the checkpoint is damaged: take another one, or a copy"
+    digest = RunningDigest()
+    with _opened(path) as file:
+        size = os.fstat(file.fd).st_size
+        if size != wanted.bytes:
+            raise CheckpointError(f"{path}: expected {wanted.bytes} bytes, found {size}; {advice}")
+        buffers = [memoryview(bytearray(min(_READ_BYTES, max(size, 1)))) for _ in range(2)]
+        offset = turn = 0
+        try:
+            while offset < size:
+                block = buffers[turn][: min(_READ_BYTES, size - offset)]
+                file.read_into(block, offset)
+                digest.add(block)
+                offset, turn = offset + len(block), 1 - turn
+        finally:
+            digest.close()
+    if digest.text() != wanted.checksum:
+        raise CheckpointError(f"{path}: expected checksum {wanted.checksum}, found {digest.text()}; {advice}")
+
+
+class _Place(NamedTuple):
+    dtype: torch.dtype
+    numel: int
+    offset: int  # in the file, in bytes
+
+
+class _File:
+    """An open file; its positioned reads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` from `offset`; CheckpointError where the file ends or the disk fails."""
+        while target:
+            try:
+                count = os.preadv(self.fd, [target], offset)
+            except OSError as error:
+                raise _unreadable(self.path, error) from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path}: expected {len(target)} more bytes at {offset}, found the file's end; the checkpoint "
+                    "is damaged: take another one, or a copy"
+                )
+            target, offset = target[count:], offset + count
+
+
+def _opened(path: Path) -> _File:
+    try:
+        return _File(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError(
+            f"{path}: expected a file of the checkpoint, found none; copy the whole folder, or take another checkpoint"
+        )
+    if isinstance(error, PermissionError):
+        return CheckpointError(f"{path}: expected to be allowed to read it, found {error.strerror}; mend its rights")
+    return CheckpointError(f"{path}: expected to read it, found {error}; take another checkpoint, or a copy")
+
+
+def read_small_file(path: Path) -> bytes:
+    """All bytes; CheckpointError as for any other file of a checkpoint."""
+    with _opened(path) as file:
+        data = bytearray(os.fstat(file.fd).st_size)
+        file.read_into(memoryview(data), 0)
+    return bytes(data)
+
+
+class TensorFile:
+    """An open safetensors file. `bytes_read` counts the bytes of tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = _opened(path)
+        self.bytes_read = 0
+        try:
+            self._places = dict(self._read_header())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._file.__exit__()
+
+    def _read_header(self) -> Iterator[tuple[str, _Place]]:
+        length = bytearray(_LENGTH_BYTES)
+        self._file.read_into(memoryview(length), 0)
+        size = int.from_bytes(length, "little")
+        try:
+            if size > _LARGEST_HEADER_BYTES:
+                raise ValueError(f"a header of {size} bytes")
+            text = bytearray(size)
+            self._file.read_into(memoryview(text), _LENGTH_BYTES)
+            for key, entry in json.loads(text).items():
+                if key != "__metadata__":
+                    start, stop = entry["data_offsets"]
+                    dtype = DTYPES[entry["dtype"]]
+                    yield key, _Place(dtype, (stop - start) // dtype.itemsize, _LENGTH_BYTES + size + start)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self._file.path}: expected a safetensors header, found something else ({error!r}); the checkpoint "
+                "is damaged: take another one, or a copy"
+            ) from error
+
+    def keys(self) -> Sequence[str]:
+        return list(self._places)
+
+    def place(self, key: str) -> _Place:
+        """Where a tensor lies; CheckpointError where there is none of this key."""
+        if key not in self._places:
+            raise CheckpointError(
+                f"{self._file.path}: expected a tensor {key!r}, found none; the checkpoint is damaged: take another "
+                "one, or a copy"
+            )
+        return self._places[key]
+
+    def read_into(self, key: str, start: int, target: torch.Tensor) -> None:
+        """Fill the 1-D `target` from element `start` of a tensor of the same dtype; no byte beside them is read."""
+        place = self.place(key)
+        assert target.dtype == place.dtype, f"{key}: {place.dtype} into {target.dtype}"
+        self._file.read_into(bytes_of(target), place.offset + start * place.dtype.itemsize)
+        self.bytes_read += target.numel() * target.element_size()
