@@ -161,8 +161,6 @@ class _Bar:
                 self._say(f"warning: {event['warning']}")
         elif kind == "resumed":
             self._say(f"resumed after step {event['step']} from {event['path']}")
-        elif kind == "skipped":
-            self._say(f"warning: not taken: {event['trouble']}")
         elif kind == "step":
             self._step(event)
         elif kind == "validation":

@@ -11,9 +11,10 @@ from typing import Any
 
 from orchestrator.record import AttemptPaths, EventTail, append_event
 from orchestrator.schema import CheckpointKind, RunConfig, to_dict
-from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint, newest_good, open_verified
-from zero_runtime.checkpoint.save import Saver, SaveSettings
-from zero_runtime.checkpoint.shelf import Retention
+from zero_runtime.checkpoint.background import BackgroundSaver
+from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
+from zero_runtime.checkpoint.save import SaveSettings
+from zero_runtime.checkpoint.shelf import Retention, newest_good_together, open_together
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime
 
@@ -40,7 +41,7 @@ class Saving:
         self._data_hash = data_hash
         self._rank = runtime.collectives.rank
         retention = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
-        self._saver = Saver(attempt.checkpoints, SaveSettings(retention))
+        self._saver = BackgroundSaver(attempt.checkpoints, SaveSettings(retention=retention))
         self._last = 0  # step of the last save
         self._stalls_s: list[float] = []
         self.curve: list[float] = []  # losses of the steps before the one that it goes on from, on rank 0
@@ -52,7 +53,7 @@ class Saving:
         checkpoint = self._chosen()
         if checkpoint is None:
             return Progress()
-        trainer = checkpoint.trainer
+        trainer = checkpoint.index.trainer
         progress = Progress(trainer["step"], trainer["samples"])
         self._check(checkpoint.path, trainer, progress)
         load_checkpoint(self._runtime, checkpoint)
@@ -79,13 +80,10 @@ class Saving:
         resume = self._config.resume
         if resume == NONE:
             return None
+        collectives = self._runtime.collectives
         if resume != AUTO:
-            return open_verified(resume, self._runtime.collectives)
-        found, skipped = newest_good(self._attempt.checkpoints, self._runtime.collectives)
-        if self._rank == 0:
-            for trouble in skipped:
-                self._tell("skipped", trouble=trouble)
-        return found
+            return open_together(collectives, resume)
+        return newest_good_together(collectives, self._attempt.checkpoints)
 
     def _continue_curve(self, metrics: Path, step: int) -> None:
         """The learning curve up to the checkpoint goes on in this attempt's record."""
@@ -108,7 +106,7 @@ class Saving:
         """The last state is saved, and everything is on the disk."""
         if progress.step > self._last:
             self._save(progress)
-        self._saver.wait()
+        self._saver.wait(self._runtime)
 
     def _save(self, progress: Progress) -> None:
         if self._config.kind is CheckpointKind.none:
@@ -120,11 +118,14 @@ class Saving:
             "metrics": str(self._attempt.metrics),
             "config": self._run,
         }
-        self._saver.save(self._runtime, step=progress.step, trainer=trainer, background=self._config.background)
+        start = time.perf_counter()
+        self._saver.save(self._runtime, step=progress.step, trainer=trainer)
+        if not self._config.background:
+            self._saver.wait(self._runtime)
         self._last = progress.step
-        self._stalls_s.append(self._saver.stall_s)
+        self._stalls_s.append(time.perf_counter() - start)
         if self._rank == 0:
-            self._tell("saved", step=progress.step, stall_ms=1e3 * self._saver.stall_s)
+            self._tell("saved", step=progress.step, stall_ms=1e3 * self._stalls_s[-1])
 
     def _tell(self, event: str, **values: Any) -> None:
         append_event(self._attempt.metrics, {"event": event, "time": time.time(), **values})
