@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from orchestrator.compose import Composition
 
 ROOT = Path(__file__).resolve().parents[1]
+EXPORT = "export-weights"
 BAD_USAGE = 2
 INTERRUPTED = 130
 
@@ -32,6 +33,10 @@ def console() -> None:
 def main(argv: Sequence[str]) -> int:
     """0: every point has a result. 1: at least one failed. 2: nothing was started, the words were wrong."""
     try:
+        if argv[:1] == [EXPORT]:
+            from orchestrator import export
+
+            return export.main(argv[1:])
         return _answer(arguments.split(argv))
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -1,0 +1,136 @@
+"""Exported weights are what transformers reads: the same logits, tied names, several files, bounded memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.ranks import run_alone, run_ranks
+
+from orchestrator import cli
+from zero_runtime.checkpoint import hf_folder
+from zero_runtime.checkpoint.load import Checkpoint
+from zero_runtime.checkpoint.save import save_checkpoint
+from zero_runtime.errors import CheckpointError
+from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+    },
+    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},  # its head is tied
+}
+IDS = torch.arange(24).view(2, 12)
+
+
+def _trained(root: Path) -> dict[str, torch.Tensor]:
+    """Each model after a step at the row that shards everything, saved; its logits."""
+    from orchestrator.workloads.models import build_unborn_model, token_losses
+
+    found = {}
+    for kind, config in MODELS.items():
+        runtime = ZeroRuntime(
+            build_unborn_model(kind, config),
+            ZeroPlan.from_stage(3),
+            MixedPrecision(),
+            AdamWConfig(),
+            RuntimeSettings(seed=1),
+            torch.device("cpu"),
+        )
+        runtime.backward(token_losses(runtime.model, IDS, IDS) / IDS.numel() / 2)
+        runtime.step(1e-2)
+        trainer = {"config": {"model": {"model_type": kind, "config": config}}}
+        save_checkpoint(runtime, root / kind, step=1, trainer=trainer)
+        with torch.no_grad():
+            found[kind] = runtime(input_ids=IDS).logits
+    return found
+
+
+def _read_back(folders: dict[str, Path]) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    found = {}
+    for name, folder in folders.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        assert next(model.parameters()).dtype == (torch.bfloat16 if name.endswith("bf16") else torch.float32)
+        with torch.no_grad():
+            found[name] = model.float().eval()(input_ids=IDS).logits
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    root = tmp_path_factory.mktemp("trained")
+    return root, run_ranks(_trained, 2, root)[0]
+
+
+def test_what_transformers_reads_has_the_same_logits(trained, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    root, logits = trained
+    folders = {}
+    for kind in MODELS:
+        for dtype in ("fp32", "bf16"):
+            folders[f"{kind}-{dtype}"] = out = tmp_path / f"{kind}-{dtype}"
+            assert cli.main(["export-weights", str(root / kind / "step-00000001"), str(out), "--dtype", dtype]) == 0
+            assert f"written: {out}" in capsys.readouterr().out
+    for name, found in run_alone(_read_back, folders).items():
+        wanted = logits[name.split("-")[0]]
+        if name.endswith("fp32"):
+            assert torch.equal(found, wanted), name
+        else:  # each weight is rounded once, by 2^-9 of itself at most, in a model of few and small layers
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0.02 * float(wanted.abs().max()))
+
+
+def test_files_come_in_numeric_order_and_a_tied_weight_once(trained, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with Checkpoint.open(trained[0] / "gpt2" / "step-00000001") as checkpoint:
+        source = checkpoint.state("master")
+        written = hf_folder.write_weights(source, out, dtype=torch.bfloat16, max_file_bytes=4000)
+    index = json.loads((out / hf_folder.WEIGHTS_INDEX).read_text())
+    assert len(written.files) > 9
+    assert sorted(written.files) == list(written.files)
+    assert list(dict.fromkeys(index["weight_map"].values())) == list(written.files)
+    assert "lm_head.weight" not in index["weight_map"]
+    assert index["metadata"]["total_size"] == written.bytes
+
+
+def test_a_block_at_a_time_gives_the_same_bytes(trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpoint.open(trained[0] / "llama" / "step-00000001") as checkpoint:
+        source = checkpoint.state("master")
+        hf_folder.write_weights(source, tmp_path / "whole", dtype=torch.float32)
+        monkeypatch.setattr(hf_folder, "BLOCK_NUMEL", 7)
+        hf_folder.write_weights(source, tmp_path / "parts", dtype=torch.float32)
+    whole, parts = (tmp_path / name / hf_folder.WEIGHTS for name in ("whole", "parts"))
+    assert whole.read_bytes() == parts.read_bytes()
+
+
+def test_a_folder_that_is_there_is_left_alone(trained, tmp_path: Path) -> None:
+    with (
+        Checkpoint.open(trained[0] / "llama" / "step-00000001") as checkpoint,
+        pytest.raises(CheckpointError, match="expected a folder that is not there yet"),
+    ):
+        hf_folder.write_weights(checkpoint.state("master"), tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "code"),
+    [
+        ([], "expected the folder of a checkpoint and a folder to make", 2),
+        (["a", "b", "--dtype", "fp8"], "--dtype: expected one of bf16, fp32, found 'fp8'", 2),
+        (["nowhere", "out"], "expected the folder of a checkpoint", 1),
+    ],
+)
+def test_wrong_words_are_told(words: list[str], told: str, code: int, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["export-weights", *words]) == code
+    assert told in capsys.readouterr().err
