@@ -46,7 +46,7 @@ def _asked(words: list[str]) -> tuple[Path, Path, str] | str:
 
 
 def _export(path: Path, out: Path, dtype: str) -> None:
-    from orchestrator.workloads.models import model_config  # here: it imports torch and transformers
+    from orchestrator.workloads.models import saved_config  # here: it imports torch and transformers
     from zero_runtime.checkpoint.hf_folder import write_weights
     from zero_runtime.checkpoint.load import Checkpoint
     from zero_runtime.dtypes import TORCH_DTYPE
@@ -55,18 +55,7 @@ def _export(path: Path, out: Path, dtype: str) -> None:
         written = write_weights(checkpoint.state("master"), out, dtype=TORCH_DTYPE[dtype])
         model = checkpoint.index.trainer["config"]["model"]
         parameters = sum(entry.numel for entry in checkpoint.index.parameters.values())
-    config = model_config(model["model_type"], model["config"])
-    config.architectures = [config_architecture(model["model_type"])]
-    config.dtype = TORCH_DTYPE[dtype]
-    config.save_pretrained(out)
-    print(
-        f"written: {out}: {count(parameters)} parameters in {dtype}, {size(written.bytes)}, {len(written.files)} file(s)"
-    )
+    saved_config(model["model_type"], model["config"], TORCH_DTYPE[dtype]).save_pretrained(out)
+    told = f"{count(parameters)} parameters in {dtype}, {size(written.bytes)}, {len(written.files)} file(s)"
+    print(f"written: {out}: {told}")
     print(f"next     python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{out}')\"")
-
-
-def config_architecture(model_type: str) -> str:
-    """The class that transformers builds for causal language models of this type."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])

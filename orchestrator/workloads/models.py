@@ -95,6 +95,14 @@ def model_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedConfig
         raise ValueError(f"model.config is not a {model_type}: {_one_line(error)}") from error
 
 
+def saved_config(model_type: str, config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedConfig:
+    """The configuration as it lies beside saved weights of `dtype`: from_pretrained finds class and dtype in it."""
+    found = model_config(model_type, config)
+    found.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    found.dtype = dtype
+    return found
+
+
 def _config_class(model_type: str) -> type[PreTrainedConfig]:
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         near = nearest(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

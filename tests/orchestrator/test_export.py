@@ -58,15 +58,15 @@ def _trained(root: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def _read_back(folders: dict[str, Path]) -> dict[str, torch.Tensor]:
+def _read_back(folders: dict[str, Path]) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """By folder, what transformers makes of it: logits, and parameters by name."""
     from transformers import AutoModelForCausalLM
 
     found = {}
     for name, folder in folders.items():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-        assert next(model.parameters()).dtype == (torch.bfloat16 if name.endswith("bf16") else torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
         with torch.no_grad():
-            found[name] = model.float().eval()(input_ids=IDS).logits
+            found[name] = model(input_ids=IDS).logits, {key: param.data for key, param in model.named_parameters()}
     return found
 
 
@@ -84,12 +84,14 @@ def test_what_transformers_reads_has_the_same_logits(trained, tmp_path: Path, ca
             folders[f"{kind}-{dtype}"] = out = tmp_path / f"{kind}-{dtype}"
             assert cli.main(["export-weights", str(root / kind / "step-00000001"), str(out), "--dtype", dtype]) == 0
             assert f"written: {out}" in capsys.readouterr().out
-    for name, found in run_alone(_read_back, folders).items():
-        wanted = logits[name.split("-")[0]]
-        if name.endswith("fp32"):
-            assert torch.equal(found, wanted), name
-        else:  # each weight is rounded once, by 2^-9 of itself at most, in a model of few and small layers
-            torch.testing.assert_close(found, wanted, rtol=0, atol=0.02 * float(wanted.abs().max()))
+    found = run_alone(_read_back, folders)
+    for kind in MODELS:
+        (full_logits, full), (_, half) = found[f"{kind}-fp32"], found[f"{kind}-bf16"]
+        assert torch.equal(full_logits, logits[kind]), kind
+        assert full.keys() == half.keys()
+        for name, weight in full.items():
+            assert weight.dtype == torch.float32
+            assert torch.equal(half[name], weight.to(torch.bfloat16)), name
 
 
 def test_files_come_in_numeric_order_and_a_tied_weight_once(trained, tmp_path: Path) -> None:
