@@ -18,6 +18,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -255,7 +256,7 @@ class Save:
             missing = [rank for rank in self.members if rank not in found]
             if not missing:
                 return found
-            now = sum(entry.stat().st_size for entry in os.scandir(self.partial))
+            now = _bytes_in(self.partial)
             if now != size:
                 size, grown = now, time.monotonic()
             if time.monotonic() - grown > self.settings.limit_s:
@@ -303,3 +304,12 @@ class Save:
         """Remove what was written; a no-op for who does not lead."""
         if self.leads:
             shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def _bytes_in(folder: Path) -> int:
+    """Bytes of a folder's files, while others write and rename there."""
+    total = 0
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total

@@ -74,9 +74,9 @@ class Snapshot:
     def copy(self, parts: Sequence[Part]) -> list[Part]:
         """The same parts with their values in this memory. Blocks until they are there."""
         sizes = [part.values.numel() * part.values.element_size() for part in parts]
-        device = parts[0].values.device if parts else torch.device("cpu")
+        on_device = [part.values.device for part in parts if part.values.is_cuda]
         if self._memory.numel() < sum(sizes):
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=bool(on_device))
             self._memory[::_PAGE_BYTES].zero_()
         copies, offset = [], 0
         for part, size in zip(parts, sizes, strict=True):
@@ -84,8 +84,8 @@ class Snapshot:
             values.copy_(part.values, non_blocking=True)
             copies.append(part._replace(values=values))
             offset += size
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if on_device:
+            torch.cuda.synchronize(on_device[0])
         return copies
 
 
