@@ -28,7 +28,8 @@ from zero_runtime.param_groups import ParamGroup
 from zero_runtime.plan import ZeroPlan
 
 STAGES = (0, 1, 2, 3)
-WORLDS = (1, 2, 3)
+# Each world is one run of every optimizer in every row; the third has its time in `make test-full`.
+WORLDS = [1, 2, pytest.param(3, marks=pytest.mark.full)]
 STEPS = 4
 CENSUS_STAGE = 3  # a census walks all of Python's objects; test_bytes.py takes it in every row
 GROUPS = (

@@ -149,6 +149,7 @@ def test_every_row_and_unit_size_has_the_bits_of_plain_torch(name: str, world: i
         assert found.losses == wanted.losses, row
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SHAPES_AND_MIXED)
 def test_at_world_3_gradients_are_within_the_bound_of_any_order_of_sums(name: str) -> None:
     """|fl(sum) - sum| <= (n-1) u sum|g| for n terms in any order (see test_rows.py); two orders differ by twice that.
