@@ -173,3 +173,48 @@ def test_a_wait_is_charged_to_communication_once() -> None:
     for first, second in run_ranks(_waits, 2):
         assert first > 0
         assert second == 0
+
+
+# ---- the order of sums -----------------------------------------------------------------------------------------------
+
+
+def _terms(rank: int) -> torch.Tensor:
+    """Numbers of very different sizes, so that every order of adding them rounds differently somewhere."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(4 * SHARD_NUMEL, generator=generator) * 10 ** torch.randint(0, 6, (4 * SHARD_NUMEL,))
+
+
+def _sums() -> dict[tuple[int, bool], torch.Tensor]:
+    """By shard count and in place or not: this rank's shard of the sum."""
+    world = dist.get_world_size()
+    found = {}
+    for shard_count in (1, world):
+        for in_place in (False, True):
+            collectives = make(shard_count)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(dist.get_rank())
+                full = _terms(dist.get_rank())[: 4 * SHARD_NUMEL // world * world]
+            numel = full.numel() // shard_count
+            own = full[collectives.shard_rank * numel :][:numel]
+            shard = own if in_place else torch.empty(numel)
+            collectives.reduce(full, shard).wait()
+            found[shard_count, in_place] = shard.clone()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_over_gloo_parts_are_added_in_rank_order_in_every_row(world: int) -> None:
+    """So all rows have the same bits at every world: ((r0 + r1) + r2) + r3, wherever a rank's own part comes in."""
+    terms = []
+    for rank in range(world):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(rank)
+            terms.append(_terms(rank))
+    wanted = terms[0].clone()
+    for term in terms[1:]:
+        wanted = wanted + term
+    by_rank = run_ranks(_sums, world)
+    for in_place in (False, True):
+        for found in by_rank:
+            assert torch.equal(found[1, in_place], wanted)
+        assert torch.equal(torch.cat([found[world, in_place] for found in by_rank]), wanted)
