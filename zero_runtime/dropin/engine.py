@@ -20,9 +20,9 @@ from zero_runtime.rank_watch import RankWatch
 from zero_runtime.runtime import StepReport, ZeroRuntime
 
 _ABSENT = {
-    "save_checkpoint": "checkpoints are not here yet; engine.runtime.full_params() has the whole weights",
-    "load_checkpoint": "checkpoints are not here yet; engine.runtime.full_params(write=True) sets weights",
-    "save_16bit_model": "checkpoints are not here yet; engine.runtime.full_params() has the whole weights",
+    "save_checkpoint": "save with zero_runtime.checkpoint.save.save_checkpoint(engine.runtime, ...)",
+    "load_checkpoint": "load with zero_runtime.checkpoint.load.load_checkpoint(engine.runtime, ...)",
+    "save_16bit_model": "save with zero_runtime.checkpoint.save, then write_weights of checkpoint.hf_folder",
     "set_gradient_accumulation_boundary": "the engine counts the micro-batches; see gradient_accumulation_steps",
     "allreduce_gradients": "gradients are reduced in backward",
 }
