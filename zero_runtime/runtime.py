@@ -15,6 +15,8 @@ from torch import nn
 
 from zero_runtime import diagnosis
 from zero_runtime.birth import Birth, Initialise
+from zero_runtime.checkpoint.source import TensorSource
+from zero_runtime.checkpoint.together import agree, trouble_of
 from zero_runtime.collectives import Collectives, Ledger, world_size
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.grad_norm import clip_coefficient, local_sum_of_squares
@@ -44,6 +46,7 @@ class RuntimeSettings:
         clipping it changes no bits at worlds 1 and 2.
     keep_dtype: patterns of the parameters that keep the dtype they came with; all others are cast to precision.param.
     seed, initialise: what the first values of parameters on the meta device are drawn from (birth.py).
+    weights: has values for some or all of those parameters, by name; they are read instead, each rank its own shards.
     read_host: how the one read of a step takes numbers off the device; a dry run on fake tensors has its own.
     watch: what join_world returned; without it a rank that differs or dies is found by the backend's time-out.
     """
@@ -56,6 +59,7 @@ class RuntimeSettings:
     keep_dtype: tuple[str, ...] = ()
     seed: int = 0
     initialise: Initialise | None = None
+    weights: TensorSource | None = None
     read_host: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
     watch: RankWatch | None = None
 
@@ -131,11 +135,36 @@ class ZeroRuntime:
         birth.fill_buffers()
         move_buffers(model, self.device)
         self._share_buffers(model)
+        given = self._given(units)
         for unit in units:
-            unit.materialize(birth)
+            unit.materialize(birth, given)
         for unit in units:
             unit.bind_born()
+        if settings.weights is not None:
+            self._read(units, settings.weights, given)
         return units, optimizer
+
+    def _given(self, units: Sequence[Unit]) -> frozenset[str]:
+        """The parameters that `settings.weights` has values for, all of which the model has in the same shapes."""
+        source = self.settings.weights
+        if source is None:
+            return frozenset()
+        shapes = {segment.name: segment.shape for unit in units for segment in unit.layout.segments}
+        for name in source.names():
+            if shapes.get(name) != source.shape(name):
+                wanted = list(shapes[name]) if name in shapes else "no parameter of this name"
+                raise PlanError(f"weights: expected {name}: {wanted}, found {list(source.shape(name))}")
+        born = {segment.name for unit in units for segment, param in unit.placed() if param.is_meta}
+        return frozenset(source.names()) & born
+
+    def _read(self, units: Sequence[Unit], source: TensorSource, given: frozenset[str]) -> None:
+        """Fill the shards of the given parameters. Whoever cannot read tells all: they would wait for it for ever."""
+
+        def read_all() -> None:
+            for unit in units:
+                unit.read_values(source, given)
+
+        agree(self.collectives, trouble_of(read_all))
 
     def _share_buffers(self, model: nn.Module) -> None:
         """Every rank's buffers become rank 0's, as the parameters of a model that came with values do."""

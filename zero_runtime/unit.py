@@ -12,18 +12,22 @@ Tensors that autograd saved for backward alias unsharded_param's storage. So a r
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from enum import Enum
 
 import torch
 from torch import nn
 
 from zero_runtime.birth import Birth, swap_content
+from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.collectives import Collectives, Pending
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Segment
 from zero_runtime.plan import Partition, Phase, ZeroPlan
 from zero_runtime.unit_planner import UnitSpec
+
+READ_NUMEL = 4 << 20  # elements read from a source at a time: bounds the memory beside the shards
 
 
 class DataState(Enum):
@@ -125,14 +129,14 @@ class Unit:
         elif self.trainable:
             self.master_shard = self.param_shard
 
-    def materialize(self, birth: Birth) -> None:
+    def materialize(self, birth: Birth, given: Collection[str] = ()) -> None:
         """Take the parameters' values and make them views of unsharded_param; their old storages end here.
 
-        Parameters on the meta device are drawn one at a time, so that no more than one exists beside the unit. The
-        master shard is taken before the values are rounded to param_dtype. Where the plan shards parameters the full
-        copy ends at once: no more than one unit is whole while a model is born. Call it when every unit has its
-        shards: one allocated between two units would split the hole that the first one left, and the next would not
-        fit into it.
+        Parameters on the meta device are drawn one at a time, so that no more than one exists beside the unit; those
+        that are `given` have no values until `read_values`. The master shard is taken before the values are rounded to
+        param_dtype. Where the plan shards parameters the full copy ends at once: no more than one unit is whole while
+        a model is born. Call it when every unit has its shards: one allocated between two units would split the hole
+        that the first one left, and the next would not fit into it.
         """
         with torch.no_grad():
             self._fill_storage()
@@ -140,14 +144,17 @@ class Unit:
             if self.master_shard is not None:
                 self.master_shard.zero_()
             pieces = {piece.name: piece for piece in self.layout.pieces(self._collectives.shard_rank)}
-            for segment, param in zip(self.layout.segments, self.params, strict=True):
+            for segment, param in self.placed():
+                view = self._flat(segment).view(segment.shape)
+                if segment.name in given:
+                    self._unbound.append((param, view))
+                    continue
                 values = birth.draw(segment.name, param) if param.is_meta else self._handed_over(param)
                 self._flat(segment).copy_(values.reshape(-1))
                 piece = pieces.get(segment.name)
                 if self.master_shard is not None and piece is not None:
                     part = values.reshape(-1)[piece.start : piece.stop]
                     self.master_shard[piece.shard_offset :][: part.numel()].copy_(part)
-                view = self._flat(segment).view(segment.shape)
                 if param.is_meta:
                     self._unbound.append((param, view))
                 else:
@@ -172,6 +179,10 @@ class Unit:
             real.data = view
             swap_content(param, real)
         self._unbound.clear()
+
+    def placed(self) -> Iterator[tuple[Segment, nn.Parameter]]:
+        """Each parameter with its place, in the order of the layout."""
+        return zip(self.layout.segments, self.params, strict=True)
 
     def _handed_over(self, param: nn.Parameter) -> torch.Tensor:
         """The values that the model came with: rank 0's, since ranks that seeded differently would train apart."""
@@ -403,6 +414,23 @@ class Unit:
                 if piece.name in values:
                     part = values[piece.name].reshape(-1)[piece.start : piece.stop]
                     target[piece.shard_offset :][: part.numel()].copy_(part)
+            self.refresh_param_shard()
+        self.drop_full()
+
+    def read_values(self, source: TensorSource, names: Collection[str]) -> None:
+        """Fill this rank's shards of those of its parameters that are in `names`; the full copy becomes stale.
+
+        Reads the ranges of the shards and nothing else, a block at a time.
+        """
+        if not any(segment.name in names for segment in self.layout.segments):
+            return
+        with torch.no_grad():
+            for piece in self.layout.pieces(self._collectives.shard_rank):
+                start = piece.start
+                part = self.weights_shard[piece.shard_offset :][: piece.stop - start]
+                for block in part.split(READ_NUMEL) if piece.name in names else ():
+                    block.copy_(source.read(piece.name, start, start + block.numel()))
+                    start += block.numel()
             self.refresh_param_shard()
         self.drop_full()
 

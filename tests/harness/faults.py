@@ -5,7 +5,7 @@ Each is what a plausible mistake would do. `apply(name)` patches this process's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -141,8 +141,8 @@ def the_mean_is_over_each_ranks_own_tokens() -> None:
 def the_master_is_taken_after_rounding() -> None:
     materialize = unit.Unit.materialize
 
-    def rounded(self: unit.Unit, birth: Birth) -> None:
-        materialize(self, birth)
+    def rounded(self: unit.Unit, birth: Birth, given: Collection[str] = ()) -> None:
+        materialize(self, birth, given)
         if self.master_shard is not None:
             self.master_shard.copy_(self.param_shard)
 

@@ -26,9 +26,8 @@ from zero_runtime.checkpoint.together import agree, trouble_of
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime
-from zero_runtime.unit import Unit
+from zero_runtime.unit import READ_NUMEL, Unit
 
-_FILL_NUMEL = 4 << 20  # elements read at a time: bounds the memory beside the shards
 
 
 class Checkpoint:
@@ -148,19 +147,19 @@ class Checkpoint:
         key, stop = tensor_key(state, name), start + target.numel()
         for piece in self.extents(state, name, start, stop):
             file = self._file(piece.file)
-            dtype, numel, _ = file.place(key)
-            if numel != piece.stop - piece.start:
+            place = file.place(key)
+            if place.numel != piece.stop - piece.start:
                 raise CheckpointError(
-                    f"{self.path / piece.file}: expected {piece.stop - piece.start} elements of {key}, found {numel}; "
-                    "the checkpoint is damaged: take another one, or a copy"
+                    f"{self.path / piece.file}: expected {piece.stop - piece.start} elements of {key}, found "
+                    f"{place.numel}; the checkpoint is damaged: take another one, or a copy"
                 )
             low, high = max(piece.start, start), min(piece.stop, stop)
             part = target[low - start : high - start]
-            if part.dtype == dtype and part.device.type == "cpu":
+            if part.dtype == place.dtype and part.device.type == "cpu":
                 file.read_into(key, low - piece.start, part)
                 continue
-            for block in part.split(_FILL_NUMEL):
-                values = torch.empty(block.numel(), dtype=dtype)
+            for block in part.split(READ_NUMEL):
+                values = torch.empty(block.numel(), dtype=place.dtype)
                 file.read_into(key, low - piece.start, values)
                 block.copy_(values)
                 low += block.numel()
@@ -228,7 +227,7 @@ def fill(runtime: ZeroRuntime, sources: Mapping[str, TensorSource]) -> None:
     """
 
     def put(state: str, name: str, start: int, target: torch.Tensor) -> None:
-        for block in target.split(_FILL_NUMEL):
+        for block in target.split(READ_NUMEL):
             block.copy_(sources[state].read(name, start, start + block.numel()))
             start += block.numel()
 

@@ -7,11 +7,12 @@ gaps. It is written here, not by the library, because the library wants all byte
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -149,10 +150,16 @@ def check_file(path: Path, wanted: FileEntry) -> None:
         raise CheckpointError(f"{path}: expected checksum {wanted.checksum}, found {digest.text()}; {advice}")
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
+    """Where a tensor lies in its file, in bytes from the start, and what it is."""
+
     dtype: torch.dtype
-    numel: int
-    offset: int  # in the file, in bytes
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 class _File:
@@ -223,7 +230,7 @@ class TensorFile:
     def close(self) -> None:
         self._file.__exit__()
 
-    def _read_header(self) -> Iterator[tuple[str, _Place]]:
+    def _read_header(self) -> Iterator[tuple[str, Place]]:
         length = bytearray(_LENGTH_BYTES)
         self._file.read_into(memoryview(length), 0)
         size = int.from_bytes(length, "little")
@@ -234,19 +241,29 @@ class TensorFile:
             self._file.read_into(memoryview(text), _LENGTH_BYTES)
             for key, entry in json.loads(text).items():
                 if key != "__metadata__":
-                    start, stop = entry["data_offsets"]
-                    dtype = DTYPES[entry["dtype"]]
-                    yield key, _Place(dtype, (stop - start) // dtype.itemsize, _LENGTH_BYTES + size + start)
+                    yield key, self._place(key, entry, _LENGTH_BYTES + size)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{self._file.path}: expected a safetensors header, found something else ({error!r}); the checkpoint "
                 "is damaged: take another one, or a copy"
             ) from error
 
+    def _place(self, key: str, entry: Mapping[str, Any], base: int) -> Place:
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise CheckpointError(
+                f"{self._file.path}: expected {key} in one of the dtypes {', '.join(DTYPES)}, found {entry['dtype']}; "
+                "convert the weights to one of them"
+            )
+        (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
+        if stop - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{key}: {stop - start} bytes for the shape {list(shape)}")
+        return Place(dtype, shape, base + start)
+
     def keys(self) -> Sequence[str]:
         return list(self._places)
 
-    def place(self, key: str) -> _Place:
+    def place(self, key: str) -> Place:
         """Where a tensor lies; CheckpointError where there is none of this key."""
         if key not in self._places:
             raise CheckpointError(
