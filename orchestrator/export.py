@@ -1,12 +1,20 @@
-"""`zlab export-weights CKPT OUT`: the weights of a checkpoint as a Hugging Face folder."""
+"""`zlab export-weights CKPT OUT`: the weights of a checkpoint as a Hugging Face folder, adapters as a PEFT folder."""
 
 from __future__ import annotations
 
+import math
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from orchestrator.pretrained import COMPANIONS, TOKENIZER
 from orchestrator.units import count, size
+
+if TYPE_CHECKING:
+    from zero_runtime.checkpoint.hf_folder import Written
+    from zero_runtime.checkpoint.load import Checkpoint
 
 DTYPES = ("bf16", "fp32")
 USAGE = "zlab export-weights CHECKPOINT OUT [--dtype bf16|fp32]"
@@ -25,7 +33,7 @@ def main(words: Sequence[str]) -> int:
 
     try:
         _export(checkpoint, out, dtype)
-    except CheckpointError as error:
+    except (CheckpointError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     return 0
@@ -46,16 +54,66 @@ def _asked(words: list[str]) -> tuple[Path, Path, str] | str:
 
 
 def _export(path: Path, out: Path, dtype: str) -> None:
-    from orchestrator.workloads.models import saved_config  # here: it imports torch and transformers
-    from zero_runtime.checkpoint.hf_folder import write_weights
-    from zero_runtime.checkpoint.load import Checkpoint
-    from zero_runtime.dtypes import TORCH_DTYPE
+    from zero_runtime.checkpoint.load import Checkpoint  # here: it imports torch
 
     with Checkpoint.open(path) as checkpoint:
-        written = write_weights(checkpoint.state("master"), out, dtype=TORCH_DTYPE[dtype])
-        model = checkpoint.index.trainer["config"]["model"]
-        parameters = sum(entry.numel for entry in checkpoint.index.parameters.values())
-    saved_config(model["model_type"], model["config"], TORCH_DTYPE[dtype]).save_pretrained(out)
-    told = f"{count(parameters)} parameters in {dtype}, {size(written.bytes)}, {len(written.files)} file(s)"
-    print(f"written: {out}: {told}")
+        config = checkpoint.index.trainer["config"]
+        if config.get("adapter", {}).get("kind") == "lora":
+            _export_adapter(checkpoint, out, dtype, config)
+        else:
+            _export_model(checkpoint, out, dtype, config)
+
+
+def _export_model(checkpoint: Checkpoint, out: Path, dtype: str, config: dict[str, Any]) -> None:
+    from zero_runtime.checkpoint.hf_folder import write_weights
+    from zero_runtime.dtypes import TORCH_DTYPE
+
+    source = checkpoint.state("master")
+    written = write_weights(source, out, dtype=TORCH_DTYPE[dtype])
+    parameters = sum(checkpoint.index.parameters[name].numel for name in source.names())
+    tokens = write_companions(out, config, dtype)
+    _tell(out, parameters, dtype, written, tokens)
     print(f"next     python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{out}')\"")
+
+
+def _export_adapter(checkpoint: Checkpoint, out: Path, dtype: str, config: dict[str, Any]) -> None:
+    from orchestrator.workloads import adapters
+    from zero_runtime.checkpoint.hf_folder import write_weights
+    from zero_runtime.dtypes import TORCH_DTYPE
+
+    source = adapters.adapter_weights(checkpoint.state("master"))
+    written = write_weights(source, out, dtype=TORCH_DTYPE[dtype], stem=adapters.ADAPTER)
+    settings, base = config["adapter"], config["model"]["path"]
+    adapters.save_adapter_config(
+        adapters.lora_config(settings["rank"], settings["alpha"], settings["targets"], base), out
+    )
+    parameters = sum(math.prod(source.shape(name)) for name in source.names())
+    _tell(out, parameters, dtype, written, "the adapters alone")
+    print(f"next     peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('{base}'), '{out}')")
+
+
+def _tell(out: Path, parameters: int, dtype: str, written: Written, more: str) -> None:
+    files = f"{len(written.files)} file" + ("s" if len(written.files) > 1 else "")
+    print(f"written: {out}: {count(parameters)} parameters in {dtype}, {size(written.bytes)}, {files}; {more}")
+
+
+def write_companions(out: Path, config: Mapping[str, Any], dtype: str) -> str:
+    """What lies beside a run's weights: configuration and tokenizer. Returns what became of the tokenizer."""
+    from orchestrator.workloads.models import saved_config
+    from orchestrator.workloads.tokenizer import save_byte_tokenizer
+    from zero_runtime.dtypes import TORCH_DTYPE
+
+    model, data = config["model"], config.get("data", {})
+    path = model.get("path")
+    saved_config(model["model_type"], model["config"], TORCH_DTYPE[dtype], as_saved=path is not None).save_pretrained(
+        out
+    )
+    found = [name for name in COMPANIONS if path is not None and (Path(path) / name).is_file()]
+    for name in found:
+        shutil.copyfile(Path(path) / name, out / name)
+    if TOKENIZER in found:
+        return f"tokenizer of {path}"
+    if data.get("tokenizer") == "bytes" and data.get("kind") != "synthetic":
+        save_byte_tokenizer(out)
+        return "a tokenizer of bytes, which is what it was trained on"
+    return "no tokenizer: " + ("its data was synthetic" if data.get("kind") == "synthetic" else "none was known")

@@ -89,6 +89,11 @@ class AttemptPaths:
         return self.root.parent.parent / "checkpoints"
 
     @property
+    def weights(self) -> Path:
+        """The trained weights as a Hugging Face folder."""
+        return self.root / "weights"
+
+    @property
     def submitit(self) -> Path:
         return self.root / "submitit"
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orchestrator import precision_rules
+from orchestrator import precision_rules, pretrained
 from orchestrator.hardware import Hardware
 from orchestrator.schema import (
+    Adapter,
+    AdapterKind,
     Batch,
     Checkpoint,
     CheckpointKind,
@@ -21,8 +24,10 @@ from orchestrator.schema import (
     Model,
     Resources,
     RunConfig,
+    Tokenizer,
     Tracking,
     TrackingKind,
+    WeightsFolder,
     Zero,
 )
 from orchestrator.strict import Broken, nearest
@@ -59,19 +64,32 @@ def resolve(config: RunConfig, scene: Scene) -> RunConfig:
     """Ranks, threads, batch, device and paths filled in. Asks for a configuration that breaks no rule."""
     device, ranks = scene.device(config.resources), scene.ranks(config.resources)
     threads = config.resources.threads or max(1, scene.hardware.cores // (scene.local_world or ranks))
-    batch, data = config.batch, config.data
+    batch, data, model = config.batch, config.data, pretrained.completed(config.model)
     accumulation = batch.accumulation or (batch.global_size or batch.micro * ranks) // (batch.micro * ranks)
     return replace(
         config,
         output=str(Path(config.output).expanduser().absolute()),
         batch=replace(batch, accumulation=accumulation, global_size=batch.micro * accumulation * ranks),
-        data=replace(data, path=str(Path(data.path).expanduser().absolute()) if data.path else None),
+        model=model,
+        data=replace(
+            data,
+            path=str(Path(data.path).expanduser().absolute()) if data.path else None,
+            tokenizer=_tokenizer(model, data),
+        ),
         checkpoint=_with_absolute_path(config.checkpoint),
         precision=replace(
             config.precision, compute=precision_rules.computed_in(config.precision, scene, config.resources)
         ),
         resources=replace(config.resources, device=device, ranks=ranks, threads=threads),
     )
+
+
+def _tokenizer(model: Model, data: Data) -> Tokenizer:
+    """bytes or model: what `auto` comes to."""
+    if data.tokenizer is not Tokenizer.auto:
+        return data.tokenizer
+    has_one = model.path is not None and (Path(model.path).expanduser() / pretrained.TOKENIZER).exists()
+    return Tokenizer.model if has_one and data.kind is not DataKind.synthetic else Tokenizer.bytes
 
 
 def _with_absolute_path(checkpoint: Checkpoint) -> Checkpoint:
@@ -88,6 +106,8 @@ def check_rules(config: RunConfig, scene: Scene) -> list[Broken]:
 def check_parts(parts: Mapping[str, Any], scene: Scene) -> list[Broken]:
     """Every rule broken by the groups that are there: those that could not be built spare only their own rules."""
     broken = []
+    if "model" in parts:
+        parts = {**parts, "model": pretrained.completed(parts["model"])}
     for rule in RULES:
         if all(name in parts for name in rule.groups):
             found = rule.check(scene, *(parts[name] for name in rule.groups))
@@ -187,6 +207,8 @@ def _text_is_there(scene: Scene, data: Data) -> Broken | None:
 
 def _vocabulary_holds_bytes(scene: Scene, model: Model, data: Data) -> Broken | None:
     size = model.config.get("vocab_size")
+    if _tokenizer(model, data) is Tokenizer.model:
+        return None
     if data.kind is DataKind.synthetic or not isinstance(size, int) or size >= BYTE_TOKENS:
         return None
     rule = f"model.config.vocab_size must be at least {BYTE_TOKENS} for data={data.kind}: one token a byte"
@@ -200,6 +222,28 @@ def _model_holds_the_sequence(scene: Scene, model: Model, batch: Batch) -> Broke
             rule = f"batch.seq must be at most the model's {key}, {longest}"
             return Broken(rule, str(batch.seq), (f"batch.seq={longest}",))
     return None
+
+
+def _weights_are_there(scene: Scene, model: Model) -> Broken | None:
+    return pretrained.problem(model)
+
+
+def _tokenizer_is_there(scene: Scene, model: Model, data: Data) -> Broken | None:
+    if data.tokenizer is not Tokenizer.model:
+        return None
+    if data.kind is DataKind.synthetic:
+        return Broken("data=synthetic makes tokens and reads no text", "data.tokenizer=model", ("data.tokenizer=auto",))
+    if model.path is None or not (Path(model.path).expanduser() / pretrained.TOKENIZER).exists():
+        found = f"no {pretrained.TOKENIZER} in {model.path}" if model.path else "no model.path"
+        return Broken("data.tokenizer=model needs a model.path with a tokenizer", found, ("data.tokenizer=bytes",))
+    return None
+
+
+def _adapter_can_be_made(scene: Scene, adapter: Adapter) -> Broken | None:
+    if adapter.kind is AdapterKind.none or importlib.util.find_spec("peft") is not None:
+        return None
+    rule = "adapter=lora needs the package peft: pip install 'zero-lab[lora]'"
+    return Broken(rule, "none", ("adapter=none",))
 
 
 def _validation_has_data(scene: Scene, data: Data, measure: Measure) -> Broken | None:
@@ -251,6 +295,13 @@ def _saving_keys_are_used(scene: Scene, checkpoint: Checkpoint) -> Broken | None
     return None
 
 
+def _gathered_weights_are_whole(scene: Scene, checkpoint: Checkpoint, adapter: Adapter) -> Broken | None:
+    if checkpoint.weights is WeightsFolder.none or adapter.kind is AdapterKind.none:
+        return None
+    rule = "checkpoint.weights gathers a whole model; export-weights makes the folder of an adapter from a checkpoint"
+    return Broken(rule, str(checkpoint.weights), ("checkpoint.weights=none",))
+
+
 class Rule(NamedTuple):
     """A check and the groups that it is given, in this order."""
 
@@ -263,6 +314,9 @@ RULES = (
     Rule(_cuda_is_there, ("resources",)),
     Rule(_each_rank_has_a_gpu, ("resources",)),
     Rule(_batch_divides, ("batch", "resources")),
+    Rule(_weights_are_there, ("model",)),
+    Rule(_tokenizer_is_there, ("model", "data")),
+    Rule(_adapter_can_be_made, ("adapter",)),
     Rule(_path_belongs_to_text, ("data",)),
     Rule(_text_has_a_path, ("data",)),
     Rule(_text_is_there, ("data",)),
@@ -281,5 +335,6 @@ RULES = (
     Rule(_momentum_can_cycle, ("optimizer", "scheduler")),
     Rule(_checkpoint_is_there, ("checkpoint",)),
     Rule(_saving_keys_are_used, ("checkpoint",)),
+    Rule(_gathered_weights_are_whole, ("checkpoint", "adapter")),
     Rule(_store_belongs_to_mlflow, ("tracking",)),
 )

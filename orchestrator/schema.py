@@ -34,6 +34,17 @@ class DataKind(Word):
     synthetic = "synthetic"
 
 
+class Tokenizer(Word):
+    auto = "auto"
+    bytes = "bytes"
+    model = "model"
+
+
+class AdapterKind(Word):
+    none = "none"
+    lora = "lora"
+
+
 class RecomputeKind(Word):
     none = "none"
     full = "full"
@@ -44,6 +55,12 @@ class RecomputeKind(Word):
 class CheckpointKind(Word):
     none = "none"
     sharded = "sharded"
+
+
+class WeightsFolder(Word):
+    none = "none"
+    bf16 = "bf16"
+    fp16 = "fp16"
 
 
 class Device(Word):
@@ -142,19 +159,43 @@ class Batch:
 
 @dataclass(frozen=True)
 class Model:
-    """A transformers architecture (`model_type`) and the arguments of its configuration; random weights."""
+    """A transformers architecture (`model_type`) and the arguments of its configuration, with random weights; or the
+    folder `path`, as save_pretrained writes it, with its own of all three."""
 
     name: str
-    model_type: str
+    model_type: str | None = None
+    path: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """LoRA (arXiv 2106.09685): the model is frozen, and products of two matrices of this rank, times alpha / rank, are
+    trained beside its linear layers: those whose names end in one of `targets`, or all but the head where it is empty.
+    """
+
+    kind: AdapterKind = AdapterKind.none
+    rank: int = 8
+    alpha: float = 16.0
+    targets: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "adapter")
+        limits.at_least(1, rank=8)
+        limits.must("alpha", lambda value: value > 0, "above 0", 16)
+        limits.conclude()
+
+
+@dataclass(frozen=True)
 class Data:
-    """What is read; `path` belongs to kind text alone."""
+    """What is read; `path` belongs to kind text alone.
+
+    `tokenizer`: bytes makes one token of each byte, model takes that of `model.path`, auto is model where there is one.
+    """
 
     kind: DataKind = DataKind.stdlib
     path: str | None = None
+    tokenizer: Tokenizer = Tokenizer.auto
     validation_fraction: float = 0.05
 
     def __post_init__(self) -> None:
@@ -185,6 +226,7 @@ class Checkpoint:
     Saved after every `every` steps (null: at the end alone); the last `keep_last` stay, and each `keep_every`-th step.
     `background`: training goes on while the files are written. `resume`: none starts anew, auto goes on from the newest
     good checkpoint of the same point where there is one, a folder goes on from that checkpoint, whatever its world.
+    `weights`: bf16 or fp16 gathers the trained weights at the end and leaves them as a Hugging Face folder.
     """
 
     kind: CheckpointKind = CheckpointKind.none
@@ -193,6 +235,7 @@ class Checkpoint:
     keep_every: int | None = None
     background: bool = True
     resume: str = "none"
+    weights: WeightsFolder = WeightsFolder.none
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "checkpoint")
@@ -264,6 +307,7 @@ class RunConfig:
     offload: Offload = field(default_factory=Offload)
     batch: Batch = field(default_factory=Batch)
     model: Model
+    adapter: Adapter = field(default_factory=Adapter)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)

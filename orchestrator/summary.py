@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from orchestrator.schema import DataKind, RunConfig
+from orchestrator.schema import AdapterKind, DataKind, RunConfig, Tokenizer
 from orchestrator.units import ABSENT, count, difference, digits, loss, percent, size
 
 PHASES = (
@@ -42,7 +42,7 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
     threads = f", {_many(resources.threads or 1, 'thread')} each" if resources.device.value == "cpu" else ""
     steps = config.measure.steps + config.measure.warmup_steps
     return [
-        Row("model", f"{config.model.name}, random weights, seed {config.seed}"),
+        Row("model", _model_text(config)),
         Row("zero", f"stage {config.zero.stage}, prefetch {config.zero.prefetch}"),
         Row(
             "precision",
@@ -70,13 +70,24 @@ def _many(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
+def _model_text(config: RunConfig) -> str:
+    model, adapter = config.model, config.adapter
+    weights = f"weights of {model.path}" if model.path else f"random weights, seed {config.seed}"
+    if adapter.kind is AdapterKind.none:
+        return f"{model.name}, {weights}"
+    targets = ", ".join(adapter.targets) or "all linear layers but the head"
+    return f"{model.name}, {weights}; frozen, LoRA of rank {adapter.rank} beside {targets}"
+
+
 def _data_text(config: RunConfig) -> str:
     kinds = {
-        DataKind.stdlib: "stdlib: this Python's own standard-library sources, as bytes",
+        DataKind.stdlib: "stdlib: this Python's own standard-library sources",
         DataKind.synthetic: "synthetic: random tokens",
         DataKind.text: f"text: {config.data.path}",
     }
-    return kinds[config.data.kind]
+    bytewise = ", as bytes" if config.data.kind is not DataKind.synthetic else ""
+    tokens = ", in tokens of the model's own tokenizer" if config.data.tokenizer is Tokenizer.model else bytewise
+    return kinds[config.data.kind] + tokens
 
 
 def ready_text(event: Mapping[str, Any]) -> str:
@@ -216,6 +227,8 @@ def checkpoint_rows(result: Mapping[str, Any]) -> list[Row]:
             f"{told['saved']} saved in {told['folder']}, each held training up {digits(told['stall_ms'])} ms (median)"
         )
         rows.append(Row("checkpoints", text))
+    if told.get("weights"):
+        rows.append(Row("weights", f"{told['weights']}: a Hugging Face folder"))
     return rows
 
 

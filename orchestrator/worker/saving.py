@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.export import write_companions
 from orchestrator.record import AttemptPaths, EventTail, append_event
-from orchestrator.schema import CheckpointKind, RunConfig, to_dict
+from orchestrator.schema import AdapterKind, CheckpointKind, RunConfig, WeightsFolder, to_dict
 from zero_runtime.checkpoint.background import BackgroundSaver
+from zero_runtime.checkpoint.gathered import save_gathered_weights
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
 from zero_runtime.checkpoint.save import SaveSettings
 from zero_runtime.checkpoint.shelf import Retention, newest_good_together, open_together
+from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime
 
@@ -41,7 +44,10 @@ class Saving:
         self._data_hash = data_hash
         self._rank = runtime.collectives.rank
         retention = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
-        self._saver = BackgroundSaver(attempt.checkpoints, SaveSettings(retention=retention))
+        # A base that lies in a folder of its own is not written again with every checkpoint of its adapters.
+        with_frozen = config.adapter.kind is AdapterKind.none or config.model.path is None
+        settings = SaveSettings(retention=retention, with_frozen=with_frozen)
+        self._saver = BackgroundSaver(attempt.checkpoints, settings)
         self._last = 0  # step of the last save
         self._stalls_s: list[float] = []
         self.curve: list[float] = []  # losses of the steps before the one that it goes on from, on rank 0
@@ -107,6 +113,12 @@ class Saving:
         if progress.step > self._last:
             self._save(progress)
         self._saver.wait(self._runtime)
+        dtype = str(self._config.weights)
+        if self._config.weights is WeightsFolder.none:
+            return
+        save_gathered_weights(self._runtime, self._attempt.weights, dtype=TORCH_DTYPE[dtype])
+        if self._rank == 0:
+            write_companions(self._attempt.weights, self._run, dtype)
 
     def _save(self, progress: Progress) -> None:
         if self._config.kind is CheckpointKind.none:
@@ -138,4 +150,5 @@ class Saving:
             "stall_ms": 1e3 * statistics.median(stalls) if stalls else None,
             "folder": str(self._attempt.checkpoints) if stalls else None,
             "resumed_from_step": resumed_from or None,
+            "weights": str(self._attempt.weights) if self._config.weights is not WeightsFolder.none else None,
         }

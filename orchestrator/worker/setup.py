@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
+from torch import nn
 
-from orchestrator.schema import DType, Precision, RunConfig
+from orchestrator.schema import AdapterKind, DType, Precision, RunConfig, Tokenizer
 from orchestrator.worker.training import build_optimizer
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_unborn_model
+from orchestrator.workloads.tokenizer import load_tokenizer
+from orchestrator.workloads.weights import weights_of
+from zero_runtime.birth import Initialise
+from zero_runtime.checkpoint.hf_source import WeightsFolder
 from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -32,6 +39,10 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
 
 
 def build_data(config: RunConfig) -> TokenData:
+    encode = None
+    if config.data.tokenizer is Tokenizer.model:
+        assert config.model.path is not None
+        encode = load_tokenizer(config.model.path)
     return load_data(
         str(config.data.kind),
         config.data.path,
@@ -39,38 +50,61 @@ def build_data(config: RunConfig) -> TokenData:
         seed=config.seed,
         vocab_size=int(config.model.config["vocab_size"]),
         validation_fraction=config.data.validation_fraction,
+        encode=encode,
     )
 
 
 def build_runtime(config: RunConfig, device: torch.device, watch: RankWatch) -> ZeroRuntime:
-    """The model without weights, taken over by the runtime, which draws them unit by unit. Needs the process group."""
+    """The model without weights, taken over by the runtime, which draws or reads them unit by unit.
+
+    Needs the process group.
+    """
     assert config.batch.accumulation is not None
-    model = build_unborn_model(config.model.model_type, config.model.config)
+    model, initialise = _unborn(config)
     Recomputation(model, RecomputeRule(str(config.recompute.kind), config.recompute.every))
     precision = config.precision
-    return ZeroRuntime(
-        model,
-        ZeroPlan.from_stage(config.zero.stage, shard_ranks=config.zero.shard_ranks),
-        MixedPrecision(
-            param=str(precision.param),
-            reduce=str(precision.reduce),
-            accumulate=str(precision.accumulate),
-            master=str(precision.master),
-            compute=str(precision.compute),
-        ),
-        build_optimizer(config.optimizer),
-        RuntimeSettings(
-            micro_batches=config.batch.accumulation,
-            clip_norm=config.optimizer.clip_norm,
-            prefetch=config.zero.prefetch,
-            loss_scale=_loss_scale(precision),
-            watch=watch,
-            unit_numel=config.zero.unit_numel,
-            keep_dtype=tuple(precision.keep_dtype),
-            seed=config.seed,
-        ),
-        device,
+    settings = RuntimeSettings(
+        micro_batches=config.batch.accumulation,
+        clip_norm=config.optimizer.clip_norm,
+        prefetch=config.zero.prefetch,
+        loss_scale=_loss_scale(precision),
+        watch=watch,
+        unit_numel=config.zero.unit_numel,
+        keep_dtype=tuple(precision.keep_dtype),
+        seed=config.seed,
+        initialise=initialise,
     )
+    with ExitStack() as stack:
+        if config.model.path is not None:
+            folder = stack.enter_context(WeightsFolder(config.model.path))
+            settings = replace(settings, weights=weights_of(folder, model))
+        return ZeroRuntime(
+            model,
+            ZeroPlan.from_stage(config.zero.stage, shard_ranks=config.zero.shard_ranks),
+            MixedPrecision(
+                param=str(precision.param),
+                reduce=str(precision.reduce),
+                accumulate=str(precision.accumulate),
+                master=str(precision.master),
+                compute=str(precision.compute),
+            ),
+            build_optimizer(config.optimizer),
+            settings,
+            device,
+        )
+
+
+def _unborn(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
+    """The model on the meta device, with its adapters where there are some, and the rule of their first values."""
+    settings, adapter = config.model, config.adapter
+    assert settings.model_type is not None
+    model = build_unborn_model(settings.model_type, settings.config, as_saved=settings.path is not None)
+    if adapter.kind is AdapterKind.none:
+        return model, None
+    from orchestrator.workloads import adapters  # PEFT is an extra
+
+    wrapped = adapters.add_lora(model, adapters.lora_config(adapter.rank, adapter.alpha, adapter.targets))
+    return wrapped.train(), adapters.first_values(wrapped)
 
 
 def _loss_scale(precision: Precision) -> LossScaleRule:

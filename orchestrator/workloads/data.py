@@ -18,16 +18,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from orchestrator.workloads.sources import (
     BYTE_VOCABULARY,
     ORDER,
     STDLIB_BYTES,
     SYNTHETIC_WINDOWS,
-    ByteWindows,
+    Encode,
     IntArray,
     SyntheticWindows,
+    TextWindows,
     Windows,
+    as_bytes,
+    as_tokens,
     random_bits,
     read_stdlib,
     read_text,
@@ -95,14 +99,21 @@ class TokenData:
 
 
 def load_data(
-    kind: str, path: str | None, *, seq: int, seed: int, vocab_size: int, validation_fraction: float
+    kind: str,
+    path: str | None,
+    *,
+    seq: int,
+    seed: int,
+    vocab_size: int,
+    validation_fraction: float,
+    encode: Encode | None = None,
 ) -> TokenData:
     """The data of `kind` (stdlib, text or synthetic) for a model of `vocab_size`.
 
-    `path` (a file or a folder) belongs to kind text alone. ValueError when the source cannot give one
-    training and, with a fraction above 0, one validation window.
+    `path` (a file or a folder) belongs to kind text alone. `encode` makes the tokens of a text; None takes its bytes.
+    ValueError when the source cannot give one training and, with a fraction above 0, one validation window.
     """
-    _check(kind, path, seq, seed, vocab_size, validation_fraction)
+    _check(kind, path, seq, seed, vocab_size, validation_fraction, reads_bytes=encode is None)
     about: dict[str, Any] = {"layout": LAYOUT_VERSION, "seq": seq, "validation_fraction": float(validation_fraction)}
     if kind == "synthetic":
         windows: Windows = SyntheticWindows(seed, vocab_size, seq)
@@ -110,10 +121,14 @@ def load_data(
         about |= {"kind": "synthetic", "seed": seed, "vocab_size": vocab_size, "windows": SYNTHETIC_WINDOWS}
         digest = _hash(about, b"")
     else:
-        name, tokens = _read(kind, path)
+        name, text = _read(kind, path)
+        tokens = as_bytes(text) if encode is None else as_tokens(text, encode)
         windows, vocabulary = _cut(tokens, seq, validation_fraction, name), BYTE_VOCABULARY
         about |= {"kind": str(kind)}
-        digest = _hash(about, memoryview(tokens)[: windows.count * (seq + 1)])
+        if encode is not None:
+            vocabulary = _checked_vocabulary(tokens, vocab_size)
+            about |= {"tokens": "int32"}
+        digest = _hash(about, tokens[: windows.count * (seq + 1)].data.cast("B"))
     train, held_out = split(windows.count, validation_fraction)
     return TokenData(name, digest, vocabulary, seed, windows, train, held_out)
 
@@ -151,7 +166,20 @@ def epoch_order(samples: int, seed: int, epoch: int) -> IntArray:
     return order
 
 
-def _check(kind: str, path: str | None, seq: int, seed: int, vocab_size: int, fraction: float) -> None:
+def _checked_vocabulary(tokens: NDArray[np.generic], vocab_size: int) -> int:
+    """The model's vocabulary, which every token must be below."""
+    largest = int(tokens.max())  # _cut has seen that there are some
+    if largest >= vocab_size:
+        raise ValueError(
+            f"data.tokenizer: expected tokens below the model's vocab_size, {vocab_size}, found {largest}; the "
+            "tokenizer beside the weights is of another model: use data.tokenizer=bytes, or mend the folder"
+        )
+    return vocab_size
+
+
+def _check(
+    kind: str, path: str | None, seq: int, seed: int, vocab_size: int, fraction: float, *, reads_bytes: bool
+) -> None:
     wrong = []
     if kind not in ("stdlib", "text", "synthetic"):
         wrong.append(f"data.kind: expected stdlib, text or synthetic, found '{kind}'")
@@ -159,7 +187,7 @@ def _check(kind: str, path: str | None, seq: int, seed: int, vocab_size: int, fr
         wrong.append("data.path: expected a file or a folder for data=text, found none; add data.path=...")
     if kind != "text" and path:
         wrong.append(f"data.path: expected none for data={kind}, found {path}; use data=text or remove it")
-    if kind != "synthetic" and vocab_size < BYTE_VOCABULARY:
+    if kind != "synthetic" and reads_bytes and vocab_size < BYTE_VOCABULARY:
         wrong.append(
             f"model vocab_size: expected at least {BYTE_VOCABULARY} for the bytes of data={kind}, found "
             f"{vocab_size}; raise model.config.vocab_size or use data=synthetic"
@@ -183,11 +211,12 @@ def _read(kind: str, path: str | None) -> tuple[str, bytearray]:
     return f"stdlib-{platform.python_version()}", read_stdlib(STDLIB_BYTES)
 
 
-def _cut(tokens: bytearray, seq: int, fraction: float, name: str) -> ByteWindows:
-    windows, needed = ByteWindows(tokens, seq), 2 if fraction else 1
+def _cut(tokens: NDArray[np.generic], seq: int, fraction: float, name: str) -> TextWindows:
+    windows, needed = TextWindows(tokens, seq), 2 if fraction else 1
     if windows.count < needed:
+        unit = "bytes" if tokens.dtype == np.uint8 else "tokens"
         raise ValueError(
-            f"data: expected at least {needed * (seq + 1):,} bytes ({needed} x batch.seq + 1, training and "
+            f"data: expected at least {needed * (seq + 1):,} {unit} ({needed} x batch.seq + 1, training and "
             f"validation), found {len(tokens):,} in {name}; give more text or a smaller batch.seq"
         )
     return windows

@@ -43,10 +43,13 @@ def build_model(model_type: str, config: Mapping[str, Any], *, seed: int, attent
         return _build(model_type, config, torch.device("cpu"), attention)
 
 
-def build_unborn_model(model_type: str, config: Mapping[str, Any]) -> nn.Module:
-    """The same model for the runtime to give weights to: parameters on the meta device, buffers with their values."""
+def build_unborn_model(model_type: str, config: Mapping[str, Any], *, as_saved: bool = False) -> nn.Module:
+    """The same model for the runtime to give weights to: parameters on the meta device, buffers with their values.
+
+    `as_saved`: `config` is what a saved config.json says; see `model_config`.
+    """
     with parameters_on_meta():
-        return _build(model_type, config, torch.device("cpu"), "sdpa")
+        return _build(model_type, config, torch.device("cpu"), "sdpa", as_saved=as_saved)
 
 
 def build_meta_model(model_type: str, config: Mapping[str, Any]) -> nn.Module:
@@ -70,8 +73,10 @@ def token_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor
     )
 
 
-def _build(model_type: str, config: Mapping[str, Any], device: torch.device, attention: str) -> nn.Module:
-    checked = model_config(model_type, config)
+def _build(
+    model_type: str, config: Mapping[str, Any], device: torch.device, attention: str, *, as_saved: bool = False
+) -> nn.Module:
+    checked = model_config(model_type, config, as_saved=as_saved)
     try:
         with device:
             model = AutoModelForCausalLM.from_config(checked, attn_implementation=attention, dtype=torch.float32)
@@ -80,9 +85,20 @@ def _build(model_type: str, config: Mapping[str, Any], device: torch.device, att
     return model.train()
 
 
-def model_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedConfig:
-    """The architecture's configuration, every key known to it, dropout 0 and no cache; else ValueError."""
+def model_config(model_type: str, config: Mapping[str, Any], *, as_saved: bool = False) -> PreTrainedConfig:
+    """The architecture's configuration, every key known to it, dropout 0 and no cache; else ValueError.
+
+    `as_saved`: `config` is a saved config.json. It is read as from_pretrained reads it (older spellings included, keys
+    of nobody left alone), and its dropout becomes 0.
+    """
     kind = _config_class(model_type)
+    if as_saved:
+        found = kind.from_dict(dict(config))
+        for one in fields(kind):
+            if _is_dropout(one.name):
+                setattr(found, one.name, 0.0)
+        found.use_cache = False
+        return found
     wrong = [*_unknown_keys(kind, config), *_wrong_rope(config), *_wrong_values(config)]
     if wrong:
         raise ValueError("\n".join(wrong))
@@ -95,9 +111,11 @@ def model_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedConfig
         raise ValueError(f"model.config is not a {model_type}: {_one_line(error)}") from error
 
 
-def saved_config(model_type: str, config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedConfig:
+def saved_config(
+    model_type: str, config: Mapping[str, Any], dtype: torch.dtype, *, as_saved: bool = False
+) -> PreTrainedConfig:
     """The configuration as it lies beside saved weights of `dtype`: from_pretrained finds class and dtype in it."""
-    found = model_config(model_type, config)
+    found = model_config(model_type, config, as_saved=as_saved)
     found.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     found.dtype = dtype
     return found

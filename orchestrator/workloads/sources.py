@@ -1,9 +1,10 @@
-"""Where tokens come from: the bytes of real text, or a seed; both cut into windows of equal length."""
+"""Where tokens come from: real text, as bytes or by a tokenizer, or a seed; cut into windows of equal length."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -14,10 +15,12 @@ BYTE_VOCABULARY = 256
 STDLIB_BYTES = 8 << 20  # 65,000 windows of 128: far more than a first run reads, and loaded in 0.1 s
 SYNTHETIC_WINDOWS = 65_536
 SYNTHETIC_NOISE = 0.05
+PIECE_BYTES = 1 << 18  # text that a tokenizer is given at a time
 
 ORDER, SYNTHETIC = 0, 1  # the streams of a seed
 
 IntArray = NDArray[np.int64]
+Encode = Callable[[list[str]], list[list[int]]]  # texts to token ids
 
 
 class Windows(Protocol):
@@ -35,12 +38,12 @@ def random_bits(count: int, seed: int, stream: int, index: int) -> NDArray[np.ui
     return np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, index))).random_raw(count)
 
 
-class ByteWindows:
-    """Windows over bytes that are kept as they are, one byte a token."""
+class TextWindows:
+    """Windows over the tokens of a text: [n] uint8, which are its bytes, or int32."""
 
-    def __init__(self, tokens: bytes | bytearray, seq: int) -> None:
+    def __init__(self, tokens: NDArray[np.generic], seq: int) -> None:
         self.count = len(tokens) // (seq + 1)
-        used = np.frombuffer(tokens, dtype=np.uint8, count=self.count * (seq + 1))
+        used = tokens[: self.count * (seq + 1)]
         self._windows = used.reshape(self.count, seq + 1)  # a view: the text is in memory once
 
     def read(self, indices: IntArray) -> IntArray:
@@ -75,6 +78,25 @@ class SyntheticWindows:
         tokens = (start + step * np.arange(length, dtype=np.int64)) % span
         noise = (uniform[2 : 2 + length] * vocabulary).astype(np.int64)
         return np.where(uniform[2 + length :] < SYNTHETIC_NOISE, noise, tokens)
+
+
+def as_bytes(text: bytearray) -> NDArray[np.uint8]:
+    """One token a byte: the text's own memory, [bytes] uint8."""
+    return np.frombuffer(text, dtype=np.uint8)
+
+
+def as_tokens(text: bytearray, encode: Encode) -> NDArray[np.int32]:
+    """The tokens of a tokenizer, [n] int32. The text is cut at ends of lines, so no token goes over one of the cuts."""
+    parts = [np.empty(0, np.int32)]
+    start = 0
+    while start < len(text):
+        stop = start + PIECE_BYTES
+        end = text.find(b"\n", stop) + 1 if stop < len(text) else len(text)
+        end = end or len(text)
+        pieces = encode([text[start:end].decode("utf-8", errors="replace")])
+        parts += [np.asarray(piece, dtype=np.int32) for piece in pieces]
+        start = end
+    return np.concatenate(parts)
 
 
 def read_stdlib(limit_bytes: int) -> bytearray:

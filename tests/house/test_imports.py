@@ -28,7 +28,8 @@ IMPORTERS = {
     "omegaconf": {"orchestrator/compose.py"},
     "submitit": {"orchestrator/launch.py", "orchestrator/job.py"},
     "mlflow": {"orchestrator/tracking.py"},
-    "transformers": {"orchestrator/workloads/models.py"},
+    "transformers": {"orchestrator/workloads/models.py", "orchestrator/workloads/tokenizer.py"},
+    "peft": {"orchestrator/workloads/adapters.py"},
 }
 # What a floor may import beside the standard library and the floors under it.
 LIBRARIES = {"kernels": {"torch", "triton"}, "zero_runtime": {"torch", "numpy", "safetensors"}}

@@ -46,7 +46,7 @@ class WeightsFolder:
         if not (self.path / WEIGHTS).exists():
             raise CheckpointError(self._nothing_here())
         self._open(WEIGHTS)
-        yield from ((name, WEIGHTS) for name in self._files[WEIGHTS].keys())
+        yield from dict.fromkeys(self._files[WEIGHTS].keys(), WEIGHTS).items()
 
     def _read_index(self) -> Mapping[str, str]:
         path = self.path / WEIGHTS_INDEX

@@ -73,7 +73,10 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """One parameter. dtype: of its master, as safetensors names it. pieces: by state, in order of start."""
+    """One parameter. dtype: of its master, as safetensors names it. pieces: by state, in order of start.
+
+    A frozen parameter may be left out: it has no pieces then, and whoever loads brings its values.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -83,6 +86,10 @@ class ParameterEntry:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def left_out(self) -> bool:
+        return not self.trainable and not self.pieces
 
 
 class BufferEntry(NamedTuple):
@@ -267,5 +274,5 @@ class _Strict:
                     if index.is_whole and start > end:
                         break
                     end = stop
-                if index.is_whole and end != entry.numel:
+                if index.is_whole and end != entry.numel and not entry.left_out:
                     raise self.fail(f"all {entry.numel} elements of {state}/{name}", f"a gap at {end}")

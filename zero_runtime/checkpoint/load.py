@@ -29,7 +29,6 @@ from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.unit import READ_NUMEL, Unit
 
 
-
 class Checkpoint:
     """A committed checkpoint. Reads nothing but its index until it is asked for ranges."""
 
@@ -174,7 +173,7 @@ class StateSource:
 
     def names(self) -> Sequence[str]:
         entries = self._checkpoint.index.parameters.items()
-        return [name for name, entry in entries if self._state == MASTER or entry.trainable]
+        return [name for name, entry in entries if (self._state == MASTER and not entry.left_out) or entry.trainable]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._checkpoint.index.parameters[name].shape
@@ -235,16 +234,22 @@ def fill(runtime: ZeroRuntime, sources: Mapping[str, TensorSource]) -> None:
 
 
 def _fill_with(
-    runtime: ZeroRuntime, states: Collection[str], put: Callable[[str, str, int, torch.Tensor], None]
+    runtime: ZeroRuntime,
+    states: Collection[str],
+    put: Callable[[str, str, int, torch.Tensor], None],
+    left_out: Collection[str] = (),
 ) -> None:
-    """Have `put(state, name, start, target)` fill every piece that this rank holds of these states."""
+    """Have `put(state, name, start, target)` fill every piece that this rank holds of these states.
+
+    Parameters that are `left_out` keep their values.
+    """
     with torch.no_grad():
         for unit in runtime.units:
             unit.drop_full()
             for state, shard in shards_of(runtime, unit).items():
                 for piece in unit.layout.pieces(runtime.collectives.shard_rank) if state in states else ():
-                    part = shard[piece.shard_offset :][: piece.stop - piece.start]
-                    put(state, piece.name, piece.start, part)
+                    if piece.name not in left_out:
+                        put(state, piece.name, piece.start, shard[piece.shard_offset :][: piece.stop - piece.start])
             unit.refresh_param_shard()
 
 
@@ -260,6 +265,8 @@ def _check(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
     for unit in runtime.units:
         for state in shards_of(runtime, unit):
             for piece in unit.layout.pieces(runtime.collectives.shard_rank):
+                if index.parameters[piece.name].left_out:
+                    continue
                 for extent in checkpoint.extents(state, piece.name, piece.start, piece.stop):
                     checkpoint._file(extent.file)
     for entry in index.buffers.values():
@@ -268,7 +275,8 @@ def _check(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
 
 def _fill_all(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
     try:
-        _fill_with(runtime, (MASTER, *checkpoint.index.optimizer.states), checkpoint.read_into)
+        left_out = {name for name, entry in checkpoint.index.parameters.items() if entry.left_out}
+        _fill_with(runtime, (MASTER, *checkpoint.index.optimizer.states), checkpoint.read_into, left_out)
         own = runtime.kept_buffers()
         with torch.no_grad():
             for name, values in checkpoint.buffers().items():

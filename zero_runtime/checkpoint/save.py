@@ -54,12 +54,14 @@ class SaveSettings:
     node: None for one folder that all ranks see. Otherwise this rank's node: the ranks of one node share a root of
         their own, which holds their files alone.
     retention: what is deleted after each commit.
+    with_frozen: False leaves frozen parameters out, for models whose frozen base lies elsewhere (LoRA).
     limit_s: how long nothing in the folder may grow before a rank that has not reported is given up.
     block_bytes: bytes a write. pause_s: a sleep after each, and before the commit; only tests have one.
     """
 
     node: int | None = None
     retention: Retention = KEEP_ALL
+    with_frozen: bool = True
     limit_s: float = 300.0
     block_bytes: int = 8 << 20
     pause_s: float = 0.0
@@ -159,7 +161,7 @@ class Save:
 
     def prepare(self, runtime: ZeroRuntime, every: Sequence[dict[str, Any]], trainer: dict[str, Any]) -> None:
         """Look what is to be written; the leader makes room for it."""
-        self.parts = parts_of(runtime, self.members)
+        self.parts = parts_of(runtime, self.members, with_frozen=self.settings.with_frozen)
         if not self.leads:
             return
         self.draft = index_without_files(runtime, self.step, trainer, every, self.members)

@@ -31,7 +31,7 @@ class Part(NamedTuple):
     values: torch.Tensor
 
 
-def parts_of(runtime: ZeroRuntime, members: Sequence[int]) -> list[Part]:
+def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool = True) -> list[Part]:
     """This rank's parts as views, widest dtype first (so that none starts off its alignment).
 
     `members`: the ranks that write to this rank's folder. See [Note: every byte once].
@@ -41,6 +41,8 @@ def parts_of(runtime: ZeroRuntime, members: Sequence[int]) -> list[Part]:
     place, places = alike.index(collectives.rank), len(alike)
     found = []
     for unit in runtime.units:
+        if not unit.trainable and not with_frozen:
+            continue
         numel = unit.layout.shard_numel
         low, high = numel * place // places, numel * (place + 1) // places
         for state, shard in shards_of(runtime, unit).items():

@@ -1,0 +1,64 @@
+"""LoRA through PEFT: a frozen model with trainable adapters, their first values, and their own folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from zero_runtime.birth import parameters_on_meta
+from zero_runtime.checkpoint.hf_source import Renamed
+from zero_runtime.checkpoint.source import TensorSource
+
+ALL_LINEAR = "all-linear"  # PEFT's word for every linear layer but the head
+ADAPTER = "adapter_model"  # how the file of weights in a PEFT folder begins
+_NAME = ".default."  # PEFT's name for an only adapter, which its files leave out
+
+
+def lora_config(rank: int, alpha: float, targets: Sequence[str], base: str | None = None) -> LoraConfig:
+    """PEFT's settings, without dropout. `base`: the folder of the model that is frozen."""
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # declared int, used as a factor
+        target_modules=list(targets) or ALL_LINEAR,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+
+
+def add_lora(model: nn.Module, config: LoraConfig) -> PeftModel:
+    """`model` frozen, with adapters on the meta device. ValueError where no layer has such a name."""
+    try:
+        with parameters_on_meta():
+            return get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(f"adapter.targets: {' '.join(str(error).split())}") from error
+
+
+def first_values(model: PeftModel) -> Callable[[nn.Module], None]:
+    """The rule for birth: an adapter's is PEFT's (A uniform, B zero: nothing changes at first), else the model's."""
+    base_rule: Callable[[nn.Module], None] = model.get_base_model()._init_weights  # type: ignore[assignment]
+
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, LoraLayer):
+            for name in module.lora_A:
+                module.reset_lora_parameters(name, True)
+        elif not isinstance(module, PeftModel):
+            base_rule(module)
+
+    return initialise
+
+
+def adapter_weights(source: TensorSource) -> Renamed:
+    """The adapters alone, by the names that PEFT's files have."""
+    return Renamed(source, {name.replace(_NAME, "."): name for name in source.names() if "lora_" in name})
+
+
+def save_adapter_config(config: LoraConfig, folder: str | Path) -> None:
+    """adapter_config.json, as PeftModel.from_pretrained reads it."""
+    config.inference_mode = True
+    config.save_pretrained(str(folder))

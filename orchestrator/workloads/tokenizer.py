@@ -1,0 +1,38 @@
+"""Tokenizers of local folders, and one for data that is read as bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries are imported: nothing is fetched
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+Encode = Callable[[list[str]], list[list[int]]]
+
+
+def load_tokenizer(folder: str | Path) -> Encode:
+    """The tokenizer of a local folder: texts to token ids, without marks of beginning or end."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return found
+
+    return encode
+
+
+def save_byte_tokenizer(folder: str | Path) -> None:
+    """A tokenizer for the byte tokens of our data: token b is byte b, so text goes there and back unchanged."""
+    letters = bytes_to_unicode()
+    bare = Tokenizer(BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
+    bare.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    bare.decoder = ByteLevelDecoder()
+    PreTrainedTokenizerFast(tokenizer_object=bare, clean_up_tokenization_spaces=False).save_pretrained(folder)
