@@ -239,8 +239,13 @@ def _tokenizer_is_there(scene: Scene, model: Model, data: Data) -> Broken | None
     return None
 
 
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    return importlib.util.find_spec(package) is not None
+
+
 def _adapter_can_be_made(scene: Scene, adapter: Adapter) -> Broken | None:
-    if adapter.kind is AdapterKind.none or importlib.util.find_spec("peft") is not None:
+    if adapter.kind is AdapterKind.none or is_installed("peft"):
         return None
     rule = "adapter=lora needs the package peft: pip install 'zero-lab[lora]'"
     return Broken(rule, "none", ("adapter=none",))

@@ -164,8 +164,8 @@ class Model:
 
     name: str
     model_type: str | None = None
-    path: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    path: str | None = None
 
 
 @dataclass(frozen=True)

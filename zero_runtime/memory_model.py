@@ -172,14 +172,26 @@ def _whole_param_bytes(precision: MixedPrecision) -> int:
 
 
 def formula(
-    plan: ZeroPlan, precision: MixedPrecision, *, micro_batches: int = 1, optimizer_states: int = ADAM_STATES
+    plan: ZeroPlan,
+    precision: MixedPrecision,
+    *,
+    micro_batches: int = 1,
+    optimizer_states: int = ADAM_STATES,
+    with_frozen: bool = False,
 ) -> str:
-    """The closed form of `model_state_bytes` in Ψ (parameters) and N (ranks of a shard group): `4Ψ + 12Ψ/N`."""
-    components = asdict(BytesPerElement.of(plan, precision, micro_batches, optimizer_states))
-    terms = [term for component in components.values() for term in component]
+    """The closed form of `model_state_bytes` in Ψ (parameters) and N (ranks of a shard group): `4Ψ + 12Ψ/N`.
+
+    `with_frozen`: Ψ are those that are trained, Φ the others.
+    """
+    of = BytesPerElement.of(plan, precision, micro_batches, optimizer_states)
+    trained = _closed_form([term for component in asdict(of).values() for term in component], "Ψ")
+    return f"{trained} + {_closed_form(of.params, 'Φ')} (Φ frozen)" if with_frozen else trained
+
+
+def _closed_form(terms: Iterable[tuple[int, Partition]], letter: str) -> str:
     full = sum(size for size, partition in terms if partition is Partition.REPLICATED)
     split = sum(size for size, partition in terms if partition is Partition.SHARDED)
-    return " + ".join(([f"{full}Ψ"] if full else []) + ([f"{split}Ψ/N"] if split else []))
+    return " + ".join(([f"{full}{letter}"] if full else []) + ([f"{split}{letter}/N"] if split else []))
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> di
             runtime.precision,
             micro_batches=micro_batches,
             optimizer_states=len(runtime.optimizer.state_names),
+            with_frozen=not all(unit.trainable for unit in runtime.units),
         ),
         "padding_bytes": predicted.padding,
     }

@@ -22,8 +22,16 @@ CONF = ROOT / "conf"
 GROUPS = {name: hint for name, hint in hints_of(RunConfig).items() if is_dataclass(hint)}
 OPTIONS = sorted(file for group in GROUPS for file in (CONF / group).glob("*.yaml"))
 SCENE = Scene(Hardware(cores=2, cpu="cpu"))
-# Said by hand beside the option: data=text alone has no path.
-NEEDS = {"data/text.yaml": [f"data.path={ROOT / 'run.py'}"]}
+# Said by hand beside the option: data=text and model=pretrained alone have no path.
+NEEDS = {"data/text.yaml": [f"data.path={ROOT / 'run.py'}"], "model/pretrained.yaml": ["model.path={weights}"]}
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A folder of a model as far as the command line looks into it."""
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 300}')
+    (tmp_path / "model.safetensors").touch()
+    return tmp_path
 
 
 def name_of(file: Path) -> str:
@@ -42,8 +50,9 @@ def test_every_file_builds_its_dataclass_and_spells_out_every_key(file: Path) ->
 
 
 @pytest.mark.parametrize("file", OPTIONS, ids=name_of)
-def test_every_option_can_be_chosen_without_breaking_a_rule(file: Path) -> None:
-    line = [f"{file.parent.name}={file.stem}", *NEEDS.get(name_of(file), [])]
+def test_every_option_can_be_chosen_without_breaking_a_rule(file: Path, weights: Path) -> None:
+    needs = [word.format(weights=weights) for word in NEEDS.get(name_of(file), [])]
+    line = [f"{file.parent.name}={file.stem}", *needs]
     _, problems = checked_points(compose.compose(arguments.split(line)), SCENE)
     assert problems == []
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from orchestrator.workloads.models import build_meta_model, build_model, model_config, token_losses
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FILES = sorted((REPOSITORY / "conf" / "model").glob("*.yaml"))
+FILES = sorted(file for file in (REPOSITORY / "conf" / "model").glob("*.yaml") if file.stem != "pretrained")
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     | {"num_attention_heads": 4, "num_key_value_heads": 2},
@@ -29,7 +29,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def described(name: str) -> tuple[str, dict[str, Any]]:
     content = yaml.safe_load((REPOSITORY / "conf" / "model" / f"{name}.yaml").read_text())
-    assert content.keys() == {"name", "model_type", "config"}
+    assert content.keys() == {"name", "model_type", "config", "path"}
     assert content["name"] == name
     return content["model_type"], content["config"]
 

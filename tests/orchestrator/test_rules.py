@@ -93,6 +93,11 @@ BROKEN = [
     (LAPTOP, "checkpoint.resume=misssing/step-1", "checkpoint.resume must be none, auto or the folder of a checkpoint"),
     (LAPTOP, "checkpoint.every=5", "checkpoint=none saves nothing and uses no checkpoint.every"),
     (LAPTOP, "tracking=none tracking.uri=here", "tracking=none uses no tracking.uri"),
+    (LAPTOP, "model=pretrained", "model=pretrained needs model.path=FOLDER"),
+    (LAPTOP, "data.tokenizer=model", "data.tokenizer=model needs a model.path with a tokenizer"),
+    (LAPTOP, "data=synthetic data.tokenizer=model", "data=synthetic makes tokens and reads no text"),
+    (LAPTOP, "adapter=lora", "adapter=lora needs the package peft"),
+    (LAPTOP, "adapter=lora checkpoint.weights=bf16", "checkpoint.weights gathers a whole model"),
 ]
 
 
@@ -103,6 +108,7 @@ def test_a_broken_rule_is_told_and_each_fix_mends_it(
     (tmp_path / "misssing").touch()
     (tmp_path / "here").touch()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rules, "is_installed", lambda _: line != "adapter=lora")
     broken = check_rules(config(line), scene)
     assert len(broken) == 1
     assert told in broken[0].rule
@@ -111,7 +117,8 @@ def test_a_broken_rule_is_told_and_each_fix_mends_it(
         assert check_rules(config(f"{line} {fix}"), scene) == []
 
 
-def test_every_rule_has_a_case() -> None:
+def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "is_installed", lambda _: False)
     told = " ".join(line for _, line, _ in BROKEN)
     assert len(rules.RULES) <= len(BROKEN)
     for rule in rules.RULES:

@@ -1,0 +1,260 @@
+"""A local folder of weights is trained as transformers reads it, with its tokenizer; adapters go out alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness.ranks import run_alone, run_ranks
+
+from orchestrator import cli, pretrained
+from orchestrator.schema import (
+    Adapter,
+    AdapterKind,
+    Batch,
+    Compute,
+    Data,
+    Device,
+    DType,
+    Model,
+    Precision,
+    Resources,
+    RunConfig,
+    Tokenizer,
+    Zero,
+    to_dict,
+)
+from orchestrator.workloads import sources
+from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
+from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
+from zero_runtime.errors import CheckpointError
+
+IDS = torch.arange(24).view(2, 12)
+LORA = Adapter(AdapterKind.lora, rank=3, alpha=6.0)
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},  # its head is tied
+    "llama": {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+    },
+}
+
+
+def _write_folders(root: Path) -> dict[str, torch.Tensor]:
+    """Models as transformers saves them, in several files, and one without its head's prefix; their logits."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    found = {}
+    for kind, config in KINDS.items():
+        torch.manual_seed(7)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **config)).eval()
+        model.save_pretrained(root / kind, max_shard_size="40KB")
+        with torch.no_grad():
+            found[kind] = model(input_ids=IDS).logits
+    bare = root / "bare"  # what older folders of GPT-2 look like: no prefix, masks as tensors
+    bare.mkdir()
+    (bare / "config.json").write_bytes((root / "gpt2" / "config.json").read_bytes())
+    tensors = {}
+    for file in (root / "gpt2").glob("*.safetensors"):
+        tensors |= {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
+    save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 32, 32)}, bare / "model.safetensors")
+    found["bare"] = found["gpt2"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    root = tmp_path_factory.mktemp("folders")
+    return root, run_alone(_write_folders, root)
+
+
+def _config(folder: Path, stage: int = 3, **changes: Any) -> RunConfig:
+    return RunConfig(
+        model=pretrained.completed(Model("pretrained", path=str(folder))),
+        zero=Zero(stage=stage),
+        precision=Precision(DType.fp32, compute=Compute.fp32),
+        batch=Batch(micro=1, accumulation=1, global_size=2, seq=12),
+        resources=Resources(Device.cpu, ranks=2, threads=1),
+        data=Data(tokenizer=Tokenizer.bytes),
+        **changes,
+    )
+
+
+def _runtime(config: RunConfig) -> Any:
+    from orchestrator.worker.setup import build_runtime
+
+    return build_runtime(config, torch.device("cpu"), None)  # type: ignore[arg-type]
+
+
+def _logits_at_stages(root: Path, names: list[str]) -> dict[tuple[str, int], torch.Tensor]:
+    found = {}
+    for name in names:
+        for stage in (0, 3):
+            runtime = _runtime(_config(root / name, stage))
+            with torch.no_grad():
+                found[name, stage] = runtime(input_ids=IDS, use_cache=False).logits
+            runtime.close()
+    return found
+
+
+def test_a_folder_gives_the_logits_that_transformers_has(folders) -> None:
+    root, wanted = folders
+    assert len(list((root / "gpt2").glob("*.safetensors"))) > 2
+    for (name, stage), logits in run_ranks(_logits_at_stages, 2, root, list(wanted))[1].items():
+        assert torch.equal(logits, wanted[name]), (name, stage)
+
+
+def _other_architecture(root: Path) -> str:
+    config = _config(root / "llama")
+    config = replace(config, model=replace(config.model, path=str(root / "gpt2")))
+    with pytest.raises(CheckpointError) as error:
+        _runtime(config)
+    return str(error.value)
+
+
+def test_the_weights_of_another_architecture_are_refused_by_name(folders) -> None:
+    (text,) = run_ranks(_other_architecture, 1, folders[0])
+    assert "another architecture: expected the 21 tensors of this model, found 28" in text
+    assert "lacks model.embed_tokens.weight" in text
+    assert "transformer.h.0.attn.c_attn.bias" in text
+
+
+# ---- LoRA ------------------------------------------------------------------------------------------------------------
+
+
+def _adapted(root: Path, stage: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Before training and after; what a checkpoint of it holds. A second runtime goes on from it."""
+    from orchestrator.workloads.models import token_losses
+
+    config = _config(root / "llama", stage, adapter=LORA)
+    runtime = _runtime(config)
+    with torch.no_grad():
+        first = runtime(input_ids=IDS, use_cache=False).logits
+    for _ in range(2):
+        runtime.backward(token_losses(runtime.model, IDS, IDS) / IDS.numel() / 2)
+        runtime.step(1e-2)
+    with torch.no_grad():
+        last = runtime(input_ids=IDS, use_cache=False).logits
+    trainer = {"config": to_dict(config)}
+    path = save_checkpoint(
+        runtime, root / f"lora{stage}", step=2, trainer=trainer, settings=SaveSettings(with_frozen=False)
+    )
+    runtime.close()
+    again = _runtime(_config(root / "llama", 3 - stage, adapter=LORA))
+    load_checkpoint(again, Checkpoint.open(path))
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=IDS, use_cache=False).logits, last)
+    again.close()
+    return first, last, list(Checkpoint.open(path).state("master").names())
+
+
+def _with_peft(base: Path, adapter: Path) -> torch.Tensor:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_adapters_are_trained_beside_a_frozen_base_and_go_out_alone(
+    folders, stage: int, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    root, wanted = folders
+    first, last, kept = run_ranks(_adapted, 2, root, stage)[0]
+    assert torch.equal(first, wanted["llama"]), "an adapter's second matrix is zero at first"
+    assert not torch.equal(first, last)
+    assert kept
+    assert all("lora_" in name for name in kept), "the base lies in its own folder"
+    out = tmp_path / "adapter"
+    assert cli.main(["export-weights", str(root / f"lora{stage}" / "step-00000002"), str(out), "--dtype", "fp32"]) == 0
+    assert "the adapters alone" in capsys.readouterr().out
+    assert {one.name for one in out.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    # PEFT multiplies B and A in its own order of the same calls; weights are equal, and so are logits.
+    assert torch.equal(run_alone(_with_peft, root / "llama", out), last)
+
+
+def _wrong_target(root: Path) -> None:
+    with pytest.raises(ValueError, match=r"adapter\.targets: .*no_such_layer"):
+        _runtime(_config(root / "llama", adapter=replace(LORA, targets=["no_such_layer"])))
+
+
+def test_a_layer_that_is_not_there_is_named(folders) -> None:
+    run_ranks(_wrong_target, 1, folders[0])
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+TEXT = "if x:\n    grün = '漢字'\t# done\n" * 3
+
+
+def _byte_tokenizer(folder: Path) -> tuple[list[int], str]:
+    from transformers import AutoTokenizer
+
+    from orchestrator.workloads.tokenizer import load_tokenizer, save_byte_tokenizer
+
+    save_byte_tokenizer(folder)
+    ids = load_tokenizer(folder)([TEXT])[0]
+    return ids, AutoTokenizer.from_pretrained(folder).decode(ids)
+
+
+def test_the_tokenizer_of_bytes_gives_bytes_and_takes_them_back(tmp_path: Path) -> None:
+    ids, text = run_alone(_byte_tokenizer, tmp_path)
+    assert ids == list(TEXT.encode())
+    assert text == TEXT
+
+
+def test_a_text_is_cut_at_ends_of_lines_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        seen.extend(texts)
+        return [[len(word) for word in text.split()] for text in texts]
+
+    monkeypatch.setattr(sources, "PIECE_BYTES", 40)
+    tokens = sources.as_tokens(bytearray(TEXT.encode()), encode)
+    assert "".join(seen) == TEXT
+    assert all(piece.endswith("\n") for piece in seen)
+    assert len(seen) == 2
+    assert tokens.dtype == np.int32
+    assert tokens.tolist() == [len(word) for word in TEXT.split()]
+
+
+# ---- what the command line says of a folder --------------------------------------------------------------------------
+
+
+def test_a_folder_brings_its_name_architecture_and_configuration(folders) -> None:
+    model = pretrained.completed(Model("pretrained", path=str(folders[0] / "gpt2")))
+    assert (model.name, model.model_type, model.config["n_embd"]) == ("gpt2", "gpt2", 32)
+    assert pretrained.problem(model) is None
+    assert pretrained.completed(model) == model
+
+
+def test_what_is_wrong_with_a_folder_is_told(tmp_path: Path) -> None:
+    def told(model: Model) -> str:
+        return str(pretrained.problem(pretrained.completed(model)))
+
+    folder = tmp_path / "gpt2-small"
+    assert "must be a folder that is there" in told(Model("pretrained", path=str(tmp_path / "gpt2-smal")))
+    folder.mkdir()
+    assert f"model.path={folder}" in told(Model("pretrained", path=str(tmp_path / "gpt2-smal")))
+    assert "must hold a config.json with a model_type" in told(Model("pretrained", path=str(folder)))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert "must hold model.safetensors" in told(Model("pretrained", path=str(folder)))
+    (folder / "model.safetensors").touch()
+    assert told(Model("pretrained", path=str(folder))) == "None"
+    assert "brings its own architecture" in told(Model("x", "llama", {"vocab_size": 3}, str(folder)))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "quantization_config": {}}))
+    assert "weights that are not quantised" in told(Model("pretrained", path=str(folder)))
