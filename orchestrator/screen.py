@@ -160,7 +160,9 @@ class _Bar:
             if event.get("warning"):
                 self._say(f"warning: {event['warning']}")
         elif kind == "resumed":
-            self._say(f"resumed after step {event['step']} from {event['path']}")
+            self._say(summary.resumed_text(event))
+        elif kind == "passed_over":
+            self._say(f"warning: passed over {event['path']}: {event['why']}")
         elif kind == "step":
             self._step(event)
         elif kind == "validation":

@@ -216,6 +216,13 @@ def learning_rows(result: Mapping[str, Any]) -> list[Row]:
     ]
 
 
+def resumed_text(event: Mapping[str, Any]) -> str:
+    """Where a run goes on from."""
+    if "kind" not in event:
+        return f"resumed after step {event['step']} from {event['path']}"
+    return f"took over {event['path']}: {event['kind']}, {event['updates']} updates; steps and schedule begin anew"
+
+
 def checkpoint_rows(result: Mapping[str, Any]) -> list[Row]:
     """What was saved and what it cost; nothing where nothing was saved."""
     told = result.get("checkpoints") or {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from orchestrator.export import write_companions
 from orchestrator.record import AttemptPaths, EventTail, append_event
 from orchestrator.schema import AdapterKind, CheckpointKind, RunConfig, WeightsFolder, to_dict
 from zero_runtime.checkpoint.background import BackgroundSaver
+from zero_runtime.checkpoint.foreign import ForeignCheckpoint, load_foreign
+from zero_runtime.checkpoint.formats import foreign_reader
 from zero_runtime.checkpoint.gathered import save_gathered_weights
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
 from zero_runtime.checkpoint.save import SaveSettings
-from zero_runtime.checkpoint.shelf import Retention, newest_good_together, open_together
+from zero_runtime.checkpoint.shelf import Retention, Skipped, newest_good_together, open_together
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime
@@ -50,12 +52,16 @@ class Saving:
         self._saver = BackgroundSaver(attempt.checkpoints, settings)
         self._last = 0  # step of the last save
         self._stalls_s: list[float] = []
+        self.first_update = 0  # updates that another library had made before this run began
         self.curve: list[float] = []  # losses of the steps before the one that it goes on from, on rank 0
 
     # ---- going on ----------------------------------------------------------------------------------------------
 
     def resume(self) -> Progress:
         """Fill the runtime from the checkpoint that the configuration names, if any, and tell how far it had come."""
+        reader = None if self._config.resume in (AUTO, NONE) else foreign_reader(Path(self._config.resume))
+        if reader is not None:
+            return self._take_over(reader)
         checkpoint = self._chosen()
         if checkpoint is None:
             return Progress()
@@ -63,11 +69,20 @@ class Saving:
         progress = Progress(trainer["step"], trainer["samples"])
         self._check(checkpoint.path, trainer, progress)
         load_checkpoint(self._runtime, checkpoint)
+        self.first_update = trainer.get("first_update", 0)
         self._last = progress.step
         if self._rank == 0:
             self._continue_curve(Path(trainer["metrics"]), progress.step)
             self._tell("resumed", step=progress.step, path=str(checkpoint.path))
         return progress
+
+    def _take_over(self, reader: Callable[[Iterable[str]], ForeignCheckpoint]) -> Progress:
+        """Another library's states; steps, data and schedule begin anew, since it knows nothing of ours."""
+        found = load_foreign(self._runtime, reader)
+        self.first_update = self._runtime.updates
+        if self._rank == 0:
+            self._tell("resumed", step=0, path=str(found.path), kind=found.kind, updates=found.updates)
+        return Progress()
 
     def _check(self, path: Path, trainer: Mapping[str, Any], progress: Progress) -> None:
         """What makes no sense to go on from is refused before anything is read."""
@@ -89,7 +104,10 @@ class Saving:
         collectives = self._runtime.collectives
         if resume != AUTO:
             return open_together(collectives, resume)
-        return newest_good_together(collectives, self._attempt.checkpoints)
+        return newest_good_together(collectives, self._attempt.checkpoints, self._tell_passed_over)
+
+    def _tell_passed_over(self, one: Skipped) -> None:
+        self._tell("passed_over", path=str(one.path), why=one.why)
 
     def _continue_curve(self, metrics: Path, step: int) -> None:
         """The learning curve up to the checkpoint goes on in this attempt's record."""
@@ -127,6 +145,7 @@ class Saving:
             "step": progress.step,
             "samples": progress.samples,
             "data_hash": self._data_hash,
+            "first_update": self.first_update,
             "metrics": str(self._attempt.metrics),
             "config": self._run,
         }

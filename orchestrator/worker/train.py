@@ -100,7 +100,8 @@ class RankRun:
         self._backwards(batches, tokens, counting=step == self._census_step)
         if step == self._census_step:
             self._readings.census = take_census(runtime)
-        rates = self._schedule.rates(runtime.updates)  # a skipped step does not advance it
+        # A skipped step does not advance it; what another library had done before this run does not either.
+        rates = self._schedule.rates(runtime.updates - self._saving.first_update)
         assert isinstance(rates.lr, float)
         try:
             with clock.phase("optimizer"):

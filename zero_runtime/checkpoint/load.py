@@ -198,13 +198,25 @@ def load_checkpoint(runtime: ZeroRuntime, checkpoint: Checkpoint) -> dict[str, A
     runtime.check_between_steps("load_checkpoint")
     agree(collectives, trouble_of(lambda: _check(runtime, checkpoint)))
     verify_together(collectives, checkpoint)
-    agree(collectives, trouble_of(lambda: _fill_all(runtime, checkpoint)))
+    agree(collectives, trouble_of(lambda: _fill_all(runtime, checkpoint, (MASTER, *index.optimizer.states))))
     runtime.optimizer.load_counters(index.optimizer.counters)
     _load_scaler(runtime, index.scaler)
     states = index.rng.get(str(collectives.rank))
     if index.world == collectives.world and states is not None:
         set_random_states(states, runtime.device)
     return index.trainer
+
+
+def load_weights(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
+    """The weights and buffers alone: optimizer, scaler and random states stay as they are. Every rank calls it.
+
+    The optimizer may be another than the one that saved it. See [Note: nothing half-loaded].
+    """
+    collectives = runtime.collectives
+    runtime.check_between_steps("load_weights")
+    agree(collectives, trouble_of(lambda: _check(runtime, checkpoint, weights_only=True)))
+    verify_together(collectives, checkpoint)
+    agree(collectives, trouble_of(lambda: _fill_all(runtime, checkpoint, (MASTER,))))
 
 
 def verify_together(collectives: Collectives, checkpoint: Checkpoint) -> None:
@@ -258,12 +270,13 @@ def shards_of(runtime: ZeroRuntime, unit: Unit) -> dict[str, torch.Tensor]:
     return {MASTER: unit.weights_shard, **runtime.optimizer.states_of(unit)}
 
 
-def _check(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
+def _check(runtime: ZeroRuntime, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
     index = checkpoint.index
     check_same_model(runtime, index, str(checkpoint.path))
-    check_same_optimizer(runtime, index, str(checkpoint.path))
+    if not weights_only:
+        check_same_optimizer(runtime, index, str(checkpoint.path))
     for unit in runtime.units:
-        for state in shards_of(runtime, unit):
+        for state in (MASTER,) if weights_only else shards_of(runtime, unit):
             for piece in unit.layout.pieces(runtime.collectives.shard_rank):
                 if index.parameters[piece.name].left_out:
                     continue
@@ -273,10 +286,10 @@ def _check(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
         checkpoint._file(entry.file)
 
 
-def _fill_all(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
+def _fill_all(runtime: ZeroRuntime, checkpoint: Checkpoint, states: Collection[str]) -> None:
     try:
         left_out = {name for name, entry in checkpoint.index.parameters.items() if entry.left_out}
-        _fill_with(runtime, (MASTER, *checkpoint.index.optimizer.states), checkpoint.read_into, left_out)
+        _fill_with(runtime, states, checkpoint.read_into, left_out)
         own = runtime.kept_buffers()
         with torch.no_grad():
             for name, values in checkpoint.buffers().items():

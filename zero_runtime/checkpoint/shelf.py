@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -104,10 +105,13 @@ def newest_good(root: str | Path) -> Checkpoint | None:
     return found.checkpoint
 
 
-def newest_good_together(collectives: Collectives, root: str | Path) -> Checkpoint | None:
+def newest_good_together(
+    collectives: Collectives, root: str | Path, tell: Callable[[Skipped], None] | None = None
+) -> Checkpoint | None:
     """The same for all ranks at once: the newest step that is good on every rank's root. A collective.
 
-    Each file is read by one rank only. Roots may differ, as with checkpoints that are local to a node.
+    Each file is read by one rank only. Roots may differ, as with checkpoints that are local to a node. `tell` is given
+    what rank 0 passes over, instead of the log.
     """
     skipped = torn(root)
     own = committed(root)
@@ -121,7 +125,8 @@ def newest_good_together(collectives: Collectives, root: str | Path) -> Checkpoi
         except CheckpointError as error:
             skipped.append(Skipped(own[step], str(error)))
     if collectives.rank == 0:
-        _tell(tuple(skipped))
+        for one in skipped:
+            (tell or _tell_one)(one)
     return found
 
 
@@ -140,7 +145,11 @@ def open_together(collectives: Collectives, path: str | Path) -> Checkpoint:
 
 def _tell(skipped: tuple[Skipped, ...]) -> None:
     for one in skipped:
-        logger.warning("passed over %s: %s", one.path, one.why)
+        _tell_one(one)
+
+
+def _tell_one(one: Skipped) -> None:
+    logger.warning("passed over %s: %s", one.path, one.why)
 
 
 def prune(root: str | Path, retention: Retention) -> list[Path]:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero_runtime.checkpoint.gathered import save_gathered_weights
 from zero_runtime.collectives import own_rank, world_size
+from zero_runtime.dropin import engine_checkpoint
 from zero_runtime.dropin.config import DropinConfig
 from zero_runtime.dropin.engine_optimizer import EngineOptimizer
 from zero_runtime.dropin.schedules import Schedule, advance, rates_now
 from zero_runtime.dtypes import TORCH_DTYPE
-from zero_runtime.errors import CallOrderError
+from zero_runtime.errors import CallOrderError, PlanError
 from zero_runtime.lr_schedule import Rates
 from zero_runtime.rank_watch import RankWatch
 from zero_runtime.runtime import StepReport, ZeroRuntime
 
 _ABSENT = {
-    "save_checkpoint": "save with zero_runtime.checkpoint.save.save_checkpoint(engine.runtime, ...)",
-    "load_checkpoint": "load with zero_runtime.checkpoint.load.load_checkpoint(engine.runtime, ...)",
-    "save_16bit_model": "save with zero_runtime.checkpoint.save, then write_weights of checkpoint.hf_folder",
     "set_gradient_accumulation_boundary": "the engine counts the micro-batches; see gradient_accumulation_steps",
     "allreduce_gradients": "gradients are reduced in backward",
 }
@@ -141,6 +141,57 @@ class Engine:
                 "engine.zero_grad: expected it between steps, found micro-batches whose gradients it would lose; "
                 "engine.step drops them at the boundary, so leave it out"
             )
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save into `save_dir` (under `tag` where one is given) in this runtime's format. Every rank calls it.
+
+        `client_state`: plain JSON values, given back by load_checkpoint. `save_latest` has nothing to do: the newest
+        good checkpoint is found without a file that names it. Returns True, as DeepSpeed does.
+        """
+        engine_checkpoint.save(self, Path(save_dir), tag, client_state or {}, with_frozen=not exclude_frozen_parameters)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """The newest good checkpoint of `load_dir` (of `tag`), ours or DeepSpeed's own, at any world and stage.
+
+        Returns its path and the client's state; (None, {}) where there is none. Every rank calls it, between steps.
+        """
+        if not load_module_strict:
+            raise PlanError("engine.load_checkpoint: expected load_module_strict=True: a model half loaded is none")
+        weights_only = load_module_only or not load_optimizer_states
+        return engine_checkpoint.load(
+            self, Path(load_dir), tag, weights_only=weights_only, with_schedule=load_lr_scheduler_states
+        )
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
+        """The weights, gathered and rounded to 16 bits, as the new folder `save_dir` of safetensors. Every rank calls.
+
+        DeepSpeed writes a pickle; `save_filename` must be model.safetensors, what from_pretrained reads.
+        """
+        if save_filename not in ("model.safetensors", "pytorch_model.bin"):
+            raise PlanError(
+                f"engine.save_16bit_model: expected model.safetensors, found {save_filename!r}; leave it out"
+            )
+        dtype = torch.float16 if self.runtime.precision.param == "fp16" else torch.bfloat16
+        save_gathered_weights(self.runtime, save_dir, dtype=dtype)
+        return True
 
     # ---- modes and ends ------------------------------------------------------------------------------------------
 

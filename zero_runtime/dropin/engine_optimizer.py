@@ -73,13 +73,13 @@ class EngineOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> NoReturn:
         """Refused: an empty one would look like a checkpoint."""
         raise PlanError(
-            "optimizer.state_dict: states are shards, and checkpoints are not here yet; "
+            "optimizer.state_dict: states are shards; engine.save_checkpoint saves them, and "
             "engine.runtime.full_optimizer_state(name) has the whole states of one parameter"
         )
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
         """Refused: see state_dict."""
-        raise PlanError("optimizer.load_state_dict: checkpoints are not here yet")
+        raise PlanError("optimizer.load_state_dict: states are shards; engine.load_checkpoint loads them")
 
     def _rates(self) -> Rates:
         """By group, and one more for the frozen parameters in none."""

@@ -1,0 +1,112 @@
+"""save_checkpoint and load_checkpoint of the drop-in engine: ours at any stage and world, and DeepSpeed's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from foreign.make_deepspeed import STEPS, Model
+from harness.ranks import run_ranks
+from harness.seed_loop import initialize_quietly
+from safetensors.torch import load_file
+from torch import nn
+
+from zero_runtime.errors import PlanError
+
+MADE = Path(__file__).resolve().parents[1] / "foreign" / "deepspeed"
+
+
+def _engine(stage: int, seed: int, model: nn.Module | None = None):
+    torch.manual_seed(seed)
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 20}},
+        "zero_optimization": {"stage": stage},
+    }
+    return initialize_quietly(model=model or nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), config=config)[0]
+
+
+def _train(engine, steps: range) -> list[float]:
+    losses = []
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in steps:
+        batch = torch.sin(torch.arange(16.0) + step).view(4, 4).chunk(world)[rank]
+        loss = engine(batch).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _save(root: Path) -> tuple[list[float], list[float]]:
+    engine = _engine(2, 1)
+    _train(engine, range(4))
+    assert engine.save_checkpoint(root, client_state={"epoch": 3})
+    engine.save_checkpoint(root, tag="best")
+    engine.save_16bit_model(root / "weights")
+    rest, lr = _train(engine, range(4, 7)), engine.get_lr()
+    engine.destroy()
+    return rest, lr
+
+
+def _load(root: Path, stage: int, tag: str | None) -> tuple[list[float], list[float]]:
+    engine = _engine(stage, 2)
+    path, client = engine.load_checkpoint(root, tag=tag)
+    assert path is not None
+    assert client == ({} if tag else {"epoch": 3})
+    assert (engine.global_steps, engine.micro_steps, engine.skipped_steps) == (4, 4, 0)
+    found = _train(engine, range(4, 7)), engine.get_lr()
+    engine.destroy()
+    return found
+
+
+def test_training_goes_on_at_another_stage_with_its_schedule_and_the_clients_state(tmp_path: Path) -> None:
+    saved = run_ranks(_save, 2, tmp_path)
+    for stage, tag in ((2, None), (3, "best")):
+        assert run_ranks(_load, 2, tmp_path, stage, tag) == saved
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
+    assert {name: (tuple(value.shape), value.dtype) for name, value in weights.items()} == {
+        "0.weight": ((5, 4), torch.bfloat16),
+        "0.bias": ((5,), torch.bfloat16),
+        "1.weight": ((2, 5), torch.bfloat16),
+        "1.bias": ((2,), torch.bfloat16),
+    }
+
+
+def _weights_only(root: Path) -> None:
+    engine = _engine(1, 2)
+    before = _train(engine, range(1))
+    engine.load_checkpoint(root, load_module_only=True)
+    assert engine.global_steps == 1
+    assert engine.runtime.updates == 1
+    assert _train(engine, range(1)) != before
+    assert engine.load_checkpoint(root / "nothing") == (None, {})
+    with pytest.raises(PlanError, match="a model half loaded is none"):
+        engine.load_checkpoint(root, load_module_strict=False)
+    with pytest.raises(PlanError, match=r"expected model\.safetensors"):
+        engine.save_16bit_model(root / "x", "other.bin")
+    engine.destroy()
+
+
+def test_weights_alone_leave_the_optimizer_and_the_counters(tmp_path: Path) -> None:
+    run_ranks(_save, 1, tmp_path)
+    run_ranks(_weights_only, 1, tmp_path)
+
+
+def _from_deepspeed() -> None:
+    engine = _engine(3, 2, Model())
+    path, _ = engine.load_checkpoint(MADE / "stage2")
+    assert path == str(MADE / "stage2" / "global_step3")
+    assert engine.global_steps == engine.runtime.updates == STEPS
+    expected = load_file(MADE / "stage2" / "expected.safetensors")
+    with engine.runtime.full_params() as values:
+        for name, value in values.items():
+            assert torch.equal(value.reshape(-1), expected[f"master/{name}"]), name
+    engine.destroy()
+
+
+def test_deepspeeds_own_checkpoint_loads_with_the_call_that_it_was_saved_for() -> None:
+    run_ranks(_from_deepspeed, 2)
