@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness.ranks import prepare_fork_server
+from harness.ranks import prepare_fork_server, run_alone
 
 from orchestrator.job import RankInfo
 from orchestrator.record import AttemptPaths, EventTail, read_json, write_json_atomic
@@ -178,3 +178,42 @@ def test_what_cannot_go_on_is_told(changed: dict, told: str, tmp_path: Path) -> 
     second = Try(tmp_path / "second", other)
     assert 0 not in second.wait()
     assert told in second.paths.rank_log(0).read_text()
+
+
+def _save_elsewhere(path: Path) -> None:
+    """Plain torch trains the same architecture and saves it with torch.distributed.checkpoint."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    from orchestrator.workloads.models import build_model, token_losses
+
+    model = build_model("llama", LLAMA, seed=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.arange(32).view(2, 16)
+    for _ in range(4):
+        token_losses(model, ids, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states, optimizer_states = get_state_dict(model, optimizer)
+    dcp.save({"model": states, "optim": optimizer_states}, checkpoint_id=path, no_dist=True)
+
+
+def test_a_run_takes_over_another_librarys_states_with_a_schedule_of_its_own(tmp_path: Path) -> None:
+    run_alone(_save_elsewhere, tmp_path / "elsewhere")
+    own = Try(tmp_path / "own", config_of(6, every=None, resume="none"))
+    other = Try(tmp_path / "other", config_of(6, every=3, resume=str(tmp_path / "elsewhere")))
+    assert (own.wait(), other.wait()) == ([0, 0], [0, 0])
+    events = EventTail(other.paths.metrics).read_new()
+    (told,) = [event for event in events if event["event"] == "resumed"]
+    assert (told["step"], told["updates"], told["kind"]) == (0, 4, "PyTorch distributed checkpoint")
+    rates = [
+        [event["lr"] for event in EventTail(one.paths.metrics).read_new() if event["event"] == "step"]
+        for one in (own, other)
+    ]
+    assert rates[0] == rates[1]
+    assert other.curve()[1] != own.curve()[1]
+    # What this run saved itself goes on with the schedule where it stood.
+    again = Try(tmp_path / "again", config_of(6, every=3, resume=str(other.paths.checkpoints / "step-00000003")))
+    assert again.wait() == [0, 0]
+    assert again.curve() == other.curve()
