@@ -35,5 +35,9 @@ class ParameterReadError(ZeroError, RuntimeError):
     """A parameter was read while its full values are not there, or are those of the step before."""
 
 
+class OffloadError(ZeroError):
+    """A tier cannot hold, read or write what rests there; names the cause, the file and the unit."""
+
+
 class CheckpointError(ZeroError):
     """A checkpoint cannot be written, or cannot be read into this run; nothing of the run was changed."""

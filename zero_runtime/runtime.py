@@ -18,12 +18,13 @@ from zero_runtime.birth import Birth, Initialise
 from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.checkpoint.together import agree, trouble_of
 from zero_runtime.collectives import Collectives, Ledger, world_size
-from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
+from zero_runtime.errors import CallOrderError, CheckpointError, NonFiniteError, OffloadError, PlanError
 from zero_runtime.grad_norm import clip_coefficient, local_sum_of_squares
 from zero_runtime.loss_scaler import UNSCALED, LossScaler, LossScaleRule
 from zero_runtime.lr_schedule import Rates
 from zero_runtime.memory_model import StateBytes, StepPeak, UnitSize, model_state_bytes, step_peak_bytes
 from zero_runtime.module_hooks import ModuleHooks
+from zero_runtime.offload import OffloadPlan, Tier, resting
 from zero_runtime.optimizers import OptimizerConfig
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
@@ -31,8 +32,11 @@ from zero_runtime.precision import MixedPrecision
 from zero_runtime.rank_watch import RankWatch
 from zero_runtime.schedule import Schedule
 from zero_runtime.sharded_optimizer import ShardedOptimizer
-from zero_runtime.unit import Unit
-from zero_runtime.unit_planner import UnitRules, move_buffers, plan_units
+from zero_runtime.tiers.nvme import MASTER, PARAM, NvmeTier
+from zero_runtime.unit import Rests, Unit
+from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
+
+NO_OFFLOAD = OffloadPlan()
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class RuntimeSettings:
         clipping it changes no bits at worlds 1 and 2.
     keep_dtype: patterns of the parameters that keep the dtype they came with; all others are cast to precision.param.
     seed, initialise: what the first values of parameters on the meta device are drawn from (birth.py).
+    offload: where the shards rest between their uses.
     weights: has values for some or all of those parameters, by name; they are read instead, each rank its own shards.
     read_host: how the one read of a step takes numbers off the device; a dry run on fake tensors has its own.
     watch: what join_world returned; without it a rank that differs or dies is found by the backend's time-out.
@@ -60,6 +65,7 @@ class RuntimeSettings:
     seed: int = 0
     initialise: Initialise | None = None
     weights: TensorSource | None = None
+    offload: OffloadPlan = NO_OFFLOAD
     read_host: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
     watch: RankWatch | None = None
 
@@ -103,9 +109,11 @@ class ZeroRuntime:
         self.clock = PhaseClock(device)
         self.collectives = Collectives(plan.shard_count(world_size()), self.clock, settings.watch)
         self.collectives.journal.begin("start")
+        self._tier: NvmeTier | None = None
         try:
             self.units, self.optimizer = self._make_units(model, optimizer)
         except BaseException:
+            self._close_tier()
             self.collectives.free()
             raise
         self.scaler: LossScaler = settings.loss_scale.start()
@@ -127,22 +135,79 @@ class ZeroRuntime:
         """
         settings = self.settings
         specs = plan_units(model, UnitRules(self.precision, settings.unit_numel, settings.keep_dtype))
+        settings.offload.check(self.plan)
         units = [
-            Unit(spec, self.plan, self.collectives, self.device, micro_batches=settings.micro_batches) for spec in specs
+            Unit(spec, self.plan, self.collectives, self.device, micro_batches=settings.micro_batches, rests=rests)
+            for spec, rests in zip(specs, self._rests(specs), strict=True)
         ]
         optimizer = ShardedOptimizer(units, config, self.collectives)
+        self._open_tier(units, optimizer)
         birth = Birth(model, seed=settings.seed, initialise=settings.initialise)
         birth.fill_buffers()
         move_buffers(model, self.device)
         self._share_buffers(model)
         given = self._given(units)
         for unit in units:
-            unit.materialize(birth, given)
+            with self.resident(unit, writes=True, fresh=True):
+                unit.materialize(birth, given)
         for unit in units:
             unit.bind_born()
         if settings.weights is not None:
             self._read(units, settings.weights, given)
         return units, optimizer
+
+    def _rests(self, specs: Sequence[UnitSpec]) -> list[Rests]:
+        """What of each unit has no memory on this rank between its uses."""
+        offload = self.settings.offload
+        chosen = resting(specs, offload.ratio) if offload.uses_nvme else [False] * len(specs)
+        return [
+            Rests(offload.params is Tier.NVME, offload.optimizer is Tier.NVME) if rests else Rests() for rests in chosen
+        ]
+
+    def _open_tier(self, units: Sequence[Unit], optimizer: ShardedOptimizer) -> None:
+        """The scratch file of the units that rest, on every rank or on none."""
+        scratch = self.settings.offload.scratch
+        if scratch is None:
+            return
+
+        def open_it() -> None:
+            held = [unit for unit in units if unit.params_rest or unit.states_rest]
+            self._tier = NvmeTier(held, optimizer.states_of, scratch, self.collectives.rank)
+
+        trouble = trouble_of(open_it)
+        try:
+            agree(self.collectives, trouble)
+        except CheckpointError as error:
+            self._close_tier()
+            raise OffloadError(str(error)) from None
+        assert self._tier is not None
+        optimizer.rest_in(self._tier)
+
+    def _close_tier(self) -> None:
+        if self._tier is not None:
+            self._tier.close()
+            self._tier = None
+
+    @contextmanager
+    def resident(self, unit: Unit, *, writes: bool = False, fresh: bool = False) -> Iterator[None]:
+        """Inside, all shards of the unit are in memory, wherever they rest; with `writes` they are put back changed.
+
+        `fresh`: what rests there is not worth reading; the optimizer's states begin at zero.
+        """
+        if self._tier is None or not self._tier.holds(unit):
+            yield
+            return
+        with self._tier.resident(unit, writes=writes, fresh=fresh):
+            yield
+
+    def read_resting(self, unit: Unit, state: str) -> Callable[[int, int], torch.Tensor] | None:
+        """How elements [start, stop) of a shard (`master` or one of the optimizer's states) are read where it rests
+        elsewhere; None where it is in memory."""
+        tier = self._tier
+        name = PARAM if state == MASTER and (unit.master_shard is None or not unit.master_rests) else state
+        if tier is None or not tier.rests(unit, name):
+            return None
+        return lambda start, stop: tier.read(unit, name, start, stop)
 
     def _given(self, units: Sequence[Unit]) -> frozenset[str]:
         """The parameters that `settings.weights` has values for, all of which the model has in the same shapes."""
@@ -162,7 +227,8 @@ class ZeroRuntime:
 
         def read_all() -> None:
             for unit in units:
-                unit.read_values(source, given)
+                with self.resident(unit, writes=True):
+                    unit.read_values(source, given)
 
         agree(self.collectives, trouble_of(read_all))
 
@@ -318,7 +384,8 @@ class ZeroRuntime:
         wanted = self._units_of(names)
         values: dict[str, torch.Tensor] = {}
         for unit, chosen in wanted:
-            whole = unit.full_of(unit.weights_shard)
+            with self.resident(unit):
+                whole = unit.full_of(unit.weights_shard)
             values |= {name: whole[name].clone() for name in chosen}
         yield values
         if not write:
@@ -326,7 +393,8 @@ class ZeroRuntime:
         for unit, chosen in wanted:
             for name in chosen:
                 self.collectives.broadcast(values[name])
-            unit.set_values({name: values[name] for name in chosen})
+            with self.resident(unit, writes=True):
+                unit.set_values({name: values[name] for name in chosen})
 
     def full_grad(self, name: str) -> torch.Tensor:
         """The whole gradient of one parameter, summed over the ranks and unscaled: between the last backward and step.
@@ -344,8 +412,9 @@ class ZeroRuntime:
     def full_optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
         """Whole optimizer states of one parameter by their names (exp_avg, ...), as copies. Every rank must call it."""
         ((unit, _),) = self._units_of([name])
-        states = self.optimizer.states_of(unit)
-        return {state: unit.full_of(shard)[name].clone() for state, shard in states.items()}
+        with self.resident(unit):
+            states = self.optimizer.states_of(unit)
+            return {state: unit.full_of(shard)[name].clone() for state, shard in states.items()}
 
     def _units_of(self, names: Sequence[str] | None) -> list[tuple[Unit, list[str]]]:
         owned = [(unit, unit.names) for unit in self.units]
@@ -452,4 +521,5 @@ class ZeroRuntime:
             unit.free()
         self.units.clear()
         self.optimizer.free()
+        self._close_tier()
         self.collectives.free()

@@ -101,12 +101,15 @@ class Schedule:
 
     def _gather(self, unit: Unit) -> None:
         unit.unshard()
-        for ahead in self._following(unit):
+        following = self._following(unit, 1 + self._prefetch)
+        for ahead in following[: self._prefetch]:
             ahead.unshard()
+        for beyond in following[self._prefetch :]:
+            beyond.begin_fetch()  # what rests elsewhere sets out before it is gathered
         unit.wait_unshard()
 
-    def _following(self, unit: Unit) -> list[Unit]:
-        """The next units in the recorded order of this phase; records it the first time round."""
+    def _following(self, unit: Unit, count: int) -> list[Unit]:
+        """The next `count` units in the recorded order of this phase; records it the first time round."""
         order = self._order[self._phase]
         if self._phase not in self._recorded:
             if unit not in order:
@@ -115,7 +118,7 @@ class Schedule:
         if unit not in order:
             return []
         place = order.index(unit)
-        return order[place + 1 : place + 1 + self._prefetch]
+        return order[place + 1 : place + 1 + count]
 
     def _reduce_in_order(self) -> None:
         """Start the reductions whose turn has come."""

@@ -10,9 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kernels import ops
 from zero_runtime.collectives import Collectives
+from zero_runtime.errors import PlanError
 from zero_runtime.lr_schedule import Rates
 from zero_runtime.optimizers import LambConfig, OptimizerConfig, TorchConfig, refuse_host_reads
 from zero_runtime.param_groups import GroupTable
+from zero_runtime.tiers.nvme import NvmeTier
 from zero_runtime.torch_rule import TorchRule
 from zero_runtime.unit import Unit
 from zero_runtime.update_rules import ElementwiseRule, Held, LambRule, StepNumbers, check_momentum
@@ -51,6 +53,12 @@ class ShardedOptimizer:
             for device in {held.unit.param_shard.device for held in self._helds}:
                 ops.prepare(device)  # here and not in the first step, in which peers would wait for it
         self._by_unit = {held.unit.name: held for held in self._helds}
+        self._tier: NvmeTier | None = None
+        if any(held.unit.states_rest for held in self._helds) and isinstance(config, (LambConfig, TorchConfig)):
+            raise PlanError(
+                "offload.optimizer=nvme: expected an optimizer that updates one unit after another (AdamW, Adam, Sgd, "
+                f"Lion), found {config.name}; use one of them, or offload=none"
+            )
         self._rule = _rule(config, self._helds, collectives)
 
     @property
@@ -71,8 +79,18 @@ class ShardedOptimizer:
             grad_scale,
         )
         with torch.no_grad():
-            self._rule.update(self._helds, numbers)
+            self._rule.update([held for held in self._helds if not held.unit.states_rest], numbers)
+            self._update_resting(numbers)
         self.updates += 1
+
+    def rest_in(self, tier: NvmeTier) -> None:
+        """The units whose states rest have them there."""
+        self._tier = tier
+
+    def _update_resting(self, numbers: StepNumbers) -> None:
+        resting = [held.unit for held in self._helds if held.unit.states_rest]
+        if self._tier is not None:
+            self._tier.update(resting, lambda unit: self._rule.update([self._by_unit[unit.name]], numbers))
 
     def counters(self) -> dict[str, float]:
         """What is kept beside the states, equal wherever it is kept: the updates made, and a torch optimizer's own
@@ -114,4 +132,6 @@ def _rule(config: OptimizerConfig, helds: list[Held], collectives: Collectives) 
 
 def _zeros_like_master(unit: Unit) -> torch.Tensor:
     assert unit.master_shard is not None
+    if unit.states_rest:
+        return torch.empty(0)
     return torch.zeros_like(unit.master_shard, dtype=torch.float32)

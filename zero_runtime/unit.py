@@ -12,7 +12,8 @@ Tensors that autograd saved for backward alias unsharded_param's storage. So a r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -64,6 +65,18 @@ _GRAD_MOVES = {
 }
 
 
+@dataclass(frozen=True)
+class Rests:
+    """Which shards have no memory here between their uses: param_shard, and master and states."""
+
+    params: bool = False
+    optimizer: bool = False
+
+
+def _nothing() -> None:
+    """What there is to do for parameters that do not rest elsewhere."""
+
+
 class Unit:
     """The tensors of one unit on one rank. It alone allocates, fills and frees them."""
 
@@ -75,6 +88,7 @@ class Unit:
         device: torch.device,
         *,
         micro_batches: int,
+        rests: Rests | None = None,
     ) -> None:
         self.name = spec.name
         self.modules = spec.modules
@@ -105,6 +119,8 @@ class Unit:
         self.unsharded_grad: torch.Tensor | None = None  # [P] grad_dtype (R grads) or reduce_dtype (S grads)
         self.grad_shard: torch.Tensor | None = None  # [S] grad_dtype
         self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # drawn, and not yet bound to their views
+        self._rests = rests or Rests()
+        self._begin_fetch = self._fetch = self._drop = _nothing  # what a tier of resting parameters has done
         self._allocate()
 
     # ---- birth -------------------------------------------------------------------------------------------------
@@ -116,19 +132,65 @@ class Unit:
         param_shard is a tensor of its own, since what outlives a release must not share its storage. So it is where
         compute and param dtype differ and unsharded_param is a cast of what was gathered.
         The master is param_shard itself where their dtypes agree, and does not exist for frozen parameters.
+        What rests elsewhere has no memory here; a tier binds it while it is needed.
         """
         self.unsharded_param = self._empty(self.layout.padded_numel, self._compute_dtype)  # [P]
         if self._plan.params is Partition.REPLICATED and self._compute_dtype == self._param_dtype:
             self.param_shard = self._own_slice(self.unsharded_param)  # [S]
+        elif self.params_rest:
+            self.param_shard = self._empty(0, self._param_dtype)
         else:
             self.param_shard = self._empty(self.layout.shard_numel, self._param_dtype)  # [S]
         if self._plan.params is Partition.SHARDED:
             self.unsharded_param.untyped_storage().resize_(0)  # nothing is whole before `materialize`
         self.master_shard: torch.Tensor | None = None  # [S]
         if self.trainable and self._master_dtype != self._param_dtype:
-            self.master_shard = self._empty(self.layout.shard_numel, self._master_dtype)
+            self.master_shard = self._empty(0 if self.master_rests else self.layout.shard_numel, self._master_dtype)
         elif self.trainable:
             self.master_shard = self.param_shard
+
+    # ---- what rests elsewhere ------------------------------------------------------------------------------------
+
+    @property
+    def params_rest(self) -> bool:
+        """Whether param_shard has no memory here between its uses."""
+        return self._rests.params
+
+    @property
+    def states_rest(self) -> bool:
+        """Whether the optimizer's states have none."""
+        return self._rests.optimizer and self.trainable
+
+    @property
+    def master_rests(self) -> bool:
+        """Whether the master has none; one that is param_shard itself goes where that goes."""
+        return self.states_rest and self._master_dtype != self._param_dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        return self._param_dtype
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        return self._master_dtype
+
+    def rest_params(self, begin_fetch: Callable[[], None], fetch: Callable[[], None], drop: Callable[[], None]) -> None:
+        """How a tier brings param_shard before a gather (`begin_fetch` does not block) and takes it away after."""
+        self._begin_fetch, self._fetch, self._drop = begin_fetch, fetch, drop
+
+    def bind_shards(self, param: torch.Tensor | None, master: torch.Tensor | None) -> None:
+        """Take what is not None for its shards: memory of a tier, which keeps it, or nothing at all."""
+        aliased = self.master_shard is not None and self._master_dtype == self._param_dtype
+        if param is not None:
+            self.param_shard = param
+            self.master_shard = param if aliased else self.master_shard
+        if master is not None:
+            self.master_shard = master
+
+    def begin_fetch(self) -> None:
+        """Parameters that rest elsewhere set out; nothing for all others. Does not block."""
+        if self.data_state is DataState.SHARDED:
+            self._begin_fetch()
 
     def materialize(self, birth: Birth, given: Collection[str] = ()) -> None:
         """Take the parameters' values and make them views of unsharded_param; their old storages end here.
@@ -202,6 +264,7 @@ class Unit:
             return
         self._move_data(DataState.UNSHARDING)
         with torch.no_grad():
+            self._fetch()
             self._fill_storage()
             self._gathered = self.unsharded_param
             if self._compute_dtype != self._param_dtype:
@@ -223,6 +286,7 @@ class Unit:
             if self._gathered is not self.unsharded_param and self._gathered is not None:
                 self.unsharded_param.copy_(self._gathered)
             self._gathering = self._gathered = None
+            self._drop()
             self._move_data(DataState.UNSHARDED)
 
     @property
@@ -230,7 +294,7 @@ class Unit:
         """Whether the full parameters hold this step's values and may be read."""
         if self.data_state is DataState.UNSHARDED:
             return True
-        whole = self.layout.shard_count == 1 and self.data_state is DataState.SHARDED
+        whole = self.layout.shard_count == 1 and self.data_state is DataState.SHARDED and not self.params_rest
         return whole and self.param_shard.data_ptr() == self.unsharded_param.data_ptr()
 
     def begin_use(self) -> None:

@@ -35,7 +35,8 @@ def save_gathered_weights(
         nonlocal written
         trouble: CheckpointError | None = None
         for unit in runtime.units:
-            whole = unit.full_of(unit.weights_shard)
+            with runtime.resident(unit):
+                whole = unit.full_of(unit.weights_shard)
             if writer is None or trouble is not None:
                 continue
             try:

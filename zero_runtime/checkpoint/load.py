@@ -258,15 +258,29 @@ def _fill_with(
     with torch.no_grad():
         for unit in runtime.units:
             unit.drop_full()
-            for state, shard in shards_of(runtime, unit).items():
-                for piece in unit.layout.pieces(runtime.collectives.shard_rank) if state in states else ():
-                    if piece.name not in left_out:
-                        put(state, piece.name, piece.start, shard[piece.shard_offset :][: piece.stop - piece.start])
-            unit.refresh_param_shard()
+            with runtime.resident(unit, writes=True):
+                _fill_unit(runtime, unit, states, put, left_out)
+
+
+def _fill_unit(
+    runtime: ZeroRuntime,
+    unit: Unit,
+    states: Collection[str],
+    put: Callable[[str, str, int, torch.Tensor], None],
+    left_out: Collection[str],
+) -> None:
+    for state, shard in shards_of(runtime, unit).items():
+        for piece in unit.layout.pieces(runtime.collectives.shard_rank) if state in states else ():
+            if piece.name not in left_out:
+                put(state, piece.name, piece.start, shard[piece.shard_offset :][: piece.stop - piece.start])
+    unit.refresh_param_shard()
 
 
 def shards_of(runtime: ZeroRuntime, unit: Unit) -> dict[str, torch.Tensor]:
-    """The [S] tensors of a unit that a checkpoint keeps, by state; they are the runtime's own."""
+    """The [S] tensors of a unit that a checkpoint keeps, by state; they are the runtime's own.
+
+    Those that rest elsewhere are empty unless the unit is resident.
+    """
     return {MASTER: unit.weights_shard, **runtime.optimizer.states_of(unit)}
 
 

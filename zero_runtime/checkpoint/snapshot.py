@@ -7,7 +7,8 @@ ranks that write to the same folder, and each writes one. So all ranks write equ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,29 @@ from zero_runtime.checkpoint.load import shards_of
 from zero_runtime.checkpoint.tensor_file import DTYPE_NAMES
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.unit import Unit
 
 _PAGE_BYTES = 4096
+
+
+class RestingValues:
+    """Values that rest in a scratch file, as far as a tensor goes: read when they are asked for, each time anew."""
+
+    is_cuda = False
+
+    def __init__(self, dtype: torch.dtype, numel: int, load: Callable[[], torch.Tensor]) -> None:
+        self.dtype = dtype
+        self._numel = numel
+        self._load = load
+
+    def numel(self) -> int:
+        return self._numel
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def cpu(self) -> torch.Tensor:
+        return self._load()
 
 
 class Part(NamedTuple):
@@ -28,7 +50,7 @@ class Part(NamedTuple):
     name: str
     start: int
     stop: int
-    values: torch.Tensor
+    values: torch.Tensor | RestingValues
 
 
 def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool = True) -> list[Part]:
@@ -51,10 +73,20 @@ def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool 
                 end = min(piece.shard_offset + piece.stop - piece.start, high)
                 if begin < end:
                     start = piece.start + begin - piece.shard_offset
-                    found.append(Part(state, piece.name, start, start + end - begin, shard[begin:end]))
+                    values = _values(runtime, unit, state, shard, begin, end)
+                    found.append(Part(state, piece.name, start, start + end - begin, values))
     if collectives.rank == members[0]:
         found += _buffers(runtime)
     return sorted(found, key=lambda part: -part.values.element_size())
+
+
+def _values(
+    runtime: ZeroRuntime, unit: Unit, state: str, shard: torch.Tensor, begin: int, end: int
+) -> torch.Tensor | RestingValues:
+    read = runtime.read_resting(unit, state)
+    if read is None:
+        return shard[begin:end]
+    return RestingValues(shard.dtype, end - begin, partial(read, begin, end))
 
 
 def _buffers(runtime: ZeroRuntime) -> Iterator[Part]:
@@ -76,13 +108,15 @@ class Snapshot:
     def copy(self, parts: Sequence[Part]) -> list[Part]:
         """The same parts with their values in this memory. Blocks until they are there."""
         sizes = [part.values.numel() * part.values.element_size() for part in parts]
-        on_device = [part.values.device for part in parts if part.values.is_cuda]
+        tensors = [part.values for part in parts if isinstance(part.values, torch.Tensor)]
+        on_device = [values.device for values in tensors if values.is_cuda]
         if self._memory.numel() < sum(sizes):
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=bool(on_device))
             self._memory[::_PAGE_BYTES].zero_()
         copies, offset = [], 0
         for part, size in zip(parts, sizes, strict=True):
             values = self._memory[offset : offset + size].view(part.values.dtype)
+            assert isinstance(part.values, torch.Tensor)
             values.copy_(part.values, non_blocking=True)
             copies.append(part._replace(values=values))
             offset += size

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -39,6 +39,19 @@ _SMALL_BYTES = 1 << 16  # tensors below this are joined before they are written
 _READ_BYTES = 8 << 20
 
 
+class HostReadable(Protocol):
+    """What is written: a tensor, or what stands for one that rests elsewhere until `cpu` is called."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def numel(self) -> int: ...
+
+    def element_size(self) -> int: ...
+
+    def cpu(self) -> torch.Tensor: ...
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy. Empty tensors have none."""
     if tensor.numel() == 0:
@@ -47,7 +60,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def write_tensor_file(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], *, block_bytes: int, pause_s: float
+    path: Path, tensors: Mapping[str, HostReadable], metadata: Mapping[str, str], *, block_bytes: int, pause_s: float
 ) -> FileEntry:
     """Write 1-D contiguous tensors and fsync. Device tensors come over one at a time. OSError leaves a torn file.
 
@@ -71,7 +84,7 @@ def write_tensor_file(
 
 
 def _blocks(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], block_bytes: int
+    tensors: Mapping[str, HostReadable], metadata: Mapping[str, str], block_bytes: int
 ) -> Iterator[bytes | memoryview]:
     """The file in order: the memory of large tensors in slices, small ones joined."""
     joined = bytearray(_header(tensors, metadata))
@@ -91,7 +104,7 @@ def _blocks(
         yield bytes(joined)
 
 
-def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+def _header(tensors: Mapping[str, HostReadable], metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for key, tensor in tensors.items():

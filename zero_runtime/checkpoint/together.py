@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zero_runtime.collectives import Collectives
-from zero_runtime.errors import CheckpointError
+from zero_runtime.errors import CheckpointError, OffloadError
 
 
 def agree(collectives: Collectives, trouble: str | None) -> None:
@@ -29,9 +29,9 @@ def raise_for(troubles: list[str | None]) -> None:
 
 
 def trouble_of(action: Callable[[], object]) -> str | None:
-    """What `action` has to complain of; other errors than CheckpointError and OSError are ours and go through."""
+    """What `action` has to complain of; errors of other kinds are ours and go through."""
     try:
         action()
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, OffloadError, OSError) as error:
         return str(error)
     return None

@@ -1,0 +1,145 @@
+"""Rows whose states rest in a scratch file have the bits of the same row without: losses, weights, moments, saves."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness.checkpoints import SAVED_AFTER, Setting, assert_states, train, whole
+from harness.models import TinySpec, TinyTransformer
+from harness.oracle import ADAMW
+from harness.ranks import run_ranks
+
+from zero_runtime.checkpoint.background import BackgroundSaver
+from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
+from zero_runtime.offload import OffloadPlan, Tier
+from zero_runtime.optimizers import LambConfig, LionConfig, OptimizerConfig, SgdConfig
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.tiers.scratch import ScratchSettings
+
+FP32 = MixedPrecision()
+BF16 = MixedPrecision(param="bf16", reduce="fp32", master="fp32", compute="fp32")
+SPEC = TinySpec(frozen=True, tied=True)
+
+
+def runtime_of(setting: Setting, offload: OffloadPlan | None, optimizer: OptimizerConfig = ADAMW) -> ZeroRuntime:
+    case = setting.case(model=SPEC)
+    return ZeroRuntime(
+        TinyTransformer(SPEC),
+        ZeroPlan.from_stage(setting.stage, shard_ranks=setting.shard_ranks if setting.stage else None),
+        setting.precision,
+        optimizer,
+        RuntimeSettings(
+            micro_batches=setting.micro_batches, clip_norm=case.clip_norm, offload=offload or OffloadPlan()
+        ),
+        torch.device("cpu"),
+    )
+
+
+def offload_to(folder: Path, *, params: bool, ratio: float = 1.0, ahead: int = 1) -> OffloadPlan:
+    scratch = ScratchSettings(folder, block_bytes=8192, requests=2, ahead=ahead)
+    return OffloadPlan(Tier.NVME if params else Tier.DEVICE, Tier.NVME, ratio, scratch)
+
+
+def _rows(folder: Path, setting: Setting, optimizer: OptimizerConfig, plans: list[OffloadPlan]) -> None:
+    case = setting.case(model=SPEC)
+    plain = runtime_of(setting, None, optimizer)
+    losses, states = train(plain, case, 0, 4), whole(plain)
+    plain.close()
+    for plan in plans:
+        runtime = runtime_of(setting, plan, optimizer)
+        assert train(runtime, case, 0, 4) == losses, plan
+        found = {}
+        for unit in runtime.units:
+            with runtime.resident(unit):
+                shards = {"master": unit.weights_shard, **runtime.optimizer.states_of(unit)}
+                for state, shard in shards.items():
+                    found |= {f"{state}/{name}": values.clone() for name, values in unit.full_of(shard).items()}
+        assert_states(found, states)
+        with runtime.full_params(["blocks.0.mix.weight"], write=True) as values:
+            values["blocks.0.mix.weight"].fill_(0.5)
+        with runtime.full_params(["blocks.0.mix.weight", "norm.bias"]) as values:
+            assert bool((values["blocks.0.mix.weight"] == 0.5).all())
+            assert torch.equal(values["norm.bias"], states["master/norm.bias"].to(values["norm.bias"].dtype))
+        runtime.close()
+    assert list(folder.iterdir()) == [], "a scratch file is unlinked while it is open"
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_row_with_its_states_in_a_file_has_the_same_bits(
+    stage: int, world: int, precision: MixedPrecision, tmp_path: Path
+) -> None:
+    plans = [offload_to(tmp_path, params=False), offload_to(tmp_path, params=False, ratio=0.5, ahead=0)]
+    if stage == 3:
+        plans += [offload_to(tmp_path, params=True), offload_to(tmp_path, params=True, ratio=0.4, ahead=2)]
+    run_ranks(_rows, world, tmp_path, Setting(stage, world, precision), ADAMW, plans)
+
+
+@pytest.mark.parametrize("optimizer", [SgdConfig(momentum=0.9), LionConfig()], ids=lambda config: config.name)
+def test_other_optimizers_rest_too(optimizer: OptimizerConfig, tmp_path: Path) -> None:
+    run_ranks(_rows, 2, tmp_path, Setting(3, 2, BF16), optimizer, [offload_to(tmp_path, params=True)])
+
+
+def _saves(folder: Path, precision: MixedPrecision) -> None:
+    """Saved while resting, loaded into memory and back into a file: one continuation."""
+    resting, setting = offload_to(folder / "scratch", params=True), Setting(3, 2, precision)
+    case = setting.case(model=SPEC)
+    runtime = runtime_of(setting, resting)
+    train(runtime, case, 0, SAVED_AFTER)
+    saver = BackgroundSaver(folder / "saved")
+    path = saver.save(runtime, step=SAVED_AFTER, trainer={})
+    saver.wait(runtime)
+    wanted = train(runtime, case, SAVED_AFTER, 3)
+    runtime.close()
+    for plan in (None, resting, offload_to(folder / "scratch", params=False)):
+        again = runtime_of(setting, plan)
+        load_checkpoint(again, Checkpoint.open(path, verify=False))
+        assert train(again, case, SAVED_AFTER, 3) == wanted
+        again.close()
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_what_rests_is_saved_and_loaded_like_the_rest(precision: MixedPrecision, tmp_path: Path) -> None:
+    run_ranks(_saves, 2, tmp_path, precision)
+
+
+def _memory(folder: Path) -> None:
+    runtime = runtime_of(Setting(3, 2, BF16), offload_to(folder, params=True))
+    train(runtime, Setting(3, 2, BF16).case(model=SPEC), 0, 2)
+    for unit in runtime.units:
+        assert unit.param_shard.numel() == 0
+        assert unit.master_shard is None or unit.master_shard.numel() == 0
+        assert all(state.numel() == 0 for state in runtime.optimizer.states_of(unit).values())
+    assert sum(tensor.numel() for tensors in runtime.state_tensors().values() for tensor in tensors) == 0 or all(
+        tensor.untyped_storage().nbytes() == 0 for tensors in runtime.state_tensors().values() for tensor in tensors
+    )
+    runtime.close()
+    gc.collect()
+
+
+def test_between_steps_nothing_that_rests_has_memory(tmp_path: Path) -> None:
+    run_ranks(_memory, 2, tmp_path)
+
+
+def _refusals(folder: Path) -> None:
+    with pytest.raises(ValueError, match="expected a plan that shards parameters"):
+        runtime_of(Setting(2, 1), offload_to(folder, params=True))
+    with pytest.raises(ValueError, match=r"one unit after another .* found Lamb"):
+        runtime_of(Setting(2, 1), offload_to(folder, params=False), LambConfig())
+    with pytest.raises(ValueError, match="expected a folder for the scratch file"):
+        OffloadPlan(optimizer=Tier.NVME)
+    with pytest.raises(ValueError, match="several times as large"):
+        replace(offload_to(folder, params=True), optimizer=Tier.DEVICE)
+    with pytest.raises(ValueError, match="above 0 and at most 1"):
+        replace(offload_to(folder, params=True), ratio=0.0)
+
+
+def test_rows_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    run_ranks(_refusals, 1, tmp_path)

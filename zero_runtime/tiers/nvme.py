@@ -1,0 +1,284 @@
+"""Units whose shards rest in a scratch file, and come into buffers of the host while they are used.
+
+[Note: records]
+Each resting unit has a record in the file: the master where it is a tensor of its own, then the optimizer's states,
+each at a multiple of ALIGN_BYTES. Where parameters rest too, param_shard lies behind them, apart, since gathers read it
+alone. A slot is a buffer of the host laid out like a record; a resident unit has its shards as views of a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from zero_runtime.tiers.pipeline import pipeline
+from zero_runtime.tiers.scratch import ALIGN_BYTES, ScratchFile, ScratchSettings, Transfer, aligned, aligned_buffer
+from zero_runtime.unit import Unit
+
+PARAM, MASTER = "param", "master"
+
+
+@dataclass(frozen=True)
+class Region:
+    """One tensor of a record: `numel` elements of `dtype` from byte `offset` of the record."""
+
+    offset: int
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def of(self, slot: torch.Tensor) -> torch.Tensor:
+        """This tensor as a view of a slot."""
+        return slot[self.offset : self.offset + self.nbytes].view(self.dtype)
+
+
+@dataclass
+class Record:
+    """One resting unit. `param_at`: where the part that gathers read begins; `size`: bytes of all of it."""
+
+    unit: Unit
+    states: dict[str, torch.Tensor]  # the optimizer's, by name: empty while they rest
+    offset: int
+    regions: dict[str, Region]
+    param_at: int
+    size: int
+    slot: torch.Tensor | None = None  # while resident, or while only its parameters are here
+    uses: int = 0
+    reading: Transfer | None = None  # of its parameters alone
+
+    @property
+    def is_whole(self) -> bool:
+        return self.uses > 0
+
+
+class NvmeTier:
+    """All resting units of one rank. `settings.ahead` is the depth of the pipeline of a step."""
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        states_of: Callable[[Unit], dict[str, torch.Tensor]],
+        settings: ScratchSettings,
+        rank: int,
+    ) -> None:
+        self._records: dict[str, Record] = {}
+        offset = 0
+        for unit in units:
+            record = _record(unit, states_of(unit), offset)
+            self._records[unit.name] = record
+            offset += record.size
+        self.nbytes = offset
+        self._settings = settings
+        self._file = ScratchFile(settings, offset, rank)
+        self._slot_bytes = max((record.size for record in self._records.values()), default=0)
+        self._free: list[torch.Tensor] = []
+        self._free_params: list[torch.Tensor] = []
+        self._param_bytes = max((record.size - record.param_at for record in self._records.values()), default=0)
+        for record in self._records.values():
+            if PARAM in record.regions:
+                record.unit.rest_params(
+                    partial(self._begin_params, record),
+                    partial(self._fetch_params, record),
+                    partial(self._drop_params, record),
+                )
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether some of the unit's shards rest here."""
+        return unit.name in self._records
+
+    # ---- whole units -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def resident(self, unit: Unit, *, writes: bool, fresh: bool = False) -> Iterator[None]:
+        """All shards of a unit are in memory inside. `writes`: they are written back at the end; `fresh`: nothing is
+        read first, and states are zero. Nests; the outermost decides."""
+        record = self._records[unit.name]
+        if record.is_whole:
+            yield
+            return
+        if not fresh:
+            self._settle(record)
+        if fresh:
+            self._bind(record)
+            for state in record.states.values():
+                state.zero_()
+        else:
+            self._fetch(record).wait()
+        try:
+            yield
+        finally:
+            if writes:
+                self._flush(record).wait()
+            else:
+                self._release(record)
+
+    def update(self, units: Sequence[Unit], compute: Callable[[Unit], None]) -> None:
+        """`compute` each unit while it is resident, in order; the next are read and the last written meanwhile."""
+        records = [self._records[unit.name] for unit in units]
+        for record in records:
+            self._settle(record)
+        pipeline(
+            records,
+            self._fetch_for_update,
+            lambda record: compute(record.unit),
+            self._flush,
+            depth=self._settings.ahead,
+        )
+
+    def _settle(self, record: Record) -> None:
+        """No gather may still read the parameters' own buffer, and none may be about to."""
+        if PARAM in record.regions:
+            record.unit.drop_full()
+            self._drop_params(record)
+
+    def read(self, unit: Unit, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of one resting tensor (param, master, or a state), in memory of their own."""
+        record = self._records[unit.name]
+        region = record.regions[name]
+        low = region.offset + start * region.dtype.itemsize
+        high = region.offset + stop * region.dtype.itemsize
+        first = low // ALIGN_BYTES * ALIGN_BYTES
+        buffer = aligned_buffer(aligned(high - first))
+        self._file.read(record.offset + first, buffer, self._what(record)).wait()
+        return buffer[low - first : high - first].view(region.dtype).clone()
+
+    def rests(self, unit: Unit, name: str) -> bool:
+        """Whether this tensor of the unit rests here."""
+        record = self._records.get(unit.name)
+        return record is not None and name in record.regions
+
+    def _fetch_for_update(self, record: Record) -> _Moving:
+        """Parameters that are not the master are written by an update and never read by it."""
+        self._bind(record)
+        is_master = record.unit.master_shard is record.unit.param_shard
+        return self._reading(record, record.size if is_master else record.param_at)
+
+    def _fetch(self, record: Record) -> _Moving:
+        """Bind the unit to a slot and start reading all of it."""
+        self._bind(record)
+        return self._reading(record, record.size)
+
+    def _reading(self, record: Record, end: int) -> _Moving:
+        assert record.slot is not None
+        return _Moving(self._moves(self._file.read, record, record.slot, end))
+
+    def _flush(self, record: Record) -> _Moving:
+        """Start writing all of it back; the slot is free when that is done."""
+        assert record.slot is not None
+        moves = self._moves(self._file.write, record, record.slot, record.size)
+        return _Moving(moves, lambda: self._release(record))
+
+    def _moves(
+        self, move: Callable[[int, torch.Tensor, str], Transfer], record: Record, slot: torch.Tensor, end: int
+    ) -> list[Transfer]:
+        """The two parts of a record up to `end`, each always in the same blocks."""
+        parts = [(0, min(record.param_at, end)), (record.param_at, end)]
+        what = self._what(record)
+        return [move(record.offset + low, slot[low:high], what) for low, high in parts if low < high]
+
+    def _bind(self, record: Record) -> None:
+        record.slot = self._free.pop() if self._free else aligned_buffer(self._slot_bytes)
+        record.uses = 1
+        views = {name: region.of(record.slot) for name, region in record.regions.items()}
+        record.unit.bind_shards(views.get(PARAM), views.get(MASTER))
+        for name in record.states:
+            record.states[name] = views[name]
+
+    def _release(self, record: Record) -> None:
+        assert record.slot is not None
+        self._free.append(record.slot)
+        record.slot, record.uses = None, 0
+        _unbind(record)
+
+    # ---- parameters alone --------------------------------------------------------------------------------------
+
+    def _begin_params(self, record: Record) -> None:
+        """Start reading the unit's param_shard; a no-op while it is here or on its way."""
+        if record.slot is not None:
+            return
+        record.slot = self._free_params.pop() if self._free_params else aligned_buffer(self._param_bytes)
+        part = record.slot[: record.size - record.param_at]
+        record.reading = self._file.read(record.offset + record.param_at, part, self._what(record))
+
+    def _fetch_params(self, record: Record) -> None:
+        """Block until the unit's param_shard is in memory; a no-op while it is."""
+        self._begin_params(record)
+        if record.reading is None or record.slot is None:
+            return
+        record.reading.wait()
+        record.reading = None
+        region = record.regions[PARAM]
+        record.unit.bind_shards(record.slot[: region.nbytes].view(region.dtype), None)
+
+    def _drop_params(self, record: Record) -> None:
+        """The gather has read them, or nobody will."""
+        if record.is_whole or record.slot is None:
+            return
+        if record.reading is not None:
+            record.reading.wait()
+            record.reading = None
+        self._free_params.append(record.slot)
+        record.slot = None
+        _unbind(record)
+
+    def _what(self, record: Record) -> str:
+        return f"unit {record.unit.name}"
+
+    def close(self) -> None:
+        """Give file and buffers back. Idempotent."""
+        self._file.close()
+        self._free.clear()
+        self._free_params.clear()
+
+
+class _Moving:
+    """Several transfers as one, and what is done when they are."""
+
+    def __init__(self, transfers: list[Transfer], then: Callable[[], None] = lambda: None) -> None:
+        self._transfers = transfers
+        self._then = then
+
+    def wait(self) -> None:
+        try:
+            for transfer in self._transfers:
+                transfer.wait()
+        finally:
+            for transfer in self._transfers:
+                transfer.settle()
+            self._then()
+
+
+def _record(unit: Unit, states: dict[str, torch.Tensor], offset: int) -> Record:
+    regions: dict[str, Region] = {}
+    end = 0
+
+    def add(name: str, dtype: torch.dtype) -> None:
+        nonlocal end
+        regions[name] = Region(end, unit.layout.shard_numel, dtype)
+        end = aligned(end + regions[name].nbytes)
+
+    if unit.master_rests:
+        add(MASTER, unit.master_dtype)
+    for name in states:
+        add(name, torch.float32)
+    param_at = end
+    if unit.params_rest:
+        add(PARAM, unit.param_dtype)
+    return Record(unit, states, offset, regions, param_at, end)
+
+
+def _unbind(record: Record) -> None:
+    """While it rests the unit has empty tensors: using them is an error of shape, not of value."""
+    record.unit.bind_shards(
+        torch.empty(0, dtype=record.unit.param_dtype) if PARAM in record.regions else None,
+        torch.empty(0, dtype=record.unit.master_dtype) if MASTER in record.regions else None,
+    )
+    for name in record.states:
+        record.states[name] = torch.empty(0)

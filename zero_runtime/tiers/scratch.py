@@ -1,0 +1,209 @@
+"""One rank's scratch file: preallocated, read and written in blocks with direct I/O, several requests in flight.
+
+What lies in it is only worth something while its run lives: it is unlinked as soon as it is open, so a run that is
+killed leaves nothing behind. Offsets and sizes are multiples of ALIGN_BYTES, and so are the buffers' addresses.
+
+[Note: checksums]
+Each block's CRC-32 is kept in memory from its writing to its reading. It is summed by the thread that moves the block,
+beside the other threads' I/O. A block that comes back otherwise ends the run: a silently wrong moment would train on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import warnings
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+
+from zero_runtime.errors import OffloadError
+
+ALIGN_BYTES = 4096  # what direct I/O asks of offsets, sizes and addresses on every common file system
+
+
+@dataclass(frozen=True)
+class ScratchSettings:
+    """folder: on the drive to use. block_bytes: of one request. requests: in flight at once.
+
+    ahead: units that are read before and written behind the one that is updated. verify: see [Note: checksums].
+    """
+
+    folder: Path
+    block_bytes: int = 4 << 20
+    requests: int = 4
+    ahead: int = 1
+    verify: bool = True
+
+
+def aligned(size: int) -> int:
+    """The next multiple of ALIGN_BYTES."""
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def aligned_buffer(size: int) -> torch.Tensor:
+    """[size] uint8 on the host at an address that direct I/O takes."""
+    whole = torch.empty(size + ALIGN_BYTES, dtype=torch.uint8)
+    start = -whole.data_ptr() % ALIGN_BYTES
+    return whole[start : start + size]
+
+
+class Transfer:
+    """A read or write under way. Keeps its buffer alive; nobody may touch that before `wait` has returned."""
+
+    def __init__(self, parts: list[Future[None]]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        """Block until all of it is done; OffloadError with the cause where a part failed."""
+        self.settle()
+        for part in self._parts:
+            part.result()
+
+    def settle(self) -> None:
+        """Block until nothing moves any more, whatever became of it."""
+        wait(self._parts)
+
+
+class ScratchFile:
+    """`size` bytes in `settings.folder`. Every method may raise OffloadError: what was expected, found, what to do."""
+
+    def __init__(self, settings: ScratchSettings, size: int, rank: int) -> None:
+        self.settings = settings
+        self.size = aligned(size)
+        self.path = settings.folder / f".zero-lab-{os.getpid()}-rank{rank}-{uuid4().hex[:8]}.scratch"
+        self.direct = True
+        self._sums: dict[tuple[int, int], int] = {}
+        self._fd = self._open()
+        self._pool = ThreadPoolExecutor(settings.requests, thread_name_prefix="scratch")
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path, flags, 0o600)
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
+            os.posix_fallocate(fd, 0, max(self.size, ALIGN_BYTES))
+            direct = self._reopen_direct()
+        except OSError as error:
+            os.close(fd)
+            raise self._unusable(error) from error
+        finally:
+            self.path.unlink()
+        if direct is None:
+            self.direct = False
+            warnings.warn(
+                f"{self.settings.folder}: this file system has no direct I/O; its reads and writes go through the page "
+                "cache, which takes memory that offloading was to free. Use a folder on a drive of its own",
+                stacklevel=2,
+            )
+            return fd
+        os.close(fd)
+        return direct
+
+    def _reopen_direct(self) -> int | None:
+        """The same file for direct I/O, tried out; None where the file system has none."""
+        if not hasattr(os, "O_DIRECT"):
+            return None
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return None
+        try:
+            os.preadv(fd, [_bytes(aligned_buffer(ALIGN_BYTES))], 0)
+        except OSError as error:
+            os.close(fd)
+            if error.errno != errno.EINVAL:
+                raise
+            return None
+        return fd
+
+    def read(self, offset: int, target: torch.Tensor, what: str) -> Transfer:
+        """Start filling `target` (uint8, aligned) from `offset`; `what` is named in errors."""
+        return self._start(self._read_block, offset, target, what)
+
+    def write(self, offset: int, source: torch.Tensor, what: str) -> Transfer:
+        """Start writing `source` (uint8, aligned) at `offset`."""
+        return self._start(self._write_block, offset, source, what)
+
+    def _start(
+        self, move: Callable[[int, memoryview, str], None], offset: int, tensor: torch.Tensor, what: str
+    ) -> Transfer:
+        assert offset % ALIGN_BYTES == 0, offset
+        assert tensor.numel() % ALIGN_BYTES == 0, tensor.numel()
+        assert tensor.data_ptr() % ALIGN_BYTES == 0, "the buffer is not aligned"
+        data, step = _bytes(tensor), self.settings.block_bytes
+        # Blocks lie at multiples of the block size in the file, so any range meets the same ones as their writing did.
+        bounds = [offset, *range((offset // step + 1) * step, offset + len(data), step), offset + len(data)]
+        return Transfer(
+            [
+                self._pool.submit(move, low, data[low - offset : high - offset], what)
+                for low, high in pairwise(bounds)
+                if low < high
+            ]
+        )
+
+    def _read_block(self, offset: int, block: memoryview, what: str) -> None:
+        rest, place = block, offset
+        while rest:
+            try:
+                count = os.preadv(self._fd, [rest], place)
+            except OSError as error:
+                raise self._failed("read", offset, len(block), what, error.strerror or str(error)) from error
+            if count == 0:
+                raise self._failed("read", offset, len(block), what, f"the file's end at {place}")
+            rest, place = rest[count:], place + count
+        if not self.settings.verify:
+            return
+        wanted = self._sums.get((offset, len(block)))
+        if wanted is not None and zlib.crc32(block) != wanted:
+            raise self._failed("read", offset, len(block), what, "other bytes than were written there")
+
+    def _write_block(self, offset: int, block: memoryview, what: str) -> None:
+        rest, place = block, offset
+        while rest:
+            try:
+                count = os.pwritev(self._fd, [rest], place)
+            except OSError as error:
+                raise self._failed("write", offset, len(block), what, error.strerror or str(error)) from error
+            rest, place = rest[count:], place + count
+        if self.settings.verify:
+            self._sums[offset, len(block)] = zlib.crc32(block)
+
+    def _failed(self, verb: str, offset: int, size: int, what: str, found: str) -> OffloadError:
+        return OffloadError(
+            f"{what}: expected to {verb} {size} bytes at {offset} of {self.path}, found {found}; the run ends here, "
+            "its checkpoints are as they were: mend or change offload.folder and resume"
+        )
+
+    def _unusable(self, error: OSError) -> OffloadError:
+        found = error.strerror or str(error)
+        need = f" for {self.size:,} bytes" if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT) else ""
+        return OffloadError(
+            f"{self.settings.folder}: expected to make a scratch file there{need}, found {found}; make room or mend "
+            "the rights, or give another offload.folder"
+        )
+
+    def close(self) -> None:
+        """Wait for what is under way and give the space back. Idempotent."""
+        self._pool.shutdown()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's memory, writable, without a copy."""
+    size = tensor.numel()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
