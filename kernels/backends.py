@@ -1,0 +1,151 @@
+"""Which implementation runs: C++ for tensors on a CPU, Triton on CUDA, else the reference.
+
+`ZLAB_KERNELS` decides in each call: `auto` (the default), `reference`, or `cpp`: C++ on a CPU or an error, where `auto`
+warns once and goes on with the reference.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from kernels import reference
+from kernels.cpu.build import BuildError, load_library
+from kernels.cpu.operations import CpuKernels
+from kernels.settings import AdamW, Lamb, Lion, Sgd
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "ZLAB_KERNELS"
+CHOICES = ("auto", "reference", "cpp")
+
+
+class Backend(Protocol):
+    """All operations, as reference.py tells them."""
+
+    def adamw(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad_scale: torch.Tensor,
+        settings: AdamW,
+        param_out: torch.Tensor | None = None,
+    ) -> None: ...
+
+    def adamw8bit(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_scale: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        exp_avg_sq_scale: torch.Tensor,
+        grad_scale: torch.Tensor,
+        settings: AdamW,
+        param_out: torch.Tensor | None = None,
+    ) -> None: ...
+
+    def sgd(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        momentum_buffer: torch.Tensor | None,
+        grad_scale: torch.Tensor,
+        settings: Sgd,
+        param_out: torch.Tensor | None = None,
+    ) -> None: ...
+
+    def lion(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        grad_scale: torch.Tensor,
+        settings: Lion,
+        param_out: torch.Tensor | None = None,
+    ) -> None: ...
+
+    def lamb_moments(
+        self,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad_scale: torch.Tensor,
+        settings: Lamb,
+    ) -> None: ...
+
+    def lamb_squares(
+        self, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, settings: Lamb
+    ) -> torch.Tensor: ...
+
+    def lamb(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        ratio: torch.Tensor,
+        settings: Lamb,
+        param_out: torch.Tensor | None = None,
+    ) -> None: ...
+
+    def accumulate(self, target: torch.Tensor, values: torch.Tensor, scale: float) -> None: ...
+
+    def cast_copy(self, target: torch.Tensor, values: torch.Tensor) -> None: ...
+
+    def sum_of_squares(self, values: torch.Tensor) -> torch.Tensor: ...
+
+    def quantise(self, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None: ...
+
+    def dequantise(self, target: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None: ...
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The implementation for tensors on this device; the first call for a CPU compiles. See ZLAB_KERNELS above."""
+    choice = os.environ.get(VARIABLE, "auto")
+    if choice not in CHOICES:
+        raise ValueError(f"{VARIABLE}: expected one of {', '.join(CHOICES)}, found {choice!r}")
+    if choice == "reference":
+        return reference
+    if device.type == "cpu":
+        return _on_cpu(strict=choice == "cpp")
+    return _on_cuda() if device.type == "cuda" else reference
+
+
+def _on_cpu(*, strict: bool) -> Backend:
+    found = _compiled()
+    if isinstance(found, BuildError):
+        if strict:
+            raise found
+        _warn_once(f"the CPU kernels cannot be used, and updates take the several times slower reference: {found}")
+        return reference
+    return found
+
+
+@cache
+def _compiled() -> CpuKernels | BuildError:
+    """One try a process."""
+    try:
+        return CpuKernels(load_library())
+    except BuildError as error:
+        return error
+
+
+@cache
+def _on_cuda() -> Backend:
+    try:
+        from kernels.triton.operations import TritonKernels
+    except ImportError as error:
+        _warn_once(f"the CUDA kernels cannot be used, and updates take the slower reference: {error}; install triton")
+        return reference
+    return TritonKernels()
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)

@@ -1,0 +1,98 @@
+"""Block-wise 8-bit and 4-bit formats, and Adam on 8-bit moments, in plain PyTorch. See reference.py.
+
+[Note: blocks] Each 256 elements of a flat tensor (the last block may be shorter) have one fp32 scale.
+
+[Note: integers] The scale is the largest magnitude / 127 (8 bits) or / 7 (4 bits), a code the nearest integer of
+value / scale, ties to even. 4-bit codes are two's complement, two a byte, the even element in the lower half; an odd
+end leaves the upper half 0. A block with a NaN or infinity has a scale that is none either, and comes back as NaN.
+
+[Note: dynamic codes] Moments span many magnitudes within a block. Their codes are places in a table of 256 values in
+[-1, 1] (the first moment) or [0, 1] (the second): seven decades, each half as densely filled as the next (arXiv
+2110.02861, section 2.2); the scale is the largest magnitude. A second moment above 0 never becomes 0, because the step
+is divided by its root.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+BLOCK_NUMEL = 256
+CODES = 256
+DECADES = 7
+
+
+def blocks_of(numel: int) -> int:
+    """How many blocks, and so scales, `numel` elements have."""
+    return -(-numel // BLOCK_NUMEL)
+
+
+def codes_numel(numel: int, bits: int) -> int:
+    """How many 8-bit numbers hold the codes of `numel` elements."""
+    return numel if bits == 8 else -(-numel // 2)
+
+
+def quantise(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None:
+    """Fill codes (int8 [n], or uint8 [(n + 1) // 2] for 4 bits) and scales [blocks] fp32. See [Note: integers]."""
+    numel, top = values.numel(), 127.0 if bits == 8 else 7.0
+    blocks = _in_blocks(values.to(torch.float32))
+    scale = blocks.abs().amax(1) / top
+    whole = torch.round(blocks / scale[:, None])
+    whole = torch.where(whole.isfinite(), whole.clamp(-top, top), 0.0).to(torch.int8).view(-1)[: numel + numel % 2]
+    scales.copy_(scale)
+    if bits == 8:
+        codes.copy_(whole[:numel])
+    else:
+        pairs = (whole.to(torch.int16) & 15).view(-1, 2)
+        codes.copy_(pairs[:, 0] | pairs[:, 1] << 4)
+
+
+def dequantise(target: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
+    """target [n] of any float dtype = codes * scales. See [Note: integers]."""
+    if bits == 4:
+        halves = torch.stack([codes & 15, codes >> 4], 1).view(-1)[: target.numel()]
+        codes = (halves.to(torch.int16) ^ 8) - 8
+    wide = _in_blocks(codes.to(torch.float32)) * scales[:, None]
+    target.copy_(wide.view(-1)[: target.numel()])
+
+
+@cache
+def _dynamic_values(*, signed: bool) -> tuple[float, ...]:
+    values = [0.0, 1.0]
+    for decade in range(DECADES):
+        count = 2 ** (decade + (0 if signed else 1))
+        edges = [0.1 + 0.9 * place / count for place in range(count + 1)]
+        means = [10.0 ** (decade + 1 - DECADES) * (low + high) / 2 for low, high in zip(edges, edges[1:], strict=False)]
+        values += means + ([-mean for mean in means] if signed else [])
+    return tuple(sorted(values))
+
+
+def dynamic_codes(device: torch.device, *, signed: bool) -> torch.Tensor:
+    """[256] fp32, ascending: what the codes stand for. See [Note: dynamic codes]."""
+    return torch.tensor(_dynamic_values(signed=signed), dtype=torch.float32, device=device)
+
+
+ZERO_CODE = _dynamic_values(signed=True).index(0.0)  # of a first moment; a second moment's is 0
+
+
+def read_dynamic(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """[n] fp32: the values behind codes [n] uint8 and scales [blocks] fp32. See [Note: dynamic codes]."""
+    return (_in_blocks(table[codes.to(torch.int64)]) * scales[:, None]).view(-1)[: codes.numel()].contiguous()
+
+
+def write_dynamic(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> None:
+    """Fill codes [n] uint8, the nearest (the lower of two), and scales [blocks] fp32."""
+    blocks = _in_blocks(values)
+    scale = blocks.abs().amax(1)
+    share = blocks / scale[:, None]
+    found = torch.bucketize(share, (table[:-1] + table[1:]) / 2)
+    zero = torch.searchsorted(table, torch.zeros(1, device=table.device))
+    codes.copy_(torch.where(share.isnan(), zero, found).view(-1)[: codes.numel()])
+    scales.copy_(scale)
+
+
+def _in_blocks(values: torch.Tensor) -> torch.Tensor:
+    """[blocks, 256], with zeros at the end of the last."""
+    padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK_NUMEL))
+    return padded.view(blocks_of(values.numel()), BLOCK_NUMEL)

@@ -1,0 +1,195 @@
+"""Compiles the C++ sources on first use into a cache, once for all processes.
+
+[Note: the cache] `$XDG_CACHE_HOME/zero-lab` (or `~/.cache/zero-lab`) is the user's alone (0700): what lies there is
+loaded into processes. A library's name is a hash of its sources, flags, compiler and processor, and it gets that name
+when it is whole, by a rename; so a name is proof enough, and a home shared by machines of several kinds works.
+A lock saves the work of compiling twice, not correctness: it is the kernel's (flock), so one whose holder died is
+free, and whoever has waited too long compiles for itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent
+# Contraction is off: the sources say where a multiply-add is fused ([Note: bits] in common.h).
+FLAGS = (
+    *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+X86_FLAGS = ("-mprefer-vector-width=512",)  # where there are such vectors; else the widest
+COMPILERS = ("g++", "c++", "clang++")
+COMPILE_LIMIT_S = 120.0
+
+
+class BuildError(RuntimeError):
+    """The library cannot be had on this machine; says why."""
+
+
+@dataclass(frozen=True)
+class LockWait:
+    """How long to wait for another process that compiles, and after how long to say so."""
+
+    limit_s: float = 180.0
+    message_after_s: float = 2.0
+    poll_s: float = 0.05
+
+
+def load_library(wait: LockWait = LockWait()) -> ctypes.CDLL:  # noqa: B008
+    """The library for this machine, compiled if it is not in the cache. Raises BuildError."""
+    compiler = find_compiler()
+    path = cache_folder() / f"kernels-{library_key(compiler)}.so"
+    if not path.exists():
+        _build_once(compiler, path, wait)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as damaged:  # a machine that went down while the file was written leaves a short one
+        logger.warning("%s cannot be loaded (%s); it is compiled again", path, damaged)
+        path.unlink(missing_ok=True)
+    _build_once(compiler, path, wait)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} was compiled and cannot be loaded: {error}") from error
+
+
+def find_compiler() -> str:
+    """$CXX, or the first of g++, c++ and clang++ that is there."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else list(COMPILERS)
+    found = next((path for path in map(shutil.which, names) if path), None)
+    if found is None:
+        raise BuildError(f"expected a C++ compiler ({' or '.join(names)}) on the PATH, found none; install g++")
+    return found
+
+
+def cache_folder() -> Path:
+    """The folder of compiled libraries, made if it is missing. BuildError where it could not be trusted."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(base, "zero-lab")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise BuildError(f"the cache {folder} cannot be used: {error}; set XDG_CACHE_HOME to a folder of yours") from error
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BuildError(
+            f"the cache {folder} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}, and must "
+            f"be user {os.getuid()}'s and writable to nobody else: what lies there is loaded; chmod 700 it, or set "
+            "XDG_CACHE_HOME"
+        )
+    return folder
+
+
+def flags() -> tuple[str, ...]:
+    """The compiler's flags on this machine."""
+    return FLAGS + (X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ())
+
+
+def library_key(compiler: str) -> str:
+    """What decides about the bytes of the library, hashed."""
+    digest = hashlib.sha256()
+    for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for part in (*flags(), compiler, _version(compiler), _processor()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _version(compiler: str) -> str:
+    try:
+        run = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{compiler} --version failed: {error}") from error
+    return run.stdout
+
+
+def _processor() -> str:
+    """What -march=native looks at. BuildError where a fused multiply-add would be a slow call of a library."""
+    machine = platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    about: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        about.setdefault(name.strip(), value.strip())
+    features = about.get("flags", about.get("Features", ""))
+    if machine in ("x86_64", "AMD64") and not {"avx2", "fma", "f16c"} <= set(features.split()):
+        raise BuildError("expected a processor with AVX2, FMA and F16C, found one without")
+    return " ".join((machine, about.get("model name", ""), about.get("CPU part", ""), features))
+
+
+# ---- compiling -------------------------------------------------------------------------------------------------------
+
+
+def _build_once(compiler: str, path: Path, wait: LockWait) -> None:
+    with _lock(path.with_suffix(".lock"), wait):
+        if not path.exists():
+            compile_library(compiler, path)
+
+
+def compile_library(compiler: str, path: Path) -> None:
+    """Compile into `path` by way of another name. Raises BuildError with the compiler's first words."""
+    part = path.with_name(f"{path.stem}.{os.getpid()}.part")
+    command = [compiler, *flags(), *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(part)]
+    start = time.perf_counter()
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S, check=False)
+        if run.returncode != 0:
+            said = "\n".join(run.stderr.strip().splitlines()[:8])
+            raise BuildError(f"{compiler} failed with exit status {run.returncode}: {said}")
+        os.replace(part, path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler} did not compile the CPU kernels: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    logger.info("compiled the CPU kernels in %.1f s: %s", time.perf_counter() - start, path)
+
+
+@contextmanager
+def _lock(path: Path, wait: LockWait) -> Iterator[None]:
+    """Hold the lock, or go on without it when it cannot be had; see [Note: the cache]."""
+    try:
+        file = path.open("a")
+    except OSError as error:
+        raise BuildError(f"the lock {path} cannot be opened: {error}") from error
+    with file:
+        try:
+            if not _acquire(file.fileno(), path, wait):
+                logger.warning("%s is still held after %.0f s; compiling without it", path, wait.limit_s)
+        except OSError as error:  # a file system without locks
+            logger.warning("%s cannot be locked (%s); compiling without it", path, error)
+        yield
+
+
+def _acquire(descriptor: int, path: Path, wait: LockWait) -> bool:
+    start, said = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited_s = time.monotonic() - start
+        else:
+            return True
+        if waited_s > wait.limit_s:
+            return False
+        if waited_s > wait.message_after_s and not said:
+            said = True
+            logger.warning("waiting for another process that compiles the CPU kernels (%s), %.0f s at most", path, wait.limit_s)
+        time.sleep(wait.poll_s)

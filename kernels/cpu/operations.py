@@ -1,0 +1,222 @@
+"""Each operation of reference.py as a call of the compiled library. What that cannot take goes to the reference."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kernels import reference
+from kernels.block_formats import dynamic_codes
+from kernels.settings import AdamW, Lamb, Lion, Sgd
+
+CODE_OF = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+EXACT, NEWTON = 0, 1  # see [Note: roots] in update.h
+_Argument = ctypes._SimpleCData
+
+
+class CpuKernels:
+    """Same names, arguments and bits as the reference; threads as many as torch has."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.root = _torchs_root(library)  # None: neither is torch's, and updates differ from it in last bits
+
+    @property
+    def _root(self) -> _Argument:
+        return ctypes.c_int32(EXACT if self.root is None else self.root)
+
+    def adamw(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad_scale: torch.Tensor,
+        settings: AdamW,
+        param_out: torch.Tensor | None = None,
+    ) -> None:
+        if not _takes(master, grad, param_out, fp32=(exp_avg, exp_avg_sq, grad_scale)):
+            return reference.adamw(master, grad, exp_avg, exp_avg_sq, grad_scale, settings, param_out)
+        moments, scale = (_pointer(exp_avg), _pointer(exp_avg_sq)), _pointer(grad_scale)
+        tensors = (*_typed(master), *_typed(grad), *moments, scale, *_typed(param_out))
+        self._library.zlab_adamw(*tensors, *_extent(master), *_adam_numbers(settings), self._root)
+
+    def adamw8bit(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_scale: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        exp_avg_sq_scale: torch.Tensor,
+        grad_scale: torch.Tensor,
+        settings: AdamW,
+        param_out: torch.Tensor | None = None,
+    ) -> None:
+        states = (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
+        scales = (exp_avg_scale, exp_avg_sq_scale, grad_scale)
+        if not _takes(master, grad, param_out, fp32=scales, bytes_=(exp_avg, exp_avg_sq)):
+            return reference.adamw8bit(master, grad, *states, grad_scale, settings, param_out)
+        tables = [dynamic_codes(master.device, signed=signed) for signed in (True, False)]
+        rest = map(_pointer, (*states, *tables, grad_scale))
+        tensors = (*_typed(master), *_typed(grad), *rest, *_typed(param_out))
+        self._library.zlab_adamw8bit(*tensors, *_extent(master), *_adam_numbers(settings), self._root)
+
+    def sgd(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        momentum_buffer: torch.Tensor | None,
+        grad_scale: torch.Tensor,
+        settings: Sgd,
+        param_out: torch.Tensor | None = None,
+    ) -> None:
+        states = () if momentum_buffer is None else (momentum_buffer,)
+        if not _takes(master, grad, param_out, fp32=(*states, grad_scale)):
+            return reference.sgd(master, grad, momentum_buffer, grad_scale, settings, param_out)
+        kind = 0 if momentum_buffer is None else 1 if settings.step == 1 else 2
+        rest = (_pointer(momentum_buffer), _pointer(grad_scale))
+        numbers = (settings.weight_decay, settings.momentum, 1 - settings.dampening, -settings.lr)
+        self._library.zlab_sgd(
+            *(*_typed(master), *_typed(grad), *rest, *_typed(param_out), *_extent(master)),
+            *(ctypes.c_int32(kind), ctypes.c_int32(settings.nesterov), *map(ctypes.c_float, numbers)),
+        )
+
+    def lion(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        grad_scale: torch.Tensor,
+        settings: Lion,
+        param_out: torch.Tensor | None = None,
+    ) -> None:
+        if not _takes(master, grad, param_out, fp32=(exp_avg, grad_scale)):
+            return reference.lion(master, grad, exp_avg, grad_scale, settings, param_out)
+        betas = (settings.beta1, 1 - settings.beta1, settings.beta2, 1 - settings.beta2)
+        numbers = (1 - settings.lr * settings.weight_decay, *betas, -settings.lr)
+        rest = (_pointer(exp_avg), _pointer(grad_scale))
+        tensors = (*_typed(master), *_typed(grad), *rest, *_typed(param_out))
+        self._library.zlab_lion(*tensors, *_extent(master), *map(ctypes.c_float, numbers))
+
+    def lamb_moments(
+        self,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad_scale: torch.Tensor,
+        settings: Lamb,
+    ) -> None:
+        if not _takes(grad, fp32=(exp_avg, exp_avg_sq, grad_scale)):
+            return reference.lamb_moments(grad, exp_avg, exp_avg_sq, grad_scale, settings)
+        numbers = (1 - settings.beta1, settings.beta2, 1 - settings.beta2)
+        tensors = (*_typed(grad), *map(_pointer, (exp_avg, exp_avg_sq, grad_scale)))
+        self._library.zlab_lamb_moments(*tensors, *_extent(grad), *map(ctypes.c_float, numbers))
+
+    def lamb_squares(
+        self, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, settings: Lamb
+    ) -> torch.Tensor:
+        if not _takes(master, fp32=(exp_avg, exp_avg_sq)):
+            return reference.lamb_squares(master, exp_avg, exp_avg_sq, settings)
+        totals, groups = torch.empty(2, dtype=torch.float64), _group_sums(2 * master.numel() + reference.GROUP_NUMEL)
+        tensors = (*_typed(master), *map(_pointer, (exp_avg, exp_avg_sq, groups, totals)))
+        self._library.zlab_lamb_squares(*tensors, *_extent(master), *_lamb_numbers(settings), self._root)
+        return totals
+
+    def lamb(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        ratio: torch.Tensor,
+        settings: Lamb,
+        param_out: torch.Tensor | None = None,
+    ) -> None:
+        if not _takes(master, param_out, fp32=(exp_avg, exp_avg_sq, ratio)):
+            return reference.lamb(master, exp_avg, exp_avg_sq, ratio, settings, param_out)
+        tensors = (*_typed(master), *map(_pointer, (exp_avg, exp_avg_sq, ratio)), *_typed(param_out))
+        numbers = (*_lamb_numbers(settings), self._root, ctypes.c_float(-settings.lr))
+        self._library.zlab_lamb(*tensors, *_extent(master), *numbers)
+
+    def accumulate(self, target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
+        if not _takes(target, values):
+            return reference.accumulate(target, values, scale)
+        self._library.zlab_accumulate(*_typed(target), *_typed(values), *_extent(target), ctypes.c_float(scale))
+
+    def cast_copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        if not _takes(target, values):
+            return reference.cast_copy(target, values)
+        self._library.zlab_cast_copy(*_typed(target), *_typed(values), *_extent(target))
+
+    def sum_of_squares(self, values: torch.Tensor) -> torch.Tensor:
+        if not _takes(values):
+            return reference.sum_of_squares(values)
+        total, groups = torch.empty((), dtype=torch.float64), _group_sums(values.numel())
+        self._library.zlab_sum_of_squares(*_typed(values), _pointer(groups), _pointer(total), *_extent(values))
+        return total
+
+    def quantise(self, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None:
+        if not _takes(values, fp32=(scales,), bytes_=(codes,)):
+            return reference.quantise(codes, scales, values, bits)
+        tensors = (_pointer(codes), _pointer(scales), *_typed(values))
+        self._library.zlab_quantise(*tensors, ctypes.c_int32(bits), *_extent(values))
+
+    def dequantise(self, target: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
+        if not _takes(target, fp32=(scales,), bytes_=(codes,)):
+            return reference.dequantise(target, codes, scales, bits)
+        tensors = (*_typed(target), _pointer(codes), _pointer(scales))
+        self._library.zlab_dequantise(*tensors, ctypes.c_int32(bits), *_extent(target))
+
+
+def _torchs_root(library: ctypes.CDLL) -> int | None:
+    """Which of the library's square roots is torch's on this machine, judged by numbers of all magnitudes."""
+    values = (torch.arange(1 << 16, dtype=torch.int64) * 65521 % 0x7F800001).to(torch.int32).view(torch.float32)
+    wanted, found = values.sqrt(), torch.empty_like(values)
+    for kind in (EXACT, NEWTON):
+        library.zlab_roots(_pointer(values), _pointer(found), ctypes.c_int64(values.numel()), ctypes.c_int32(kind))
+        if torch.equal(found, wanted):
+            return kind
+    return None
+
+
+def _takes(
+    *wide: torch.Tensor | None, fp32: tuple[torch.Tensor, ...] = (), bytes_: tuple[torch.Tensor, ...] = ()
+) -> bool:
+    """Whether all are dense and of dtypes that the library has: any of three, fp32, a byte."""
+    given = [tensor for tensor in wide if tensor is not None]
+    return (
+        all(tensor.is_contiguous() for tensor in (*given, *fp32, *bytes_))
+        and all(tensor.dtype in CODE_OF for tensor in given)
+        and all(tensor.dtype == torch.float32 for tensor in fp32)
+        and all(tensor.element_size() == 1 for tensor in bytes_)
+    )
+
+
+def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _typed(tensor: torch.Tensor | None) -> tuple[_Argument, _Argument]:
+    return _pointer(tensor), ctypes.c_int32(0 if tensor is None else CODE_OF[tensor.dtype])
+
+
+def _extent(tensor: torch.Tensor) -> tuple[_Argument, _Argument]:
+    return ctypes.c_int64(tensor.numel()), ctypes.c_int64(torch.get_num_threads())
+
+
+def _group_sums(numel: int) -> torch.Tensor:
+    return torch.empty(-(-numel // reference.GROUP_NUMEL) + 1, dtype=torch.float64)
+
+
+def _adam_numbers(settings: AdamW) -> tuple[_Argument, ...]:
+    """Rounded to fp32 where torch rounds its scalars: at the end."""
+    decays, beta2 = (settings.decay, settings.l2), settings.beta2
+    correction, step_size = settings.bias_correction_sq**0.5, settings.lr / settings.bias_correction
+    numbers = (*decays, 1 - settings.beta1, beta2, 1 - beta2, correction, settings.eps, -step_size)
+    return tuple(map(ctypes.c_float, numbers))
+
+
+def _lamb_numbers(settings: Lamb) -> tuple[_Argument, ...]:
+    corrections = (settings.bias_correction, settings.bias_correction_sq)
+    return tuple(map(ctypes.c_float, (*corrections, settings.eps, settings.weight_decay)))
