@@ -15,6 +15,7 @@ is divided by its root.
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -63,7 +64,7 @@ def _dynamic_values(*, signed: bool) -> tuple[float, ...]:
     for decade in range(DECADES):
         count = 2 ** (decade + (0 if signed else 1))
         edges = [0.1 + 0.9 * place / count for place in range(count + 1)]
-        means = [10.0 ** (decade + 1 - DECADES) * (low + high) / 2 for low, high in zip(edges, edges[1:], strict=False)]
+        means = [10.0 ** (decade + 1 - DECADES) * (low + high) / 2 for low, high in pairwise(edges)]
         values += means + ([-mean for mean in means] if signed else [])
     return tuple(sorted(values))
 

@@ -59,9 +59,7 @@ def adamw_(
     master, grad, param_out: float; exp_avg (m), exp_avg_sq (v): fp32; grad_scale: 0-dim fp32.
     """
     numbers = _adam_numbers(settings)
-    _ops.adamw_(
-        *(master, grad, exp_avg, exp_avg_sq, grad_scale, param_out), *numbers, isinstance(settings, Adam)
-    )
+    _ops.adamw_(*(master, grad, exp_avg, exp_avg_sq, grad_scale, param_out), *numbers, isinstance(settings, Adam))
 
 
 @_declare(
@@ -163,7 +161,7 @@ def _sgd(
     momentum: float,
     dampening: float,
     weight_decay: float,
-    nesterov: bool,  # noqa: FBT001
+    nesterov: bool,
     step: int,
 ) -> None:
     _check("sgd_", master, grad=grad, momentum_buffer=momentum_buffer, param_out=param_out)
@@ -259,7 +257,7 @@ def lamb_(
 
 @_declare(
     "lamb_",
-    "(Tensor(a!) master, Tensor exp_avg, Tensor exp_avg_sq, Tensor ratio, Tensor(b!)? param_out, " f"{_ADAM}) -> ()",
+    "(Tensor(a!) master, Tensor exp_avg, Tensor exp_avg_sq, Tensor ratio, Tensor(b!)? param_out, " + f"{_ADAM}) -> ()",
     _nothing,
 )
 def _lamb(
@@ -347,13 +345,13 @@ def _adam_numbers(settings: AdamW) -> tuple[float, ...]:
 
 
 def _adam_settings(numbers: tuple[float, ...]) -> AdamW:
-    *common, step, l2 = numbers
-    return (Adam if l2 else AdamW)(*common, step=int(step))
+    lr, beta1, beta2, eps, weight_decay, step, l2 = numbers
+    return (Adam if l2 else AdamW)(lr, beta1, beta2, eps, weight_decay, int(step))
 
 
 def _lamb_settings(numbers: tuple[float, ...]) -> Lamb:
-    *common, step = numbers
-    return Lamb(*common, step=int(step))
+    lr, beta1, beta2, eps, weight_decay, step = numbers
+    return Lamb(lr, beta1, beta2, eps, weight_decay, int(step))
 
 
 def _check(name: str, first: torch.Tensor, **others: torch.Tensor | None) -> None:

@@ -8,7 +8,8 @@ element-wise, so any split of the tensors gives the same bits.
 
 [Note: order of squares]
 Sums of squares are fp64, in one order for all implementations on a CPU: lane k of a group of 64 x 256 elements adds the
-squares of its elements k, k + 256, ..; the 256 lanes are folded in halves, then the groups (zeros up to a power of two).
+squares of its elements k, k + 256, ..; the 256 lanes are folded in halves, then the groups (with zeros up to a power
+of two).
 A square of an fp32 number is exact in fp64 and cannot overflow, so a sum is finite exactly where all elements are.
 """
 
@@ -22,9 +23,24 @@ from kernels.block_formats import dequantise, dynamic_codes, quantise, read_dyna
 from kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
 
 __all__ = [
-    *("Adam", "AdamW", "Lamb", "Lion", "Sgd"),
-    *("accumulate", "adamw", "adamw8bit", "cast_copy", "dequantise", "lamb", "lamb_moments", "lamb_squares", "lion"),
-    *("quantise", "sgd", "sum_of_squares", "trust_ratios"),
+    "Adam",
+    "AdamW",
+    "Lamb",
+    "Lion",
+    "Sgd",
+    "accumulate",
+    "adamw",
+    "adamw8bit",
+    "cast_copy",
+    "dequantise",
+    "lamb",
+    "lamb_moments",
+    "lamb_squares",
+    "lion",
+    "quantise",
+    "sgd",
+    "sum_of_squares",
+    "trust_ratios",
 ]
 
 # Eight element-wise passes over five tensors: in pieces they stay in a core's caches (5 x 4 B x 64 Ki = 1.25 MiB), and

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels import ops
 from zero_runtime.collectives import Collectives
 from zero_runtime.unit import Unit
 
@@ -25,7 +26,7 @@ def local_sum_of_squares(units: list[Unit], collectives: Collectives, device: to
             continue
         part_numel = unit.layout.shard_numel // collectives.replica_count
         part = unit.grad_shard.narrow(0, collectives.replica_rank * part_numel, part_numel)
-        total += torch.linalg.vector_norm(part, dtype=torch.float32).to(torch.float64).square()
+        total += ops.sum_of_squares(part)
     return total
 
 

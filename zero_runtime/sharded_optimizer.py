@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from kernels import ops
 from zero_runtime.collectives import Collectives
 from zero_runtime.lr_schedule import Rates
 from zero_runtime.optimizers import LambConfig, OptimizerConfig, TorchConfig, refuse_host_reads
@@ -18,7 +19,7 @@ from zero_runtime.update_rules import ElementwiseRule, Held, LambRule, StepNumbe
 
 
 class UpdateRule(Protocol):
-    """Updates every master shard and every state in place, from each unit's grad_shard."""
+    """Updates every master shard and state in place from each unit's grad_shard, and rounds it into param_shard."""
 
     def update(self, helds: list[Held], numbers: StepNumbers) -> None: ...
 
@@ -46,6 +47,9 @@ class ShardedOptimizer:
         ]
         if any(isinstance(held.unit.master_shard, FakeTensor) for held in self._helds):
             refuse_host_reads(config)
+        else:
+            for device in {held.unit.param_shard.device for held in self._helds}:
+                ops.prepare(device)  # here and not in the first step, in which peers would wait for it
         self._by_unit = {held.unit.name: held for held in self._helds}
         self._rule = _rule(config, self._helds, collectives)
 
@@ -68,8 +72,6 @@ class ShardedOptimizer:
         )
         with torch.no_grad():
             self._rule.update(self._helds, numbers)
-            for held in self._helds:
-                held.unit.refresh_param_shard()
         self.updates += 1
 
     def counters(self) -> dict[str, float]:

@@ -37,6 +37,7 @@ class TorchRule:
                 shard.grad = None
                 if numbers.step == 1:
                     self._take_states(held, run.start, run.stop, optimizer.state[shard])
+            held.unit.refresh_param_shard()
 
     def counters(self, helds: Sequence[Held]) -> dict[str, float]:
         """Torch's own 0-dim states, by group: they depend on the steps and rates alone. Reads them on the host."""

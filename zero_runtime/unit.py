@@ -18,6 +18,7 @@ from enum import Enum
 import torch
 from torch import nn
 
+from kernels import ops
 from zero_runtime.birth import Birth, swap_content
 from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.collectives import Collectives, Pending
@@ -291,7 +292,7 @@ class Unit:
         flat = self.unsharded_grad[segment.offset : segment.offset + segment.numel]
         with torch.no_grad():
             if index in self._filled:
-                flat.add_(param.grad.reshape(-1))
+                ops.accumulate_(flat, param.grad.reshape(-1))
             else:
                 flat.copy_(param.grad.reshape(-1))
         param.grad = None
@@ -350,7 +351,7 @@ class Unit:
         elif self.grad_shard is None:
             self.grad_shard = self._reduce_out.to(self._grad_dtype)
         else:
-            self.grad_shard.add_(self._reduce_out)
+            ops.accumulate_(self.grad_shard, self._reduce_out)
         if self._plan.grads is Partition.SHARDED:
             self.unsharded_grad = None
         self._reducing = self._reduce_out = None
@@ -361,7 +362,7 @@ class Unit:
     def refresh_param_shard(self) -> None:
         """Round the updated master into param_shard; a no-op where they are one tensor."""
         if self.master_shard is not None and self.master_shard is not self.param_shard:
-            self.param_shard.copy_(self.master_shard)
+            ops.cast_copy_(self.param_shard, self.master_shard)
 
     def free_grads(self) -> None:
         """End the gradients of this step, reduced or not."""

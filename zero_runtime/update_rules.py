@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from kernels import reference
+from kernels import ops
+from kernels.reference import trust_ratios
+from kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import PlanError
 from zero_runtime.optimizers import AdamConfig, AdamWConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
@@ -42,6 +44,7 @@ class Part:
     master: torch.Tensor  # [n] master_dtype
     grad: torch.Tensor  # [n] grad_dtype
     states: tuple[torch.Tensor, ...]  # [n] fp32 each, in the order of state_names
+    param_out: torch.Tensor | None  # [n] param_dtype, where that is a tensor of its own
 
 
 def part_of(held: Held, start: int, stop: int) -> Part:
@@ -49,7 +52,8 @@ def part_of(held: Held, start: int, stop: int) -> Part:
     assert unit.master_shard is not None
     assert unit.grad_shard is not None
     states = tuple(state[start:stop] for state in held.states.values())
-    return Part(unit.master_shard[start:stop], unit.grad_shard[start:stop], states)
+    param_out = None if unit.master_shard is unit.param_shard else unit.param_shard[start:stop]
+    return Part(unit.master_shard[start:stop], unit.grad_shard[start:stop], states, param_out)
 
 
 class ElementwiseRule:
@@ -67,8 +71,8 @@ class ElementwiseRule:
 
 def _adam(config: Any, part: Part, run: Run, numbers: StepNumbers) -> None:
     exp_avg, exp_avg_sq = part.states
-    settings = _adam_settings(reference.Adam if type(config) is AdamConfig else reference.AdamW, config, run, numbers)
-    reference.adamw(part.master, part.grad, exp_avg, exp_avg_sq, numbers.grad_scale, settings)
+    settings = _adam_settings(Adam if type(config) is AdamConfig else AdamW, config, run, numbers)
+    ops.adamw_(part.master, part.grad, exp_avg, exp_avg_sq, numbers.grad_scale, settings, part.param_out)
 
 
 def _adam_settings(kind: type, config: AdamWConfig, run: Run, numbers: StepNumbers) -> Any:
@@ -83,7 +87,7 @@ def _adam_settings(kind: type, config: AdamWConfig, run: Run, numbers: StepNumbe
 
 
 def _sgd(config: SgdConfig, part: Part, run: Run, numbers: StepNumbers) -> None:
-    settings = reference.Sgd(
+    settings = Sgd(
         lr=numbers.rate(run.settings),
         momentum=config.momentum if numbers.momentum is None else numbers.momentum,
         dampening=config.dampening,
@@ -92,17 +96,17 @@ def _sgd(config: SgdConfig, part: Part, run: Run, numbers: StepNumbers) -> None:
         step=numbers.step,
     )
     momentum_buffer = part.states[0] if part.states else None
-    reference.sgd(part.master, part.grad, momentum_buffer, numbers.grad_scale, settings)
+    ops.sgd_(part.master, part.grad, momentum_buffer, numbers.grad_scale, settings, part.param_out)
 
 
 def _lion(config: LionConfig, part: Part, run: Run, numbers: StepNumbers) -> None:
-    settings = reference.Lion(
+    settings = Lion(
         lr=numbers.rate(run.settings),
         beta1=config.beta1 if numbers.momentum is None else numbers.momentum,
         beta2=config.beta2,
         weight_decay=run.settings.weight_decay,
     )
-    reference.lion(part.master, part.grad, part.states[0], numbers.grad_scale, settings)
+    ops.lion_(part.master, part.grad, part.states[0], numbers.grad_scale, settings, part.param_out)
 
 
 _UPDATES: dict[type, Callable[..., None]] = {AdamWConfig: _adam, AdamConfig: _adam, SgdConfig: _sgd, LionConfig: _lion}
@@ -129,16 +133,16 @@ class LambRule:
         for held in helds:
             for run in held.runs:
                 part = part_of(held, run.start, run.stop)
-                settings = _adam_settings(reference.Lamb, self._config, run, numbers)
+                settings = _adam_settings(Lamb, self._config, run, numbers)
                 exp_avg, exp_avg_sq = part.states
-                reference.lamb_moments(part.grad, exp_avg, exp_avg_sq, numbers.grad_scale, settings)
-        ratios = reference.trust_ratios(self._squares(helds, numbers))
+                ops.lamb_moments_(part.grad, exp_avg, exp_avg_sq, numbers.grad_scale, settings)
+        ratios = trust_ratios(self._squares(helds, numbers))
         for held in helds:
             for name, start, stop, run in _parameters(held, self._collectives.shard_rank):
                 part = part_of(held, start, stop)
-                settings = _adam_settings(reference.Lamb, self._config, run, numbers)
+                settings = _adam_settings(Lamb, self._config, run, numbers)
                 exp_avg, exp_avg_sq = part.states
-                reference.lamb(part.master, exp_avg, exp_avg_sq, ratios[self._place[name]], settings)
+                ops.lamb_(part.master, exp_avg, exp_avg_sq, ratios[self._place[name]], settings, part.param_out)
 
     def _squares(self, helds: Sequence[Held], numbers: StepNumbers) -> torch.Tensor:
         """[parameters, 2] fp64, summed over the ranks."""
@@ -150,9 +154,9 @@ class LambRule:
                 start, stop = max(start, low), min(stop, low + part_numel)
                 if start < stop:
                     part = part_of(held, start, stop)
-                    settings = _adam_settings(reference.Lamb, self._config, run, numbers)
+                    settings = _adam_settings(Lamb, self._config, run, numbers)
                     exp_avg, exp_avg_sq = part.states
-                    squares[self._place[name]] = reference.lamb_squares(part.master, exp_avg, exp_avg_sq, settings)
+                    squares[self._place[name]] = ops.lamb_squares(part.master, exp_avg, exp_avg_sq, settings)
         return self._collectives.sum_over_ranks_(squares)
 
 

@@ -50,7 +50,7 @@ class LockWait:
     poll_s: float = 0.05
 
 
-def load_library(wait: LockWait = LockWait()) -> ctypes.CDLL:  # noqa: B008
+def load_library(wait: LockWait = LockWait()) -> ctypes.CDLL:
     """The library for this machine, compiled if it is not in the cache. Raises BuildError."""
     compiler = find_compiler()
     path = cache_folder() / f"kernels-{library_key(compiler)}.so"
@@ -85,7 +85,9 @@ def cache_folder() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except OSError as error:
-        raise BuildError(f"the cache {folder} cannot be used: {error}; set XDG_CACHE_HOME to a folder of yours") from error
+        raise BuildError(
+            f"the cache {folder} cannot be used: {error}; set XDG_CACHE_HOME to a folder of yours"
+        ) from error
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(
             f"the cache {folder} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}, and must "
@@ -191,5 +193,7 @@ def _acquire(descriptor: int, path: Path, wait: LockWait) -> bool:
             return False
         if waited_s > wait.message_after_s and not said:
             said = True
-            logger.warning("waiting for another process that compiles the CPU kernels (%s), %.0f s at most", path, wait.limit_s)
+            logger.warning(
+                "waiting for another process that compiles the CPU kernels (%s), %.0f s at most", path, wait.limit_s
+            )
         time.sleep(wait.poll_s)

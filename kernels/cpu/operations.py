@@ -37,7 +37,8 @@ class CpuKernels:
         param_out: torch.Tensor | None = None,
     ) -> None:
         if not _takes(master, grad, param_out, fp32=(exp_avg, exp_avg_sq, grad_scale)):
-            return reference.adamw(master, grad, exp_avg, exp_avg_sq, grad_scale, settings, param_out)
+            reference.adamw(master, grad, exp_avg, exp_avg_sq, grad_scale, settings, param_out)
+            return
         moments, scale = (_pointer(exp_avg), _pointer(exp_avg_sq)), _pointer(grad_scale)
         tensors = (*_typed(master), *_typed(grad), *moments, scale, *_typed(param_out))
         self._library.zlab_adamw(*tensors, *_extent(master), *_adam_numbers(settings), self._root)
@@ -57,7 +58,8 @@ class CpuKernels:
         states = (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
         scales = (exp_avg_scale, exp_avg_sq_scale, grad_scale)
         if not _takes(master, grad, param_out, fp32=scales, bytes_=(exp_avg, exp_avg_sq)):
-            return reference.adamw8bit(master, grad, *states, grad_scale, settings, param_out)
+            reference.adamw8bit(master, grad, *states, grad_scale, settings, param_out)
+            return
         tables = [dynamic_codes(master.device, signed=signed) for signed in (True, False)]
         rest = map(_pointer, (*states, *tables, grad_scale))
         tensors = (*_typed(master), *_typed(grad), *rest, *_typed(param_out))
@@ -74,7 +76,8 @@ class CpuKernels:
     ) -> None:
         states = () if momentum_buffer is None else (momentum_buffer,)
         if not _takes(master, grad, param_out, fp32=(*states, grad_scale)):
-            return reference.sgd(master, grad, momentum_buffer, grad_scale, settings, param_out)
+            reference.sgd(master, grad, momentum_buffer, grad_scale, settings, param_out)
+            return
         kind = 0 if momentum_buffer is None else 1 if settings.step == 1 else 2
         rest = (_pointer(momentum_buffer), _pointer(grad_scale))
         numbers = (settings.weight_decay, settings.momentum, 1 - settings.dampening, -settings.lr)
@@ -93,7 +96,8 @@ class CpuKernels:
         param_out: torch.Tensor | None = None,
     ) -> None:
         if not _takes(master, grad, param_out, fp32=(exp_avg, grad_scale)):
-            return reference.lion(master, grad, exp_avg, grad_scale, settings, param_out)
+            reference.lion(master, grad, exp_avg, grad_scale, settings, param_out)
+            return
         betas = (settings.beta1, 1 - settings.beta1, settings.beta2, 1 - settings.beta2)
         numbers = (1 - settings.lr * settings.weight_decay, *betas, -settings.lr)
         rest = (_pointer(exp_avg), _pointer(grad_scale))
@@ -109,7 +113,8 @@ class CpuKernels:
         settings: Lamb,
     ) -> None:
         if not _takes(grad, fp32=(exp_avg, exp_avg_sq, grad_scale)):
-            return reference.lamb_moments(grad, exp_avg, exp_avg_sq, grad_scale, settings)
+            reference.lamb_moments(grad, exp_avg, exp_avg_sq, grad_scale, settings)
+            return
         numbers = (1 - settings.beta1, settings.beta2, 1 - settings.beta2)
         tensors = (*_typed(grad), *map(_pointer, (exp_avg, exp_avg_sq, grad_scale)))
         self._library.zlab_lamb_moments(*tensors, *_extent(grad), *map(ctypes.c_float, numbers))
@@ -134,19 +139,22 @@ class CpuKernels:
         param_out: torch.Tensor | None = None,
     ) -> None:
         if not _takes(master, param_out, fp32=(exp_avg, exp_avg_sq, ratio)):
-            return reference.lamb(master, exp_avg, exp_avg_sq, ratio, settings, param_out)
+            reference.lamb(master, exp_avg, exp_avg_sq, ratio, settings, param_out)
+            return
         tensors = (*_typed(master), *map(_pointer, (exp_avg, exp_avg_sq, ratio)), *_typed(param_out))
         numbers = (*_lamb_numbers(settings), self._root, ctypes.c_float(-settings.lr))
         self._library.zlab_lamb(*tensors, *_extent(master), *numbers)
 
     def accumulate(self, target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
         if not _takes(target, values):
-            return reference.accumulate(target, values, scale)
+            reference.accumulate(target, values, scale)
+            return
         self._library.zlab_accumulate(*_typed(target), *_typed(values), *_extent(target), ctypes.c_float(scale))
 
     def cast_copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
         if not _takes(target, values):
-            return reference.cast_copy(target, values)
+            reference.cast_copy(target, values)
+            return
         self._library.zlab_cast_copy(*_typed(target), *_typed(values), *_extent(target))
 
     def sum_of_squares(self, values: torch.Tensor) -> torch.Tensor:
@@ -158,13 +166,15 @@ class CpuKernels:
 
     def quantise(self, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None:
         if not _takes(values, fp32=(scales,), bytes_=(codes,)):
-            return reference.quantise(codes, scales, values, bits)
+            reference.quantise(codes, scales, values, bits)
+            return
         tensors = (_pointer(codes), _pointer(scales), *_typed(values))
         self._library.zlab_quantise(*tensors, ctypes.c_int32(bits), *_extent(values))
 
     def dequantise(self, target: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
         if not _takes(target, fp32=(scales,), bytes_=(codes,)):
-            return reference.dequantise(target, codes, scales, bits)
+            reference.dequantise(target, codes, scales, bits)
+            return
         tensors = (*_typed(target), _pointer(codes), _pointer(scales))
         self._library.zlab_dequantise(*tensors, ctypes.c_int32(bits), *_extent(target))
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from kernels import reference
+from kernels import ops
+from kernels.settings import AdamW
 from zero_runtime import collectives, flat_layout, runtime, schedule, unit
 from zero_runtime.birth import Birth
 from zero_runtime.plan import Phase
@@ -151,15 +152,15 @@ def the_master_is_taken_after_rounding() -> None:
 
 @fault
 def the_step_count_runs_once_a_unit() -> None:
-    adamw = reference.adamw
+    adamw = ops.adamw_
     calls = {"step": 0}
 
     def counting(*args: object) -> None:
         calls["step"] += 1
-        *tensors, settings = args
-        adamw(*tensors, reference.AdamW(**{**vars(settings), "step": calls["step"]}))  # type: ignore[arg-type]
+        *tensors, settings, param_out = args
+        adamw(*tensors, AdamW(**{**vars(settings), "step": calls["step"]}), param_out)  # type: ignore[arg-type]
 
-    reference.adamw = counting  # type: ignore[assignment]
+    ops.adamw_ = counting  # type: ignore[assignment]
 
 
 @fault
