@@ -27,12 +27,6 @@ struct Master {
     }
 };
 
-inline const float* scaled(const void* grad, int32_t dtype, int64_t start, float scale, float* buffer, int64_t numel) {
-    const float* wide = widened(at(grad, dtype, start), dtype, buffer, numel);
-    for (int64_t i = 0; i < numel; ++i) buffer[i] = wide[i] * scale;
-    return buffer;
-}
-
 // [Note: roots] torch takes square roots from MKL where it is built with it, and on a processor that is not Intel's MKL
 // gives what rsqrtps and two Newton steps make, one unit in the last place off in every fifth element. To have torch's
 // bits NEWTON does the same; whoever loads the library finds out which of the two is torch's.
@@ -88,10 +82,12 @@ inline void moments(float grad, float& first, float& second, const AdamNumbers& 
 
 template <bool L2, bool FROM_END>
 void adam_block(float* __restrict weights, const float* __restrict grads, float* __restrict firsts,
-                float* __restrict seconds, const AdamNumbers c, int64_t numel) {
+                float* __restrict seconds, float scale, const AdamNumbers c, int64_t numel) {
     alignas(64) float root[BLOCK];
-    for (int64_t i = 0; i < numel; ++i)
-        moments<FROM_END>(L2 ? std::fma(c.l2, weights[i], grads[i]) : grads[i], firsts[i], seconds[i], c);
+    for (int64_t i = 0; i < numel; ++i) {
+        const float grad = grads[i] * scale;
+        moments<FROM_END>(L2 ? std::fma(c.l2, weights[i], grad) : grad, firsts[i], seconds[i], c);
+    }
     roots(seconds, root, numel, c.root);
     for (int64_t i = 0; i < numel; ++i) {
         const float weight = L2 ? weights[i] : weights[i] * c.decay;
@@ -99,7 +95,7 @@ void adam_block(float* __restrict weights, const float* __restrict grads, float*
     }
 }
 
-using AdamBlock = void (*)(float*, const float*, float*, float*, AdamNumbers, int64_t);
+using AdamBlock = void (*)(float*, const float*, float*, float*, float, AdamNumbers, int64_t);
 
 inline AdamBlock adam_block_for(const AdamNumbers& c) {
     if (c.weight1 < 0.5f) return c.l2 != 0 ? adam_block<true, false> : adam_block<false, false>;

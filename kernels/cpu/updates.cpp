@@ -11,8 +11,8 @@ namespace {
 
 template <bool FROM_END>
 void moments_block(const float* __restrict grads, float* __restrict firsts, float* __restrict seconds,
-                   const AdamNumbers c, int64_t numel) {
-    for (int64_t i = 0; i < numel; ++i) moments<FROM_END>(grads[i], firsts[i], seconds[i], c);
+                   float scale, const AdamNumbers c, int64_t numel) {
+    for (int64_t i = 0; i < numel; ++i) moments<FROM_END>(grads[i] * scale, firsts[i], seconds[i], c);
 }
 
 }  // namespace
@@ -26,9 +26,9 @@ extern "C" void zlab_adamw(void* master, int32_t master_dtype, const void* grad,
     const AdamBlock block = adam_block_for(numbers);
     in_blocks(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK];
-        const float* grads = scaled(grad, grad_dtype, start, *grad_scale, wide_grads, n);
+        const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
         float* weights = target.open(start, wide_weights, n);
-        block(weights, grads, exp_avg + start, exp_avg_sq + start, numbers, n);
+        block(weights, grads, exp_avg + start, exp_avg_sq + start, *grad_scale, numbers, n);
         target.close(weights, start, n);
     });
 }
@@ -40,8 +40,8 @@ extern "C" void zlab_lamb_moments(const void* grad, int32_t grad_dtype, float* e
     const auto block = weight1 < 0.5f ? moments_block<false> : moments_block<true>;
     in_blocks(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_grads[BLOCK];
-        const float* grads = scaled(grad, grad_dtype, start, *grad_scale, wide_grads, n);
-        block(grads, exp_avg + start, exp_avg_sq + start, numbers, n);
+        const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
+        block(grads, exp_avg + start, exp_avg_sq + start, *grad_scale, numbers, n);
     });
 }
 
@@ -54,10 +54,11 @@ struct SgdNumbers {
 };
 
 template <Momentum MOMENTUM, bool NESTEROV>
-void sgd_block(float* __restrict weights, const float* __restrict grads, float* __restrict buffers, const SgdNumbers c,
-               int64_t numel) {
+void sgd_block(float* __restrict weights, const float* __restrict grads, float* __restrict buffers, float scale,
+               const SgdNumbers c, int64_t numel) {
     for (int64_t i = 0; i < numel; ++i) {
-        float step = c.l2 != 0 ? std::fma(c.l2, weights[i], grads[i]) : grads[i];
+        const float grad = grads[i] * scale;
+        float step = c.l2 != 0 ? std::fma(c.l2, weights[i], grad) : grad;
         if (MOMENTUM != NONE) {
             const float buffer = MOMENTUM == FIRST ? step : std::fma(c.weight, step, buffers[i] * c.momentum);
             buffers[i] = buffer;
@@ -72,12 +73,13 @@ struct LionNumbers {
 };
 
 void lion_block(float* __restrict weights, const float* __restrict grads, float* __restrict firsts,
-                const LionNumbers c, int64_t numel) {
+                float scale, const LionNumbers c, int64_t numel) {
     for (int64_t i = 0; i < numel; ++i) {
-        const float aim = std::fma(c.weight1, grads[i], firsts[i] * c.beta1);
+        const float grad = grads[i] * scale;
+        const float aim = std::fma(c.weight1, grad, firsts[i] * c.beta1);
         const float sign = static_cast<float>(aim > 0) - static_cast<float>(aim < 0);
         weights[i] = std::fma(c.minus_lr, sign, weights[i] * c.decay);
-        firsts[i] = std::fma(c.weight2, grads[i], firsts[i] * c.beta2);
+        firsts[i] = std::fma(c.weight2, grad, firsts[i] * c.beta2);
     }
 }
 
@@ -95,9 +97,9 @@ extern "C" void zlab_sgd(void* master, int32_t master_dtype, const void* grad, i
                                        : (nesterov ? sgd_block<LATER, true> : sgd_block<LATER, false>);
     in_blocks(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK];
-        const float* grads = scaled(grad, grad_dtype, start, *grad_scale, wide_grads, n);
+        const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
         float* weights = target.open(start, wide_weights, n);
-        block(weights, grads, momentum_buffer ? momentum_buffer + start : nullptr, numbers, n);
+        block(weights, grads, momentum_buffer ? momentum_buffer + start : nullptr, *grad_scale, numbers, n);
         target.close(weights, start, n);
     });
 }
@@ -109,9 +111,9 @@ extern "C" void zlab_lion(void* master, int32_t master_dtype, const void* grad, 
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
     in_blocks(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK];
-        const float* grads = scaled(grad, grad_dtype, start, *grad_scale, wide_grads, n);
+        const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
         float* weights = target.open(start, wide_weights, n);
-        lion_block(weights, grads, exp_avg + start, numbers, n);
+        lion_block(weights, grads, exp_avg + start, *grad_scale, numbers, n);
         target.close(weights, start, n);
     });
 }
