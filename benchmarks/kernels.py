@@ -161,15 +161,16 @@ def report(
         f"# The AdamW step on a CPU, {date.today()}",
         "",
         f"{cpu_name()}, {os.cpu_count()} cores; torch {torch.__version__}, Python {platform.python_version()}; "
-        f"{numel} parameters, {rounds} rounds after 1 (the reference {REFERENCE_ROUNDS + 1}), all contestants in turn in one process. Other work ran on the "
+        f"{numel} parameters, {rounds} rounds after 1 (the reference {REFERENCE_ROUNDS + 1}), all contestants in turn "
+        f"in one process. Other work ran on the "
         f"machine: load {load_before:.1f} before, {os.getloadavg()[0]:.1f} after, of which this process is 1 to 2. "
         f"Compiling the kernels took {compile_s:.1f} s.",
         "",
         f"Command: `python benchmarks/kernels.py {' '.join(sys.argv[1:])}`".rstrip(),
         "",
         "mixed: fp32 master and moments, bf16 gradient in, bf16 parameter out. ms, median (least to most); share: the",
-        "median over the rounds of the bare loop's time in the same round over the row's, and in brackets the quartiles",
-        "of that ratio; least: the same of the least times of both.",
+        "median over the rounds of the bare loop's time in the same round over the row's, with the quartiles of that ratio",
+        "in brackets; least: the same of the least times of both.",
     ]
     for kind, of_kind in times.items():
         lines += [

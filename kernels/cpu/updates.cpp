@@ -24,7 +24,7 @@ extern "C" void zlab_adamw(void* master, int32_t master_dtype, const void* grad,
     const AdamNumbers numbers{decay, l2, weight1, beta2, weight2, correction, eps, minus_step_size, root};
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
     const AdamBlock block = adam_block_for(numbers);
-    in_blocks(numel, threads, [&](int64_t start, int64_t n) {
+    in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK];
         const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
         float* weights = target.open(start, wide_weights, n);
@@ -38,7 +38,7 @@ extern "C" void zlab_lamb_moments(const void* grad, int32_t grad_dtype, float* e
                                   float weight2) {
     const AdamNumbers numbers{1, 0, weight1, beta2, weight2, 1, 0, 0, EXACT};
     const auto block = weight1 < 0.5f ? moments_block<false> : moments_block<true>;
-    in_blocks(numel, threads, [&](int64_t start, int64_t n) {
+    in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_grads[BLOCK];
         const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
         block(grads, exp_avg + start, exp_avg_sq + start, *grad_scale, numbers, n);
@@ -95,7 +95,7 @@ extern "C" void zlab_sgd(void* master, int32_t master_dtype, const void* grad, i
     const auto block = kind == NONE    ? sgd_block<NONE, false>
                        : kind == FIRST ? (nesterov ? sgd_block<FIRST, true> : sgd_block<FIRST, false>)
                                        : (nesterov ? sgd_block<LATER, true> : sgd_block<LATER, false>);
-    in_blocks(numel, threads, [&](int64_t start, int64_t n) {
+    in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK];
         const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
         float* weights = target.open(start, wide_weights, n);
@@ -109,7 +109,7 @@ extern "C" void zlab_lion(void* master, int32_t master_dtype, const void* grad, 
                           float decay, float beta1, float weight1, float beta2, float weight2, float minus_lr) {
     const LionNumbers numbers{decay, beta1, weight1, beta2, weight2, minus_lr};
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
-    in_blocks(numel, threads, [&](int64_t start, int64_t n) {
+    in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK];
         const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
         float* weights = target.open(start, wide_weights, n);
@@ -169,7 +169,7 @@ extern "C" void zlab_lamb(void* master, int32_t master_dtype, const float* exp_a
                           float minus_lr) {
     const LambNumbers numbers{correction1, correction2, eps, decay, root};
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
-    in_blocks(numel, threads, [&](int64_t start, int64_t n) {
+    in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], updates[BLOCK];
         float* weights = target.open(start, wide_weights, n);
         lamb_updates(weights, exp_avg + start, exp_avg_sq + start, updates, numbers, n);
