@@ -169,8 +169,8 @@ def report(
         f"Command: `python benchmarks/kernels.py {' '.join(sys.argv[1:])}`".rstrip(),
         "",
         "mixed: fp32 master and moments, bf16 gradient in, bf16 parameter out. ms, median (least to most); share: the",
-        "median over the rounds of the bare loop's time in the same round over the row's, with its quartiles in brackets;",
-        "least: the same of the least times of both.",
+        "median over the rounds of the bare loop's time in the same round over the row's, with its quartiles in",
+        "brackets; least: the same of the least times of both.",
     ]
     for kind, of_kind in times.items():
         lines += [
