@@ -185,7 +185,7 @@ def lamb_squares(master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.
         weights = master[part].to(torch.float32)
         update = _lamb_update(weights, exp_avg[part], exp_avg_sq[part], settings)
         groups.append(torch.stack([_group_sums(weights), _group_sums(update)]))
-    return _folded(torch.cat(groups, 1)) if groups else master.new_zeros(2, dtype=torch.float64)
+    return folded(torch.cat(groups, 1)) if groups else master.new_zeros(2, dtype=torch.float64)
 
 
 def trust_ratios(squares: torch.Tensor) -> torch.Tensor:
@@ -236,7 +236,7 @@ def cast_copy(target: torch.Tensor, values: torch.Tensor) -> None:
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     """0-dim fp64, finite exactly where all elements are. See [Note: order of squares]."""
     groups = [_group_sums(values[part].to(torch.float32)) for part in _chunks(values, SQUARES_CHUNK_NUMEL)]
-    return _folded(torch.cat(groups)) if groups else values.new_zeros((), dtype=torch.float64)
+    return folded(torch.cat(groups)) if groups else values.new_zeros((), dtype=torch.float64)
 
 
 def _group_sums(values: torch.Tensor) -> torch.Tensor:
@@ -246,10 +246,10 @@ def _group_sums(values: torch.Tensor) -> torch.Tensor:
     lanes = rows[0].square()
     for row in rows[1:]:
         lanes.addcmul_(row, row)
-    return _folded(lanes)
+    return folded(lanes)
 
 
-def _folded(sums: torch.Tensor) -> torch.Tensor:
+def folded(sums: torch.Tensor) -> torch.Tensor:
     """The last dimension summed: its second half is added to its first, until one is left."""
     half = 1 << max(sums.shape[-1] - 1, 0).bit_length()
     sums = torch.nn.functional.pad(sums, (0, half - sums.shape[-1]))

@@ -73,11 +73,11 @@ extern "C" void zlab_adamw8bit(void* master, int32_t master_dtype, const void* g
     in_blocks(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK], first[BLOCK], second[BLOCK];
         float &first_scale = exp_avg_scale[start / BLOCK], &second_scale = exp_avg_sq_scale[start / BLOCK];
-        const float* grads = scaled(grad, grad_dtype, start, *grad_scale, wide_grads, n);
+        const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
         float* weights = target.open(start, wide_weights, n);
         signs.read(exp_avg + start, first_scale, first, n);
         magnitudes.read(exp_avg_sq + start, second_scale, second, n);
-        block(weights, grads, first, second, numbers, n);
+        block(weights, grads, first, second, *grad_scale, numbers, n);
         target.close(weights, start, n);
         first_scale = signs.write(first, exp_avg + start, n, false);
         second_scale = magnitudes.write(second, exp_avg_sq + start, n, true);

@@ -3,7 +3,7 @@
 // [Note: blocks] An operation walks its tensors in blocks of BLOCK elements. Operands that are no fp32 are widened into
 // a buffer of fp32 first and rounded out of one last, so each loop between is plain fp32 and is compiled once. Small
 // blocks keep the loads of the next one in flight behind the arithmetic of this one, which lets the processor's own
-// prefetching work; prefetch instructions made every update slower (AMD EPYC, blocks of 256 to 2048 were tried).
+// prefetching work; prefetch instructions made every update slower (AMD EPYC; 128 to 2048 elements were tried).
 //
 // [Note: threads] Threads are made for a call and joined in it. A pool would cost less a call (a thread takes about
 // 20 us to make) and would not survive fork(): libgomp's hangs in the child. Nothing here outlives a call.
@@ -26,7 +26,8 @@
 #include <immintrin.h>
 #endif
 
-constexpr int64_t BLOCK = 256;
+constexpr int64_t BLOCK = 256;  // of the formats and of sums of squares too
+constexpr int64_t STEP = 128;   // of the updates
 constexpr int64_t GRAIN = 64 * 1024;        // elements below which another thread costs more than it saves
 constexpr int64_t STREAM_NUMEL = 1 << 20;   // from here on what is only written goes past the caches
 
@@ -216,11 +217,11 @@ void in_threads(int64_t numel, int64_t threads, int64_t unit, const Body& body) 
     for (std::thread& other : others) other.join();
 }
 
-// `body(start, numel)` on every block of [0, numel).
-template <class Body>
+// `body(start, numel)` on every SIZE elements of [0, numel).
+template <int64_t SIZE = BLOCK, class Body>
 void in_blocks(int64_t numel, int64_t threads, const Body& body) {
     in_threads(numel, threads, BLOCK, [&](int64_t start, int64_t stop) {
-        for (; start < stop; start += BLOCK) body(start, std::min(BLOCK, stop - start));
+        for (; start < stop; start += SIZE) body(start, std::min(SIZE, stop - start));
         end_of_streams();
     });
 }

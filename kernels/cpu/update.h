@@ -27,12 +27,6 @@ struct Master {
     }
 };
 
-inline const float* scaled(const void* grad, int32_t dtype, int64_t start, float scale, float* buffer, int64_t numel) {
-    const float* wide = widened(at(grad, dtype, start), dtype, buffer, numel);
-    for (int64_t i = 0; i < numel; ++i) buffer[i] = wide[i] * scale;
-    return buffer;
-}
-
 // [Note: roots] torch takes square roots from MKL where it is built with it, and on a processor that is not Intel's MKL
 // gives what rsqrtps and two Newton steps make, one unit in the last place off in every fifth element. To have torch's
 // bits NEWTON does the same; whoever loads the library finds out which of the two is torch's.
@@ -53,10 +47,29 @@ inline __m256 newton_root(__m256 value) {
 }
 #endif
 
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+inline __m512 newton_root(__m512 value) {
+    const __m256 low = _mm512_castps512_ps256(value), high = _mm512_extractf32x8_ps(value, 1);
+    const __m512 guess = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_rsqrt_ps(low)), _mm256_rsqrt_ps(high), 1);
+    const __m512 half = _mm512_set1_ps(0.5f);
+    __m512 root = _mm512_mul_ps(value, guess), slope = _mm512_mul_ps(guess, half);
+    const __m512 error = _mm512_sub_ps(half, _mm512_mul_ps(root, slope));
+    root = _mm512_add_ps(_mm512_mul_ps(root, error), root);
+    slope = _mm512_add_ps(_mm512_mul_ps(slope, error), slope);
+    root = _mm512_add_ps(root, _mm512_mul_ps(_mm512_sub_ps(value, _mm512_mul_ps(root, root)), slope));
+    const __m512 least = _mm512_set1_ps(float_of(0x00800000)), most = _mm512_set1_ps(float_of(0x7F7FF800));
+    const __mmask16 plain = _mm512_cmp_ps_mask(value, least, _CMP_GE_OQ) & _mm512_cmp_ps_mask(value, most, _CMP_LT_OQ);
+    return plain == 0xFFFF ? root : _mm512_mask_blend_ps(plain, _mm512_sqrt_ps(value), root);
+}
+#endif
+
 inline void roots(const float* __restrict values, float* __restrict to, int64_t numel, int32_t kind) {
     int64_t i = 0;
 #if defined(__AVX__)
     if (kind == NEWTON) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+        for (; i + 16 <= numel; i += 16) _mm512_storeu_ps(to + i, newton_root(_mm512_loadu_ps(values + i)));
+#endif
         for (; i + 8 <= numel; i += 8) _mm256_storeu_ps(to + i, newton_root(_mm256_loadu_ps(values + i)));
         alignas(32) float rest[8] = {};
         std::memcpy(rest, values + i, (numel - i) * 4);
@@ -88,10 +101,12 @@ inline void moments(float grad, float& first, float& second, const AdamNumbers& 
 
 template <bool L2, bool FROM_END>
 void adam_block(float* __restrict weights, const float* __restrict grads, float* __restrict firsts,
-                float* __restrict seconds, const AdamNumbers c, int64_t numel) {
+                float* __restrict seconds, float scale, const AdamNumbers c, int64_t numel) {
     alignas(64) float root[BLOCK];
-    for (int64_t i = 0; i < numel; ++i)
-        moments<FROM_END>(L2 ? std::fma(c.l2, weights[i], grads[i]) : grads[i], firsts[i], seconds[i], c);
+    for (int64_t i = 0; i < numel; ++i) {
+        const float grad = grads[i] * scale;
+        moments<FROM_END>(L2 ? std::fma(c.l2, weights[i], grad) : grad, firsts[i], seconds[i], c);
+    }
     roots(seconds, root, numel, c.root);
     for (int64_t i = 0; i < numel; ++i) {
         const float weight = L2 ? weights[i] : weights[i] * c.decay;
@@ -99,7 +114,7 @@ void adam_block(float* __restrict weights, const float* __restrict grads, float*
     }
 }
 
-using AdamBlock = void (*)(float*, const float*, float*, float*, AdamNumbers, int64_t);
+using AdamBlock = void (*)(float*, const float*, float*, float*, float, AdamNumbers, int64_t);
 
 inline AdamBlock adam_block_for(const AdamNumbers& c) {
     if (c.weight1 < 0.5f) return c.l2 != 0 ? adam_block<true, false> : adam_block<false, false>;

@@ -11,8 +11,8 @@ namespace {
 
 template <bool FROM_END>
 void moments_block(const float* __restrict grads, float* __restrict firsts, float* __restrict seconds,
-                   const AdamNumbers c, int64_t numel) {
-    for (int64_t i = 0; i < numel; ++i) moments<FROM_END>(grads[i], firsts[i], seconds[i], c);
+                   float scale, const AdamNumbers c, int64_t numel) {
+    for (int64_t i = 0; i < numel; ++i) moments<FROM_END>(grads[i] * scale, firsts[i], seconds[i], c);
 }
 
 }  // namespace
@@ -24,11 +24,11 @@ extern "C" void zlab_adamw(void* master, int32_t master_dtype, const void* grad,
     const AdamNumbers numbers{decay, l2, weight1, beta2, weight2, correction, eps, minus_step_size, root};
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
     const AdamBlock block = adam_block_for(numbers);
-    in_blocks(numel, threads, [&](int64_t start, int64_t n) {
+    in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK];
-        const float* grads = scaled(grad, grad_dtype, start, *grad_scale, wide_grads, n);
+        const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
         float* weights = target.open(start, wide_weights, n);
-        block(weights, grads, exp_avg + start, exp_avg_sq + start, numbers, n);
+        block(weights, grads, exp_avg + start, exp_avg_sq + start, *grad_scale, numbers, n);
         target.close(weights, start, n);
     });
 }
@@ -38,10 +38,10 @@ extern "C" void zlab_lamb_moments(const void* grad, int32_t grad_dtype, float* e
                                   float weight2) {
     const AdamNumbers numbers{1, 0, weight1, beta2, weight2, 1, 0, 0, EXACT};
     const auto block = weight1 < 0.5f ? moments_block<false> : moments_block<true>;
-    in_blocks(numel, threads, [&](int64_t start, int64_t n) {
+    in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_grads[BLOCK];
-        const float* grads = scaled(grad, grad_dtype, start, *grad_scale, wide_grads, n);
-        block(grads, exp_avg + start, exp_avg_sq + start, numbers, n);
+        const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
+        block(grads, exp_avg + start, exp_avg_sq + start, *grad_scale, numbers, n);
     });
 }
 
@@ -54,10 +54,11 @@ struct SgdNumbers {
 };
 
 template <Momentum MOMENTUM, bool NESTEROV>
-void sgd_block(float* __restrict weights, const float* __restrict grads, float* __restrict buffers, const SgdNumbers c,
-               int64_t numel) {
+void sgd_block(float* __restrict weights, const float* __restrict grads, float* __restrict buffers, float scale,
+               const SgdNumbers c, int64_t numel) {
     for (int64_t i = 0; i < numel; ++i) {
-        float step = c.l2 != 0 ? std::fma(c.l2, weights[i], grads[i]) : grads[i];
+        const float grad = grads[i] * scale;
+        float step = c.l2 != 0 ? std::fma(c.l2, weights[i], grad) : grad;
         if (MOMENTUM != NONE) {
             const float buffer = MOMENTUM == FIRST ? step : std::fma(c.weight, step, buffers[i] * c.momentum);
             buffers[i] = buffer;
@@ -72,12 +73,13 @@ struct LionNumbers {
 };
 
 void lion_block(float* __restrict weights, const float* __restrict grads, float* __restrict firsts,
-                const LionNumbers c, int64_t numel) {
+                float scale, const LionNumbers c, int64_t numel) {
     for (int64_t i = 0; i < numel; ++i) {
-        const float aim = std::fma(c.weight1, grads[i], firsts[i] * c.beta1);
+        const float grad = grads[i] * scale;
+        const float aim = std::fma(c.weight1, grad, firsts[i] * c.beta1);
         const float sign = static_cast<float>(aim > 0) - static_cast<float>(aim < 0);
         weights[i] = std::fma(c.minus_lr, sign, weights[i] * c.decay);
-        firsts[i] = std::fma(c.weight2, grads[i], firsts[i] * c.beta2);
+        firsts[i] = std::fma(c.weight2, grad, firsts[i] * c.beta2);
     }
 }
 
@@ -93,11 +95,11 @@ extern "C" void zlab_sgd(void* master, int32_t master_dtype, const void* grad, i
     const auto block = kind == NONE    ? sgd_block<NONE, false>
                        : kind == FIRST ? (nesterov ? sgd_block<FIRST, true> : sgd_block<FIRST, false>)
                                        : (nesterov ? sgd_block<LATER, true> : sgd_block<LATER, false>);
-    in_blocks(numel, threads, [&](int64_t start, int64_t n) {
+    in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK];
-        const float* grads = scaled(grad, grad_dtype, start, *grad_scale, wide_grads, n);
+        const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
         float* weights = target.open(start, wide_weights, n);
-        block(weights, grads, momentum_buffer ? momentum_buffer + start : nullptr, numbers, n);
+        block(weights, grads, momentum_buffer ? momentum_buffer + start : nullptr, *grad_scale, numbers, n);
         target.close(weights, start, n);
     });
 }
@@ -107,11 +109,11 @@ extern "C" void zlab_lion(void* master, int32_t master_dtype, const void* grad, 
                           float decay, float beta1, float weight1, float beta2, float weight2, float minus_lr) {
     const LionNumbers numbers{decay, beta1, weight1, beta2, weight2, minus_lr};
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
-    in_blocks(numel, threads, [&](int64_t start, int64_t n) {
+    in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK];
-        const float* grads = scaled(grad, grad_dtype, start, *grad_scale, wide_grads, n);
+        const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
         float* weights = target.open(start, wide_weights, n);
-        lion_block(weights, grads, exp_avg + start, numbers, n);
+        lion_block(weights, grads, exp_avg + start, *grad_scale, numbers, n);
         target.close(weights, start, n);
     });
 }
@@ -167,7 +169,7 @@ extern "C" void zlab_lamb(void* master, int32_t master_dtype, const float* exp_a
                           float minus_lr) {
     const LambNumbers numbers{correction1, correction2, eps, decay, root};
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
-    in_blocks(numel, threads, [&](int64_t start, int64_t n) {
+    in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], updates[BLOCK];
         float* weights = target.open(start, wide_weights, n);
         lamb_updates(weights, exp_avg + start, exp_avg_sq + start, updates, numbers, n);

@@ -1,0 +1,204 @@
+"""The AdamW step on a CPU beside a bare loop over the same streams, torch's fused step and the reference, in turn.
+
+`python benchmarks/kernels.py [--numel N] [--rounds N]`; writes benchmarks/results/. One round runs every contestant
+once, each round from another one on, so that a drifting host moves all alike; a ratio is the median of the rounds'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from stages_report import cpu_name  # noqa: E402
+
+from kernels import ops, reference  # noqa: E402
+from kernels.cpu import build  # noqa: E402
+from kernels.settings import AdamW  # noqa: E402
+
+THREADS = (1, 2)
+REFERENCE_ROUNDS = 2  # it takes seconds where the cores are busy
+LIMIT = "bare loop"
+BYTES = {"mixed": 28, "fp32": 28}  # an element: 2 + 12 read and 12 + 2 written, or 16 and 12
+SETTINGS = AdamW(1e-3, 0.9, 0.999, 1e-8, 0.01, 10)
+Step = Callable[[int], object]
+
+
+class Streams:
+    """The tensors that all contestants step over."""
+
+    def __init__(self, numel: int) -> None:
+        self.master = torch.randn(numel)
+        self.grad = torch.randn(numel) * 1e-3
+        self.grad16 = self.grad.to(torch.bfloat16)
+        self.first, self.second = torch.full((numel,), 1e-4), torch.full((numel,), 1e-6)
+        self.param16 = self.master.to(torch.bfloat16)
+        self.scale = torch.ones(())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--numel", type=int, default=50_000_000)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    compile_s = seconds_to_compile()
+    ops.prepare(torch.device("cpu"))
+    load_before = os.getloadavg()[0]
+    times = {kind: measure(kind, Streams(args.numel), args.rounds) for kind in BYTES}
+    report(times, args.numel, args.rounds, compile_s, load_before)
+
+
+def seconds_to_compile() -> float:
+    """Of the library, as on first use."""
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        build.compile_library(build.find_compiler(), Path(folder, "kernels.so"))
+        return time.perf_counter() - start
+
+
+def bare_library() -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "bare.so")
+        source = ROOT / "benchmarks" / "bare_streams.cpp"
+        subprocess.run([build.find_compiler(), *build.flags(), str(source), "-o", str(path)], check=True)
+        return ctypes.CDLL(str(path))
+
+
+def contestants(kind: str, s: Streams) -> dict[str, Step]:
+    """One step each, given the number of threads that torch is set to."""
+    bare = bare_library()
+    numel = ctypes.c_int64(s.master.numel())
+    mixed = kind == "mixed"
+    grad, out = (s.grad16, s.param16) if mixed else (s.grad, None)
+
+    def limit(threads: int) -> None:
+        tensors = (s.master, grad, s.first, s.second, *([s.param16] if mixed else []))
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+        getattr(bare, f"bare_{kind}")(*pointers, numel, ctypes.c_int64(threads))
+
+    steps: dict[str, Step] = {
+        LIMIT: limit,
+        "ours": lambda _: ops.adamw_(s.master, grad, s.first, s.second, s.scale, SETTINGS, out),
+        "torch fused" + " + casts" * mixed: torch_fused(s, grad, out),
+        "reference": lambda _: reference.adamw(s.master, grad, s.first, s.second, s.scale, SETTINGS, out),
+    }
+    if importlib.util.find_spec("deepspeed") is not None:
+        steps["DeepSpeed's CPU Adam" + " + casts" * mixed] = deepspeeds(s, grad, out)
+    return steps
+
+
+def torch_fused(s: Streams, grad: torch.Tensor, out: torch.Tensor | None) -> Step:
+    wide = torch.empty_like(s.master)
+    count = torch.tensor(10.0)
+
+    def step(_: int) -> None:
+        grads = grad if out is None else wide.copy_(grad)
+        betas = {"beta1": SETTINGS.beta1, "beta2": SETTINGS.beta2, "eps": SETTINGS.eps, "lr": SETTINGS.lr}
+        switches = {"weight_decay": SETTINGS.weight_decay, "amsgrad": False, "maximize": False}
+        torch._fused_adamw_([s.master], [grads], [s.first], [s.second], [], [count], **betas, **switches)
+        if out is not None:
+            out.copy_(s.master)
+
+    return step
+
+
+def deepspeeds(s: Streams, grad: torch.Tensor, out: torch.Tensor | None) -> Step:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    param = torch.nn.Parameter(s.master)
+    optimizer = DeepSpeedCPUAdam([param], lr=SETTINGS.lr, weight_decay=SETTINGS.weight_decay, adamw_mode=True)
+    wide = torch.empty_like(s.master)
+
+    def step(_: int) -> None:
+        param.grad = grad if out is None else wide.copy_(grad)
+        optimizer.step()
+        if out is not None:
+            out.copy_(param.data)
+
+    return step
+
+
+def measure(kind: str, streams: Streams, rounds: int) -> dict[str, list[float]]:
+    """Seconds by `contestant/threads`, one a round."""
+    steps = {(name, threads): step for name, step in contestants(kind, streams).items() for threads in THREADS}
+    order = list(steps)
+    times: dict[str, list[float]] = {f"{name}/{threads}": [] for name, threads in order}
+    for index in range(-1, rounds):  # the first warms up
+        turn = index % len(order)
+        for name, threads in order[turn:] + order[:turn]:
+            if name == "reference" and index > REFERENCE_ROUNDS:
+                continue
+            torch.set_num_threads(threads)
+            start = time.perf_counter()
+            steps[name, threads](threads)
+            if index >= 0:
+                times[f"{name}/{threads}"].append(time.perf_counter() - start)
+        streams.first.fill_(1e-4)  # the bare loop sums into them; past the range of fp32 arithmetic would be slower
+        streams.second.fill_(1e-6)
+    return times
+
+
+def report(
+    times: dict[str, dict[str, list[float]]], numel: int, rounds: int, compile_s: float, load_before: float
+) -> None:
+    lines = [
+        f"# The AdamW step on a CPU, {date.today()}",
+        "",
+        f"{cpu_name()}, {os.cpu_count()} cores; torch {torch.__version__}, Python {platform.python_version()}; "
+        f"{numel} parameters, {rounds} rounds after 1 (the reference {REFERENCE_ROUNDS + 1}), all contestants in turn "
+        f"in one process. Other work ran on the "
+        f"machine: load {load_before:.1f} before, {os.getloadavg()[0]:.1f} after, of which this process is 1 to 2. "
+        f"Compiling the kernels took {compile_s:.1f} s.",
+        "",
+        f"Command: `python benchmarks/kernels.py {' '.join(sys.argv[1:])}`".rstrip(),
+        "",
+        "mixed: fp32 master and moments, bf16 gradient in, bf16 parameter out. ms, median (least to most); share: the",
+        "median over the rounds of the bare loop's time in the same round over the row's, with its quartiles in",
+        "brackets; least: the same of the least times of both.",
+    ]
+    for kind, of_kind in times.items():
+        lines += [
+            "",
+            "| " + kind + " | threads | ms | GB/s | share of the bare loop's speed | least |",
+            "|---|---|---|---|---|---|",
+        ]
+        for threads in THREADS:
+            limit = of_kind[f"{LIMIT}/{threads}"]
+            for name in (key.rsplit("/", 1)[0] for key in of_kind if key.endswith(f"/{threads}")):
+                own = of_kind[f"{name}/{threads}"]
+                low, middle, high = statistics.quantiles([a / b for a, b in zip(limit, own, strict=False)], n=4)
+                speed = BYTES[kind] * numel / statistics.median(own) / 1e9
+                lines.append(
+                    f"| {name} | {threads} | {spread(own)} | {speed:.0f} | {100 * middle:.0f} % ({100 * low:.0f} to "
+                    f"{100 * high:.0f}) | {100 * min(limit) / min(own):.0f} % |"
+                )
+    stem = ROOT / "benchmarks" / "results" / f"kernels_cpu_{date.today()}"
+    stem.parent.mkdir(exist_ok=True)
+    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    stem.with_suffix(".json").write_text(json.dumps({"times": times, "compile_s": compile_s}))
+    print("\n".join(lines))
+    print(f"\nwritten: {stem.relative_to(ROOT)}.md")
+
+
+def spread(values: list[float]) -> str:
+    return f"{1e3 * statistics.median(values):.1f} ({1e3 * min(values):.1f} to {1e3 * max(values):.1f})"
+
+
+if __name__ == "__main__":
+    main()

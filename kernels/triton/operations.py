@@ -1,0 +1,119 @@
+"""Each operation of reference.py as a launch of a Triton kernel; LAMB and 8-bit Adam run the reference.
+
+All tensors are dense. Nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from kernels import reference
+from kernels.block_formats import BLOCK_NUMEL, blocks_of
+from kernels.settings import AdamW, Lion, Sgd
+from kernels.triton import streams, updates
+
+BLOCK = 1024
+ROWS = 8  # blocks of a format in one program
+
+
+class TritonKernels:
+    """Same names and arguments as the reference."""
+
+    def adamw(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad_scale: torch.Tensor,
+        settings: AdamW,
+        param_out: torch.Tensor | None = None,
+    ) -> None:
+        correction, step_size = settings.bias_correction_sq**0.5, settings.lr / settings.bias_correction
+        betas = (1 - settings.beta1, settings.beta2, 1 - settings.beta2)
+        _over(master, updates.adamw_kernel)(
+            *(master, grad, exp_avg, exp_avg_sq, grad_scale, _target(param_out, master), master.numel()),
+            *(settings.decay, settings.l2, *betas, correction, settings.eps, -step_size),
+            HAS_OUT=param_out is not None,
+            FROM_END=1 - settings.beta1 >= 0.5,
+            L2=settings.l2 != 0,
+            BLOCK=BLOCK,
+        )
+
+    def sgd(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        momentum_buffer: torch.Tensor | None,
+        grad_scale: torch.Tensor,
+        settings: Sgd,
+        param_out: torch.Tensor | None = None,
+    ) -> None:
+        _over(master, updates.sgd_kernel)(
+            *(master, grad, _target(momentum_buffer, master), grad_scale, _target(param_out, master), master.numel()),
+            *(settings.weight_decay, settings.momentum, 1 - settings.dampening, -settings.lr),
+            HAS_OUT=param_out is not None,
+            KIND=0 if momentum_buffer is None else 1 if settings.step == 1 else 2,
+            NESTEROV=settings.nesterov,
+            BLOCK=BLOCK,
+        )
+
+    def lion(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        grad_scale: torch.Tensor,
+        settings: Lion,
+        param_out: torch.Tensor | None = None,
+    ) -> None:
+        betas = (settings.beta1, 1 - settings.beta1, settings.beta2, 1 - settings.beta2)
+        _over(master, updates.lion_kernel)(
+            *(master, grad, exp_avg, grad_scale, _target(param_out, master), master.numel()),
+            *(1 - settings.lr * settings.weight_decay, *betas, -settings.lr),
+            HAS_OUT=param_out is not None,
+            BLOCK=BLOCK,
+        )
+
+    def accumulate(self, target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
+        _over(target, streams.accumulate_kernel)(target, values, target.numel(), scale, BLOCK=BLOCK)
+
+    def cast_copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        _over(target, streams.cast_copy_kernel)(target, values, target.numel(), BLOCK=BLOCK)
+
+    def sum_of_squares(self, values: torch.Tensor) -> torch.Tensor:
+        count = -(-values.numel() // reference.GROUP_NUMEL)
+        groups = torch.zeros(max(count, 1), dtype=torch.float64, device=values.device)
+        rows = reference.GROUP_NUMEL // reference.LANES
+        if count:
+            streams.squares_kernel[(count,)](values, groups, values.numel(), ROWS=rows, LANES=reference.LANES)
+        return reference.folded(groups)
+
+    def quantise(self, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None:
+        blocks, top = blocks_of(values.numel()), 127.0 if bits == 8 else 7.0
+        if blocks:
+            sizes = {"BITS": bits, "ROWS": ROWS, "HALF": BLOCK_NUMEL // 2}
+            programs = (triton.cdiv(blocks, ROWS),)
+            streams.quantise_kernel[programs](codes, scales, values, values.numel(), blocks, top, **sizes)
+
+    def dequantise(self, target: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
+        sizes = {"BITS": bits, "PER": BLOCK_NUMEL, "BLOCK": BLOCK}
+        _over(target, streams.dequantise_kernel)(target, codes, scales, target.numel(), **sizes)
+
+    adamw8bit = staticmethod(reference.adamw8bit)
+    lamb_moments = staticmethod(reference.lamb_moments)
+    lamb_squares = staticmethod(reference.lamb_squares)
+    lamb = staticmethod(reference.lamb)
+
+
+def _over(tensor: torch.Tensor, kernel):
+    """The kernel on as many programs as the tensor has blocks; does nothing for an empty one."""
+    if tensor.numel() == 0:
+        return lambda *_, **__: None
+    return kernel[(triton.cdiv(tensor.numel(), BLOCK),)]
+
+
+def _target(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    """A kernel is given some address for what it is told not to touch."""
+    return stand_in if tensor is None else tensor

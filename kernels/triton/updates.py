@@ -1,0 +1,91 @@
+"""The element-wise updates: one pass over memory each. What they compute is said in reference.py.
+
+Divisions and square roots are the correctly rounded ones; elsewhere the compiler may fuse multiply and add, so the
+last bits may differ from the reference's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def lerp(start, end, weight, FROM_END: tl.constexpr):
+    """Torch's, which changes its formula at a weight of one half."""
+    if FROM_END:
+        return end + (weight - 1.0) * (end - start)
+    return start + weight * (end - start)
+
+
+@triton.jit
+def store_weights(weights, master, param_out, at, inside, HAS_OUT: tl.constexpr):
+    """Into the master, and what that made of it into param_out."""
+    rounded = weights.to(master.dtype.element_ty)
+    tl.store(master + at, rounded, mask=inside)
+    if HAS_OUT:
+        tl.store(param_out + at, rounded.to(tl.float32).to(param_out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def adamw_kernel(
+    master, grad, exp_avg, exp_avg_sq, grad_scale, param_out, numel,
+    decay, l2, weight1, beta2, weight2, correction, eps, minus_step_size,
+    HAS_OUT: tl.constexpr, FROM_END: tl.constexpr, L2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    weights = tl.load(master + at, mask=inside, other=0.0).to(tl.float32)
+    grads = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * tl.load(grad_scale)
+    first = tl.load(exp_avg + at, mask=inside, other=0.0)
+    second = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
+    if L2:
+        grads += l2 * weights
+    else:
+        weights *= decay
+    first = lerp(first, grads, weight1, FROM_END)
+    second = second * beta2 + (weight2 * grads) * grads
+    weights += tl.math.div_rn(minus_step_size * first, tl.math.div_rn(tl.math.sqrt_rn(second), correction) + eps)
+    tl.store(exp_avg + at, first, mask=inside)
+    tl.store(exp_avg_sq + at, second, mask=inside)
+    store_weights(weights, master, param_out, at, inside, HAS_OUT)
+
+
+@triton.jit
+def sgd_kernel(
+    master, grad, momentum_buffer, grad_scale, param_out, numel, l2, momentum, weight, minus_lr,
+    HAS_OUT: tl.constexpr, KIND: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    weights = tl.load(master + at, mask=inside, other=0.0).to(tl.float32)
+    step = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * tl.load(grad_scale)
+    if l2 != 0:
+        step += l2 * weights
+    if KIND != 0:
+        if KIND == 1:  # noqa: SIM108 - a load in a ternary would be done either way
+            buffer = step
+        else:
+            buffer = tl.load(momentum_buffer + at, mask=inside, other=0.0) * momentum + weight * step
+        tl.store(momentum_buffer + at, buffer, mask=inside)
+        if NESTEROV:
+            step += momentum * buffer
+        else:
+            step = buffer
+    store_weights(weights + minus_lr * step, master, param_out, at, inside, HAS_OUT)
+
+
+@triton.jit
+def lion_kernel(
+    master, grad, exp_avg, grad_scale, param_out, numel, decay, beta1, weight1, beta2, weight2, minus_lr,
+    HAS_OUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    weights = tl.load(master + at, mask=inside, other=0.0).to(tl.float32)
+    grads = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * tl.load(grad_scale)
+    first = tl.load(exp_avg + at, mask=inside, other=0.0)
+    aim = first * beta1 + weight1 * grads
+    sign = (aim > 0).to(tl.float32) - (aim < 0).to(tl.float32)
+    tl.store(exp_avg + at, first * beta2 + weight2 * grads, mask=inside)
+    store_weights(weights * decay + minus_lr * sign, master, param_out, at, inside, HAS_OUT)

@@ -1,0 +1,226 @@
+"""The compiled library: built once under a lock into a private cache, never at import, and done without where it
+cannot be had."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import multiprocessing as mp
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import backends, reference
+from kernels.cpu import build
+from kernels.cpu.build import BuildError, LockWait
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+# A source that compiles at once, so that what is timed and counted here is not the compiler.
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sources and a cache of the test's own; the path of the one source."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "one.cpp").write_text(SOURCE)
+    monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    try:
+        build.library_key(build.find_compiler())
+    except BuildError as error:
+        pytest.skip(str(error))
+    return folder / "one.cpp"
+
+
+def libraries() -> list[Path]:
+    return sorted(build.cache_folder().glob("*.so"))
+
+
+def counting_compiler(folder: Path, script: str = 'exec g++ "$@"') -> Path:
+    """A compiler that writes a line for each compilation into `count` beside it."""
+    path = folder / "compiler"
+    path.write_text(
+        f'#!/bin/sh\ncase "$1" in --version) echo stub; exit 0;; esac\necho x >> {folder}/count\n{script}\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def compilations(folder: Path) -> int:
+    count = folder / "count"
+    return len(count.read_text().splitlines()) if count.exists() else 0
+
+
+def test_import_compiles_and_loads_nothing(tmp_path: Path) -> None:
+    code = "import kernels.ops, sys; assert 'triton' not in sys.modules"
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}, check=True
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_second_load_takes_what_the_first_compiled(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(counting_compiler(tmp_path)))
+    assert build.load_library().answer() == 42
+    assert build.load_library().answer() == 42
+    assert compilations(tmp_path) == 1
+    assert not list(build.cache_folder().glob("*.part"))
+
+
+def test_the_cache_is_the_users_alone(sources: Path) -> None:
+    assert stat.S_IMODE(build.cache_folder().stat().st_mode) == 0o700
+
+
+def test_another_source_flag_or_compiler_is_another_library(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = build.find_compiler()
+    keys = {build.library_key(compiler)}
+    sources.write_text(SOURCE + "// changed\n")
+    keys.add(build.library_key(compiler))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
+    keys.add(build.library_key(compiler))
+    monkeypatch.setattr(build, "_version", lambda _: "another")
+    keys.add(build.library_key(compiler))
+    monkeypatch.setattr(build, "_processor", lambda: "another")
+    keys.add(build.library_key(compiler))
+    assert len(keys) == 5
+
+
+def test_a_folder_that_others_may_write_is_refused(sources: Path) -> None:
+    build.cache_folder().chmod(0o777)
+    with pytest.raises(BuildError, match="writable to nobody else"):
+        build.load_library()
+
+
+def test_a_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(BuildError, match="set XDG_CACHE_HOME"):
+        build.load_library()
+
+
+def test_a_damaged_library_is_compiled_again(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = build.cache_folder() / f"kernels-{build.library_key(build.find_compiler())}.so"
+    path.touch()  # what a machine that went down may leave
+    assert build.load_library().answer() == 42
+    assert "compiled again" in caplog.text
+
+
+# ---- the lock --------------------------------------------------------------------------------------------------------
+
+
+def _load_and_answer(results: mp.SimpleQueue) -> None:  # type: ignore[type-arg]
+    results.put(build.load_library().answer())
+
+
+def test_processes_that_start_together_compile_once(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(counting_compiler(tmp_path, 'sleep 0.5; exec g++ "$@"')))
+    context = mp.get_context("fork")
+    results = context.SimpleQueue()
+    processes = [context.Process(target=_load_and_answer, args=(results,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [results.get() for _ in processes] == [42, 42, 42]
+    assert compilations(tmp_path) == 1
+
+
+def lock_path() -> Path:
+    return build.cache_folder() / f"kernels-{build.library_key(build.find_compiler())}.lock"
+
+
+def test_a_lock_file_that_nobody_holds_is_no_lock(sources: Path) -> None:
+    lock_path().touch()
+    start = time.monotonic()
+    assert build.load_library(LockWait(limit_s=30)).answer() == 42
+    assert time.monotonic() - start < 25
+
+
+def test_who_waits_says_so_and_after_the_limit_compiles_for_itself(
+    sources: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lock_path().open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert build.load_library(LockWait(limit_s=0.5, message_after_s=0.1)).answer() == 42
+    assert "waiting for another process that compiles the CPU kernels" in caplog.text
+    assert "still held after 0 s; compiling without it" in caplog.text
+
+
+# ---- without a compiler ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process decides once is undecided, and undecided again after the test."""
+    monkeypatch.delenv("ZLAB_KERNELS", raising=False)
+    for cached in (backends._compiled, backends._warn_once):
+        monkeypatch.setattr(backends, cached.__name__, _uncached(cached))
+
+
+def _uncached(function):  # type: ignore[no-untyped-def]
+    from functools import cache
+
+    return cache(function.__wrapped__)
+
+
+@pytest.mark.usefixtures("sources", "fresh_choice")
+def test_without_a_compiler_one_warning_tells_why_and_the_reference_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert backends.backend_for(CPU) is reference
+    assert backends.backend_for(CPU) is reference
+    (record,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+    assert "expected a C++ compiler (no-such-compiler) on the PATH, found none; install g++" in record.getMessage()
+
+
+@pytest.mark.usefixtures("fresh_choice")
+def test_a_compilation_that_fails_tells_the_compilers_words_and_leaves_nothing(
+    sources: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources.write_text("this is no C++;\n")
+    assert backends.backend_for(CPU) is reference
+    assert "failed with exit status 1" in caplog.text
+    assert "one.cpp:1:1: error" in caplog.text
+    assert libraries() == []
+    assert not list(build.cache_folder().glob("*.part"))
+
+
+@pytest.mark.usefixtures("sources", "fresh_choice")
+def test_cpp_alone_is_an_error_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("ZLAB_KERNELS", "cpp")
+    with pytest.raises(BuildError, match="no-such-compiler"):
+        backends.backend_for(CPU)
+
+
+@pytest.mark.usefixtures("fresh_choice")
+def test_a_processor_without_fused_multiply_add_takes_the_reference(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> str:
+        raise BuildError("expected a processor with AVX2, FMA and F16C, found one without")
+
+    monkeypatch.setattr(build, "_processor", refuse)
+    assert backends.backend_for(CPU) is reference
+
+
+def test_a_compiler_that_hangs_is_given_up(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(counting_compiler(tmp_path, "exec sleep 30")))
+    monkeypatch.setattr(build, "COMPILE_LIMIT_S", 0.3)
+    with pytest.raises(BuildError, match="timed out after"):
+        build.load_library()

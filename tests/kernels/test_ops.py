@@ -1,0 +1,336 @@
+"""Every operation in C++ has the reference's bits: any dtype, length, place in memory and number of threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kernels import backends, ops, reference
+from kernels.backends import Backend
+from kernels.block_formats import ZERO_CODE, blocks_of, codes_numel, dynamic_codes
+from kernels.cpu.build import BuildError, load_library
+from kernels.cpu.operations import CpuKernels
+from kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
+
+LENGTHS = (0, 1, 15, 16, 17, 10**6 + 3)
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = (FP32, BF16, FP16)
+# Of master, gradient and parameters: what precisions use, and what has a path of its own in the sources.
+MIXES = [(FP32, FP32, None), (FP32, BF16, BF16), (FP32, FP16, FP16), (BF16, BF16, FP16), (FP16, FP32, FP32)]
+ADAM = (1e-2, 0.9, 0.95, 1e-8, 0.1, 3)
+SCALE = torch.tensor(0.37)
+Results = list[torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def cpp() -> CpuKernels:
+    try:
+        found = CpuKernels(load_library())
+    except BuildError as error:
+        pytest.skip(f"no C++ on this machine: {error}")
+    if found.root is None:
+        pytest.skip("torch's square root on this processor is neither of the library's; last bits differ")
+    return found
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def random(numel: int, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    """Over many magnitudes, a few of them zero."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-6, 3, (numel,), generator=generator)
+    return torch.where(torch.rand(numel, generator=generator) < 0.05, 0.0, values).to(dtype)
+
+
+def off_by(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """The same values `offset` elements after an aligned address."""
+    return torch.cat([tensor.new_zeros(offset), tensor])[offset:]
+
+
+Mix = tuple[torch.dtype, torch.dtype, torch.dtype | None]
+Place = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Operands:
+    """Fresh tensors of one length, each laid where `place` puts it."""
+
+    def __init__(self, numel: int, mix: Mix, place: Place = lambda tensor: tensor) -> None:
+        master, grad, out = mix
+        self.numel = numel
+        self.master = place(random(numel, 1, master))
+        self.grad = place(random(numel, 2, grad))
+        self.first = place(random(numel, 3))
+        self.second = place(random(numel, 4).abs())
+        self.out = None if out is None else place(torch.zeros(numel, dtype=out))
+
+    @property
+    def all(self) -> Results:
+        return [self.master, self.first, self.second, *([] if self.out is None else [self.out])]
+
+
+def adam_with(settings: AdamW) -> Callable[[Backend, Operands], Results]:
+    def run(which: Backend, o: Operands) -> Results:
+        which.adamw(o.master, o.grad, o.first, o.second, SCALE, settings, o.out)
+        return o.all
+
+    return run
+
+
+def sgd_with(settings: Sgd) -> Callable[[Backend, Operands], Results]:
+    def run(which: Backend, o: Operands) -> Results:
+        which.sgd(o.master, o.grad, o.first if settings.momentum else None, SCALE, settings, o.out)
+        return o.all
+
+    return run
+
+
+def lion(which: Backend, o: Operands) -> Results:
+    which.lion(o.master, o.grad, o.first, SCALE, Lion(1e-2, 0.9, 0.98, 0.1), o.out)
+    return o.all
+
+
+def lamb(which: Backend, o: Operands) -> Results:
+    settings = Lamb(*ADAM)
+    which.lamb_moments(o.grad, o.first, o.second, SCALE, settings)
+    squares = which.lamb_squares(o.master, o.first, o.second, settings)
+    which.lamb(o.master, o.first, o.second, SCALE, settings, o.out)
+    return [*o.all, squares]
+
+
+def adamw8bit(which: Backend, o: Operands) -> Results:
+    codes = [torch.full((o.numel,), code, dtype=torch.uint8) for code in (ZERO_CODE, 0)]
+    scales = [torch.zeros(blocks_of(o.numel)) for _ in range(2)]
+    for step in (1, 2):
+        states = (codes[0], scales[0], codes[1], scales[1])
+        which.adamw8bit(o.master, o.grad, *states, SCALE, AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1, step), o.out)
+    return [*o.all, *codes, *scales]
+
+
+def streams(which: Backend, o: Operands) -> Results:
+    squares = which.sum_of_squares(o.grad)
+    which.accumulate(o.master, o.grad, 0.3)
+    if o.out is not None:
+        which.cast_copy(o.out, o.grad)
+    return [*o.all, squares]
+
+
+def formats(which: Backend, o: Operands) -> Results:
+    found = []
+    for bits in (8, 4):
+        codes = torch.zeros(codes_numel(o.numel, bits), dtype=torch.int8 if bits == 8 else torch.uint8)
+        scales = torch.zeros(blocks_of(o.numel))
+        which.quantise(codes, scales, o.grad, bits)
+        which.dequantise(o.master, codes, scales, bits)
+        found += [codes, scales, o.master.clone()]
+    return found
+
+
+OPERATIONS: dict[str, Callable[[Backend, Operands], Results]] = {
+    "adamw": adam_with(AdamW(*ADAM)),
+    "adam": adam_with(Adam(*ADAM)),
+    "adam_without_decay": adam_with(Adam(1e-2, 0.4, 0.95, 1e-8, 0.0, 1)),  # the other side of torch's lerp too
+    "sgd": sgd_with(Sgd(1e-2, 0.9, 0.1, 0.1, False, 2)),
+    "sgd_first": sgd_with(Sgd(1e-2, 0.9, 0.1, 0.1, False, 1)),
+    "sgd_plain": sgd_with(Sgd(1e-2, 0.0, 0.0, 0.1, False, 2)),
+    "nesterov": sgd_with(Sgd(1e-2, 0.9, 0.0, 0.0, True, 2)),
+    "lion": lion,
+    "lamb": lamb,
+    "adamw8bit": adamw8bit,
+    "streams": streams,
+    "formats": formats,
+}
+
+
+def assert_same_bits(found: Results, wanted: Results) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_has_the_bits_of_the_reference(cpp: CpuKernels, name: str, numel: int) -> None:
+    for mix in MIXES if numel < 100 else MIXES[:3]:
+        run = OPERATIONS[name]
+        assert_same_bits(run(cpp, Operands(numel, mix)), run(reference, Operands(numel, mix)))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_views_at_odd_offsets_have_the_same_bits(cpp: CpuKernels, name: str) -> None:
+    for numel, offset in ((1003, 1), (70001, 3), (1003, 13)):
+        for mix in MIXES:
+            placed = Operands(numel, mix, lambda tensor, offset=offset: off_by(tensor, offset))
+            assert_same_bits(OPERATIONS[name](cpp, placed), OPERATIONS[name](reference, Operands(numel, mix)))
+
+
+def test_what_goes_past_the_caches_has_the_same_bits_at_odd_offsets(cpp: CpuKernels) -> None:
+    numel = (1 << 20) + 5
+    for mix in MIXES[1:3]:
+        placed = Operands(numel, mix, lambda tensor: off_by(tensor, 3))
+        assert_same_bits(streams(cpp, placed), streams(reference, Operands(numel, mix)))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_one_thread_and_several_give_the_same_bits(cpp: CpuKernels, name: str) -> None:
+    results = []
+    for count in (1, 2, 3):
+        with threads(count):
+            results.append(OPERATIONS[name](cpp, Operands(300_003, MIXES[1])))
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_numbers_that_are_none_spread_as_in_the_reference(cpp: CpuKernels, name: str) -> None:
+    for grad_dtype in DTYPES:
+        found, wanted = (Operands(1003, (FP32, grad_dtype, BF16)) for _ in range(2))
+        for operands in (found, wanted):
+            operands.grad[[0, 300, 1002]] = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=grad_dtype)
+            operands.first[17], operands.second[18], operands.second[19] = torch.nan, torch.inf, -1.0
+            operands.master[20] = torch.inf
+        assert_same_bits(OPERATIONS[name](cpp, found), OPERATIONS[name](reference, wanted))
+
+
+def test_sparse_layouts_and_wide_dtypes_take_the_reference(cpp: CpuKernels) -> None:
+    strided = torch.zeros(20)[::2]
+    cpp.accumulate(strided, torch.ones(10), 2.0)
+    wide = torch.zeros(10, dtype=torch.float64)
+    cpp.cast_copy(wide, strided)
+    assert wide.tolist() == [2.0] * 10
+
+
+# ---- what the operations promise -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [1, 1000, 100_003])
+def test_the_sum_of_squares_is_that_of_fp64_and_finite_where_all_elements_are(numel: int) -> None:
+    values = random(numel, 5)
+    exact = float(values.double().square().sum())
+    # Squares of fp32 are exact in fp64; two orders of n sums differ by at most 2 n roundings.
+    assert float(ops.sum_of_squares(values)) == pytest.approx(exact, rel=2 * numel * 2.0**-53)
+    assert bool(ops.sum_of_squares(torch.full((numel,), torch.finfo(FP32).max)).isfinite())
+    for bad in (torch.inf, torch.nan):
+        values[numel // 2] = bad
+        assert not bool(ops.sum_of_squares(values).isfinite())
+
+
+@pytest.mark.parametrize(("bits", "top"), [(8, 127), (4, 7)])
+def test_quantised_values_come_back_within_half_a_step(bits: int, top: int) -> None:
+    values = random(5003, 6)
+    codes = torch.zeros(codes_numel(5003, bits), dtype=torch.int8 if bits == 8 else torch.uint8)
+    scales, back = torch.zeros(blocks_of(5003)), torch.zeros(5003)
+    ops.quantise_(codes, scales, values, bits)
+    ops.dequantise_(back, codes, scales, bits)
+    largest = torch.stack([block.abs().max() for block in values.split(256)]).repeat_interleave(256)[:5003]
+    # Half a step, and three roundings of numbers no larger than the largest (scale, quotient, product).
+    assert bool(((back - values).abs() <= largest * (0.5 / top + 3 * 2.0**-24)).all())
+
+
+def test_dynamic_codes_are_256_ascending_numbers_and_keep_second_moments_above_zero() -> None:
+    for signed in (True, False):
+        table = dynamic_codes(torch.device("cpu"), signed=signed)
+        assert table.numel() == 256
+        assert bool((table.diff() > 0).all())
+        assert float(table[-1]) == 1.0
+    operands = Operands(256, (FP32, FP32, None))
+    operands.grad = torch.logspace(-10, 0, 256)
+    *_, second_codes, _, _ = adamw8bit(backends.backend_for(torch.device("cpu")), operands)
+    assert bool((second_codes > 0).all())
+
+
+def test_short_operands_are_refused_before_any_address_is_used() -> None:
+    five, four = torch.zeros(5), torch.zeros(4)
+    with pytest.raises(ValueError, match="adamw_: expected exp_avg of 5 elements on cpu, found 4 on cpu"):
+        ops.adamw_(five, five, four, five, SCALE, AdamW(*ADAM))
+    with pytest.raises(ValueError, match="expected a scale of one element, found 5"):
+        ops.lion_(five, five.clone(), five.clone(), five, Lion(1e-2, 0.9, 0.9, 0.0))
+    with pytest.raises(ValueError, match="expected 4 or 8 bits, found 3"):
+        ops.quantise_(five, five, five, 3)
+    with pytest.raises(ValueError, match="scales"):
+        ops.quantise_(torch.zeros(5, dtype=torch.int8), torch.zeros(0), five, 8)
+
+
+def calls() -> dict[str, tuple[object, ...]]:
+    numel = 300
+    wide = [random(numel, seed) for seed in range(4)]
+    wide[3].abs_()
+    codes, scales = torch.zeros(numel, dtype=torch.uint8), torch.zeros(2)
+    out, whole = torch.zeros(numel, dtype=BF16), torch.zeros(numel, dtype=torch.int8)
+    master, grad, first, second = wide
+    return {
+        "adamw_": (*wide, SCALE, out, *ADAM, False),
+        "adamw8bit_": (master, grad, codes, scales, codes.clone(), scales.clone(), SCALE, out, *ADAM, False),
+        "sgd_": (master, grad, first, SCALE, None, 0.1, 0.9, 0.0, 0.0, False, 2),
+        "lion_": (master, grad, first, SCALE, out, 0.1, 0.9, 0.9, 0.0),
+        "lamb_moments_": (grad, first, second, SCALE, *ADAM),
+        "lamb_squares": (master, first, second, *ADAM),
+        "lamb_": (master, first, second, SCALE, out, *ADAM),
+        "accumulate_": (master, out, 0.5),
+        "cast_copy_": (out, master),
+        "sum_of_squares": (master,),
+        "quantise_": (whole, scales, master, 8),
+        "dequantise_": (master, whole, scales, 8),
+    }
+
+
+def test_the_catalogue_is_all_there_is() -> None:
+    declared = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("zero_lab::")}
+    assert declared == set(calls())
+
+
+@pytest.mark.parametrize("name", calls())
+def test_every_operation_passes_torchs_own_checks(name: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.zero_lab, name).default, calls()[name])
+
+
+def test_fake_tensors_pass_through_and_nothing_is_compiled_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_compiled", lambda: pytest.fail("compiled for a fake tensor"))
+    with FakeTensorMode():
+        four = [torch.empty(100) for _ in range(4)]
+        ops.adamw_(*four, torch.empty(()), AdamW(*ADAM), torch.empty(100, dtype=BF16))
+        assert ops.sum_of_squares(four[0]).dtype == torch.float64
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def test_the_variable_chooses_and_refuses_other_words(monkeypatch: pytest.MonkeyPatch, cpp: CpuKernels) -> None:
+    device = torch.device("cpu")
+    for choice, kind in (("auto", CpuKernels), ("cpp", CpuKernels), ("reference", type(reference))):
+        monkeypatch.setenv("ZLAB_KERNELS", choice)
+        assert isinstance(backends.backend_for(device), kind)
+    monkeypatch.setenv("ZLAB_KERNELS", "fast")
+    with pytest.raises(ValueError, match="ZLAB_KERNELS: expected one of auto, reference, cpp, found 'fast'"):
+        backends.backend_for(device)
+
+
+def _after_a_fork_of_busy_threads() -> bool:
+    """In a child of a process that has used several threads, in ours and in torch's."""
+    operands = Operands(300_003, MIXES[1])
+    with threads(3):
+        OPERATIONS["adamw"](backends.backend_for(torch.device("cpu")), operands)
+        child = os.fork()
+        if child == 0:
+            OPERATIONS["adamw"](backends.backend_for(torch.device("cpu")), operands)
+            os._exit(0)
+        return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_fork_after_threads_were_used_does_not_hang() -> None:
+    from harness.ranks import run_alone
+
+    assert run_alone(_after_a_fork_of_busy_threads, timeout_s=60)

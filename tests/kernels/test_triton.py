@@ -1,0 +1,43 @@
+"""The Triton kernels on CPU tensors through Triton's interpreter, against the reference.
+
+The interpreter must be chosen before Triton is imported, so one process of its own computes all cases.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = "updates", "streams", "formats"
+HERE = Path(__file__).with_name("triton_cases.py")
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install '.[dev]' on Linux)"
+)
+
+
+@cache
+def differences() -> dict[str, float]:
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    run = subprocess.run([sys.executable, str(HERE)], env=environment, cwd=ROOT, capture_output=True, timeout=240)
+    assert run.returncode == 0, run.stderr.decode()[-4000:]
+    return pickle.loads(run.stdout)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_triton_agrees_with_the_reference(case: str) -> None:
+    found = {name: excess for name, excess in differences().items() if name.startswith(case)}
+    assert len(found) > 8
+    assert {name: excess for name, excess in found.items() if not excess <= 1} == {}

@@ -1,0 +1,128 @@
+"""Run by test_triton.py under TRITON_INTERPRET=1: by case, the largest difference over its bound.
+
+The bound of an update: its terms are rounded a dozen times in fp32, whether or not multiply and add are fused, so
+12 * 2^-24 of the largest number that takes part, and half a unit of a 16-bit result's own rounding when the two
+results lie on different sides of a tie: one unit, 2^-7 or 2^-10 of it. Formats and casts are exact, but for bf16:
+Triton's interpreter cuts off where a GPU rounds to nearest, which is one unit again.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from kernels import reference
+from kernels.block_formats import blocks_of, codes_numel
+from kernels.settings import Adam, AdamW, Lion, Sgd
+from kernels.triton.operations import TritonKernels
+
+LENGTHS = (0, 1, 15, 16, 17, 1025, 20003)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+UNIT = {torch.float32: 12 * 2.0**-24, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+SETTINGS = {
+    "adamw": AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1, 3),
+    "adam": Adam(1e-2, 0.9, 0.95, 1e-8, 0.1, 3),
+    "adam_from_end": Adam(1e-2, 0.4, 0.95, 1e-8, 0.0, 1),
+    "sgd": Sgd(1e-2, 0.9, 0.1, 0.1, False, 2),
+    "sgd_first": Sgd(1e-2, 0.9, 0.1, 0.0, False, 1),
+    "sgd_plain": Sgd(1e-2, 0.0, 0.0, 0.1, False, 2),
+    "nesterov": Sgd(1e-2, 0.9, 0.0, 0.1, True, 2),
+    "lion": Lion(1e-2, 0.9, 0.98, 0.1),
+}
+OURS = TritonKernels()
+Numbers = Iterator[tuple[str, float]]
+
+
+def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def updates() -> Numbers:
+    for name, settings in SETTINGS.items():
+        for numel in LENGTHS:
+            for dtype in DTYPES:
+                for master_dtype in (torch.float32, dtype):
+                    found, wanted = (
+                        update(which, name, settings, numel, dtype, master_dtype) for which in (OURS, reference)
+                    )
+                    pairs = zip(found, wanted, strict=True)
+                    yield f"updates {name} {numel} {dtype} {master_dtype}", max(excess(a, b) for a, b in pairs)
+
+
+def update(which, name, settings, numel, dtype, master_dtype) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+    master, grad = random(numel, 1, master_dtype), random(numel, 2, dtype)
+    states = [random(numel, 3), random(numel, 4).abs()]
+    out, scale = torch.zeros(numel, dtype=dtype), torch.tensor(0.5)
+    if "adam" in name:
+        which.adamw(master, grad, *states, scale, settings, out)
+    elif name == "lion":
+        which.lion(master, grad, states[0], scale, settings, out)
+    else:
+        which.sgd(master, grad, None if name == "sgd_plain" else states[0], scale, settings, out)
+    return [master, *states, out]
+
+
+def excess(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    if not wanted.numel():
+        return 0.0
+    largest = max(float(wanted.double().abs().max()), 1.0)
+    return float((found.double() - wanted.double()).abs().max()) / (UNIT[wanted.dtype] * largest)
+
+
+def exactly(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    if wanted.dtype == torch.bfloat16:
+        return excess(found, wanted)
+    return 0.0 if torch.equal(found, wanted) else 9.0
+
+
+def streams() -> Numbers:
+    for numel in LENGTHS:
+        for dtype in DTYPES:
+            values = random(numel, 5, dtype)
+            for other in DTYPES:
+                found, wanted = random(numel, 6, other), random(numel, 6, other)
+                OURS.accumulate(found, values, 0.3)
+                reference.accumulate(wanted, values, 0.3)
+                yield f"streams accumulate {numel} {dtype} {other}", excess(found, wanted)
+                OURS.cast_copy(found, values)
+                reference.cast_copy(wanted, values)
+                yield f"streams cast {numel} {dtype} {other}", exactly(found, wanted)
+            total, sums = OURS.sum_of_squares(values), reference.sum_of_squares(values)
+            # The squares are exact; two orders of n sums in fp64 differ by at most 2 n roundings.
+            bound = 2 * max(numel, 1) * 2.0**-53 * max(float(sums), 1.0)
+            yield f"streams squares {numel} {dtype}", abs(float(total - sums)) / bound
+    for bad in (torch.inf, torch.nan):
+        values = random(300, 7)
+        values[299] = bad
+        finite = bool(OURS.sum_of_squares(values).isfinite())
+        yield f"streams squares {bad}", 9.0 if finite else 0.0
+
+
+def formats() -> Numbers:
+    for bits in (8, 4):
+        for numel in (*LENGTHS, 300):
+            for dtype in DTYPES:
+                values = random(numel, 8, dtype)
+                if numel == 300:
+                    values[:2], values[280:] = torch.tensor([torch.nan, torch.inf]), 0.0
+                results = [through(which, values, bits) for which in (OURS, reference)]
+                pairs = zip(*results, strict=True)
+                yield (
+                    f"formats {bits} {numel} {dtype}",
+                    max(exactly(a.nan_to_num(9), b.nan_to_num(9)) for a, b in pairs),
+                )
+
+
+def through(which, values: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
+    codes = torch.zeros(codes_numel(values.numel(), bits), dtype=torch.int8 if bits == 8 else torch.uint8)
+    scales, back = torch.zeros(blocks_of(values.numel())), torch.zeros_like(values)
+    which.quantise(codes, scales, values, bits)
+    which.dequantise(back, codes, scales, bits)
+    return codes, scales, back
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(pickle.dumps({**dict(updates()), **dict(streams()), **dict(formats())}))
