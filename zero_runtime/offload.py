@@ -52,7 +52,7 @@ class OffloadPlan:
         if self.params is not Tier.DEVICE and plan.params is Partition.REPLICATED:
             raise PlanError(
                 f"offload.params={self.params.value}: expected a plan that shards parameters, found one that keeps "
-                "them whole on every rank; use zero=stage3, or offload the optimizer alone"
+                "them whole on every rank; shard them too, or offload the optimizer alone"
             )
 
 

@@ -116,7 +116,11 @@ def case_name(case: Case) -> str:
     return f"{dtypes}_micro{case.micro_batches}" + ("_tied" if case.model.tied else "")
 
 
-@pytest.mark.parametrize("case", WORLD_3, ids=case_name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.full] * (case.micro_batches > 1 and case.model.tied)) for case in WORLD_3],
+    ids=case_name,
+)
 def test_at_world_3_an_accumulation_class_has_one_result(case: Case) -> None:
     traces = ranks_traces(case)
     for first, *others in [(0, 1), (2, 3)] if case.micro_batches > 1 else [STAGES]:

@@ -228,7 +228,9 @@ def _born_weights(kind: str, rows: list[tuple[int, int | None]]) -> dict[str, to
     return first
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize(
+    "kind", ["gpt2", *(pytest.param(kind, marks=pytest.mark.full) for kind in SMALL if kind != "gpt2")]
+)
 def test_the_same_seed_gives_the_same_weights_at_every_stage_world_and_unit_size(kind: str) -> None:
     rows = [(0, None), (1, None), (2, None), (3, None), (3, 1), (3, 10**9)]
     wanted = born(build_unborn_model(kind, SMALL[kind]), seed=7)

@@ -128,7 +128,7 @@ def test_each_rule_keeps_less() -> None:
     assert kept["full"] < kept["by_operation"] < kept["none"]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_every_rule_has_the_bits_and_the_collectives_of_none_with_dropout_too(world: int) -> None:
     run_ranks(_rules, world)
 
