@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orchestrator import precision_rules, pretrained
+from orchestrator import offload_rules, precision_rules, pretrained
 from orchestrator.hardware import Hardware
 from orchestrator.schema import (
     Adapter,
@@ -22,6 +22,7 @@ from orchestrator.schema import (
     Device,
     Measure,
     Model,
+    Offload,
     Resources,
     RunConfig,
     Tokenizer,
@@ -77,6 +78,7 @@ def resolve(config: RunConfig, scene: Scene) -> RunConfig:
             tokenizer=_tokenizer(model, data),
         ),
         checkpoint=_with_absolute_path(config.checkpoint),
+        offload=_with_folder(config),
         precision=replace(
             config.precision, compute=precision_rules.computed_in(config.precision, scene, config.resources)
         ),
@@ -90,6 +92,14 @@ def _tokenizer(model: Model, data: Data) -> Tokenizer:
         return data.tokenizer
     has_one = model.path is not None and (Path(model.path).expanduser() / pretrained.TOKENIZER).exists()
     return Tokenizer.model if has_one and data.kind is not DataKind.synthetic else Tokenizer.bytes
+
+
+def _with_folder(config: RunConfig) -> Offload:
+    """Scratch files lie where they are told to, else in the output folder."""
+    if not config.offload.uses_nvme:
+        return config.offload
+    folder = config.offload.folder or str(Path(config.output) / "scratch")
+    return replace(config.offload, folder=str(Path(folder).expanduser().absolute()))
 
 
 def _with_absolute_path(checkpoint: Checkpoint) -> Checkpoint:
@@ -335,6 +345,12 @@ RULES = (
     Rule(precision_rules.tf32_is_used, ("precision", "resources")),
     Rule(precision_rules.shard_groups_divide_the_ranks, ("zero", "resources")),
     Rule(_one_reduction_has_micro_batches, ("zero", "batch", "resources")),
+    Rule(offload_rules.offloaded_params_are_sharded, ("offload", "zero")),
+    Rule(offload_rules.params_rest_with_the_optimizer, ("offload",)),
+    Rule(offload_rules.optimizer_can_rest, ("offload", "optimizer")),
+    Rule(offload_rules.host_is_the_device, ("offload", "resources")),
+    Rule(offload_rules.scratch_is_for_a_cpu, ("offload", "resources")),
+    Rule(offload_rules.offload_keys_are_used, ("offload",)),
     Rule(_optimizer_uses_its_keys, ("optimizer",)),
     Rule(_schedule_uses_its_keys, ("scheduler",)),
     Rule(_momentum_can_cycle, ("optimizer", "scheduler")),

@@ -26,6 +26,8 @@ class Compute(Word):
 
 class Place(Word):
     device = "device"
+    cpu = "cpu"
+    nvme = "nvme"
 
 
 class DataKind(Word):
@@ -135,10 +137,33 @@ class Precision:
 
 @dataclass(frozen=True)
 class Offload:
-    """Where the parameters and the optimizer states rest between uses."""
+    """Where the shards of the parameters, and masters and optimizer states, rest between their uses.
+
+    `ratio`: the share of the trained elements whose unit rests elsewhere. The rest is for nvme alone: `folder` of the
+    scratch files (null: in the output folder), the size of a request, how many are in flight, how many units are read
+    ahead and written behind, and whether what comes back is compared with the checksum of what was written.
+    """
 
     params: Place = Place.device
     optimizer: Place = Place.device
+    ratio: float = 1.0
+    folder: str | None = None
+    block_mib: int = 4
+    requests: int = 4
+    ahead: int = 1
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "offload")
+        limits.must("ratio", lambda value: 0 < value <= 1, "above 0 and at most 1", 1.0)
+        limits.must("folder", bool, "a folder, or null", None)
+        limits.at_least(1, block_mib=4, requests=4)
+        limits.at_least(0, ahead=1)
+        limits.conclude()
+
+    @property
+    def uses_nvme(self) -> bool:
+        return Place.nvme in (self.params, self.optimizer)
 
 
 @dataclass(frozen=True)

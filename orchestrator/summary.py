@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from orchestrator.schema import AdapterKind, DataKind, RunConfig, Tokenizer
+from orchestrator.schema import AdapterKind, DataKind, Offload, Place, RunConfig, Tokenizer
 from orchestrator.units import ABSENT, count, difference, digits, loss, percent, size
 
 PHASES = (
@@ -49,6 +49,7 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
             f"parameters {precision.param}, gradients reduced in {precision.reduce}, "
             f"accumulated in {precision.accumulate}, master {precision.master}",
         ),
+        *([] if config.offload == Offload() else [Row("offload", _offload_text(config.offload))]),
         Row("ranks", f"{ranks} x {resources.device}{threads}"),
         Row(
             "batch",
@@ -77,6 +78,18 @@ def _model_text(config: RunConfig) -> str:
         return f"{model.name}, {weights}"
     targets = ", ".join(adapter.targets) or "all linear layers but the head"
     return f"{model.name}, {weights}; frozen, LoRA of rank {adapter.rank} beside {targets}"
+
+
+def _offload_text(offload: Offload) -> str:
+    what = {"optimizer states": offload.optimizer, "parameters": offload.params}
+    moved = " and ".join(name for name, place in what.items() if place is not Place.device)
+    where = (
+        f"scratch files in {offload.folder}"
+        if offload.uses_nvme
+        else "the host's memory (on CPU ranks: where they are)"
+    )
+    share = "" if offload.ratio == 1 else f"{offload.ratio:.0%} of the units: "
+    return f"{share}{moved} rest in {where}"
 
 
 def _data_text(config: RunConfig) -> str:
@@ -157,6 +170,8 @@ def memory_table(result: Mapping[str, Any]) -> Table:
     rows.append(_memory_row(f"model states: {memory['formula']}", measured, predicted))
     if memory.get("padding_bytes"):
         rows.append(_memory_row("  of which padding", memory["padding_bytes"], None))
+    if memory.get("scratch_bytes"):
+        rows.append(_memory_row("  in the scratch file", memory["scratch_bytes"], None))
     rows.append(_memory_row("activations", memory["activations_bytes"], None))
     rows.append(_memory_row("other tensors", memory["other_tensors_bytes"], None))
     for key, name in (

@@ -24,10 +24,20 @@ class UnitSize:
     padded_numel: int
     trainable: bool
     is_root: bool = False  # what no block, embedding or head owns: its life is a whole pass
+    params_rest: bool = False  # in a scratch file between their uses, as far as the plan shards them
+    optimizer_rests: bool = False  # the same of a master of its own and the optimizer's states
 
     @classmethod
-    def of(cls, layout: FlatLayout, *, trainable: bool, is_root: bool = False) -> UnitSize:
-        return cls(layout.numel, layout.padded_numel, trainable, is_root)
+    def of(
+        cls,
+        layout: FlatLayout,
+        *,
+        trainable: bool,
+        is_root: bool = False,
+        params_rest: bool = False,
+        optimizer_rests: bool = False,
+    ) -> UnitSize:
+        return cls(layout.numel, layout.padded_numel, trainable, is_root, params_rest, optimizer_rests)
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,8 @@ def model_state_bytes(
     for unit in units:
         for component, terms in components.items():
             if component != "params" and not unit.trainable:
+                continue
+            if (component == "params" and unit.params_rest) or (component == "optimizer" and unit.optimizer_rests):
                 continue
             for size_bytes, partition in terms:
                 totals[component] += unit.padded_numel // ranks[partition] * size_bytes

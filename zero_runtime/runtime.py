@@ -468,6 +468,11 @@ class ZeroRuntime:
         ]
         return StateBytes(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of this rank's scratch file; 0 where nothing rests in one."""
+        return 0 if self._tier is None else self._tier.nbytes
+
     def predicted_peak(self, plan: ZeroPlan | None = None) -> StepPeak:
         """The most that `memory_model` lets this rank hold in a step, in this plan or in another."""
         return step_peak_bytes(
@@ -497,7 +502,13 @@ class ZeroRuntime:
     def unit_sizes(self) -> list[UnitSize]:
         """The units in the order of registration."""
         return [
-            UnitSize.of(unit.layout, trainable=unit.trainable, is_root=self.model in unit.modules)
+            UnitSize.of(
+                unit.layout,
+                trainable=unit.trainable,
+                is_root=self.model in unit.modules,
+                params_rest=unit.params_rest,
+                optimizer_rests=unit.states_rest,
+            )
             for unit in self.units
         ]
 

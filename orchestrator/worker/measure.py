@@ -66,7 +66,9 @@ def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> di
             micro_batches=micro_batches,
             optimizer_states=len(runtime.optimizer.state_names),
             with_frozen=not all(unit.trainable for unit in runtime.units),
-        ),
+        )
+        + (" less what rests in a scratch file" if runtime.scratch_bytes else ""),
+        "scratch_bytes": runtime.scratch_bytes,
         "padding_bytes": predicted.padding,
     }
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from orchestrator.schema import AdapterKind, DType, Precision, RunConfig, Tokenizer
+from orchestrator.schema import AdapterKind, DType, Offload, Place, Precision, RunConfig, Tokenizer
 from orchestrator.worker.training import build_optimizer
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_unborn_model
@@ -18,11 +19,13 @@ from orchestrator.workloads.weights import weights_of
 from zero_runtime.birth import Initialise
 from zero_runtime.checkpoint.hf_source import WeightsFolder
 from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
+from zero_runtime.offload import OffloadPlan, Tier
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.rank_watch import RankWatch
 from zero_runtime.recompute import Recomputation, RecomputeRule
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.tiers.scratch import ScratchSettings
 
 
 def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
@@ -73,6 +76,7 @@ def build_runtime(config: RunConfig, device: torch.device, watch: RankWatch) -> 
         keep_dtype=tuple(precision.keep_dtype),
         seed=config.seed,
         initialise=initialise,
+        offload=_offload(config.offload),
     )
     with ExitStack() as stack:
         if config.model.path is not None:
@@ -105,6 +109,22 @@ def _unborn(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
 
     wrapped = adapters.add_lora(model, adapters.lora_config(adapter.rank, adapter.alpha, adapter.targets))
     return wrapped.train(), adapters.first_values(wrapped)
+
+
+def _offload(offload: Offload) -> OffloadPlan:
+    """On a CPU what rests on the host rests where it is."""
+    tiers = {Place.device: Tier.DEVICE, Place.cpu: Tier.HOST, Place.nvme: Tier.NVME}
+    scratch = None
+    if offload.uses_nvme:
+        assert offload.folder is not None
+        scratch = ScratchSettings(
+            Path(offload.folder),
+            block_bytes=offload.block_mib << 20,
+            requests=offload.requests,
+            ahead=offload.ahead,
+            verify=offload.verify,
+        )
+    return OffloadPlan(tiers[offload.params], tiers[offload.optimizer], offload.ratio, scratch)
 
 
 def _loss_scale(precision: Precision) -> LossScaleRule:

@@ -24,6 +24,9 @@ OPTIONS = sorted(file for group in GROUPS for file in (CONF / group).glob("*.yam
 SCENE = Scene(Hardware(cores=2, cpu="cpu"))
 # Said by hand beside the option: data=text and model=pretrained alone have no path.
 NEEDS = {"data/text.yaml": [f"data.path={ROOT / 'run.py'}"], "model/pretrained.yaml": ["model.path={weights}"]}
+NEEDS |= {
+    f"offload/{name}.yaml": ["zero=stage3"] for name in ("param_cpu", "optimizer_param_cpu", "optimizer_param_nvme")
+}
 
 
 @pytest.fixture
