@@ -1,0 +1,190 @@
+"""The scratch file and the pipeline under it: bytes come back, whatever fails is told with file and unit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.checkpoints import Setting, train
+from harness.oracle import ADAMW
+from harness.ranks import run_ranks
+from test_offload import SPEC, offload_to, runtime_of
+
+from zero_runtime.errors import OffloadError
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.tiers.pipeline import pipeline
+from zero_runtime.tiers.scratch import ALIGN_BYTES, ScratchFile, ScratchSettings, aligned_buffer
+
+WHAT = "unit blocks.3"
+
+
+def scratch(folder: Path, size: int = 10 * ALIGN_BYTES, **changes: object) -> ScratchFile:
+    return ScratchFile(ScratchSettings(folder, block_bytes=3 * ALIGN_BYTES, requests=3, **changes), size, rank=0)  # type: ignore[arg-type]
+
+
+def noise(size: int) -> torch.Tensor:
+    buffer = aligned_buffer(size)
+    return buffer.copy_(torch.randint(0, 256, (size,), dtype=torch.uint8))
+
+
+def test_what_was_written_comes_back_in_any_range(tmp_path: Path) -> None:
+    file = scratch(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "unlinked at once: a killed run leaves nothing behind"
+    values = noise(10 * ALIGN_BYTES)
+    file.write(0, values, WHAT).wait()
+    for first, count in ((0, 10), (1, 1), (2, 7), (9, 1)):
+        target = aligned_buffer(count * ALIGN_BYTES)
+        file.read(first * ALIGN_BYTES, target, WHAT).wait()
+        assert torch.equal(target, values[first * ALIGN_BYTES :][: target.numel()])
+    file.close()
+    file.close()
+
+
+def test_a_file_system_without_direct_io_is_used_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = os.open
+
+    def without(path: object, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return really(path, flags, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", without)
+    with pytest.warns(UserWarning, match="this file system has no direct I/O"):
+        file = scratch(tmp_path)
+    assert not file.direct
+    values, target = noise(ALIGN_BYTES), aligned_buffer(ALIGN_BYTES)
+    file.write(0, values, WHAT).wait()
+    file.read(0, target, WHAT).wait()
+    assert torch.equal(target, values)
+    file.close()
+
+
+def test_a_flipped_bit_is_found_unless_nobody_looks(tmp_path: Path) -> None:
+    for verify in (True, False):
+        file = scratch(tmp_path, verify=verify)
+        values = noise(4 * ALIGN_BYTES)
+        file.write(0, values, WHAT).wait()
+        values[3 * ALIGN_BYTES] ^= 1
+        os.pwritev(file._fd, [memoryview(values[3 * ALIGN_BYTES :].numpy().data)], 3 * ALIGN_BYTES)
+        moving = file.read(0, aligned_buffer(4 * ALIGN_BYTES), WHAT)
+        if verify:
+            with pytest.raises(OffloadError, match=rf"{WHAT}: expected to read 4096 bytes .* other bytes than were"):
+                moving.wait()
+        else:
+            moving.wait()
+        file.close()
+
+
+def test_a_short_file_and_a_full_disk_are_told_with_unit_and_file(tmp_path: Path) -> None:
+    file = scratch(tmp_path)
+    os.ftruncate(file._fd, ALIGN_BYTES)
+    with pytest.raises(OffloadError, match=rf"{WHAT}: expected to read .* found the file's end"):
+        file.read(0, aligned_buffer(2 * ALIGN_BYTES), WHAT).wait()
+    full = os.open("/dev/full", os.O_RDWR)
+    os.dup2(full, file._fd)
+    os.close(full)
+    with pytest.raises(OffloadError, match=rf"{WHAT}: expected to write .*\.scratch, found No space left on device"):
+        file.write(0, noise(ALIGN_BYTES), WHAT).wait()
+    file.close()
+
+
+def _too_large(folder: Path) -> str:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (ALIGN_BYTES, ALIGN_BYTES))
+    with pytest.raises(OffloadError) as error:
+        scratch(folder)
+    assert list(folder.iterdir()) == []
+    return str(error.value)
+
+
+def test_a_folder_that_cannot_hold_it_is_told_before_anything_is_allocated(tmp_path: Path) -> None:
+    (text,) = run_ranks(_too_large, 1, tmp_path)
+    assert f"expected to make a scratch file there for {10 * ALIGN_BYTES:,} bytes, found File too large" in text
+    (tmp_path / "file").touch()
+    with pytest.raises(OffloadError, match="make room or mend the rights, or give another"):
+        scratch(tmp_path / "file")
+
+
+# ---- the pipeline ----------------------------------------------------------------------------------------------------
+
+
+class _Move:
+    def __init__(self, log: list[str], name: str, fails: bool = False) -> None:
+        self._log, self._name, self._fails = log, name, fails
+
+    def wait(self) -> None:
+        self._log.append(f"end {self._name}")
+        if self._fails:
+            raise OffloadError(self._name)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+def test_every_depth_computes_the_same_in_the_same_order_with_few_items_at_once(depth: int) -> None:
+    log: list[str] = []
+    held = most = 0
+
+    def fetch(item: int) -> _Move:
+        nonlocal held, most
+        held, most = held + 1, max(most, held + 1)
+        return _Move(log, f"fetch {item}")
+
+    class Flush(_Move):
+        def wait(self) -> None:
+            nonlocal held
+            held -= 1
+            super().wait()
+
+    def compute(item: int) -> None:
+        assert f"end fetch {item}" in log
+        log.append(f"compute {item}")
+
+    pipeline(range(6), fetch, compute, lambda item: Flush(log, f"flush {item}"), depth=depth)
+    assert [entry for entry in log if entry.startswith("compute")] == [f"compute {item}" for item in range(6)]
+    assert sorted(entry for entry in log if "flush" in entry) == [f"end flush {item}" for item in range(6)]
+    assert most <= 2 * depth + 1
+
+
+def test_what_fails_is_raised_when_nothing_moves_any_more() -> None:
+    log: list[str] = []
+    with pytest.raises(OffloadError, match="fetch 1"):
+        pipeline(
+            range(5),
+            lambda item: _Move(log, f"fetch {item}", fails=item == 1),
+            lambda item: None,
+            lambda item: _Move(log, f"flush {item}"),
+            depth=2,
+        )
+    assert "end fetch 2" in log
+    assert "end fetch 3" in log
+    assert "end flush 0" in log
+
+
+# ---- in a run --------------------------------------------------------------------------------------------------------
+
+
+def _a_unit_comes_back_spoilt(folder: Path) -> str:
+    """Rank 1's drive gives other bytes than it was given: that rank says so, and no rank trains on."""
+    setting = Setting(3, 2, MixedPrecision())
+    runtime = runtime_of(setting, offload_to(folder, params=True), ADAMW)
+    case = setting.case(model=SPEC)
+    train(runtime, case, 0, 1)
+    if dist.get_rank() == 1:
+        assert runtime._tier is not None
+        file = runtime._tier._file
+        junk = noise(ALIGN_BYTES)
+        os.pwritev(file._fd, [memoryview(junk.numpy().data)], 0)
+    with pytest.raises(Exception) as error:  # noqa: PT011 - rank 0's is of its connection
+        train(runtime, case, 1, 3)
+    return str(error.value)
+
+
+def test_a_spoilt_unit_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    _, told = run_ranks(_a_unit_comes_back_spoilt, 2, tmp_path)
+    assert "other bytes than were written there; the run ends here, its checkpoints are as they were" in told
+    assert told.startswith("unit ")
