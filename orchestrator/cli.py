@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPORT = "export-weights"
+IO_BENCH = "io-bench"
 BAD_USAGE = 2
 INTERRUPTED = 130
 
@@ -37,6 +38,10 @@ def main(argv: Sequence[str]) -> int:
             from orchestrator import export
 
             return export.main(argv[1:])
+        if argv[:1] == [IO_BENCH]:
+            from orchestrator import io_bench
+
+            return io_bench.main(argv[1:])
         return _answer(arguments.split(argv))
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -18,6 +18,7 @@ Runs ZeRO training as an experiment: one point, or a sweep with one table at its
   python run.py data=text data.path=FILE_OR_FOLDER                         your own text
   torchrun --nproc-per-node 2 run.py zero=stage3                           joins the processes that are there
   python run.py export-weights CHECKPOINT OUT --dtype bf16                 a checkpoint as a Hugging Face folder
+  python run.py io-bench FOLDER                                            a drive's speed, and what to set for offload
 """
 TAIL = """\
 Flags

@@ -28,11 +28,12 @@ from zero_runtime.offload import OffloadPlan, Tier, resting
 from zero_runtime.optimizers import OptimizerConfig
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import MixedPrecision
+from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.rank_watch import RankWatch
 from zero_runtime.schedule import Schedule
 from zero_runtime.sharded_optimizer import ShardedOptimizer
 from zero_runtime.tiers.nvme import MASTER, PARAM, NvmeTier
+from zero_runtime.tiers.preflight import check_room
 from zero_runtime.unit import Rests, Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
 
@@ -136,6 +137,7 @@ class ZeroRuntime:
         settings = self.settings
         specs = plan_units(model, UnitRules(self.precision, settings.unit_numel, settings.keep_dtype))
         settings.offload.check(self.plan)
+        self._check_room(specs, config)
         units = [
             Unit(spec, self.plan, self.collectives, self.device, micro_batches=settings.micro_batches, rests=rests)
             for spec, rests in zip(specs, self._rests(specs), strict=True)
@@ -163,6 +165,28 @@ class ZeroRuntime:
         return [
             Rests(offload.params is Tier.NVME, offload.optimizer is Tier.NVME) if rests else Rests() for rests in chosen
         ]
+
+    def _check_room(self, specs: Sequence[UnitSpec], config: OptimizerConfig) -> None:
+        """Refuse a plan whose scratch files or memory this machine has no room for, before any of it is taken."""
+        offload = self.settings.offload
+        if offload.scratch is None:
+            return
+        states = len(config.state_names)
+        elsewhere = memory = whole = largest = 0
+        for spec, rests in zip(specs, self._rests(specs), strict=True):
+            kind, numel = spec.precision, spec.numel
+            shard = -(-numel // self.collectives.shard_count)
+            param = ITEMSIZE_BYTES[kind.param] * shard
+            master = 0 if kind.master == kind.param else ITEMSIZE_BYTES[kind.master] * shard
+            optimizer = (master + 4 * states * shard) if spec.trainable else 0
+            grads = ITEMSIZE_BYTES[kind.grad(self.settings.micro_batches)] * shard if spec.trainable else 0
+            record = optimizer * rests.optimizer + param * rests.params
+            elsewhere += record
+            largest = max(largest, record)
+            whole = max(whole, numel * ITEMSIZE_BYTES[kind.compute or kind.param])
+            memory += grads + optimizer + param - record
+        slots = (2 * offload.scratch.ahead + 1) * largest
+        check_room(self.collectives, offload.scratch.folder, scratch=elsewhere, memory=memory + slots + whole)
 
     def _open_tier(self, units: Sequence[Unit], optimizer: ShardedOptimizer) -> None:
         """The scratch file of the units that rest, on every rank or on none."""
@@ -311,8 +335,11 @@ class ZeroRuntime:
         """
         self._check_step()
         self.collectives.journal.begin("step")
+        self.optimizer.begin_step()
         report, norm = self._agree()
         overflow = not math.isfinite(report.grad_norm)
+        if overflow or not math.isfinite(report.loss):
+            self.optimizer.forget_step()
         if not math.isfinite(report.loss) or (overflow and self.scaler.exhausted):
             self._drop_gradients()
             raise NonFiniteError(diagnosis.non_finite_message(report, self.updates, self.scaler))

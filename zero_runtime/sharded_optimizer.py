@@ -87,10 +87,23 @@ class ShardedOptimizer:
         """The units whose states rest have them there."""
         self._tier = tier
 
-    def _update_resting(self, numbers: StepNumbers) -> None:
-        resting = [held.unit for held in self._helds if held.unit.states_rest]
+    def begin_step(self) -> None:
+        """A step will follow, or `forget_step`: what rests elsewhere may set out."""
         if self._tier is not None:
-            self._tier.update(resting, lambda unit: self._rule.update([self._by_unit[unit.name]], numbers))
+            self._tier.begin_update(self._resting)
+
+    def forget_step(self) -> None:
+        """The step that was begun is skipped."""
+        if self._tier is not None:
+            self._tier.forget_update()
+
+    @property
+    def _resting(self) -> list[Unit]:
+        return [held.unit for held in self._helds if held.unit.states_rest]
+
+    def _update_resting(self, numbers: StepNumbers) -> None:
+        if self._tier is not None:
+            self._tier.update(self._resting, lambda unit: self._rule.update([self._by_unit[unit.name]], numbers))
 
     def counters(self) -> dict[str, float]:
         """What is kept beside the states, equal wherever it is kept: the updates made, and a torch optimizer's own

@@ -54,6 +54,10 @@ class Record:
     reading: Transfer | None = None  # of its parameters alone
 
     @property
+    def name(self) -> str:
+        return self.unit.name
+
+    @property
     def is_whole(self) -> bool:
         return self.uses > 0
 
@@ -78,6 +82,7 @@ class NvmeTier:
         self._settings = settings
         self._file = ScratchFile(settings, offset, rank)
         self._slot_bytes = max((record.size for record in self._records.values()), default=0)
+        self._early: dict[str, _Moving] = {}  # reads that have begun before their update, by unit
         self._free: list[torch.Tensor] = []
         self._free_params: list[torch.Tensor] = []
         self._param_bytes = max((record.size - record.param_at for record in self._records.values()), default=0)
@@ -123,7 +128,8 @@ class NvmeTier:
         """`compute` each unit while it is resident, in order; the next are read and the last written meanwhile."""
         records = [self._records[unit.name] for unit in units]
         for record in records:
-            self._settle(record)
+            if record.name not in self._early:
+                self._settle(record)
         pipeline(
             records,
             self._fetch_for_update,
@@ -154,8 +160,24 @@ class NvmeTier:
         record = self._records.get(unit.name)
         return record is not None and name in record.regions
 
+    def begin_update(self, units: Sequence[Unit]) -> None:
+        """Start reading what `update` needs first; nothing may use the parameters until it or `forget_update`."""
+        for unit in units[: 1 + self._settings.ahead]:
+            record = self._records[unit.name]
+            self._settle(record)
+            self._early[record.name] = self._fetch_for_update(record)
+
+    def forget_update(self) -> None:
+        """No update follows: what was read is let go."""
+        for name, moving in self._early.items():
+            moving.wait()
+            self._release(self._records[name])
+        self._early.clear()
+
     def _fetch_for_update(self, record: Record) -> _Moving:
         """Parameters that are not the master are written by an update and never read by it."""
+        if record.name in self._early:
+            return self._early.pop(record.name)
         self._bind(record)
         is_master = record.unit.master_shard is record.unit.param_shard
         return self._reading(record, record.size if is_master else record.param_at)

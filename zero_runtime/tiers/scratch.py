@@ -30,7 +30,7 @@ ALIGN_BYTES = 4096  # what direct I/O asks of offsets, sizes and addresses on ev
 
 @dataclass(frozen=True)
 class ScratchSettings:
-    """folder: on the drive to use. block_bytes: of one request. requests: in flight at once.
+    """folder: on the drive to use. block_bytes: of one request. requests: of each kind in flight at once.
 
     ahead: units that are read before and written behind the one that is updated. verify: see [Note: checksums].
     """
@@ -81,7 +81,9 @@ class ScratchFile:
         self.direct = True
         self._sums: dict[tuple[int, int], int] = {}
         self._fd = self._open()
-        self._pool = ThreadPoolExecutor(settings.requests, thread_name_prefix="scratch")
+        # Reads and writes do not queue behind each other: drives do both at once faster than one after the other.
+        self._readers = ThreadPoolExecutor(settings.requests, thread_name_prefix="scratch-read")
+        self._writers = ThreadPoolExecutor(settings.requests, thread_name_prefix="scratch-write")
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -130,14 +132,19 @@ class ScratchFile:
 
     def read(self, offset: int, target: torch.Tensor, what: str) -> Transfer:
         """Start filling `target` (uint8, aligned) from `offset`; `what` is named in errors."""
-        return self._start(self._read_block, offset, target, what)
+        return self._start(self._readers, self._read_block, offset, target, what)
 
     def write(self, offset: int, source: torch.Tensor, what: str) -> Transfer:
         """Start writing `source` (uint8, aligned) at `offset`."""
-        return self._start(self._write_block, offset, source, what)
+        return self._start(self._writers, self._write_block, offset, source, what)
 
     def _start(
-        self, move: Callable[[int, memoryview, str], None], offset: int, tensor: torch.Tensor, what: str
+        self,
+        pool: ThreadPoolExecutor,
+        move: Callable[[int, memoryview, str], None],
+        offset: int,
+        tensor: torch.Tensor,
+        what: str,
     ) -> Transfer:
         assert offset % ALIGN_BYTES == 0, offset
         assert tensor.numel() % ALIGN_BYTES == 0, tensor.numel()
@@ -147,7 +154,7 @@ class ScratchFile:
         bounds = [offset, *range((offset // step + 1) * step, offset + len(data), step), offset + len(data)]
         return Transfer(
             [
-                self._pool.submit(move, low, data[low - offset : high - offset], what)
+                pool.submit(move, low, data[low - offset : high - offset], what)
                 for low, high in pairwise(bounds)
                 if low < high
             ]
@@ -196,7 +203,8 @@ class ScratchFile:
 
     def close(self) -> None:
         """Wait for what is under way and give the space back. Idempotent."""
-        self._pool.shutdown()
+        self._readers.shutdown()
+        self._writers.shutdown()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
