@@ -12,9 +12,11 @@ from harness.checkpoints import SAVED_AFTER, Setting, assert_states, train, whol
 from harness.models import TinySpec, TinyTransformer
 from harness.oracle import ADAMW
 from harness.ranks import run_ranks
+from harness.trainee import backwards_of_step
 
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
+from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.offload import OffloadPlan, Tier
 from zero_runtime.optimizers import LambConfig, LionConfig, OptimizerConfig, SgdConfig
 from zero_runtime.plan import ZeroPlan
@@ -27,7 +29,12 @@ BF16 = MixedPrecision(param="bf16", reduce="fp32", master="fp32", compute="fp32"
 SPEC = TinySpec(frozen=True, tied=True)
 
 
-def runtime_of(setting: Setting, offload: OffloadPlan | None, optimizer: OptimizerConfig = ADAMW) -> ZeroRuntime:
+def runtime_of(
+    setting: Setting,
+    offload: OffloadPlan | None,
+    optimizer: OptimizerConfig = ADAMW,
+    loss_scale: LossScaleRule = UNSCALED,
+) -> ZeroRuntime:
     case = setting.case(model=SPEC)
     return ZeroRuntime(
         TinyTransformer(SPEC),
@@ -35,7 +42,10 @@ def runtime_of(setting: Setting, offload: OffloadPlan | None, optimizer: Optimiz
         setting.precision,
         optimizer,
         RuntimeSettings(
-            micro_batches=setting.micro_batches, clip_norm=case.clip_norm, offload=offload or OffloadPlan()
+            micro_batches=setting.micro_batches,
+            clip_norm=case.clip_norm,
+            offload=offload or OffloadPlan(),
+            loss_scale=loss_scale,
         ),
         torch.device("cpu"),
     )
@@ -143,3 +153,32 @@ def _refusals(folder: Path) -> None:
 
 def test_rows_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     run_ranks(_refusals, 1, tmp_path)
+
+
+def _skips(folder: Path) -> None:
+    """Steps that overflow are skipped alike; what was read ahead for them is let go."""
+    fp16 = MixedPrecision(param="fp16", reduce="fp16", master="fp32")
+    setting = Setting(3, 2, fp16)
+    case = setting.case(model=SPEC)
+    found = []
+    for offload in (None, offload_to(folder, params=True)):
+        runtime = runtime_of(setting, offload, loss_scale=LossScaleRule(initial_power=32, hysteresis=1))
+        reports = []
+        for step in range(24):
+            backwards_of_step(runtime, case, step)
+            reports.append(runtime.step(1e-2))
+        with runtime.full_params() as values:
+            found.append((reports, {name: value.clone() for name, value in values.items()}))
+        runtime.close()
+    (plain, wanted), (resting, weights) = found
+    assert [(report.skipped, report.loss_scale) for report in plain] == [
+        (report.skipped, report.loss_scale) for report in resting
+    ]
+    assert any(report.skipped for report in plain)
+    assert not plain[-1].skipped
+    for name, value in wanted.items():
+        assert torch.equal(weights[name], value), name
+
+
+def test_a_skipped_step_leaves_what_rests_as_it_was(tmp_path: Path) -> None:
+    run_ranks(_skips, 2, tmp_path)
