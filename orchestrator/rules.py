@@ -20,6 +20,8 @@ from orchestrator.schema import (
     Data,
     DataKind,
     Device,
+    Loss,
+    LossKind,
     Measure,
     Model,
     Offload,
@@ -310,6 +312,12 @@ def _saving_keys_are_used(scene: Scene, checkpoint: Checkpoint) -> Broken | None
     return None
 
 
+def _tile_is_used(scene: Scene, loss: Loss) -> Broken | None:
+    if loss.kind is LossKind.tiled or loss.tile == Loss().tile:
+        return None
+    return Broken("loss=full uses no loss.tile", str(loss.tile), ("loss=tiled", f"loss.tile={Loss().tile}"))
+
+
 def _gathered_weights_are_whole(scene: Scene, checkpoint: Checkpoint, adapter: Adapter) -> Broken | None:
     if checkpoint.weights is WeightsFolder.none or adapter.kind is AdapterKind.none:
         return None
@@ -356,6 +364,7 @@ RULES = (
     Rule(_momentum_can_cycle, ("optimizer", "scheduler")),
     Rule(_checkpoint_is_there, ("checkpoint",)),
     Rule(_saving_keys_are_used, ("checkpoint",)),
+    Rule(_tile_is_used, ("loss",)),
     Rule(_gathered_weights_are_whole, ("checkpoint", "adapter")),
     Rule(_store_belongs_to_mlflow, ("tracking",)),
 )

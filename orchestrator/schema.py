@@ -54,6 +54,11 @@ class RecomputeKind(Word):
     by_operation = "by_operation"
 
 
+class LossKind(Word):
+    full = "full"
+    tiled = "tiled"
+
+
 class CheckpointKind(Word):
     none = "none"
     sharded = "sharded"
@@ -245,6 +250,24 @@ class Recompute:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """The cross entropy of all logits at once, or of `tile` tokens' logits at a time, made again in backward."""
+
+    kind: LossKind = LossKind.full
+    tile: int = 1024
+
+    def __post_init__(self) -> None:
+        limits = Limits(vars(self), "loss")
+        limits.at_least(1, tile=1024)
+        limits.conclude()
+
+    @property
+    def tile_tokens(self) -> int | None:
+        """Tokens whose logits exist at a time; None for all."""
+        return self.tile if self.kind is LossKind.tiled else None
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Saving of the model states, and going on from what was saved.
 
@@ -337,6 +360,7 @@ class RunConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)
     recompute: Recompute = field(default_factory=Recompute)
+    loss: Loss = field(default_factory=Loss)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resources: Resources = field(default_factory=Resources)
     cluster: Cluster = field(default_factory=Cluster)

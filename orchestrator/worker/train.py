@@ -118,7 +118,7 @@ class RankRun:
         for index, (ids, labels) in enumerate(batches):
             activations = ActivationCensus(runtime) if counting else None
             with clock.phase("forward"), activations or contextlib.nullcontext():
-                loss = token_losses(runtime.model, ids, labels) / tokens
+                loss = token_losses(runtime.model, ids, labels, self._config.loss.tile_tokens) / tokens
             if activations is not None:
                 self._readings.activations_bytes = max(self._readings.activations_bytes, activations.bytes)
             keeps = self._config.zero.reduce_at_boundary and index < len(batches) - 1
@@ -190,7 +190,7 @@ class RankRun:
             for index in range(batches):
                 position = (index * self._rank.world + self._rank.rank) * per_rank
                 ids, labels = (self._tensor(part) for part in self._data.validation_batch(position, per_rank))
-                loss += token_losses(self._runtime.model, ids, labels)
+                loss += token_losses(self._runtime.model, ids, labels, self._config.loss.tile_tokens)
                 tokens += _count(labels)
         total = self._runtime.sum_over_ranks(tokens)
         return float(self._runtime.collectives.sum_over_ranks_(loss) / total)

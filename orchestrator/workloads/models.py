@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +21,14 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from orchestrator.strict import nearest
 from zero_runtime.birth import parameters_on_meta
+from zero_runtime.tiled_loss import tiled_cross_entropy
 
 IGNORED_LABEL = -100
 
@@ -57,13 +59,17 @@ def build_meta_model(model_type: str, config: Mapping[str, Any]) -> nn.Module:
     return _build(model_type, config, torch.device("meta"), "sdpa")
 
 
-def token_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def token_losses(
+    model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, tile: int | None = None
+) -> torch.Tensor:
     """The cross entropy summed in fp32 over the tokens whose label is not -100: a scalar with a graph.
 
     `labels[b, i]` is the target of `input_ids[b, i]` (already shifted), both [B, T] int64. The caller
     divides by the unmasked tokens of the global batch. Without any such token it is 0 and every gradient
-    of it is zero. Reads no value on the host.
+    of it is zero. Reads no value on the host. `tile`: so many tokens' logits exist at a time; None makes all.
     """
+    if tile is not None:
+        return _tiled_losses(model, input_ids, labels, tile)
     # No name holds the logits: from here on only the fp32 log-probabilities that backward needs stay alive.
     return F.cross_entropy(
         model(input_ids=input_ids, use_cache=False).logits.flatten(0, -2).float(),
@@ -71,6 +77,33 @@ def token_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor
         ignore_index=IGNORED_LABEL,
         reduction="sum",
     )
+
+
+def _tiled_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, tile: int) -> torch.Tensor:
+    """The head is called as ever, so whoever watches its calls sees one; what it gives is the loss and not the logits.
+
+    ValueError where the model does anything to its logits after the head (a cap, a scale): that would be lost.
+    """
+    head = cast(PreTrainedModel, model).get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ValueError(f"loss=tiled: expected an nn.Linear as the head, found {type(head).__name__}; use loss=full")
+    found: list[torch.Tensor] = []
+
+    def loss_of(hidden: torch.Tensor) -> torch.Tensor:
+        found.append(tiled_cross_entropy(hidden, head.weight, head.bias, labels, tile=tile, ignored=IGNORED_LABEL))
+        return found[0]
+
+    head.forward = loss_of  # type: ignore[method-assign,assignment]
+    try:
+        loss: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
+    finally:
+        del head.forward  # the class's is there again
+    if loss.shape != () or loss.data_ptr() != found[0].data_ptr():
+        raise ValueError(
+            f"loss=tiled: expected {type(model).__name__} to return what its head gives, found something made of it; "
+            "use loss=full"
+        )
+    return loss
 
 
 def _build(

@@ -100,6 +100,7 @@ BROKEN = [
     (SERVER, "offload=optimizer_nvme", "offload to a scratch file is not here yet for GPUs"),
     (LAPTOP, "offload.folder=here", "offload.folder is for offload=optimizer_nvme"),
     (LAPTOP, "offload.ratio=0.5", "offload=none uses no offload.ratio"),
+    (LAPTOP, "loss.tile=64", "loss=full uses no loss.tile"),
     (LAPTOP, "model=pretrained", "model=pretrained needs model.path=FOLDER"),
     (LAPTOP, "data.tokenizer=model", "data.tokenizer=model needs a model.path with a tokenizer"),
     (LAPTOP, "data=synthetic data.tokenizer=model", "data=synthetic makes tokens and reads no text"),

@@ -1,0 +1,93 @@
+"""The cross entropy of a linear head without all logits at once: tile by tile over the tokens.
+
+[Note: twice through the head] Forward keeps no logits and no gradients; backward makes each tile's logits again, when
+the gradient of the loss is known. So the factor of a loss scale is in the gradients before they are rounded to 16 bits,
+as it is without tiles, at the price of one more product with the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def tiled_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    *,
+    tile: int,
+    ignored: int = -100,
+) -> torch.Tensor:
+    """Sum of the token losses, 0-dim fp32, of logits = hidden @ weight.T + bias.
+
+    hidden: [..., D]; weight: [V, D] and bias: [V] of its dtype; labels: int64 of hidden's shape without D, `ignored`
+    where a token does not count. Logits are rounded to hidden's dtype and summed up in fp32, as without tiles; at most
+    [tile, V] of them exist. Gradients of weight and bias are summed over tiles in fp32.
+    """
+    loss: torch.Tensor = _TiledCrossEntropy.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), tile, ignored
+    )
+    return loss
+
+
+class _TiledCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        tile: int,
+        ignored: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.tile, ctx.ignored = tile, ignored
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for part in _tiles(hidden.shape[0], tile):
+            logits = F.linear(hidden[part], weight, bias).float()
+            total += F.cross_entropy(logits, labels[part], ignore_index=ignored, reduction="sum")
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, labels = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        for part in _tiles(hidden.shape[0], ctx.tile):
+            logits = F.linear(hidden[part], weight, bias).float()
+            grad_logits = _grad_of_logits(logits, labels[part], ctx.ignored).mul_(grad).to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[part]
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0, dtype=torch.float32)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _grad_of_logits(logits: torch.Tensor, labels: torch.Tensor, ignored: int) -> torch.Tensor:
+    """softmax(logits) - onehot(labels), zero where a token does not count; in place of the logits."""
+    counts = labels != ignored
+    found = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    found.scatter_add_(1, labels.where(counts, 0)[:, None], -counts[:, None].to(torch.float32))
+    return found.mul_(counts[:, None])
+
+
+def _tiles(count: int, tile: int) -> Iterator[slice]:
+    for start in range(0, count, tile):
+        yield slice(start, min(start + tile, count))
