@@ -50,16 +50,13 @@ class Record:
     param_at: int
     size: int
     slot: torch.Tensor | None = None  # while resident, or while only its parameters are here
-    uses: int = 0
+    is_whole: bool = False  # all of it is in the slot
+    is_written_back: bool = False
     reading: Transfer | None = None  # of its parameters alone
 
     @property
     def name(self) -> str:
         return self.unit.name
-
-    @property
-    def is_whole(self) -> bool:
-        return self.uses > 0
 
 
 class NvmeTier:
@@ -103,19 +100,20 @@ class NvmeTier:
     @contextmanager
     def resident(self, unit: Unit, *, writes: bool, fresh: bool = False) -> Iterator[None]:
         """All shards of a unit are in memory inside. `writes`: they are written back at the end; `fresh`: nothing is
-        read first, and states are zero. Nests; the outermost decides."""
+        read first, and states are zero. It nests; what writes must not be inside what does not."""
         record = self._records[unit.name]
         if record.is_whole:
+            assert record.is_written_back or not writes, f"{self._what(record)}: what is written here would be lost"
             yield
             return
-        if not fresh:
-            self._settle(record)
         if fresh:
             self._bind(record)
             for state in record.states.values():
                 state.zero_()
         else:
+            self._settle(record)
             self._fetch(record).wait()
+        record.is_written_back = writes
         try:
             yield
         finally:
@@ -207,7 +205,7 @@ class NvmeTier:
 
     def _bind(self, record: Record) -> None:
         record.slot = self._free.pop() if self._free else aligned_buffer(self._slot_bytes)
-        record.uses = 1
+        record.is_whole = True
         views = {name: region.of(record.slot) for name, region in record.regions.items()}
         record.unit.bind_shards(views.get(PARAM), views.get(MASTER))
         for name in record.states:
@@ -216,7 +214,7 @@ class NvmeTier:
     def _release(self, record: Record) -> None:
         assert record.slot is not None
         self._free.append(record.slot)
-        record.slot, record.uses = None, 0
+        record.slot, record.is_whole = None, False
         _unbind(record)
 
     # ---- parameters alone --------------------------------------------------------------------------------------
