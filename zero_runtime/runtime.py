@@ -14,61 +14,24 @@ import torch
 from torch import nn
 
 from zero_runtime import diagnosis
-from zero_runtime.birth import Birth, Initialise
-from zero_runtime.checkpoint.source import TensorSource
-from zero_runtime.checkpoint.together import agree, trouble_of
 from zero_runtime.collectives import Collectives, Ledger, world_size
-from zero_runtime.errors import CallOrderError, CheckpointError, NonFiniteError, OffloadError, PlanError
+from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.grad_norm import clip_coefficient, local_sum_of_squares
-from zero_runtime.loss_scaler import UNSCALED, LossScaler, LossScaleRule
+from zero_runtime.loss_scaler import LossScaler
 from zero_runtime.lr_schedule import Rates
 from zero_runtime.memory_model import StateBytes, StepPeak, UnitSize, model_state_bytes, step_peak_bytes
 from zero_runtime.module_hooks import ModuleHooks
-from zero_runtime.offload import OffloadPlan, Tier, resting
 from zero_runtime.optimizers import OptimizerConfig
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
-from zero_runtime.rank_watch import RankWatch
+from zero_runtime.precision import MixedPrecision
 from zero_runtime.schedule import Schedule
-from zero_runtime.sharded_optimizer import ShardedOptimizer
-from zero_runtime.tiers.nvme import MASTER, PARAM, NvmeTier
-from zero_runtime.tiers.preflight import check_room
-from zero_runtime.unit import Rests, Unit
-from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
+from zero_runtime.settings import RuntimeSettings
+from zero_runtime.tiers.nvme import MASTER, PARAM, residence
+from zero_runtime.unit import Unit
+from zero_runtime.unit_builder import UnitBuilder
 
-NO_OFFLOAD = OffloadPlan()
-
-
-@dataclass(frozen=True)
-class RuntimeSettings:
-    """What a run decides beside the plan and the precision.
-
-    micro_batches: backward calls per step. clip_norm: the largest global gradient norm, None for no clipping.
-    prefetch: how many units are gathered ahead of the one in use; changes time, never bits.
-    loss_scale: how losses are scaled before backward; needed where precision.param or compute is fp16.
-    unit_numel: how many elements a unit may have; None makes one unit of each block (unit_planner.py). Without
-        clipping it changes no bits at worlds 1 and 2.
-    keep_dtype: patterns of the parameters that keep the dtype they came with; all others are cast to precision.param.
-    seed, initialise: what the first values of parameters on the meta device are drawn from (birth.py).
-    offload: where the shards rest between their uses.
-    weights: has values for some or all of those parameters, by name; they are read instead, each rank its own shards.
-    read_host: how the one read of a step takes numbers off the device; a dry run on fake tensors has its own.
-    watch: what join_world returned; without it a rank that differs or dies is found by the backend's time-out.
-    """
-
-    micro_batches: int = 1
-    clip_norm: float | None = None
-    prefetch: int = 1
-    loss_scale: LossScaleRule = UNSCALED
-    unit_numel: int | None = None
-    keep_dtype: tuple[str, ...] = ()
-    seed: int = 0
-    initialise: Initialise | None = None
-    weights: TensorSource | None = None
-    offload: OffloadPlan = NO_OFFLOAD
-    read_host: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
-    watch: RankWatch | None = None
+__all__ = ["RuntimeSettings", "StepReport", "ZeroRuntime"]
 
 
 @dataclass(frozen=True)
@@ -110,11 +73,10 @@ class ZeroRuntime:
         self.clock = PhaseClock(device)
         self.collectives = Collectives(plan.shard_count(world_size()), self.clock, settings.watch)
         self.collectives.journal.begin("start")
-        self._tier: NvmeTier | None = None
         try:
-            self.units, self.optimizer = self._make_units(model, optimizer)
+            builder = UnitBuilder(plan, precision, settings, self.collectives, device)
+            self.units, self.optimizer, self._tier = builder.build(model, optimizer)
         except BaseException:
-            self._close_tier()
             self.collectives.free()
             raise
         self.scaler: LossScaler = settings.loss_scale.start()
@@ -129,99 +91,15 @@ class ZeroRuntime:
         if trouble is not None:
             warnings.warn(trouble, stacklevel=2)
 
-    def _make_units(self, model: nn.Module, config: OptimizerConfig) -> tuple[list[Unit], ShardedOptimizer]:
-        """Plan the units, then give each its values, one after another: no more than one is whole at a time.
-
-        The optimizer comes between: what it refuses is refused before the model's parameters are taken over.
-        """
-        settings = self.settings
-        specs = plan_units(model, UnitRules(self.precision, settings.unit_numel, settings.keep_dtype))
-        settings.offload.check(self.plan)
-        self._check_room(specs, config)
-        units = [
-            Unit(spec, self.plan, self.collectives, self.device, micro_batches=settings.micro_batches, rests=rests)
-            for spec, rests in zip(specs, self._rests(specs), strict=True)
-        ]
-        optimizer = ShardedOptimizer(units, config, self.collectives)
-        self._open_tier(units, optimizer)
-        birth = Birth(model, seed=settings.seed, initialise=settings.initialise)
-        birth.fill_buffers()
-        move_buffers(model, self.device)
-        self._share_buffers(model)
-        given = self._given(units)
-        for unit in units:
-            with self.resident(unit, writes=True, fresh=True):
-                unit.materialize(birth, given)
-        for unit in units:
-            unit.bind_born()
-        if settings.weights is not None:
-            self._read(units, settings.weights, given)
-        return units, optimizer
-
-    def _rests(self, specs: Sequence[UnitSpec]) -> list[Rests]:
-        """What of each unit has no memory on this rank between its uses."""
-        offload = self.settings.offload
-        chosen = resting(specs, offload.ratio) if offload.uses_nvme else [False] * len(specs)
-        return [
-            Rests(offload.params is Tier.NVME, offload.optimizer is Tier.NVME) if rests else Rests() for rests in chosen
-        ]
-
-    def _check_room(self, specs: Sequence[UnitSpec], config: OptimizerConfig) -> None:
-        """Refuse a plan whose scratch files or memory this machine has no room for, before any of it is taken."""
-        offload = self.settings.offload
-        if offload.scratch is None:
-            return
-        states = len(config.state_names)
-        elsewhere = memory = whole = largest = 0
-        for spec, rests in zip(specs, self._rests(specs), strict=True):
-            kind, numel = spec.precision, spec.numel
-            shard = -(-numel // self.collectives.shard_count)
-            param = ITEMSIZE_BYTES[kind.param] * shard
-            master = 0 if kind.master == kind.param else ITEMSIZE_BYTES[kind.master] * shard
-            optimizer = (master + 4 * states * shard) if spec.trainable else 0
-            grads = ITEMSIZE_BYTES[kind.grad(self.settings.micro_batches)] * shard if spec.trainable else 0
-            record = optimizer * rests.optimizer + param * rests.params
-            elsewhere += record
-            largest = max(largest, record)
-            whole = max(whole, numel * ITEMSIZE_BYTES[kind.compute or kind.param])
-            memory += grads + optimizer + param - record
-        slots = (2 * offload.scratch.ahead + 1) * largest
-        check_room(self.collectives, offload.scratch.folder, scratch=elsewhere, memory=memory + slots + whole)
-
-    def _open_tier(self, units: Sequence[Unit], optimizer: ShardedOptimizer) -> None:
-        """The scratch file of the units that rest, on every rank or on none."""
-        scratch = self.settings.offload.scratch
-        if scratch is None:
-            return
-
-        def open_it() -> None:
-            held = [unit for unit in units if unit.params_rest or unit.states_rest]
-            self._tier = NvmeTier(held, optimizer.states_of, scratch, self.collectives.rank)
-
-        trouble = trouble_of(open_it)
-        try:
-            agree(self.collectives, trouble)
-        except CheckpointError as error:
-            self._close_tier()
-            raise OffloadError(str(error)) from None
-        assert self._tier is not None
-        optimizer.rest_in(self._tier)
-
     def _close_tier(self) -> None:
         if self._tier is not None:
             self._tier.close()
             self._tier = None
 
     @contextmanager
-    def resident(self, unit: Unit, *, writes: bool = False, fresh: bool = False) -> Iterator[None]:
-        """Inside, all shards of the unit are in memory, wherever they rest; with `writes` they are put back changed.
-
-        `fresh`: what rests there is not worth reading; the optimizer's states begin at zero.
-        """
-        if self._tier is None or not self._tier.holds(unit):
-            yield
-            return
-        with self._tier.resident(unit, writes=writes, fresh=fresh):
+    def resident(self, unit: Unit, *, writes: bool = False) -> Iterator[None]:
+        """Inside, all shards of the unit are in memory, wherever they rest; with `writes` they are put back changed."""
+        with residence(self._tier, unit, writes=writes):
             yield
 
     def read_resting(self, unit: Unit, state: str) -> Callable[[int, int], torch.Tensor] | None:
@@ -232,37 +110,6 @@ class ZeroRuntime:
         if tier is None or not tier.rests(unit, name):
             return None
         return lambda start, stop: tier.read(unit, name, start, stop)
-
-    def _given(self, units: Sequence[Unit]) -> frozenset[str]:
-        """The parameters that `settings.weights` has values for, all of which the model has in the same shapes."""
-        source = self.settings.weights
-        if source is None:
-            return frozenset()
-        shapes = {segment.name: segment.shape for unit in units for segment in unit.layout.segments}
-        for name in source.names():
-            if shapes.get(name) != source.shape(name):
-                wanted = list(shapes[name]) if name in shapes else "no parameter of this name"
-                raise PlanError(f"weights: expected {name}: {wanted}, found {list(source.shape(name))}")
-        born = {segment.name for unit in units for segment, param in unit.placed() if param.is_meta}
-        return frozenset(source.names()) & born
-
-    def _read(self, units: Sequence[Unit], source: TensorSource, given: frozenset[str]) -> None:
-        """Fill the shards of the given parameters. Whoever cannot read tells all: they would wait for it for ever."""
-
-        def read_all() -> None:
-            for unit in units:
-                with self.resident(unit, writes=True):
-                    unit.read_values(source, given)
-
-        agree(self.collectives, trouble_of(read_all))
-
-    def _share_buffers(self, model: nn.Module) -> None:
-        """Every rank's buffers become rank 0's, as the parameters of a model that came with values do."""
-        for buffer in model.buffers():
-            values = buffer.detach().contiguous()
-            self.collectives.broadcast(values)
-            if not buffer.is_contiguous():
-                buffer.copy_(values)
 
     def __getattr__(self, name: str) -> Any:
         """What the runtime does not have itself is the model's: `runtime.config`, `runtime.blocks`."""

@@ -258,6 +258,16 @@ class NvmeTier:
         self._free_params.clear()
 
 
+@contextmanager
+def residence(tier: NvmeTier | None, unit: Unit, *, writes: bool = False, fresh: bool = False) -> Iterator[None]:
+    """NvmeTier.resident for a unit that may rest nowhere: then nothing is done."""
+    if tier is None or not tier.holds(unit):
+        yield
+        return
+    with tier.resident(unit, writes=writes, fresh=fresh):
+        yield
+
+
 class _Moving:
     """Several transfers as one, and what is done when they are."""
 

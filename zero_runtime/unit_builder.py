@@ -1,0 +1,175 @@
+"""How a runtime's units come to be: planned, given their place, then their values one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zero_runtime.birth import Birth
+from zero_runtime.checkpoint.source import TensorSource
+from zero_runtime.checkpoint.together import agree, trouble_of
+from zero_runtime.collectives import Collectives
+from zero_runtime.errors import CheckpointError, OffloadError, PlanError
+from zero_runtime.offload import Tier, resting
+from zero_runtime.optimizers import OptimizerConfig
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.settings import RuntimeSettings
+from zero_runtime.sharded_optimizer import ShardedOptimizer
+from zero_runtime.tiers.nvme import NvmeTier, residence
+from zero_runtime.tiers.preflight import check_room
+from zero_runtime.unit import Rests, Unit
+from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
+
+
+class Built(NamedTuple):
+    """The units, their optimizer, and where those of them that rest elsewhere do so."""
+
+    units: list[Unit]
+    optimizer: ShardedOptimizer
+    tier: NvmeTier | None
+
+
+class UnitBuilder:
+    """Takes a model over. What it refuses is refused before the model is changed. All ranks build at once."""
+
+    def __init__(
+        self,
+        plan: ZeroPlan,
+        precision: MixedPrecision,
+        settings: RuntimeSettings,
+        collectives: Collectives,
+        device: torch.device,
+    ) -> None:
+        self._plan = plan
+        self._precision = precision
+        self._settings = settings
+        self._collectives = collectives
+        self._device = device
+
+    def build(self, model: nn.Module, config: OptimizerConfig) -> Built:
+        """Plan the units, then give each its values, one after another: no more than one is whole at a time.
+
+        The optimizer comes between: what it refuses is refused before the model's parameters are taken over.
+        """
+        settings = self._settings
+        specs = plan_units(model, UnitRules(self._precision, settings.unit_numel, settings.keep_dtype))
+        settings.offload.check(self._plan)
+        self._check_room(specs, config)
+        units = [
+            Unit(spec, self._plan, self._collectives, self._device, micro_batches=settings.micro_batches, rests=rests)
+            for spec, rests in zip(specs, self._rests(specs), strict=True)
+        ]
+        optimizer = ShardedOptimizer(units, config, self._collectives)
+        tier = self._open_tier(units, optimizer)
+        try:
+            self._fill(model, units, tier)
+        except BaseException:
+            if tier is not None:
+                tier.close()
+            raise
+        return Built(units, optimizer, tier)
+
+    def _fill(self, model: nn.Module, units: Sequence[Unit], tier: NvmeTier | None) -> None:
+        """Values for buffers and parameters: those that the model has, drawn, or read."""
+        settings = self._settings
+        birth = Birth(model, seed=settings.seed, initialise=settings.initialise)
+        birth.fill_buffers()
+        move_buffers(model, self._device)
+        self._share_buffers(model)
+        given = self._given(units)
+        for unit in units:
+            with residence(tier, unit, writes=True, fresh=True):
+                unit.materialize(birth, given)
+        for unit in units:
+            unit.bind_born()
+        if settings.weights is not None:
+            self._read(units, tier, settings.weights, given)
+
+    def _share_buffers(self, model: nn.Module) -> None:
+        """Every rank's buffers become rank 0's, as the parameters of a model that came with values do."""
+        for buffer in model.buffers():
+            values = buffer.detach().contiguous()
+            self._collectives.broadcast(values)
+            if not buffer.is_contiguous():
+                buffer.copy_(values)
+
+    # ---- weights from a source -------------------------------------------------------------------------------------
+
+    def _given(self, units: Sequence[Unit]) -> frozenset[str]:
+        """The parameters that `settings.weights` has values for, all of which the model has in the same shapes."""
+        source = self._settings.weights
+        if source is None:
+            return frozenset()
+        shapes = {segment.name: segment.shape for unit in units for segment in unit.layout.segments}
+        for name in source.names():
+            if shapes.get(name) != source.shape(name):
+                wanted = list(shapes[name]) if name in shapes else "no parameter of this name"
+                raise PlanError(f"weights: expected {name}: {wanted}, found {list(source.shape(name))}")
+        born = {segment.name for unit in units for segment, param in unit.placed() if param.is_meta}
+        return frozenset(source.names()) & born
+
+    def _read(self, units: Sequence[Unit], tier: NvmeTier | None, source: TensorSource, given: frozenset[str]) -> None:
+        """Fill the shards of the given parameters. Whoever cannot read tells all: they would wait for it for ever."""
+
+        def read_all() -> None:
+            for unit in units:
+                with residence(tier, unit, writes=True):
+                    unit.read_values(source, given)
+
+        agree(self._collectives, trouble_of(read_all))
+
+    # ---- what rests elsewhere --------------------------------------------------------------------------------------
+
+    def _rests(self, specs: Sequence[UnitSpec]) -> list[Rests]:
+        """What of each unit has no memory on this rank between its uses."""
+        offload = self._settings.offload
+        chosen = resting(specs, offload.ratio) if offload.uses_nvme else [False] * len(specs)
+        return [
+            Rests(offload.params is Tier.NVME, offload.optimizer is Tier.NVME) if rests else Rests() for rests in chosen
+        ]
+
+    def _check_room(self, specs: Sequence[UnitSpec], config: OptimizerConfig) -> None:
+        """Refuse a plan whose scratch files or memory this machine has no room for, before any of it is taken."""
+        offload = self._settings.offload
+        if offload.scratch is None:
+            return
+        states = len(config.state_names)
+        elsewhere = memory = whole = largest = 0
+        for spec, rests in zip(specs, self._rests(specs), strict=True):
+            kind, numel = spec.precision, spec.numel
+            shard = -(-numel // self._collectives.shard_count)
+            param = ITEMSIZE_BYTES[kind.param] * shard
+            master = 0 if kind.master == kind.param else ITEMSIZE_BYTES[kind.master] * shard
+            optimizer = (master + ITEMSIZE_BYTES["fp32"] * states * shard) if spec.trainable else 0
+            grads = ITEMSIZE_BYTES[kind.grad(self._settings.micro_batches)] * shard if spec.trainable else 0
+            record = optimizer * rests.optimizer + param * rests.params
+            elsewhere += record
+            largest = max(largest, record)
+            whole = max(whole, numel * ITEMSIZE_BYTES[kind.compute or kind.param])
+            memory += grads + optimizer + param - record
+        slots = (2 * offload.scratch.ahead + 1) * largest
+        check_room(self._collectives, offload.scratch.folder, scratch=elsewhere, memory=memory + slots + whole)
+
+    def _open_tier(self, units: Sequence[Unit], optimizer: ShardedOptimizer) -> NvmeTier | None:
+        """The scratch file of the units that rest, on every rank or on none."""
+        scratch = self._settings.offload.scratch
+        if scratch is None:
+            return None
+        opened: list[NvmeTier] = []
+
+        def open_it() -> None:
+            held = [unit for unit in units if unit.params_rest or unit.states_rest]
+            opened.append(NvmeTier(held, optimizer.states_of, scratch, self._collectives.rank))
+
+        try:
+            agree(self._collectives, trouble_of(open_it))
+        except CheckpointError as error:
+            for tier in opened:
+                tier.close()
+            raise OffloadError(str(error)) from None
+        optimizer.rest_in(opened[0])
+        return opened[0]
