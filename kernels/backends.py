@@ -143,7 +143,36 @@ def _on_cuda() -> Backend:
     except ImportError as error:
         _warn_once(f"the CUDA kernels cannot be used, and updates take the slower reference: {error}; install triton")
         return reference
-    return TritonKernels()
+    kernels = TritonKernels()
+    trouble = trouble_of(kernels, torch.device("cuda"))
+    if trouble is not None:
+        _warn_once(f"the CUDA kernels cannot be used, and updates take the slower reference: {trouble}")
+        return reference
+    return kernels
+
+
+def trouble_of(kernels: Backend, device: torch.device) -> str | None:
+    """Why an implementation that is compiled as it is used is not to be trusted here; None where it is as it should be.
+
+    A few operations on a few elements, beside the reference: once a process, and the only reading on the host.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, backend in (("found", kernels), ("wanted", reference)):
+        values = torch.linspace(-2, 2, 1337, device=device)
+        master, moments, total = values.clone(), [torch.zeros_like(values) for _ in range(2)], torch.zeros_like(values)
+        out, scale = torch.empty_like(values, dtype=torch.bfloat16), torch.tensor(0.5, device=device)
+        try:
+            backend.adamw(master, values.bfloat16(), *moments, scale, AdamW(1e-2, 0.9, 0.999, 1e-8, 0.01, 1), out)
+            backend.accumulate(total, values.bfloat16(), 0.5)
+            squares = backend.sum_of_squares(values)
+        except Exception as error:  # a compiler may fail in any way
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        found[name] = [master, *moments, out.float(), total, squares.float()]
+    for one, other in zip(found["found"], found["wanted"], strict=True):
+        # fp32 arithmetic in another order differs by a few units in the last place, the bf16 output by one of its own.
+        if not torch.allclose(one, other, rtol=2.0**-7, atol=1e-6):
+            return f"its results are off by up to {float((one - other).abs().max())}"
+    return None
 
 
 @cache

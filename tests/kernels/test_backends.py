@@ -1,0 +1,37 @@
+"""An implementation is tried before it is trusted: one that fails or is wrong leaves the work to the reference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from kernels import reference
+from kernels.backends import trouble_of
+
+CPU = torch.device("cpu")
+
+
+def _like_the_reference(**changes: object) -> SimpleNamespace:
+    names = ("adamw", "accumulate", "sum_of_squares")
+    return SimpleNamespace(**{name: getattr(reference, name) for name in names} | changes)
+
+
+def test_the_reference_has_no_trouble() -> None:
+    assert trouble_of(_like_the_reference(), CPU) is None
+
+
+def test_one_that_does_not_compile_is_told_in_one_line() -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no kernel image\n  is available")
+
+    assert trouble_of(_like_the_reference(accumulate=broken), CPU) == "RuntimeError: no kernel image is available"
+
+
+def test_one_with_other_numbers_is_found() -> None:
+    def off(values: torch.Tensor) -> torch.Tensor:
+        return reference.sum_of_squares(values) * 1.1
+
+    told = trouble_of(_like_the_reference(sum_of_squares=off), CPU)
+    assert told is not None
+    assert told.startswith("its results are off by up to")
