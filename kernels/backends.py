@@ -159,15 +159,16 @@ def trouble_of(kernels: Backend, device: torch.device) -> str | None:
     found: dict[str, list[torch.Tensor]] = {}
     for name, backend in (("found", kernels), ("wanted", reference)):
         values = torch.linspace(-2, 2, 1337, device=device)
-        master, moments, total = values.clone(), [torch.zeros_like(values) for _ in range(2)], torch.zeros_like(values)
+        master, (first, second, total) = values.clone(), torch.zeros(3, 1337, device=device).unbind()
         out, scale = torch.empty_like(values, dtype=torch.bfloat16), torch.tensor(0.5, device=device)
         try:
-            backend.adamw(master, values.bfloat16(), *moments, scale, AdamW(1e-2, 0.9, 0.999, 1e-8, 0.01, 1), out)
+            settings = AdamW(1e-2, 0.9, 0.999, 1e-8, 0.01, step=1)
+            backend.adamw(master, values.bfloat16(), first, second, scale, settings, out)
             backend.accumulate(total, values.bfloat16(), 0.5)
             squares = backend.sum_of_squares(values)
         except Exception as error:  # a compiler may fail in any way
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        found[name] = [master, *moments, out.float(), total, squares.float()]
+        found[name] = [master, first, second, out.float(), total, squares.float()]
     for one, other in zip(found["found"], found["wanted"], strict=True):
         # fp32 arithmetic in another order differs by a few units in the last place, the bf16 output by one of its own.
         if not torch.allclose(one, other, rtol=2.0**-7, atol=1e-6):
