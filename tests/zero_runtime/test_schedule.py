@@ -36,6 +36,9 @@ class FakeUnit:
     def unshard(self) -> None:
         self.log.append(f"unshard {self.name}")
 
+    def begin_fetch(self) -> None:
+        self.log.append(f"fetch {self.name}")
+
     def wait_unshard(self) -> None:
         self.log.append(f"use {self.name}")
 
@@ -103,6 +106,16 @@ def test_the_next_units_of_the_recorded_order_are_gathered_before_the_one_in_use
         for group in AHEAD[prefetch]:
             wanted += [f"unshard {names(name)}" for name in group] + [f"use {names(group[0])}"]
         assert rehearsal.said("unshard", "use") == wanted
+
+
+@pytest.mark.parametrize(("prefetch", "beyond"), [(0, "bc"), (1, "c"), (2, "")])
+def test_the_unit_beyond_those_gathered_ahead_sets_out_from_where_it_rests(prefetch: int, beyond: str) -> None:
+    rehearsal = Rehearsal(3, prefetch)
+    rehearsal.forward()
+    rehearsal.backward()
+    assert rehearsal.said("fetch") == [], "the order is not known yet"
+    rehearsal.forward()
+    assert rehearsal.said("fetch") == [f"fetch {name}" for name in beyond]
 
 
 def test_a_forward_seen_during_backward_releases_nothing() -> None:
