@@ -13,7 +13,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "transformers", "numpy"]
+# What a rank would spend most of its life importing. orchestrator.workloads.models comes before transformers, which it
+# tells to stay offline. An architecture that is not here costs its first import in each test that builds it.
+PRELOAD = [
+    *("torch", "torch.distributed", "numpy", "pytest", "safetensors.torch"),
+    *("orchestrator.workloads.models", "orchestrator.worker.train", "zero_runtime.checkpoint.background"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+]
 RANK_THREADS = 1
 _fault: str | None = None  # a fault of harness.faults that ranks started from here on are given
 
