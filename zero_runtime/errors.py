@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+_SHOWN = 3
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few of many names, and how many more there are: for a message."""
+    names = list(names)
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (", ".join(names[:_SHOWN]) or "none") + rest
+
 
 class ZeroError(Exception):
     """Base of every error that the runtime raises on purpose."""

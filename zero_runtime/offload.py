@@ -47,8 +47,14 @@ class OffloadPlan:
     def uses_nvme(self) -> bool:
         return Tier.NVME in (self.params, self.optimizer)
 
-    def check(self, plan: ZeroPlan) -> None:
-        """PlanError where `plan` keeps whole parameters, whose shards there is no use in moving away."""
+    def check(self, plan: ZeroPlan, device: str) -> None:
+        """PlanError where `plan` keeps whole parameters, whose shards there is no use in moving away, and on any device
+        (by its type) but a CPU, from which nothing is moved yet."""
+        if device != "cpu" and (self.params, self.optimizer) != (Tier.DEVICE, Tier.DEVICE):
+            raise PlanError(
+                f"offload: expected a CPU, found {device}: moving states away from another device is not here yet; "
+                "leave RuntimeSettings.offload out, or set offload=none"
+            )
         if self.params is not Tier.DEVICE and plan.params is Partition.REPLICATED:
             raise PlanError(
                 f"offload.params={self.params.value}: expected a plan that shards parameters, found one that keeps "

@@ -57,7 +57,7 @@ class UnitBuilder:
         """
         settings = self._settings
         specs = plan_units(model, UnitRules(self._precision, settings.unit_numel, settings.keep_dtype))
-        settings.offload.check(self._plan)
+        settings.offload.check(self._plan, self._device.type)
         self._check_room(specs, config)
         units = [
             Unit(spec, self._plan, self._collectives, self._device, micro_batches=settings.micro_batches, rests=rests)

@@ -29,6 +29,7 @@ from orchestrator.schema import (
     Precision,
     Resources,
     RunConfig,
+    WeightsFolder,
     Zero,
     to_dict,
 )
@@ -202,7 +203,9 @@ def _save_elsewhere(path: Path) -> None:
 def test_a_run_takes_over_another_librarys_states_with_a_schedule_of_its_own(tmp_path: Path) -> None:
     run_alone(_save_elsewhere, tmp_path / "elsewhere")
     own = Try(tmp_path / "own", config_of(6, every=None, resume="none"))
-    other = Try(tmp_path / "other", config_of(6, every=3, resume=str(tmp_path / "elsewhere")))
+    config = config_of(6, every=3, resume=str(tmp_path / "elsewhere"))
+    config = replace(config, checkpoint=replace(config.checkpoint, weights=WeightsFolder.bf16))
+    other = Try(tmp_path / "other", config)
     assert (own.wait(), other.wait()) == ([0, 0], [0, 0])
     events = EventTail(other.paths.metrics).read_new()
     (told,) = [event for event in events if event["event"] == "resumed"]
@@ -213,6 +216,7 @@ def test_a_run_takes_over_another_librarys_states_with_a_schedule_of_its_own(tmp
     ]
     assert rates[0] == rates[1]
     assert other.curve()[1] != own.curve()[1]
+    assert {one.name for one in other.paths.weights.iterdir()} >= {"model.safetensors", "config.json"}
     # What this run saved itself goes on with the schedule where it stood.
     again = Try(tmp_path / "again", config_of(6, every=3, resume=str(other.paths.checkpoints / "step-00000003")))
     assert again.wait() == [0, 0]

@@ -143,6 +143,11 @@ def _refusals(folder: Path) -> None:
         runtime_of(Setting(2, 1), offload_to(folder, params=True))
     with pytest.raises(ValueError, match=r"one unit after another .* found Lamb"):
         runtime_of(Setting(2, 1), offload_to(folder, params=False), LambConfig())
+    for tier in (Tier.HOST, Tier.NVME):
+        plan = OffloadPlan(optimizer=tier, scratch=ScratchSettings(folder))
+        with pytest.raises(ValueError, match="expected a CPU, found cuda"):
+            plan.check(ZeroPlan.from_stage(2), "cuda")
+    OffloadPlan().check(ZeroPlan.from_stage(2), "cuda")
     with pytest.raises(ValueError, match="expected a folder for the scratch file"):
         OffloadPlan(optimizer=Tier.NVME)
     with pytest.raises(ValueError, match="several times as large"):

@@ -13,7 +13,7 @@ from harness.seed_loop import initialize_quietly
 from safetensors.torch import load_file
 from torch import nn
 
-from zero_runtime.errors import PlanError
+from zero_runtime.errors import CheckpointError, PlanError
 
 MADE = Path(__file__).resolve().parents[1] / "foreign" / "deepspeed"
 
@@ -86,6 +86,8 @@ def _weights_only(root: Path) -> None:
     assert engine.load_checkpoint(root / "nothing") == (None, {})
     with pytest.raises(PlanError, match="a model half loaded is none"):
         engine.load_checkpoint(root, load_module_strict=False)
+    with pytest.raises(CheckpointError, match="expected a folder that is not there yet"):
+        engine.save_16bit_model(root / "weights")
     with pytest.raises(PlanError, match=r"expected model\.safetensors"):
         engine.save_16bit_model(root / "x", "other.bin")
     engine.destroy()

@@ -15,9 +15,14 @@ from harness.oracle import ADAMW
 from harness.ranks import run_ranks
 from test_offload import SPEC, offload_to, runtime_of
 
+from orchestrator import cli
+from zero_runtime.collectives import Collectives
 from zero_runtime.errors import OffloadError
+from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.tiers.drive import BLOCK_MIB, REQUESTS, measure_drive
 from zero_runtime.tiers.pipeline import pipeline
+from zero_runtime.tiers.preflight import check_room
 from zero_runtime.tiers.scratch import ALIGN_BYTES, ScratchFile, ScratchSettings, aligned_buffer
 
 WHAT = "unit blocks.3"
@@ -109,6 +114,37 @@ def test_a_folder_that_cannot_hold_it_is_told_before_anything_is_allocated(tmp_p
     (tmp_path / "file").touch()
     with pytest.raises(OffloadError, match="make room or mend the rights, or give another"):
         scratch(tmp_path / "file")
+
+
+def _no_room(folder: Path) -> list[str]:
+    """Both ranks need more than there is; each names what all of them need on this machine."""
+    collectives, told = Collectives(2, PhaseClock(torch.device("cpu"))), []
+    check_room(collectives, folder, scratch=1, memory=1)
+    for scratch_bytes, memory in ((10**18, 0), (0, 10**18)):
+        with pytest.raises(OffloadError) as error:
+            check_room(collectives, folder, scratch=scratch_bytes, memory=memory)
+        told.append(str(error.value))
+    return told
+
+
+def test_what_the_ranks_of_a_machine_need_together_is_compared_with_what_it_has(tmp_path: Path) -> None:
+    first, second = run_ranks(_no_room, 2, tmp_path)
+    assert first == second
+    disk, memory = first
+    assert "expected 2,000,000,000,000,000,000 bytes free for the scratch files of 2 ranks, found" in disk
+    assert "expected 2,000,000,000,000,000,000 bytes of memory" in memory
+    assert "left of the machine's memory" in memory
+
+
+def test_a_drive_is_measured_at_every_setting(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    found = list(measure_drive(tmp_path, total=1 << 20))
+    assert len(found) == len(BLOCK_MIB) * len(REQUESTS)
+    assert all(speed.read > 0 and speed.write > 0 and speed.both > 0 for speed in found)
+    assert cli.main(["io-bench"]) == 2
+    assert "usage: zlab io-bench FOLDER" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert cli.main(["io-bench", str(tmp_path / "file")]) == 1
+    assert "expected to make a scratch file there" in capsys.readouterr().err
 
 
 # ---- the pipeline ----------------------------------------------------------------------------------------------------

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from zero_runtime.checkpoint.layout import Index
-from zero_runtime.errors import CheckpointError
+from zero_runtime.errors import CheckpointError, some
 from zero_runtime.runtime import ZeroRuntime
-
-_SHOWN = 3
 
 
 class Shaped(Protocol):
@@ -27,7 +25,7 @@ def check_same_model(runtime: ZeroRuntime, index: Index, where: str) -> None:
     if other:
         wanted = "trained" if expected[other[0]] else "frozen"
         raise CheckpointError(
-            f"{where}: expected {_some(other)} to be {wanted} as in this model, found the opposite; freeze the same "
+            f"{where}: expected {some(other)} to be {wanted} as in this model, found the opposite; freeze the same "
             "parameters as the run that saved it did"
         )
     buffers = {name: tuple(buffer.shape) for name, buffer in runtime.kept_buffers().items()}
@@ -35,7 +33,7 @@ def check_same_model(runtime: ZeroRuntime, index: Index, where: str) -> None:
     if buffers != found:
         names = [name for name in {**buffers, **found} if buffers.get(name) != found.get(name)]
         raise CheckpointError(
-            f"{where}: another architecture: expected the buffers of this model, found others ({_some(names)}); build "
+            f"{where}: another architecture: expected the buffers of this model, found others ({some(names)}); build "
             "the model that saved it"
         )
 
@@ -51,7 +49,7 @@ def check_shapes(
         alias = [f"{name} is tied to {(tied or {})[name]} there" for name in missing if name in (tied or {})]
         raise CheckpointError(
             f"{where}: another architecture: expected the {len(expected)} parameters of this model, found "
-            f"{len(found)}; it lacks {_some(missing)} and has {_some(extra)} too many"
+            f"{len(found)}; it lacks {some(missing)} and has {some(extra)} too many"
             f"{''.join(f' ({text})' for text in alias[:1])}; build the model that saved it"
         )
     other = [name for name, shape in expected.items() if shape != tuple(found[name].shape)]
@@ -78,14 +76,6 @@ def check_same_optimizer(runtime: ZeroRuntime, index: Index, where: str) -> None
     found = (index.optimizer.name, index.optimizer.states)
     if own != found:
         raise CheckpointError(
-            f"{where}: another optimizer: expected {own[0]} with the states {_some(own[1])}, found {found[0]} with "
-            f"{_some(found[1])}; use the optimizer that saved it, or load its weights alone"
+            f"{where}: another optimizer: expected {own[0]} with the states {some(own[1])}, found {found[0]} with "
+            f"{some(found[1])}; use the optimizer that saved it, or load its weights alone"
         )
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    if not names:
-        return "none"
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + rest

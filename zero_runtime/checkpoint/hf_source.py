@@ -14,9 +14,7 @@ import torch
 from zero_runtime.checkpoint.hf_folder import WEIGHTS, WEIGHTS_INDEX
 from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.checkpoint.tensor_file import TensorFile, read_small_file
-from zero_runtime.errors import CheckpointError
-
-_SHOWN = 3
+from zero_runtime.errors import CheckpointError, some
 
 
 class WeightsFolder:
@@ -139,12 +137,7 @@ def match_names(own: Mapping[str, Sequence[str]], theirs: Iterable[str], where: 
     if missing or extra:
         raise CheckpointError(
             f"{where}: another architecture: expected the {len(own)} tensors of this model, found {len(left)}; it "
-            f"lacks {_some(missing)} and has {_some(extra)} too many; give the folder of a model of this class, whose "
+            f"lacks {some(missing)} and has {some(extra)} too many; give the folder of a model of this class, whose "
             "names save_pretrained left as they are in the model"
         )
     return {name: alias for name, alias in found.items() if alias is not None}
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return (", ".join(names[:_SHOWN]) or "none") + rest
