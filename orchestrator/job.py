@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.processes import start_time
-from orchestrator.record import AttemptPaths, RunState, write_json_atomic
-from zero_runtime.errors import RankError
+from orchestrator.record import AttemptPaths, write_json_atomic
+from orchestrator.run_state import RunState
+from zero_runtime.errors import RankError, RankMemoryError
 
 if TYPE_CHECKING:
     from orchestrator.point import Point
@@ -67,9 +68,17 @@ class RankRecord:
         write_json_atomic(self._path, {**self._facts, "state": state.value, "time": time.time(), **facts})
 
     def write_error(self, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(error))
-        blamed = list(error.ranks) if isinstance(error, RankError) else []
-        self.write(RunState.error, error=f"{type(error).__name__}: {error}", traceback=text, blamed=blamed)
+        """`outcome` is what the run's becomes where this error is its root."""
+        facts: dict[str, Any] = {"traceback": "".join(traceback.format_exception(error)), "blamed": []}
+        outcome = RunState.error
+        if isinstance(error, RankMemoryError):
+            outcome = RunState.oom_host if error.on_host else RunState.oom
+            facts["memory"] = error.facts
+        elif isinstance(error, RankError):
+            facts["blamed"] = list(error.ranks)
+            outcome = RunState.hang if error.hung else RunState.error
+        text = str(error) if isinstance(error, RankMemoryError) else f"{type(error).__name__}: {error}"
+        self.write(RunState.error, error=text, outcome=outcome.value, **facts)
 
 
 def run_recorded(attempt: AttemptPaths, rank: RankInfo, entry: str) -> BaseException | None:

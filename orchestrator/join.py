@@ -14,16 +14,8 @@ from pathlib import Path
 from orchestrator import hardware
 from orchestrator.job import ENTRY, RankInfo, rank_in_world, run_recorded
 from orchestrator.point import Point
-from orchestrator.record import (
-    Attempt,
-    AttemptPaths,
-    EventTail,
-    RunState,
-    joins_path,
-    new_attempt,
-    read_json,
-    write_json_atomic,
-)
+from orchestrator.record import Attempt, AttemptPaths, EventTail, joins_path, new_attempt, read_json, write_json_atomic
+from orchestrator.run_state import RunState
 from orchestrator.schema import to_dict
 from orchestrator.screen import Screen
 from orchestrator.study import record, shown, tell

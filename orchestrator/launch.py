@@ -21,7 +21,8 @@ from submitit.local.local import Controller
 
 from orchestrator.job import RankJob, RankRecord
 from orchestrator.processes import die_with_parent, end_session
-from orchestrator.record import AttemptPaths, RunState, write_json_atomic
+from orchestrator.record import AttemptPaths, write_json_atomic
+from orchestrator.run_state import RunState
 from orchestrator.schema import Device, RunConfig
 
 PARENT = "ZLAB_PARENT_PID"

@@ -1,4 +1,4 @@
-"""The records of a run on disk: the only speller of file names, the states of a run, and its identity."""
+"""The records of a run on disk: the only speller of file names, and a run's identity."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from orchestrator.run_state import MOVES, RunState
 
 SCHEMA = 1
 # What may differ between two runs that measure the same thing.
@@ -24,32 +25,6 @@ IGNORED_KEYS = (
     "checkpoint.keep_last",
     "checkpoint.keep_every",
 )
-
-
-class RunState(str, Enum):
-    """Where an attempt stands; the last five are final."""
-
-    queued = "queued"
-    starting = "starting"
-    running = "running"
-    ok = "ok"
-    error = "error"
-    killed = "killed"
-    timeout = "timeout"
-    cancelled = "cancelled"
-
-    @property
-    def final(self) -> bool:
-        return not MOVES[self]
-
-
-_ENDS = frozenset({RunState.ok, RunState.error, RunState.killed, RunState.timeout, RunState.cancelled})
-MOVES: dict[RunState, frozenset[RunState]] = {
-    RunState.queued: frozenset({RunState.starting, RunState.error, RunState.cancelled}),
-    RunState.starting: (_ENDS - {RunState.ok}) | {RunState.running},
-    RunState.running: _ENDS,
-    **{end: frozenset() for end in _ENDS},
-}
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import NoReturn
 from orchestrator import hardware, launch, report, summary, watch
 from orchestrator.job import ENTRY
 from orchestrator.point import Point
-from orchestrator.record import Attempt, EventTail, RunState, SweepPaths, new_attempt, new_sweep, read_json
+from orchestrator.record import Attempt, EventTail, SweepPaths, new_attempt, new_sweep, read_json
 from orchestrator.report import Entry
+from orchestrator.run_state import RunState
 from orchestrator.schema import TrackingKind, to_dict
 from orchestrator.screen import Screen
 from orchestrator.summary import Row
@@ -151,7 +152,9 @@ def follow(desk: Desk, attempt: Attempt, watching: Watch) -> Verdict:
 def record(attempt: Attempt, verdict: Verdict) -> None:
     """Writes how the attempt ended; of a failure also the last lines of the log that tells why."""
     if verdict.state is RunState.ok:
-        attempt.move(RunState.ok, **({"note": verdict.note} if verdict.note else {}))
+        result = read_json(attempt.paths.result)
+        assert result is not None
+        attempt.move(watch.success(result), **({"note": verdict.note} if verdict.note else {}))
     else:
         lines, _ = watch.last_words(attempt.paths, verdict.rank)
         attempt.move(verdict.state, rank=verdict.rank, message=verdict.message, log=lines)

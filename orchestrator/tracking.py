@@ -25,7 +25,8 @@ from typing import Any, NoReturn
 from orchestrator import chart_view
 from orchestrator import tracking_names as names
 from orchestrator.processes import is_alive, start_time
-from orchestrator.record import AttemptPaths, EventTail, RunState, artifacts_path, read_json, store_path
+from orchestrator.record import AttemptPaths, EventTail, artifacts_path, read_json, store_path
+from orchestrator.run_state import RunState
 
 # Writing a metric costs about 1 ms. After a busy moment the ranks, which are being measured, are left alone for REST
 # times as long, so that a run of many short steps is not slowed by being shown.
@@ -100,7 +101,7 @@ def reconcile(client: Any, experiment: str) -> list[str]:
         if is_alive(int(tags[names.PID]), float(tags[names.STARTED])):
             continue
         client.set_tag(run.info.run_id, names.RECONCILED, "its command was gone")
-        client.set_tag(run.info.run_id, names.OUTCOME, RunState.killed.value)
+        client.set_tag(run.info.run_id, names.OUTCOME, RunState.lost.value)
         client.set_terminated(run.info.run_id, status="KILLED")
         ended.append(run.info.run_id)
     return ended
@@ -134,8 +135,8 @@ class FollowedRun:
         self.catch_up()
         state = read_json(self._paths.state) or {}
         # Not final: the command died. Its ranks died with it.
-        outcome = state["state"] if state.get("state") in names.STATUS else RunState.killed.value
-        result = read_json(self._paths.result) if outcome == RunState.ok.value else None
+        outcome = state["state"] if state.get("state") in names.STATUS else RunState.lost.value
+        result = read_json(self._paths.result) if RunState(outcome).measured else None
         if result is not None:
             when = int(1000 * time.time())
             metrics = names.summary_metrics(result)

@@ -11,7 +11,12 @@ PARAM_LIMIT = 6000
 OUTCOME, SWEEP, POINT, KIND = "zlab.outcome", "zlab.sweep", "zlab.point", "zlab.kind"
 ATTEMPT, HOST, PID, STARTED = "zlab.attempt", "zlab.host", "zlab.pid", "zlab.pid_started"
 RECONCILED = "zlab.reconciled"
-STATUS = {"ok": "FINISHED", "error": "FAILED", "timeout": "FAILED", "killed": "KILLED", "cancelled": "KILLED"}
+# MLflow has three ends. What does not fit in memory is an answer, not a failure.
+STATUS = {
+    **dict.fromkeys(("ok", "tight", "oom", "oom_host"), "FINISHED"),
+    **dict.fromkeys(("error", "hang", "timeout"), "FAILED"),
+    **dict.fromkeys(("preempted", "cancelled", "lost"), "KILLED"),
+}
 
 
 def params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

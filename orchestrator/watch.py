@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.job import WHERE_SIGNAL
 from orchestrator.processes import is_alive
-from orchestrator.record import AttemptPaths, RunState, read_json
+from orchestrator.record import AttemptPaths, read_json
+from orchestrator.run_state import RunState
 
 GRACE_S = 0.6  # after the first sign of failure: the rank that caused it may not have been seen yet
 STRAGGLER_S = 10.0  # what ranks have to end in after the result is there
 START_S = 120.0  # until every rank must have said that it started
 LOG_LINES = 15
+VMSTAT = Path("/proc/vmstat")
 _STACK = "(most recent call first):"
 
 
@@ -33,6 +36,7 @@ class Sight:
     exit_code: int | None = None
     exit_time: float = 0.0
     blamed: tuple[int, ...] = ()  # the ranks that this one's error names; others' where it is an effect
+    outcome: RunState = RunState.error  # what this one's error makes of the run
 
     @property
     def ended(self) -> bool:
@@ -48,6 +52,15 @@ class Sight:
             return self.time
         # Others' errors may be written before this death is seen; SIGKILL comes from outside and is never an effect.
         return self.exit_time - (2.0 if self.exit_code == -signal.SIGKILL else 0.0)
+
+
+def kernel_kills() -> int:
+    """How many processes the kernel of this machine has killed for want of memory; 0 where it does not say."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 class Verdict(NamedTuple):
@@ -71,10 +84,9 @@ def judge(sights: Sequence[Sight], *, has_result: bool, controller_alive: bool) 
         accuser = next((sight for sight in failures if sight.blamed), None)
         if accuser is not None:
             return _accused(sights[accuser.blamed[0]], accuser)
-        state = RunState.error if root.state is RunState.error or not _by_signal(root) else RunState.killed
-        return Verdict(state, root.rank, describe(root))
+        return Verdict(root.outcome, root.rank, describe(root))
     if not controller_alive:
-        return Verdict(RunState.killed, 0, "the process that starts and holds the ranks ended before them")
+        return Verdict(RunState.lost, 0, "the process that starts and holds the ranks ended before them")
     if over:
         return Verdict(RunState.error, 0, "every rank ended well, yet rank 0 wrote no result")
     return None
@@ -84,21 +96,21 @@ def _accused(culprit: Sight, accuser: Sight) -> Verdict:
     """The ranks compared notes (zero_runtime.rank_watch), so the others' errors and ends are effects of one rank's."""
     found = accuser.error.splitlines()[0].partition(": ")[2]
     if culprit.failed and culprit.state is RunState.error and not culprit.blamed:
-        return Verdict(RunState.error, culprit.rank, describe(culprit))
+        return Verdict(culprit.outcome, culprit.rank, describe(culprit))
     # gloo aborts ranks that receive more than they expect: no death, but how the ranks' difference shows.
     if culprit.failed and _by_signal(culprit) and culprit.exit_code != -signal.SIGABRT:
-        return Verdict(RunState.killed, culprit.rank, f"{describe(culprit)}; {found}")
-    return Verdict(RunState.error, culprit.rank, found)
+        return Verdict(culprit.outcome, culprit.rank, f"{describe(culprit)}; {found}")
+    return Verdict(accuser.outcome, culprit.rank, found)
 
 
 def describe(sight: Sight) -> str:
     """One sentence on how a rank failed."""
     if sight.state is RunState.error:
-        return f"rank {sight.rank}: {sight.error}"
+        named = sight.error.startswith(f"rank {sight.rank}: ")
+        return sight.error if named else f"rank {sight.rank}: {sight.error}"
     if _by_signal(sight):
         name = signal.Signals(-(sight.exit_code or 0)).name
-        hint = " (out of memory? see `dmesg | tail`)" if name == "SIGKILL" else ""
-        return f"rank {sight.rank} was killed by {name}{hint}"
+        return f"rank {sight.rank} was killed by {name}"
     code = "unknown" if sight.exit_code is None else sight.exit_code
     return f"rank {sight.rank} ended without finishing (exit code {code})"
 
@@ -121,6 +133,7 @@ class Watch:
         self._attempt, self._world, self._limit_s = attempt, world, limit_s
         self._controller_alive, self._clock = controller_alive, clock
         self._begun = clock()
+        self._kills = kernel_kills()
         self._failing_since: float | None = None
         self._result_since: float | None = None
         self.sights: list[Sight] = []
@@ -134,10 +147,19 @@ class Watch:
         verdict = judge(self.sights, has_result=has_result, controller_alive=alive)
         if verdict is not None and verdict.state is not RunState.ok:
             self._failing_since = now if self._failing_since is None else self._failing_since
-            return verdict if not alive or now - self._failing_since >= GRACE_S else None
+            return self._with_kernel(verdict) if not alive or now - self._failing_since >= GRACE_S else None
         # A rank may end between the reading of its record and of the process table; the next look sees it right.
         self._failing_since = None
         return verdict or self._too_late(now, has_result)
+
+    def _with_kernel(self, verdict: Verdict) -> Verdict:
+        """A rank that got SIGKILL while the kernel killed for want of memory was one of those it killed."""
+        by_kill = self.sights[verdict.rank].exit_code == -signal.SIGKILL
+        if not by_kill or verdict.state is not RunState.error or kernel_kills() == self._kills:
+            return verdict
+        return verdict._replace(
+            state=RunState.oom_host, message=f"{verdict.message}: the machine's memory was used up (see `dmesg`)"
+        )
 
     @property
     def all_running(self) -> bool:
@@ -160,6 +182,11 @@ class Watch:
         return None
 
 
+def success(result: Mapping[str, Any]) -> RunState:
+    """ok, or tight: it fits, and the allocator had to give memory back and ask again, which is slow."""
+    return RunState.tight if result["memory"].get("alloc_retries") else RunState.ok
+
+
 def look_at_ranks(attempt: AttemptPaths, world: int) -> list[Sight]:
     """What the files and the process table say of each rank now."""
     exits = read_json(attempt.exits) or {}
@@ -173,7 +200,8 @@ def _sight(rank: int, record: dict[str, Any] | None, ended: dict[str, Any] | Non
     alive = ended is None and is_alive(record["pid"], record["started"])
     error = str(record.get("error", ""))
     blamed = tuple(record.get("blamed", ()))
-    return Sight(rank, RunState(record["state"]), record["time"], error, alive, code, when, blamed)
+    outcome = RunState(record.get("outcome", RunState.error.value))
+    return Sight(rank, RunState(record["state"]), record["time"], error, alive, code, when, blamed, outcome)
 
 
 def ask_where(attempt: AttemptPaths, world: int, *, wait_s: float = 0.5) -> int | None:

@@ -35,11 +35,27 @@ class NonFiniteError(ZeroError, RuntimeError):
 
 
 class RankError(ZeroError, RuntimeError):
-    """Ranks issued different collectives, or one died, failed or stopped; `ranks` are those to blame."""
+    """Ranks issued different collectives, or one died, failed or stopped; `ranks` are those to blame.
 
-    def __init__(self, text: str, ranks: tuple[int, ...]) -> None:
+    `hung`: those live, and keep the others waiting.
+    """
+
+    def __init__(self, text: str, ranks: tuple[int, ...], *, hung: bool = False) -> None:
         super().__init__(text)
         self.ranks = ranks
+        self.hung = hung
+
+
+class RankMemoryError(RankError):
+    """This rank could not get memory; `facts` are the phase, step and unit, and the bytes wanted as they were told.
+
+    `on_host`: it was the host's, while the rank's device is another.
+    """
+
+    def __init__(self, text: str, rank: int, facts: dict[str, object], *, on_host: bool) -> None:
+        super().__init__(text, (rank,))
+        self.facts = facts
+        self.on_host = on_host
 
 
 class ParameterReadError(ZeroError, RuntimeError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -91,10 +91,14 @@ class Note:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is to blame, and the whole diagnosis. No ranks: nobody, the text says who is slow or is empty."""
+    """Who is to blame, and the whole diagnosis. No ranks: nobody, the text says who is slow or is empty.
+
+    `hung`: the culprits live, and keep others waiting.
+    """
 
     ranks: tuple[int, ...]
     text: str
+    hung: bool = False
 
 
 class Patience(NamedTuple):
@@ -169,11 +173,9 @@ def _absence(notes: Sequence[Note]) -> Verdict | None:
     absent = [note for note in notes if note.standing in _ABSENT]
     if not absent:
         return None
-    return _verdict(
-        notes,
-        absent,
-        "; ".join(f"rank {note.rank} {_ABSENT[note.standing]}; seen last in {note.where()}" for note in absent),
-    )
+    told = "; ".join(f"rank {note.rank} {_ABSENT[note.standing]}; seen last in {note.where()}" for note in absent)
+    gone = any(note.standing is Standing.GONE for note in absent)
+    return replace(_verdict(notes, absent, told), hung=not gone)
 
 
 def _early_end(notes: Sequence[Note]) -> Verdict | None:
@@ -199,13 +201,14 @@ def _stall(notes: Sequence[Note], patience: Patience) -> Verdict | None:
     behind = [note for note in running if note.lacks(awaited)]
     if not behind:
         return None
-    told = "; ".join(f"rank {note.rank} has not come to it for {note.idle_s:.0f} s" for note in behind)
-    text = f"others wait for collective {behind[0].lacks(awaited)}: {told}, it is in {behind[0].where()}"
+    late = "; ".join(f"rank {note.rank} has not come to it for {note.idle_s:.0f} s" for note in behind)
+    text = f"others wait for collective {behind[0].lacks(awaited)}: {late}, it is in {behind[0].where()}"
     stuck = [note for note in behind if note.idle_s >= patience.with_rank_in(note.place)]
     if not stuck:
         return Verdict((), _with_stacks(text, notes, behind))
     limit_s = patience.with_rank_in(stuck[0].place)
-    return _verdict(notes, stuck, f"{text}, expected within {limit_s:g} s (stuck_s or start_s of the watch)")
+    told = f"{text}, expected within {limit_s:g} s (stuck_s or start_s of the watch)"
+    return replace(_verdict(notes, stuck, told), hung=True)
 
 
 def _most(notes: Sequence[Note]) -> dict[str, int]:

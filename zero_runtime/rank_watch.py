@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from zero_runtime.errors import RankError
-from zero_runtime.rank_failure import is_out_of_memory, told
+from zero_runtime.rank_failure import is_out_of_memory, memory_error, told
 from zero_runtime.rank_journal import Journal
 from zero_runtime.rank_judge import Note, Patience, Standing, Verdict, judge
 from zero_runtime.rank_process import OwnProcess, Whereabouts, format_frames, remove_left_behind
@@ -129,7 +129,7 @@ class RankWatch:
         place, _ = self.journal.read()
         self.close(error)
         if error is not None and is_out_of_memory(error):
-            raise RankError(f"rank {self._rank}: {told(error, place)}", (self._rank,)) from error
+            raise memory_error(self._rank, error, place) from error
 
     def close(self, error: BaseException | None = None) -> None:
         """This rank ends, well or with `error`. After an error it waits, up to 2 s, for the others to have heard."""
@@ -196,7 +196,7 @@ class RankWatch:
         else:
             found = self._hear(number)
         if found.ranks:
-            self._verdict = RankError(found.text, found.ranks)
+            self._verdict = RankError(found.text, found.ranks, hung=found.hung)
             self._linger(number)
             return
         self._patience_s = min(2 * self._patience_s, self._settings.stuck_s / 2)
@@ -246,7 +246,7 @@ class RankWatch:
                 return judge(self._collect(number), self._settings.patience)
             time.sleep(0.02)
         found = json.loads(self._store.get(f"verdict/{number}"))
-        return Verdict(tuple(found["ranks"]), found["text"])
+        return Verdict(tuple(found["ranks"]), found["text"], found["hung"])
 
     def _linger(self, number: int) -> None:
         """Until every rank without blame has the verdict: whoever holds the store must not end first."""

@@ -1,4 +1,4 @@
-"""Faults put in on purpose, so that what happens when a rank dies can be tested: ZLAB_FAULT=raise@step3:rank1."""
+"""Faults put in on purpose, so that what happens when a rank fails can be tested: ZLAB_FAULT=raise@step3:rank1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 VARIABLE = "ZLAB_FAULT"
-_FORM = re.compile(r"(raise|sigkill|hang)@step(\d+):rank(\d+)")
+KINDS = ("raise", "sigkill", "hang", "oom", "slow")
+SLOW_S = 1.0
+# More than any machine has, so that the allocator itself refuses.
+_TOO_MUCH_BYTES = 1 << 60
+_FORM = re.compile(rf"({'|'.join(KINDS)})@step(\d+):rank(\d+)")
 
 
 class InjectedFault(RuntimeError):
@@ -33,13 +37,19 @@ class Faults:
             return cls()
         match = _FORM.fullmatch(text)
         if match is None:
-            raise ValueError(f"{VARIABLE} must be like raise|sigkill|hang@step3:rank1, found {text!r}")
+            raise ValueError(f"{VARIABLE} must be like {'|'.join(KINDS)}@step3:rank1, found {text!r}")
         return cls(match[1], int(match[2]), int(match[3]))
 
     def at_step(self, step: int, rank: int) -> None:
-        """Raises, dies or never returns when the fault is of this step and rank; else does nothing."""
-        if self.kind is None or (step, rank) != (self.step, self.rank):
+        """Raises, dies or never returns when the fault is of this step and rank; a slow rank is late from then on."""
+        if self.kind == "slow" and rank == self.rank and step >= self.step:
+            time.sleep(SLOW_S)
+        if self.kind in (None, "slow") or (step, rank) != (self.step, self.rank):
             return
+        if self.kind == "oom":
+            import torch  # here: what is tested with a stub for a worker does without
+
+            torch.empty(_TOO_MUCH_BYTES, dtype=torch.uint8)
         if self.kind == "raise":
             raise InjectedFault(f"{VARIABLE} raised on rank {rank} at step {step}")
         if self.kind == "sigkill":

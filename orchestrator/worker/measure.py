@@ -47,6 +47,8 @@ def peaks(device: torch.device) -> dict[str, int | None]:
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts KiB
         "peak_allocated_bytes": torch.cuda.max_memory_allocated() if on_cuda else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if on_cuda else None,
+        # How often the allocator had to give back what it kept and ask again: it fits, and is slow for it.
+        "alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_cuda else None,
     }
 
 

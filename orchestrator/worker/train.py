@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from orchestrator.workloads.models import token_losses
 from zero_runtime.collectives import WorldSettings, join_world, leave_world
 from zero_runtime.errors import NonFiniteError
 from zero_runtime.memory_census import ActivationCensus, take_census
-from zero_runtime.rank_watch import WatchSettings
+from zero_runtime.rank_failure import is_out_of_memory, memory_error
+from zero_runtime.rank_watch import RankWatch, WatchSettings
 from zero_runtime.runtime import StepReport, ZeroRuntime
 
 IGNORED = -100
@@ -46,9 +48,23 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     watch = join_world(rank.init_method, rank.rank, rank.world, device, settings)
     try:
         with watch:
-            RankRun(attempt, config, rank, build_runtime(config, device, watch)).run()
+            runtime = build_runtime(config, device, watch)
+            with _telling_memory(runtime, watch, rank.rank):
+                RankRun(attempt, config, rank, runtime).run()
     finally:
         leave_world()
+
+
+@contextlib.contextmanager
+def _telling_memory(runtime: ZeroRuntime, watch: RankWatch, rank: int) -> Iterator[None]:
+    """A lack of memory is raised with what was held when it was met."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        place, _ = watch.journal.read()
+        raise memory_error(rank, error, place, asdict(take_census(runtime))) from error
 
 
 class RankRun:

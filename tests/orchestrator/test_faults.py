@@ -19,5 +19,5 @@ def test_a_fault_strikes_at_its_step_on_its_rank_alone() -> None:
 
 @pytest.mark.parametrize("text", ["raise", "boom@step3:rank1", "raise@step:rank1", "raise@step3:rank1 "])
 def test_a_fault_that_cannot_be_read_is_refused_with_its_form(text: str) -> None:
-    with pytest.raises(ValueError, match=r"raise\|sigkill\|hang@step3:rank1"):
+    with pytest.raises(ValueError, match=r"raise\|sigkill\|hang\|oom\|slow@step3:rank1"):
         Faults.from_env({VARIABLE: text})

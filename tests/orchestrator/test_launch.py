@@ -133,7 +133,7 @@ def test_a_rank_that_is_killed_ends_the_run(
     begun = time.monotonic()
     code, shown, attempt = run(make_config(tmp_path))
     assert (code, time.monotonic() - begun < LIMIT_S) == (1, True)
-    state = assert_failed(attempt, "killed", rank=1)
+    state = assert_failed(attempt, "error", rank=1)
     assert "rank 1 was killed by SIGKILL" in state["message"]
     assert "rank 1 was killed by SIGKILL" in shown
     assert state["log"][-1] == "rank 1 of 2 is here"

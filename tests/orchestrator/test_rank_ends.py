@@ -20,8 +20,9 @@ LINE = (
 @pytest.mark.parametrize(
     ("fault", "state", "told"),
     [
-        ("hang@step3:rank1", "error", "rank 1 has not come to it for"),
-        ("sigkill@step3:rank1", "killed", "rank 1 was killed by SIGKILL"),
+        ("hang@step3:rank1", "hang", "rank 1 has not come to it for"),
+        ("sigkill@step3:rank1", "error", "rank 1 was killed by SIGKILL"),
+        ("oom@step3:rank1", "oom", "rank 1: out of memory in forward of step 3"),
     ],
 )
 def test_the_command_names_the_rank_the_step_and_where_it_was(
@@ -41,8 +42,12 @@ def test_the_command_names_the_rank_the_step_and_where_it_was(
     record = json.loads((attempt / "state.json").read_text())
     assert (record["state"], record["rank"]) == (state, 1)
     assert told in record["message"]
-    assert "step 3, forward" in record["message"]
+    assert "step 3, forward" in record["message"] or "forward of step 3" in record["message"]
     other = json.loads((attempt / "rank0.json").read_text())
     assert (other["state"], other["blamed"]) == ("error", [1])
-    if state == "error":
+    if state == "oom":
+        memory = json.loads((attempt / "rank1.json").read_text())["memory"]
+        assert (memory["phase"], memory["step"], memory["wanted"]) == ("forward", 3, "1152921504606846976 bytes")
+        assert memory["held"]["optimizer"] > 0
+    if state == "hang":
         assert any("at_step" in line for line in record["log"])  # the stack of the rank that hangs

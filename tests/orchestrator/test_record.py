@@ -6,17 +6,8 @@ from pathlib import Path
 import pytest
 from points import make_config
 
-from orchestrator.record import (
-    MOVES,
-    EventTail,
-    RunState,
-    append_event,
-    new_attempt,
-    new_sweep,
-    point_id,
-    read_json,
-    write_json_atomic,
-)
+from orchestrator.record import EventTail, append_event, new_attempt, new_sweep, point_id, read_json, write_json_atomic
+from orchestrator.run_state import MOVES, RunState
 from orchestrator.schema import to_dict
 
 

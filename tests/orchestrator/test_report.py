@@ -22,7 +22,7 @@ def make_entry(label: str, median: float, *, data_hash: str = "c0ffee", spread: 
     return Entry(label, "ok", result, overrides=(f"zero={label}", "sweeps=stages"))
 
 
-FAILED = Entry("stage3", "killed", None, "rank 1 was killed by SIGKILL", overrides=("zero=stage3",))
+FAILED = Entry("stage3", "error", None, "rank 1 was killed by SIGKILL", overrides=("zero=stage3",))
 
 
 def order(*entries: Entry) -> list[tuple[str, int | None, bool]]:
@@ -65,10 +65,10 @@ def test_points_on_other_data_are_warned_about() -> None:
 def test_a_failed_point_is_a_row_and_its_reason_is_told() -> None:
     ranked = report.rank([make_entry("a", 100), FAILED])
     table = report.table(ranked)
-    assert table.rows[1][1:3] == ("stage3", "killed")
+    assert table.rows[1][1:3] == ("stage3", "error")
     assert all(len(row) == len(table.header) for row in table.rows)
     page = report.report_md("2026_zero", ranked)
-    assert "stage3: killed: rank 1 was killed by SIGKILL" in page
+    assert "stage3: error: rank 1 was killed by SIGKILL" in page
     assert report.RULE in page
 
 
@@ -78,7 +78,7 @@ def test_the_csv_has_one_full_line_for_each_point_with_units_in_its_names() -> N
     assert float(good["tokens_per_second_median"]) == 100.125
     assert float(good["backward_ms"]) == 61.0
     assert good["command"] == "python run.py zero=a"
-    assert (bad["state"], bad["tokens_per_second_median"]) == ("killed", "")
+    assert (bad["state"], bad["tokens_per_second_median"]) == ("error", "")
 
 
 def test_the_next_command_measures_the_winner_longer_or_runs_the_failed_point_alone() -> None:

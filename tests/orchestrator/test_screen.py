@@ -103,11 +103,11 @@ def test_square_brackets_of_a_message_are_shown_as_they_are() -> None:
 def test_the_comparison_prints_its_rule_its_ties_and_the_reason_of_a_failure() -> None:
     screen, out = show()
     good = [Entry(label, "ok", make_result(CONFIG, speed)) for label, speed in (("a", 100.0), ("b", 99.5))]
-    screen.comparison(report.rank([*good, Entry("c", "killed", None, "rank 1 was killed")]))
+    screen.comparison(report.rank([*good, Entry("c", "error", None, "rank 1 was killed")]))
     text = squeezed(out)
     assert report.RULE in text
     assert "= 1 b" in text
-    assert "c: killed: rank 1 was killed" in text
+    assert "c: error: rank 1 was killed" in text
 
 
 @pytest.mark.parametrize("name", ["NO_COLOR", "TERM"])

@@ -21,7 +21,8 @@ from stub_worker import make_result, step_event
 
 from orchestrator import chart_view, dashboard
 from orchestrator import tracking_names as names
-from orchestrator.record import Attempt, RunState, append_event, new_attempt, store_path, write_json_atomic
+from orchestrator.record import Attempt, append_event, new_attempt, store_path, write_json_atomic
+from orchestrator.run_state import RunState
 from orchestrator.schema import TrackingKind, to_dict
 from orchestrator.screen import Screen
 from orchestrator.study import run_points

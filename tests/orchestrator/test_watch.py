@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record import AttemptPaths, RunState, write_json_atomic
+from orchestrator.record import AttemptPaths, write_json_atomic
+from orchestrator.run_state import RunState
 from orchestrator.watch import GRACE_S, STRAGGLER_S, Sight, Watch, excerpt, judge
 
 KILLED = -int(signal.SIGKILL)
@@ -33,7 +34,7 @@ def test_the_rank_that_raised_first_is_the_cause_not_the_lowest() -> None:
 def test_a_killed_rank_is_the_cause_though_others_raised_before_its_death_was_seen() -> None:
     effect = Sight(0, ERROR, 10.01, "Connection closed by peer", exit_code=1, exit_time=10.1)
     state, rank, message = decide(effect, Sight(1, RUNNING, 9.0, exit_code=KILLED, exit_time=10.05))
-    assert (state, rank) == ("killed", 1)
+    assert (state, rank) == ("error", 1)
     assert "SIGKILL" in message
 
 
@@ -66,7 +67,14 @@ def test_ranks_that_ended_well_without_a_result_are_an_error() -> None:
 
 
 def test_a_dead_controller_is_told_as_such() -> None:
-    assert decide(Sight(0), Sight(1), controller=False)[0] == "killed"
+    assert decide(Sight(0), Sight(1), controller=False)[0] == "lost"
+
+
+def test_an_error_that_says_more_than_error_names_the_outcome() -> None:
+    hung = Sight(0, ERROR, 10.0, "RankError: rank 1 has not come to it", blamed=(1,), outcome=RunState.hang)
+    assert decide(hung, Sight(1, RUNNING))[:2] == ("hang", 1)
+    lacking = Sight(1, ERROR, 10.0, "rank 1: out of memory in forward of step 2", outcome=RunState.oom)
+    assert decide(Sight(0, RUNNING), lacking) == ("oom", 1, "rank 1: out of memory in forward of step 2")
 
 
 class Clock:
@@ -120,6 +128,22 @@ def test_a_result_ends_the_wait_for_ranks_that_do_not_end(attempt: AttemptPaths)
     assert "busy" in verdict.note
 
 
+def test_a_rank_that_the_kernel_killed_for_want_of_memory_is_told_from_any_other_kill(
+    attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counter = tmp_path / "vmstat"
+    counter.write_text("pgfault 7\noom_kill 3\n")
+    monkeypatch.setattr("orchestrator.watch.VMSTAT", counter)
+    write_json_atomic(attempt.exits, {"1": {"code": KILLED, "time": 1.0}})
+    for kills, state in ((3, RunState.error), (4, RunState.oom_host)):
+        counter.write_text("oom_kill 3\n")
+        watching = Watch(attempt, 2, 60.0, lambda: False)
+        counter.write_text(f"oom_kill {kills}\n")
+        verdict = watching.look()
+        assert verdict is not None
+        assert (verdict.state, verdict.rank) == (state, 1)
+
+
 def test_an_excerpt_is_the_end_of_a_log_or_the_innermost_calls_of_a_dumped_stack(tmp_path: Path) -> None:
     log = tmp_path / "rank0.log"
     assert excerpt(log) == []
@@ -155,6 +179,6 @@ def test_a_rank_that_is_blamed_tells_its_own_error_where_it_has_one() -> None:
 def test_a_killed_rank_is_told_with_where_the_others_saw_it_last() -> None:
     blaming = Sight(0, ERROR, 10.0, "RankError: rank 1 is gone; seen last in step 3, forward", blamed=(1,))
     state, rank, message = decide(blaming, Sight(1, RUNNING, exit_code=KILLED, exit_time=10.2))
-    assert (state, rank) == ("killed", 1)
+    assert (state, rank) == ("error", 1)
     assert message.startswith("rank 1 was killed by SIGKILL")
     assert message.endswith("seen last in step 3, forward")
