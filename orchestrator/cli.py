@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator import arguments, hardware, help_page, overrides, rules
+from orchestrator import arguments, folders, hardware, help_page, overrides, rules
 from orchestrator.arguments import Arguments
 from orchestrator.labels import label, sweep_name
 from orchestrator.point import Point
@@ -19,7 +19,6 @@ from orchestrator.strict import Broken, ConfigError, build_parts
 if TYPE_CHECKING:
     from orchestrator.compose import Composition
 
-ROOT = Path(__file__).resolve().parents[1]
 EXPORT = "export-weights"
 IO_BENCH = "io-bench"
 BAD_USAGE = 2
@@ -49,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _answer(asked: Arguments) -> int:
     folder = asked.flags.get("--config-dir")
-    tree = overrides.read_tree(ROOT, [Path(folder)] if folder else [])
+    tree = overrides.read_tree(folder)
     if "--help" in asked.flags:
-        print(help_page.page(ROOT, tree))
+        print(help_page.page(folders.CONF / "config.yaml", tree))
         return 0
     problems = [*asked.problems, *_folder_problems(folder)]
     # While a word is still being completed it is not yet right, and Hydra lists what it could become.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import itertools
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import hydra
 import yaml
@@ -19,7 +20,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -27,9 +28,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from orchestrator import folders, merge, sweep_file
 from orchestrator.arguments import Arguments
+from orchestrator.merge import Merger
+from orchestrator.sweep_file import Line, SweepFile
 
-ROOT = Path(__file__).resolve().parents[1]
 VERSION_BASE = "1.3"
 
 
@@ -56,7 +59,8 @@ class SweepsFolder(SearchPathPlugin):
     """Puts the folder sweeps/ on the search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append(provider="zero-lab", path=f"{SweepsSource.scheme()}://{ROOT}")
+        for folder in folders.sweep_parents(None):
+            search_path.append(provider="zero-lab", path=f"{SweepsSource.scheme()}://{folder}")
 
 
 Plugins.instance().register(SweepsSource)
@@ -74,37 +78,137 @@ class Composed:
 
 @dataclass(frozen=True)
 class Composition:
-    """The points of a command line. `axes` are the keys with more than one value, in the order of the sweep."""
+    """The points of a command line. `axes` are the keys with more than one value, in the order of the sweep.
+
+    `sweep`: what a declared sweep says beside its points; the defaults where there is none.
+    """
 
     points: tuple[Composed, ...]
     is_sweep: bool
     axes: tuple[str, ...]
+    sweep: SweepFile = field(default_factory=SweepFile)
 
 
 def compose(arguments: Arguments) -> Composition:
-    """All the points, their values not yet judged. ComposeError when Hydra refuses."""
+    """All the points, their values not yet judged. ComposeError when Hydra or the sweep file is refused."""
     name = arguments.flags.get("--config-name") or "config"
-    searchpath = _added_folder(arguments)
+    searchpath = _added_folders(arguments)
     try:
-        with hydra.initialize_config_dir(version_base=VERSION_BASE, config_dir=str(ROOT / "conf"), job_name="run"):
+        with hydra.initialize_config_dir(version_base=VERSION_BASE, config_dir=str(folders.CONF), job_name="run"):
             loader = GlobalHydra.instance().config_loader()
-            master = loader.load_configuration(name, searchpath + arguments.overrides, run_mode=RunMode.MULTIRUN)
-            is_sweep = arguments.multirun or OmegaConf.select(master, "hydra.mode") == RunMode.MULTIRUN
-            axes = _axes(loader, master, arguments.overrides, is_sweep)
-            _need_a_sweep(axes, is_sweep)
-            lines = [list(line) for line in itertools.product(*axes.values())]
-            points = [_point(loader, name, searchpath, line) for line in lines]
+            found = _expansion(loader, name, searchpath, arguments)
+            composer = Composer(loader, name, searchpath, arguments)
+            points = tuple(composer.point(list(line.values())) for line in found.lines)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ComposeError(in_one_line(error)) from error
-    varying = tuple(key for key, values in axes.items() if len(values) > 1)
-    return Composition(tuple(points), is_sweep, varying)
+    return Composition(points, found.is_sweep, found.axes, found.sweep)
+
+
+class _Lines(NamedTuple):
+    lines: Sequence[Line]
+    axes: tuple[str, ...]
+    is_sweep: bool
+    sweep: SweepFile
+
+
+def _expansion(loader: ConfigLoader, name: str, searchpath: list[str], arguments: Arguments) -> _Lines:
+    """The lines of overrides, from a declared sweep or in Hydra's own grammar."""
+    words = arguments.overrides
+    declared = _declared_sweep(arguments)
+    if declared is not None:
+        typed = _axes(loader, [word for word in words if not word.startswith("sweeps=")])
+        expansion = sweep_file.expand(declared, typed)
+        if not expansion.lines:
+            raise HydraException("the sweep has no points: exclude leaves none")
+        return _Lines(expansion.lines, expansion.axes, True, declared)
+    params: Mapping[Any, Any] = {}
+    is_sweep = arguments.multirun
+    # Only these files can turn a run into a sweep; reading them is one composition more.
+    if any(word.lstrip("+").startswith(("sweeps=", "experiment=")) for word in words) or name != "config":
+        master = loader.load_configuration(name, searchpath + words, run_mode=RunMode.MULTIRUN)
+        is_sweep = is_sweep or OmegaConf.select(master, "hydra.mode") == RunMode.MULTIRUN
+        params = (OmegaConf.select(master, "hydra.sweeper.params") or {}) if is_sweep else {}
+    axes = _axes(loader, [*(f"{key}={value}" for key, value in params.items()), *words])
+    _need_a_sweep(axes, is_sweep)
+    lines = [dict(zip(axes, line, strict=True)) for line in itertools.product(*axes.values())]
+    return _Lines(lines, tuple(key for key, values in axes.items() if len(values) > 1), is_sweep, SweepFile())
+
+
+def _declared_sweep(arguments: Arguments) -> SweepFile | None:
+    """The file that sweeps=NAME chooses, where it is in our own form."""
+    names = [word.removeprefix("sweeps=") for word in arguments.overrides if word.startswith("sweeps=")]
+    path = folders.find_sweep(names[-1], arguments.flags.get("--config-dir")) if names else None
+    return sweep_file.read(path) if path is not None else None
+
+
+class _ByHydra(NamedTuple):
+    """What Hydra composed; `interpolates`: some value was made of others."""
+
+    values: dict[str, Any]
+    choices: dict[str, str | None]
+    interpolates: bool
+
+
+class Composer:
+    """Makes points of lines: option files are merged where that is all there is to do, else Hydra composes.
+
+    Hydra is asked once for each set of options; what the line sets beside them is then set on a copy.
+    """
+
+    def __init__(self, loader: ConfigLoader, name: str, searchpath: list[str], arguments: Arguments) -> None:
+        self._loader, self._name, self._searchpath = loader, name, searchpath
+        self._merger = Merger(folders.config_folders(arguments.flags.get("--config-dir")), name, _read)
+        self._parser = OverridesParser.create(config_loader=loader)
+        self._parsed: dict[str, Override] = {}
+        self._composed: dict[tuple[str, ...], _ByHydra] = {}
+
+    def point(self, line: list[str]) -> Composed:
+        """The point of one line of overrides, each with a single value."""
+        # The chosen sweep file is part of how the line was typed, not of what one point is.
+        kept = tuple(word for word in line if not word.startswith("sweeps="))
+        overrides = [self._parse(word) for word in line]
+        choices = [one for one in overrides if one.key_or_group in self._merger.groups]
+        settings = [
+            (one.key_or_group, one.value())
+            for one in overrides
+            if one not in choices and one.type is OverrideType.CHANGE and one.package is None
+        ]
+        if len(choices) + len(settings) == len(overrides) and all(type(one.value()) is str for one in choices):
+            chosen = {one.key_or_group: str(one.value()) for one in choices}
+            values = self._merger.merge(chosen, settings)
+            if values is not None:
+                return Composed(values, {**self._merger.groups, **chosen}, kept)
+            found = self._by_hydra(tuple(one.input_line or "" for one in choices))
+            values = copy.deepcopy(found.values)
+            # What Hydra has to resolve, it must resolve with the settings in place.
+            if not found.interpolates and merge.apply(values, settings):
+                return Composed(values, found.choices, kept)
+        found = self._by_hydra(tuple(line))
+        return Composed(found.values, found.choices, kept)
+
+    def _parse(self, word: str) -> Override:
+        if word not in self._parsed:
+            self._parsed[word] = self._parser.parse_override(word)
+        return self._parsed[word]
+
+    def _by_hydra(self, words: tuple[str, ...]) -> _ByHydra:
+        if words not in self._composed:
+            config = self._loader.load_configuration(self._name, [*self._searchpath, *words], run_mode=RunMode.RUN)
+            choices = {str(group): option for group, option in config.hydra.runtime.choices.items()}
+            OmegaConf.set_struct(config, False)
+            del config["hydra"]
+            resolved = OmegaConf.to_container(config, resolve=True)
+            assert isinstance(resolved, dict)
+            values = {str(key): value for key, value in resolved.items()}
+            self._composed[words] = _ByHydra(values, choices, "${" in OmegaConf.to_yaml(config))
+        return self._composed[words]
 
 
 def show(arguments: Arguments) -> NoReturn:
     """Hydra answers --cfg, --info, --hydra-help, --shell-completion and --version, and the process ends."""
     sys.argv[1:] = arguments.for_hydra()
 
-    @hydra.main(version_base=VERSION_BASE, config_path=str(ROOT / "conf"), config_name="config")
+    @hydra.main(version_base=VERSION_BASE, config_path=str(folders.CONF), config_name="config")
     def nothing(config: DictConfig) -> None:
         """Never called: each of these flags shows something instead."""
 
@@ -130,15 +234,10 @@ def in_one_line(error: BaseException) -> str:
     return " ".join(kept[:search])
 
 
-def _axes(loader: ConfigLoader, master: DictConfig, words: Sequence[str], is_sweep: bool) -> dict[str, list[str]]:
-    """For each key its overrides, one for each value; the command line wins over the params of a sweep file."""
-    params = OmegaConf.select(master, "hydra.sweeper.params") or {}
-    lines = [f"{key}={value}" for key, value in params.items()] if is_sweep else []
-    parsed = OverridesParser.create(config_loader=loader).parse_overrides([*lines, *words])
-    axes: dict[str, list[str]] = {}
-    for override in parsed:
-        axes[override.get_key_element()] = _values(override)
-    return axes
+def _axes(loader: ConfigLoader, words: Sequence[str]) -> dict[str, list[str]]:
+    """For each key its overrides, one for each value; of a key that comes twice the last wins."""
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(words))
+    return {override.get_key_element(): _values(override) for override in parsed}
 
 
 def _need_a_sweep(axes: dict[str, list[str]], is_sweep: bool) -> None:
@@ -156,18 +255,10 @@ def _values(override: Override) -> list[str]:
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
 
 
-def _point(loader: ConfigLoader, name: str, searchpath: list[str], line: list[str]) -> Composed:
-    config = loader.load_configuration(name, searchpath + line, run_mode=RunMode.RUN)
-    choices = {str(group): option for group, option in config.hydra.runtime.choices.items()}
-    OmegaConf.set_struct(config, False)
-    del config["hydra"]
-    values = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(values, dict)
-    # The chosen sweep file is part of how the line was typed, not of what one point is.
-    kept = tuple(word for word in line if not word.startswith("sweeps="))
-    return Composed({str(key): value for key, value in values.items()}, choices, kept)
+def _read(path: Path) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(path))
 
 
-def _added_folder(arguments: Arguments) -> list[str]:
-    folder = arguments.flags.get("--config-dir")
-    return [f'hydra.searchpath=["file://{Path(folder).absolute()}"]'] if folder else []
+def _added_folders(arguments: Arguments) -> list[str]:
+    added = [f'"file://{folder}"' for folder in folders.config_folders(arguments.flags.get("--config-dir"))[1:]]
+    return [f"hydra.searchpath=[{','.join(added)}]"] if added else []

@@ -31,9 +31,9 @@ Flags
 Exit codes: 0 every point has a result, 1 at least one failed, 2 the command was wrong and nothing was started."""
 
 
-def page(root: Path, tree: Tree) -> str:
+def page(primary: Path, tree: Tree) -> str:
     """Ready to print; * marks the option that is chosen unless another is asked for."""
-    chosen = default_choices(root / "conf" / "config.yaml")
+    chosen = default_choices(primary)
     width = max(map(len, tree.groups))
     groups = [f"  {name:<{width}}  {_options(tree, name, chosen.get(name))}" for name in tree.groups]
     keys = [f"  {key:<26} {describe(hint)}" for key, hint in tree.keys.items() if _is_listed(key, hint)]

@@ -10,6 +10,7 @@ from typing import Any, get_origin
 
 import yaml
 
+from orchestrator.folders import config_folders, sweep_parents
 from orchestrator.schema import RunConfig
 from orchestrator.strict import convert, describe, hints_of, nearest
 
@@ -34,13 +35,13 @@ class Tree:
     keys: dict[str, Any]
 
 
-def read_tree(root: Path, extra: Sequence[Path] = ()) -> Tree:
-    """The tree of the project at `root`, with the groups of other configuration folders added."""
-    folders = [root / "conf", *extra]
+def read_tree(added: str | None = None) -> Tree:
+    """The tree of all configuration folders; `added` is that of --config-dir."""
+    folders = config_folders(added)
     hints = hints_of(RunConfig)
     names = [name for name, hint in hints.items() if is_dataclass(hint)] + [WHOLE_FILES[0]]
     groups = {name: _options(folder / name for folder in folders) for name in names}
-    groups["sweeps"] = _options(folder / "sweeps" for folder in [root, *folders])
+    groups["sweeps"] = _options(folder / "sweeps" for folder in sweep_parents(added))
     keys: dict[str, Any] = {name: hint for name, hint in hints.items() if name not in groups}
     for group, hint in hints.items():
         if is_dataclass(hint) and isinstance(hint, type):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def tree() -> Tree:
-    return read_tree(ROOT)
+    return read_tree()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_everything_wrong_is_told_at_once(tree: Tree) -> None:
 def test_a_folder_of_ones_own_adds_options(tmp_path: Path) -> None:
     (tmp_path / "zero").mkdir()
     (tmp_path / "zero" / "mine.yaml").write_text("stage: 1\n")
-    assert check(["zero=mine"], read_tree(ROOT, [tmp_path]), multirun=False) == []
+    assert check(["zero=mine"], read_tree(str(tmp_path)), multirun=False) == []
 
 
 @pytest.mark.parametrize(

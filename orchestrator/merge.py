@@ -1,0 +1,93 @@
+"""Puts a configuration together from option files that are read once, where that is all that Hydra would do. Pure.
+
+Hydra's own composition takes 0.1 to 0.2 s a point. An option file is merged here when it has no defaults list, no
+`@package` header and no interpolation; tests compare the outcome with Hydra's for every pair of options.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Setting = tuple[str, Any]  # a dotted key and its value
+
+
+class Merger:
+    """Merges what it can and says None to the rest. `folders`: Hydra's search path, the first that has a file wins.
+
+    `load`: reads a file as Hydra does. Plain YAML would read 1e-4 as text.
+    """
+
+    def __init__(self, folders: Sequence[Path], primary: str, load: Callable[[Path], Any]) -> None:
+        self._folders, self._read_yaml = folders, load
+        self._files: dict[str, dict[str, Any] | None] = {}
+        self.groups: dict[str, str | None] = {}
+        self._root: dict[str, Any] | None = self._read_primary(primary)
+
+    def _read_primary(self, name: str) -> dict[str, Any] | None:
+        """The values of the primary file, less its defaults, which become `groups`. None where Hydra must do it."""
+        data = self._load(name, is_primary=True)
+        if data is None:
+            return None
+        data = dict(data)
+        defaults = data.pop("defaults", [])
+        data.pop("hydra", None)
+        if not defaults or defaults[0] != "_self_":
+            return None
+        for entry in defaults[1:]:
+            if not isinstance(entry, dict) or len(entry) != 1 or " " in next(iter(entry)) or "@" in next(iter(entry)):
+                return None
+            self.groups.update(entry)
+        return data
+
+    def _load(self, name: str, *, is_primary: bool = False) -> dict[str, Any] | None:
+        """A file's plain data, read once; None for what only Hydra can compose, and for what is not there."""
+        if name not in self._files:
+            self._files[name] = self._read(name, is_primary=is_primary)
+        return self._files[name]
+
+    def _read(self, name: str, *, is_primary: bool) -> dict[str, Any] | None:
+        path = next((one for folder in self._folders if (one := folder / f"{name}.yaml").is_file()), None)
+        if path is None:
+            return None
+        text = path.read_text(encoding="utf-8")
+        header = text.lstrip().splitlines()[:1]
+        if "${" in text or (header and header[0].startswith("#") and "@package" in header[0]):
+            return None
+        data = self._read_yaml(path)
+        if not isinstance(data, dict) or ("defaults" in data and not is_primary):
+            return None
+        return {str(key): value for key, value in data.items()}
+
+    def merge(self, choices: Mapping[str, str], settings: Sequence[Setting]) -> dict[str, Any] | None:
+        """The values of one point: `choices` of options over the primary file's, then `settings` in order.
+
+        None where Hydra must compose it, also because it will refuse it: a key that is not there, an unknown option.
+        """
+        if self._root is None or not choices.keys() <= self.groups.keys():
+            return None
+        values = copy.deepcopy(self._root)
+        for group, option in {**self.groups, **choices}.items():
+            if option is None:
+                continue
+            data = self._load(f"{group}/{option}")
+            if data is None:
+                return None
+            values[group] = copy.deepcopy(data)
+        return values if apply(values, settings) else None
+
+
+def apply(values: dict[str, Any], settings: Sequence[Setting]) -> bool:
+    """Sets each key, in place; False at the first that is not there or whose value is no scalar or list of them."""
+    for key, value in settings:
+        *path, last = key.split(".")
+        place: Any = values
+        for name in path:
+            place = place.get(name) if isinstance(place, dict) else None
+        known = isinstance(place, dict) and last in place and not isinstance(place[last], dict)
+        if not known or isinstance(value, dict) or "${" in str(value):
+            return False
+        place[last] = value
+    return True

@@ -1,0 +1,209 @@
+"""Declared sweeps: what a file says becomes the points that a person would have typed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from orchestrator import arguments, compose, folders, sweep_file
+from orchestrator.cli import checked_points
+from orchestrator.hardware import Hardware
+from orchestrator.record import point_id
+from orchestrator.rules import Scene
+from orchestrator.schema import to_dict
+from orchestrator.sweep_file import SweepFile, SweepFileError, expand, spelled
+
+LAPTOP = Scene(Hardware(cores=4, cpu="cpu"))
+
+
+def lines(sweep: SweepFile, **typed: list[str]) -> list[str]:
+    return [" ".join(line.values()) for line in expand(sweep, typed).lines]
+
+
+def test_axes_are_a_product_and_the_base_is_in_every_point() -> None:
+    sweep = SweepFile(base={"model": "gpt2"}, axes={"zero": ["stage0", "stage1"], "batch.micro": [1, 2]})
+    assert lines(sweep) == [
+        "model=gpt2 zero=stage0 batch.micro=1",
+        "model=gpt2 zero=stage0 batch.micro=2",
+        "model=gpt2 zero=stage1 batch.micro=1",
+        "model=gpt2 zero=stage1 batch.micro=2",
+    ]
+    assert expand(sweep, {}).axes == ("zero", "batch.micro")
+
+
+def test_zipped_lists_advance_together_and_are_one_axis() -> None:
+    sweep = SweepFile(zip=[{"batch.micro": [1, 2], "batch.accumulation": [2, 1]}], seeds=[1, 2])
+    assert lines(sweep) == [
+        "batch.micro=1 batch.accumulation=2 seed=1",
+        "batch.micro=1 batch.accumulation=2 seed=2",
+        "batch.micro=2 batch.accumulation=1 seed=1",
+        "batch.micro=2 batch.accumulation=1 seed=2",
+    ]
+
+
+def test_points_are_left_out_and_added() -> None:
+    sweep = SweepFile(
+        axes={"zero": ["stage0", "stage3"], "offload": ["none", "optimizer_cpu"]},
+        exclude=[{"zero": "stage0", "offload": ["optimizer_cpu", "param_cpu"]}],
+        concat=[{"zero": "stage3", "offload": "optimizer_nvme"}],
+    )
+    assert lines(sweep) == [
+        "zero=stage0 offload=none",
+        "zero=stage3 offload=none",
+        "zero=stage3 offload=optimizer_cpu",
+        "zero=stage3 offload=optimizer_nvme",
+    ]
+
+
+def test_some_points_have_other_resources_and_no_other_name() -> None:
+    rule = {"if": {"zero": "stage3"}, "set": {"resources.ranks": 4}}
+    sweep = SweepFile(axes={"zero": ["stage2", "stage3"]}, when=[rule])
+    assert lines(sweep) == ["zero=stage2", "zero=stage3 resources.ranks=4"]
+    assert expand(sweep, {}).axes == ("zero",)
+    assert lines(sweep, **{"resources.ranks": ["resources.ranks=1"]})[1] == "zero=stage3 resources.ranks=1"
+
+
+def test_what_is_typed_wins_over_the_file_and_a_typed_list_is_an_axis() -> None:
+    sweep = SweepFile(base={"model": "gpt2"}, axes={"zero": ["stage0", "stage1"]}, concat=[{"zero": "stage3"}])
+    assert lines(sweep, model=["model=llama_1b"])[0] == "model=llama_1b zero=stage0".replace(
+        "model=llama_1b zero=stage0", "zero=stage0 model=llama_1b"
+    )
+    assert lines(sweep, zero=["zero=stage2"]) == ["model=gpt2 zero=stage2"] * 2
+    assert len(lines(sweep, seed=["seed=1", "seed=2"])) == 2 * 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("stage1", "stage1"),
+        ("1e-4", "'1e-4'"),
+        (1e-4, "0.0001"),
+        (None, "null"),
+        (True, "true"),
+        ("true", "'true'"),
+        (["a b", 1], "['a b',1]"),
+        ("it's, so", "'it\\'s, so'"),
+        ({"a": 1}, "{a:1}"),
+    ],
+)
+def test_values_are_spelled_so_that_they_are_read_as_they_were(value: object, text: str) -> None:
+    assert spelled(value) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("axis: {zero: [stage0]}", "'axis' is not a key; did you mean 'axes'"),
+        ("axes: {zero: stage0}", "axes: expected a mapping of keys to lists"),
+        ("zip: [{a: [1, 2], b: [1]}]", "lists of one length"),
+        ("base: {zero: stage0}", "expected one of axes, zip, concat and seeds"),
+        ("when: [{if: {}}]\naxes: {a: [1]}", "when: expected a list of"),
+        ("- a", "expected a mapping, found list"),
+        ("a: [", "while parsing"),
+        ("seeds: [a]", "seeds: expected a list of whole numbers"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_told_with_its_name(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(SweepFileError, match=r"mine\.yaml") as caught:
+        sweep_file.read(path)
+    assert told in str(caught.value)
+
+
+def test_a_file_in_hydras_own_form_still_works(tmp_path: Path) -> None:
+    (tmp_path / "sweeps").mkdir()
+    params = {"zero": "stage0,stage1", "precision": "fp32"}
+    body = {"hydra": {"mode": "MULTIRUN", "sweeper": {"params": params}}}
+    (tmp_path / "sweeps" / "old.yaml").write_text("# @package _global_\n" + yaml.safe_dump(body))
+    found = compose.compose(arguments.split(["sweeps=old", "--config-dir", str(tmp_path)]))
+    assert [one.values["zero"]["stage"] for one in found.points] == [0, 1]
+
+
+def test_a_users_own_folders_are_found_beside_where_he_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "conf" / "zero").mkdir(parents=True)
+    (tmp_path / "sweeps").mkdir()
+    text = (folders.CONF / "zero" / "stage1.yaml").read_text()
+    (tmp_path / "conf" / "zero" / "mine.yaml").write_text(text.replace("prefetch: 1", "prefetch: 3"))
+    (tmp_path / "sweeps" / "own.yaml").write_text("axes: {zero: [mine, stage2]}")
+    monkeypatch.chdir(tmp_path)
+    found = compose.compose(arguments.split(["sweeps=own"]))
+    assert [one.values["zero"]["prefetch"] for one in found.points] == [3, 1]
+
+
+# ---- quick composition ----------------------------------------------------------------------------------------------
+
+
+def every_pair() -> list[list[str]]:
+    """Each option of each group beside each option of one other: all pairs of neighbours in the list of groups."""
+    groups = {
+        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+        for folder in sorted(folders.CONF.iterdir())
+        if folder.is_dir()
+    }
+    names = list(groups)
+    return [
+        [f"{one}={left}", f"{other}={right}"]
+        for index, one in enumerate(names)
+        for other in names[index + 1 :]
+        for left in groups[one]
+        for right in groups[other]
+    ]
+
+
+def hydras_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.merge.Merger.merge", lambda *_: None)
+    monkeypatch.setattr("orchestrator.merge.apply", lambda *_: False)
+
+
+def test_merged_points_are_those_that_hydra_composes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample of the pairs that the full suite tries all of, and settings of every kind."""
+    lines = [*every_pair()[::97], ["optimizer.lr=1e-4", "zero=stage3", "batch.accumulation=null"]]
+    lines += [["output=/a/b c", "data.path='x'"], ["experiment=paper_bytes", "zero=stage1", "seed=7"]]
+    lines += [["batch.micro=${measure.steps}", "measure=standard"], ["precision.keep_dtype=[a,b]"], ["+zero.stage2=1"]]
+    same_as_hydra(lines, monkeypatch)
+
+
+@pytest.mark.full
+def test_every_pair_of_options_is_merged_as_hydra_composes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    same_as_hydra(every_pair(), monkeypatch)
+
+
+def outcome(line: list[str]) -> object:
+    try:
+        point = compose.compose(arguments.split(line)).points[0]
+    except compose.ComposeError as error:
+        return str(error)
+    # Hydra also lists hydra/launcher and the like among its choices.
+    return point.values, {group: point.choices[group] for group in ("zero", "model", "experiment")}, point.overrides
+
+
+def same_as_hydra(lines: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = [outcome(line) for line in lines]
+    hydras_own(monkeypatch)
+    theirs = [outcome(line) for line in lines]
+    for line, one, other in zip(lines, ours, theirs, strict=True):
+        assert one == other, line
+
+
+def test_a_thousand_points_are_composed_checked_and_named_in_seconds(tmp_path: Path) -> None:
+    """The limit is ten seconds of the processor's time; Hydra alone would take minutes."""
+    (tmp_path / "sweeps").mkdir()
+    axes = {
+        "zero": ["stage0", "stage1", "stage2", "stage3"],
+        "precision": ["fp32", "bf16", "bf16_pure", "fp16"],
+        "model": ["llama_tiny", "gpt2", "llama_1b"],
+        "optimizer": ["adamw", "lion"],
+        "batch.micro": list(range(1, 12)),
+    }
+    (tmp_path / "sweeps" / "large.yaml").write_text(yaml.safe_dump({"axes": axes}))
+    begun = time.process_time()
+    found = compose.compose(arguments.split(["sweeps=large", "--config-dir", str(tmp_path)]))
+    points, _ = checked_points(found, LAPTOP)
+    names = {point_id(to_dict(point.config), 2, "cpu") for point in points}
+    assert len(found.points) == 1056
+    assert len(names) == len(points) > 1000
+    assert time.process_time() - begun < 10
