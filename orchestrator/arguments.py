@@ -18,10 +18,12 @@ SHORT = {
     "-cn": "--config-name",
     "-cd": "--config-dir",
 }
-SWITCHES = ("--help", "--multirun", "--run", "--resolve", "--hydra-help", "--shell-completion", "--version")
-VALUED = ("--cfg", "--package", "--config-name", "--config-dir")
+SWEEPING = ("--plan", "--fresh", "--detach", "--json")
+SWITCHES = ("--help", "--multirun", "--run", "--resolve", "--hydra-help", "--shell-completion", "--version", *SWEEPING)
+VALUED = ("--cfg", "--package", "--config-name", "--config-dir", "--retry", "--prune")
 CHOICES = {
     "--cfg": ("job", "hydra", "all"),
+    "--prune": ("safe", "off"),
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
 }
 # These only show something, and Hydra itself answers them.
@@ -55,6 +57,14 @@ class Arguments:
     def shows_config(self) -> bool:
         """Whether what is shown is composed from the overrides, so that they must be right."""
         return "--cfg" in self.flags or "--info" in self.flags
+
+    def command(self) -> list[str]:
+        """The line that goes on with the same sweep: what is only of this time is left out."""
+        once = ("--fresh", "--retry", "--plan", "--detach", "--json")
+        words = []
+        for flag, value in self.flags.items():
+            words += [] if flag in once else [flag] if value is None else [flag, value]
+        return [*words, *self.overrides]
 
     def for_hydra(self) -> list[str]:
         """The same line as Hydra's own parser wants it: flags in front."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator import arguments, folders, hardware, help_page, overrides, rules
 from orchestrator.arguments import Arguments
+from orchestrator.deciding import Refused, Wishes, retry_states
 from orchestrator.labels import label, sweep_name
 from orchestrator.point import Point
-from orchestrator.schema import Device, RunConfig, root_limits
-from orchestrator.strict import Broken, ConfigError, build_parts
+from orchestrator.schema import Device, RunConfig, root_limits, to_dict
+from orchestrator.strict import Broken, ConfigError, build_parts, nearest
 
 if TYPE_CHECKING:
     from orchestrator.compose import Composition
@@ -74,22 +77,71 @@ def _answer(asked: Arguments) -> int:
 def _run(composition: Composition, asked: Arguments) -> int:
     try:
         scene = scene_of(os.environ)
+        wishes = _wishes(asked)
     except ConfigError as error:
         return refuse(list(map(str, error.broken)))
-    points, problems = checked_points(composition, scene)
+    except ValueError as error:
+        return refuse([str(error)])
+    found, problems = judged(composition, scene)
+    points = [one for one in found if isinstance(one, Point)]
     if scene.world is not None and composition.is_sweep:
-        problems.insert(0, "a sweep starts its own processes: run it without torchrun or srun")
-    if problems:
+        return refuse(["a sweep starts its own processes: run it without torchrun or srun", *problems])
+    if not points or (problems and not composition.is_sweep):
         return refuse(problems)
     _note_idle_gpus(scene, points[0].config)
     if scene.world is not None:
         from orchestrator import job
 
         return job.join_from_environment(points[0])
-    from orchestrator.study import run_points
+    if not composition.is_sweep and "--plan" not in asked.flags:
+        if sweeping := [flag for flag in (*arguments.SWEEPING, "--retry", "--prune") if flag in asked.flags]:
+            return refuse([f"{' and '.join(sweeping)} belongs to a sweep: add -m, or leave it out"])
+        from orchestrator.study import run_point
 
-    name = sweep_name(composition.axes, asked.overrides) if composition.is_sweep else None
-    return run_points(points, sweep_name=name, output=Path(points[0].config.output))
+        return run_point(points[0])
+    return _sweep(composition, found, problems, asked, scene, wishes)
+
+
+def _sweep(
+    composition: Composition,
+    found: Sequence[Point | Refused],
+    problems: Sequence[str],
+    asked: Arguments,
+    scene: rules.Scene,
+    wishes: Wishes,
+) -> int:
+    from orchestrator import report
+    from orchestrator.sweep_command import SweepRequest, run_sweep
+
+    metric = composition.sweep.rank_by
+    if metric and metric not in report.METRICS:
+        near = nearest(metric, report.METRICS)
+        hint = f" Did you mean '{near}'?" if near else ""
+        return refuse([f"rank_by: there is no metric '{metric}'.{hint}      known: {' '.join(report.METRICS)}"])
+    for problem in problems:
+        print(f"refused: {problem}", file=sys.stderr)
+    if composition.sweep.prune in ("off", False) and "--prune" not in asked.flags:
+        wishes = replace(wishes, prune=False)
+    request = SweepRequest(
+        sweep_name(composition.axes, asked.overrides),
+        tuple(found),
+        tuple(asked.command()),
+        wishes,
+        metric,
+        plan_only="--plan" in asked.flags,
+        detach="--detach" in asked.flags,
+        as_json="--json" in asked.flags,
+    )
+    return run_sweep(request, scene.hardware)
+
+
+def _wishes(asked: Arguments) -> Wishes:
+    retry = asked.flags.get("--retry")
+    return Wishes(
+        fresh="--fresh" in asked.flags,
+        retry=retry_states(retry) if retry else frozenset(),
+        prune=asked.flags.get("--prune") != "off",
+    )
 
 
 def scene_of(environ: Mapping[str, str]) -> rules.Scene:
@@ -105,22 +157,41 @@ def scene_of(environ: Mapping[str, str]) -> rules.Scene:
     return rules.Scene(found, world, int(environ.get("LOCAL_WORLD_SIZE", world)))
 
 
-def checked_points(composition: Composition, scene: rules.Scene) -> tuple[list[Point], list[str]]:
-    """The points, resolved, or every broken rule with the number of points that it hits."""
-    points: list[Point] = []
+def judged(composition: Composition, scene: rules.Scene) -> tuple[list[Point | Refused], list[str]]:
+    """The points, resolved or refused, and every broken rule with the number of points that it hits."""
+    found: dict[str, Point | Refused] = {}
     hits: Counter[Broken] = Counter()
     for composed in composition.points:
         parts, broken = build_parts(RunConfig, composed.values)
         broken += root_limits(parts).broken + rules.check_parts(parts, scene)
         hits.update(dict.fromkeys(broken, 1))
-        if not broken:
+        name = label(composed, composition.axes)
+        if broken:
+            found[f"refused {name} {composed.overrides}"] = Refused(name, composed.overrides, tuple(broken))
+        else:
             config = rules.resolve(RunConfig(**parts), scene)
-            # Two ways to say one configuration are one point: its folder can be written once only.
-            if all(config != point.config for point in points):
-                points.append(Point(label(composed, composition.axes), config, composed.overrides))
+            # Two ways to say one configuration are one point: it is measured once.
+            found.setdefault(json.dumps(to_dict(config), sort_keys=True), Point(name, config, composed.overrides))
     many = len(composition.points)
     lines = [f"{one}" + (f"      ({count} of {many} points)" if many > 1 else "") for one, count in hits.items()]
-    return points, lines
+    return distinct(list(found.values())), lines
+
+
+def distinct(points: Sequence[Point | Refused]) -> list[Point | Refused]:
+    """The same points with labels of their own: words that two share are told apart by a number."""
+    seen: Counter[str] = Counter()
+    told = []
+    for point in points:
+        seen[point.label] += 1
+        many = seen[point.label] > 1
+        told.append(replace(point, label=f"{point.label}-{seen[point.label]}") if many else point)
+    return told
+
+
+def checked_points(composition: Composition, scene: rules.Scene) -> tuple[list[Point], list[str]]:
+    """The points that break no rule, and the lines of `judged`."""
+    found, lines = judged(composition, scene)
+    return [one for one in found if isinstance(one, Point)], lines
 
 
 def refuse(problems: Sequence[str]) -> int:

@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from orchestrator.schema import Device
 
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
+CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -49,6 +52,52 @@ def detect(environ: Mapping[str, str] | None = None) -> Hardware:
         idle_gpus=len(models) - len(usable),
         cpu_dtypes=cpu_dtypes(),
     )
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that this process may use; `visible` is its entry of CUDA_VISIBLE_DEVICES. No memory: nobody told."""
+
+    visible: str
+    uuid: str = ""
+    memory_bytes: int | None = None
+
+
+def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
+    """The GPUs of `detect`, one by one, in their order."""
+    environ = os.environ if environ is None else environ
+    models = gpu_models()
+    setting = environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(visible(models, setting))
+    entries = [part.strip() for part in setting.split(",")] if setting is not None else list(map(str, range(count)))
+    told = _smi("--query-gpu=index,uuid,memory.total")
+    facts = {name: (uuid, int(mib) << 20) for index, uuid, mib in told if mib.isdigit() for name in (index, uuid)}
+    return [Gpu(entry, *facts.get(entry, ("", None))) for entry in entries[:count]]
+
+
+def gpu_processes() -> list[tuple[str, str, str]]:
+    """(UUID of the GPU, pid, memory) of everything that computes on a GPU of this machine now."""
+    return [(uuid, pid, used) for uuid, pid, used in _smi("--query-compute-apps=gpu_uuid,pid,used_memory")]
+
+
+def _smi(query: str) -> list[list[str]]:
+    """The rows that nvidia-smi answers; none where it is not there."""
+    try:
+        line = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+        answer = subprocess.run(line, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in row.split(",")] for row in answer.stdout.splitlines() if row.count(",") == 2]
+
+
+def memory_bytes() -> int:
+    """What this machine, or the container that we are in, gives to processes."""
+    total: int = psutil.virtual_memory().total
+    try:
+        limit = CGROUP_MEMORY.read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def usable_cores() -> int:

@@ -11,14 +11,16 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from orchestrator import hardware
+from orchestrator import comparison, hardware
 from orchestrator.job import ENTRY, RankInfo, rank_in_world, run_recorded
+from orchestrator.paths import shown
 from orchestrator.point import Point
+from orchestrator.point_run import record
 from orchestrator.record import Attempt, AttemptPaths, EventTail, joins_path, new_attempt, read_json, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import to_dict
 from orchestrator.screen import Screen
-from orchestrator.study import record, shown, tell
+from orchestrator.study import tell
 from orchestrator.summary import Row, next_after_run
 from orchestrator.tracking_feed import Tracker, experiment_name, start_tracker
 from orchestrator.watch import GRACE_S, Verdict
@@ -114,9 +116,9 @@ def _lead(point: Point, rank: RankInfo, meeting: Meeting, output: Path, entry: s
         verdict = verdict_of(attempt, rank.world, failure)
     except TimeoutError as error:
         verdict = Verdict(RunState.error, 0, str(error))
-    record(attempt, verdict)
+    verdict = record(attempt, verdict)
     _close(point, attempt, verdict, screen, tracker)
-    return 0 if verdict.state is RunState.ok else 1
+    return comparison.exit_code_of({verdict.state})
 
 
 def _run_shown(point: Point, rank: RankInfo, attempt: Attempt, screen: Screen, entry: str) -> BaseException | None:
@@ -159,9 +161,9 @@ def verdict_of(attempt: Attempt, world: int, failure: BaseException | None) -> V
 
 def _close(point: Point, attempt: Attempt, verdict: Verdict, screen: Screen, tracker: Tracker) -> None:
     tracker.end(attempt)
-    told = tell(screen, point, attempt, verdict, in_sweep=False)
+    tell(screen, point, attempt, verdict)
     rows = [Row("records", shown(attempt.paths.root))]
-    if told.result is not None:
+    if verdict.state.measured:
         rows.append(Row("next", next_after_run(point.overrides)))
     screen.closing(rows)
     tracker.close()

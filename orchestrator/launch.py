@@ -32,8 +32,11 @@ GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"
 BACKSTOP_MIN = 2.0
 
 
-def job_environment(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
-    """What a careful person sets by hand for such a job. What the user set stays, but for the thread counts."""
+def job_environment(config: RunConfig, base: Mapping[str, str], gpus: Sequence[str] | None = None) -> dict[str, str]:
+    """What a careful person sets by hand for such a job. What the user set stays, but for the thread counts.
+
+    `gpus`: those of the user's that this job has, as entries of CUDA_VISIBLE_DEVICES.
+    """
     on_cuda = config.resources.device is Device.cuda
     threads = str(config.resources.threads)
     wanted = {
@@ -51,8 +54,8 @@ def job_environment(config: RunConfig, base: Mapping[str, str]) -> dict[str, str
     if on_cuda and "PYTORCH_CUDA_ALLOC_CONF" not in base:
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     fixed = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": _python_path(base)}
-    if not on_cuda:
-        fixed["CUDA_VISIBLE_DEVICES"] = ""
+    if gpus is not None or not on_cuda:
+        fixed["CUDA_VISIBLE_DEVICES"] = ",".join(gpus or ())
     return {**wanted, **base, **fixed}
 
 
@@ -127,10 +130,10 @@ class Job:
             self._process.wait(timeout=5)
 
 
-def submit(attempt: AttemptPaths, config: RunConfig, entry: str) -> Job:
+def submit(attempt: AttemptPaths, config: RunConfig, entry: str, gpus: Sequence[str] | None = None) -> Job:
     """Starts the ranks; call it from the main thread (see processes.die_with_parent). Never blocks on them."""
     attempt.submitit.mkdir(exist_ok=True)
-    executor = _SessionExecutor(attempt, job_environment(config, os.environ))
+    executor = _SessionExecutor(attempt, job_environment(config, os.environ, gpus))
     limit_min = config.resources.time_limit_min + BACKSTOP_MIN
     executor.update_parameters(tasks_per_node=config.resources.ranks, timeout_min=limit_min)
     executor.submit(RankJob(str(attempt.root), entry))

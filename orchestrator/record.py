@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.processes import is_alive, start_time
 from orchestrator.run_state import MOVES, RunState
 
 SCHEMA = 1
@@ -81,29 +83,6 @@ class AttemptPaths:
 
     def rank_record(self, rank: int) -> Path:
         return self.root / f"rank{rank}.json"
-
-
-@dataclass(frozen=True)
-class SweepPaths:
-    """The files of one sweep: what was asked for, and the comparison of what came out."""
-
-    root: Path
-
-    @property
-    def name(self) -> str:
-        return self.root.name
-
-    @property
-    def sweep(self) -> Path:
-        return self.root / "sweep.json"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.md"
-
-    @property
-    def results(self) -> Path:
-        return self.root / "results.csv"
 
 
 def store_path(output: str | Path) -> Path:
@@ -192,13 +171,38 @@ def point_id(config: Mapping[str, Any], world: int, hardware: str) -> str:
 class Attempt:
     """One try at a point, whose state only its owner moves. The command's process owns it, ranks never do."""
 
-    def __init__(self, paths: AttemptPaths, point: str, label: str) -> None:
+    def __init__(
+        self,
+        paths: AttemptPaths,
+        point: str,
+        label: str,
+        state: RunState = RunState.queued,
+        facts: Mapping[str, object] | None = None,
+    ) -> None:
         self.paths = paths
         self.point = point
         self.label = label
-        self.state = RunState.queued
-        self._facts: dict[str, object] = {}
-        self._write()
+        self.state = state
+        self._facts: dict[str, object] = dict(facts or {"owner": _this_process()})
+        if facts is None:
+            self._write()
+
+    @classmethod
+    def reopen(cls, paths: AttemptPaths) -> Attempt:
+        """An attempt whose owner is gone, or is a scheduler: whoever calls this is its owner now."""
+        facts = read_json(paths.state)
+        assert facts is not None, f"no state at {paths.state}"
+        state, label, point = RunState(facts.pop("state")), str(facts.pop("label")), str(facts.pop("point"))
+        facts.pop("time")
+        return cls(paths, point, label, state, facts)
+
+    @property
+    def owner_is_gone(self) -> bool:
+        """Whether the process that moves this attempt ran on this machine and has ended."""
+        owner = self._facts.get("owner")
+        if not isinstance(owner, dict) or owner["host"] != socket.gethostname():
+            return False
+        return not is_alive(owner["pid"], owner["started"])
 
     def move(self, state: RunState, **facts: object) -> None:
         """Goes to `state` and writes it, with all `facts` so far beside it. An illegal move is our mistake."""
@@ -210,6 +214,29 @@ class Attempt:
     def _write(self) -> None:
         state = {"state": self.state.value, "time": time.time(), "label": self.label, "point": self.point}
         write_json_atomic(self.paths.state, {**state, **self._facts})
+
+
+def _this_process() -> dict[str, object]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": start_time(os.getpid())}
+
+
+def settle(paths: AttemptPaths) -> RunState:
+    """How the attempt stands. One whose owner died in the middle becomes `lost`, or what its result says."""
+    attempt = Attempt.reopen(paths)
+    if attempt.state.final or not attempt.owner_is_gone:
+        return attempt.state
+    if attempt.state is not RunState.queued and paths.result.exists():
+        attempt.move(RunState.ok, note="the command that watched it was gone when it ended")
+    else:
+        attempt.move(RunState.lost, message="the command that watched it is gone")
+    return attempt.state
+
+
+def attempts_at(output: str | Path, point: str) -> list[AttemptPaths]:
+    """The attempts at a point, the newest first."""
+    folder = Path(output).absolute() / "points" / point / "attempts"
+    found = [one for one in folder.iterdir() if one.name.isdigit()] if folder.is_dir() else []
+    return [AttemptPaths(one) for one in sorted(found, key=lambda one: -int(one.name)) if (one / "state.json").exists()]
 
 
 def new_attempt(output: str | Path, config: Mapping[str, Any], label: str, hardware: str) -> Attempt:
@@ -236,22 +263,3 @@ def _next_folder(attempts: Path) -> Path:
             return folder
         except FileExistsError:
             number += 1
-
-
-def new_sweep(output: str | Path, name: str, points: list[dict[str, Any]]) -> SweepPaths:
-    """A folder for this sweep, named by the time and `name`, that lists its points."""
-    safe = "".join(char if char.isalnum() or char in "-_." else "-" for char in name) or "sweep"
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    sweeps = Path(output).absolute() / "sweeps"
-    sweeps.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        folder = sweeps / (f"{stamp}_{safe}" + (f"_{number}" if number > 1 else ""))
-        try:
-            folder.mkdir()
-            break
-        except FileExistsError:
-            number += 1
-    paths = SweepPaths(folder)
-    write_json_atomic(paths.sweep, {"schema": SCHEMA, "name": name, "points": points})
-    return paths

@@ -4,17 +4,69 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.summary import PHASES, Table, run_command, without_key
 from orchestrator.units import ABSENT, digits, loss, size
 
-RULE = (
-    "sorted by median tokens/s of all ranks, higher first; = marks a tie: "
-    "its p10-p90 range overlaps that of the first row of its group"
-)
+
+class Spread(NamedTuple):
+    """A number of a point's result, and the range that its steps spread over."""
+
+    low: float
+    middle: float
+    high: float
+
+
+class Metric(NamedTuple):
+    """What points are ranked by."""
+
+    words: str
+    higher_first: bool
+    read: Callable[[dict[str, Any]], Spread | None]
+
+
+def _of_steps(key: str) -> Callable[[dict[str, Any]], Spread]:
+    def read(result: dict[str, Any]) -> Spread:
+        found = result["throughput"][key]
+        return Spread(found["p10"], found["median"], found["p90"])
+
+    return read
+
+
+def _each_rank(result: dict[str, Any]) -> Spread:
+    return Spread(*(value / result["world"] for value in _of_steps("tokens_per_second")(result)))
+
+
+def _exact(read: Callable[[dict[str, Any]], float | None]) -> Callable[[dict[str, Any]], Spread | None]:
+    def spread(result: dict[str, Any]) -> Spread | None:
+        value = read(result)
+        return None if value is None else Spread(value, value, value)
+
+    return spread
+
+
+DEFAULT_METRIC = "tokens_per_second"
+METRICS = {
+    DEFAULT_METRIC: Metric("median tokens/s of all ranks", True, _of_steps("tokens_per_second")),
+    "tokens_per_second_per_rank": Metric("median tokens/s of one rank", True, _each_rank),
+    "step_ms": Metric("median step time", False, _of_steps("step_ms")),
+    "peak_bytes": Metric("peak memory of a rank", False, _exact(lambda result: peak_bytes(result))),
+    "states_bytes": Metric("model states of a rank", False, _exact(lambda result: states_bytes(result))),
+    "loss_last": Metric("last training loss", False, _exact(lambda result: result["loss"]["last"])),
+    "loss_validation": Metric("validation loss", False, _exact(lambda result: result["loss"]["validation"])),
+}
+
+
+def rule(metric: str) -> str:
+    """How the rows are ordered, in words."""
+    order = "higher" if METRICS[metric].higher_first else "lower"
+    return (
+        f"sorted by {METRICS[metric].words}, {order} first; = marks a tie: "
+        "its p10-p90 range overlaps that of the first row of its group"
+    )
 
 
 @dataclass(frozen=True)
@@ -36,20 +88,29 @@ class Ranked:
     entry: Entry
     place: int | None = None
     tied: bool = False
+    metric: str = DEFAULT_METRIC
 
 
-def rank(entries: Sequence[Entry]) -> list[Ranked]:
-    """Fastest first by RULE, then those without a result in their own order."""
-    measured = sorted((one for one in entries if one.result), key=lambda one: -_speed(one)["median"])
+def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]:
+    """Best first by `rule(metric)`, then those without a result in their own order."""
+    sign = -1 if METRICS[metric].higher_first else 1
+    spreads = {id(one): METRICS[metric].read(one.result) if one.result else None for one in entries}
+    measured = [one for one in entries if spreads[id(one)] is not None]
+    measured.sort(key=lambda one: sign * _middle(spreads[id(one)]))
     ranked: list[Ranked] = []
     leader: Ranked | None = None
     for place, entry in enumerate(measured, start=1):
-        if leader is not None and _overlap(_speed(leader.entry), _speed(entry)):
-            ranked.append(Ranked(entry, leader.place, tied=True))
+        if leader is not None and _overlap(spreads[id(leader.entry)], spreads[id(entry)]):
+            ranked.append(Ranked(entry, leader.place, tied=True, metric=metric))
         else:
-            leader = Ranked(entry, place)
+            leader = Ranked(entry, place, metric=metric)
             ranked.append(leader)
-    return ranked + [Ranked(entry) for entry in entries if not entry.result]
+    return ranked + [Ranked(one, metric=metric) for one in entries if spreads[id(one)] is None]
+
+
+def _middle(spread: Spread | None) -> float:
+    assert spread is not None
+    return spread.middle
 
 
 def _speed(entry: Entry) -> dict[str, float]:
@@ -58,8 +119,10 @@ def _speed(entry: Entry) -> dict[str, float]:
     return speed
 
 
-def _overlap(one: dict[str, float], other: dict[str, float]) -> bool:
-    return one["p10"] <= other["p90"] and other["p10"] <= one["p90"]
+def _overlap(one: Spread | None, other: Spread | None) -> bool:
+    assert one is not None
+    assert other is not None
+    return one.low <= other.high and other.low <= one.high
 
 
 HEADER = (
@@ -78,7 +141,8 @@ HEADER = (
 
 def table(ranked: Sequence[Ranked]) -> Table:
     """The comparison, one row a point; a failed point's row holds its outcome, its reason is under the table."""
-    best = _speed(ranked[0].entry)["median"] if ranked and ranked[0].place else 0.0
+    speeds = [_speed(one.entry)["median"] for one in ranked if one.entry.result]
+    best = max(speeds, default=0.0)
     return Table(HEADER, tuple(_cells(one, best) for one in ranked), names=2)
 
 
@@ -89,7 +153,7 @@ def _cells(ranked: Ranked, best: float) -> tuple[str, ...]:
     speed = _speed(entry)
     share = "best" if speed["median"] == best else f"{100 * (speed['median'] / best - 1):+.1f} %"
     return (
-        f"{'= ' if ranked.tied else ''}{ranked.place}",
+        ABSENT if ranked.place is None else f"{'= ' if ranked.tied else ''}{ranked.place}",
         entry.label,
         digits(speed["median"]),
         f"{digits(speed['p10'])}-{digits(speed['p90'])}",
@@ -152,13 +216,14 @@ def conclusion(ranked: Sequence[Ranked]) -> str:
         return "no point has a result"
     best = ranked[0].entry
     ties = [one.entry for one in ranked[1:] if one.tied and one.place == 1]
+    word = "fastest" if ranked[0].metric == DEFAULT_METRIC else f"best by {METRICS[ranked[0].metric].words}"
     if not ties:
-        return f"fastest: {best.label}"
+        return f"{word}: {best.label}"
     group = [best, *ties]
     least = min(group, key=lambda entry: states_bytes(entry.result or {}))
     names = ", ".join(entry.label for entry in group)
     return (
-        f"fastest: a tie of {names}: their spread does not tell them apart; {least.label} holds the least model states"
+        f"{word}: a tie of {names}: their spread does not tell them apart; {least.label} holds the least model states"
     )
 
 
@@ -184,7 +249,12 @@ def _escaped(row: Sequence[str]) -> list[str]:
 
 def report_md(name: str, ranked: Sequence[Ranked]) -> str:
     """The whole report of a sweep."""
-    parts = [f"# Sweep {name}", markdown(table(ranked)), f"{RULE}.", f"**{conclusion(ranked)}.**"]
+    parts = [
+        f"# Sweep {name}",
+        markdown(table(ranked)),
+        f"{rule(ranked[0].metric if ranked else DEFAULT_METRIC)}.",
+        f"**{conclusion(ranked)}.**",
+    ]
     parts += [f"Warning: {one}" for one in warnings(ranked)]
     if lost := failures(ranked):
         parts.append("Without a result:\n\n" + "\n".join(f"- {line}" for line in lost))

@@ -315,9 +315,10 @@ class Resources:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the jobs are sent."""
+    """Where the jobs are sent. `exclusive`: one point of a sweep at a time, so that none disturbs another's numbers."""
 
     kind: ClusterKind = ClusterKind.local
+    exclusive: bool = False
 
 
 @dataclass(frozen=True)

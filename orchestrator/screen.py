@@ -13,10 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from orchestrator import report, summary
+from orchestrator import report, summary, sweep_table
 from orchestrator.report import Ranked
 from orchestrator.schema import RunConfig
 from orchestrator.summary import Row, Table
+from orchestrator.sweep_record import Planned
 from orchestrator.units import digits, loss
 
 PLAIN_WIDTH = 140
@@ -35,28 +36,30 @@ class Screen:
     """Writes to one console; every method returns at once."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or make_console()
-        self._live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self.console = console or make_console()
+        self.live = self.console.is_terminal and not self.console.is_dumb_terminal
         self._bar: _Bar | None = None
-        self._planned: list[Row] = []
 
     def say(self, text: str, style: str = "") -> None:
-        self._console.print(Text(text, style=style), soft_wrap=not self._live)
+        self.console.print(Text(text, style=style), soft_wrap=not self.live)
 
     def warn(self, text: str) -> None:
         self.say(f"warning: {text}", "yellow")
 
-    def sweep_plan(self, labels: Sequence[str], folder: str) -> None:
-        self.say(f"{len(labels)} points, one after another: {', '.join(labels)}", "bold")
-        self.say(f"comparison in {folder}")
+    def sweep_plan(self, planned: Sequence[Planned], folder: str) -> None:
+        """What becomes of each point, before anything starts."""
+        self.say(f"{len(planned)} points, records in {folder}", "bold")
+        self.rows(sweep_table.plan_rows(planned))
+
+    def table(self, table: Table) -> None:
+        self.console.print(_table(table))
 
     def plan(self, label: str, config: RunConfig, folder: str) -> None:
-        """What will run; after the first plan of a command, what is different now."""
-        whole = summary.plan_rows(config, folder)
-        rows, self._planned = summary.changed_rows(whole, self._planned), whole
-        if self._live:
+        """What will run."""
+        rows = summary.plan_rows(config, folder)
+        if self.live:
             panel = Panel(_grid(rows), title=f" {label} ", title_align="left", border_style="cyan", expand=False)
-            self._console.print(panel)
+            self.console.print(panel)
         else:
             self.say(f"== {label}")
             self.rows(rows)
@@ -64,7 +67,7 @@ class Screen:
     def begin(self, config: RunConfig) -> None:
         """Shows progress until `end`."""
         measure = config.measure
-        self._bar = _Bar(self._console, measure.warmup_steps + measure.steps, live=self._live)
+        self._bar = _Bar(self.console, measure.warmup_steps + measure.steps, live=self.live)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Shows one event of metrics.jsonl."""
@@ -78,27 +81,21 @@ class Screen:
 
     def success(self, result: Mapping[str, Any], note: str) -> None:
         """The summary of one run."""
-        self._console.print()
+        self.console.print()
         self.rows(summary.speed_rows(result))
         for table in (summary.phase_table(result), summary.memory_table(result)):
-            self._console.print()
-            self._console.print(_table(table))
-        self._console.print()
+            self.console.print()
+            self.console.print(_table(table))
+        self.console.print()
         talk = summary.communication_rows(result)
         learned = summary.learning_rows(result)
         self.rows([*talk, *learned, *summary.checkpoint_rows(result), summary.machine_row(result)])
         if note:
             self.warn(note)
 
-    def brief(self, result: Mapping[str, Any], note: str) -> None:
-        """One run of a sweep in one line; the comparison at the end has the rest."""
-        self.say(f"ok: {summary.brief_text(result)}", "green")
-        if note:
-            self.warn(note)
-
     def failure(self, label: str, state: str, message: str, log: Sequence[str], path: str) -> None:
         """How a run failed, with the last lines of the log that tells why."""
-        self._console.print()
+        self.console.print()
         self.say(f"{label}: {state}: {message}", "bold red")
         if log:
             self.say(f"the last lines of {path}:", "dim")
@@ -107,9 +104,9 @@ class Screen:
 
     def comparison(self, ranked: Sequence[Ranked]) -> None:
         """The table of a sweep, the rule of its order, and what to make of it."""
-        self._console.print()
-        self._console.print(_table(report.table(ranked)))
-        self.say(report.RULE, "dim")
+        self.console.print()
+        self.console.print(_table(report.table(ranked)))
+        self.say(report.rule(ranked[0].metric), "dim")
         for line in report.failures(ranked):
             self.say(line, "red")
         for line in report.warnings(ranked):
@@ -118,17 +115,17 @@ class Screen:
 
     def closing(self, rows: Sequence[Row]) -> None:
         """Where things lie and what to type next."""
-        self._console.print()
+        self.console.print()
         self.rows(rows)
 
     def rows(self, rows: Sequence[Row]) -> None:
         """Names on the left; without a terminal one line each, however long, for grep and for copying."""
-        if self._live:
-            self._console.print(_grid(rows))
+        if self.live:
+            self.console.print(_grid(rows))
             return
         width = max((len(row.name) for row in rows), default=0)
         for row in rows:
-            self._console.print(Text(f"{row.name:<{width}}  {row.text}"), soft_wrap=True)
+            self.console.print(Text(f"{row.name:<{width}}  {row.text}"), soft_wrap=True)
 
 
 class _Bar:

@@ -1,215 +1,134 @@
-"""The sequence of one command: each point submitted, watched, recorded and told; then their comparison."""
+"""One run of one point in the foreground: started, shown step by step, recorded and told."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from orchestrator import hardware, launch, report, summary, watch
+from orchestrator import comparison, hardware, slots, summary, watch
 from orchestrator.job import ENTRY
+from orchestrator.paths import shown
 from orchestrator.point import Point
-from orchestrator.record import Attempt, EventTail, SweepPaths, new_attempt, new_sweep, read_json
-from orchestrator.report import Entry
+from orchestrator.point_run import PointRun, record
+from orchestrator.record import Attempt, new_attempt, read_json
 from orchestrator.run_state import RunState
 from orchestrator.schema import TrackingKind, to_dict
 from orchestrator.screen import Screen
 from orchestrator.summary import Row
 from orchestrator.tracking_feed import Tracker, experiment_name, start_tracker
-from orchestrator.watch import Verdict, Watch
+from orchestrator.watch import Verdict
 
 LOOK_S = 0.2
-OK, FAILED, INTERRUPTED = 0, 1, 130
-
-
-@dataclass(frozen=True)
-class Desk:
-    """What every point of one command shares."""
-
-    output: Path
-    screen: Screen
-    tracker: Tracker
-    sweep: SweepPaths | None
-    entry: str
-
-    @property
-    def sweep_name(self) -> str:
-        return self.sweep.name if self.sweep else ""
+INTERRUPTED = 130
 
 
 class Stopped(KeyboardInterrupt):
     """Somebody asked the command to stop with a signal that is not Ctrl-C."""
 
 
-def run_points(
-    points: Sequence[Point],
-    *,
-    sweep_name: str | None,
-    output: str | Path,
-    entry: str = ENTRY,
-    screen: Screen | None = None,
-) -> int:
-    """Runs the points one after another, so that none disturbs another's numbers. Call it from the main thread.
+def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None) -> int:
+    """Runs one point. Call it from the main thread.
 
-    Returns 0 when every point has a result, 1 when some have none, 130 when it was stopped; in every case no process
-    of ours is left. With `sweep_name` the points are compared, and the comparison lies in a folder of that name.
+    Returns the exit code of `comparison.exit_code_of`, 130 when it was stopped; in every case no process of ours is
+    left.
     """
-    folder = Path(output).absolute()
-    tracker = start_tracker(points[0].config, folder)
+    config = point.config
+    output = Path(config.output).absolute()
     screen = screen or Screen()
-    sweep = None
-    if sweep_name is not None:
-        asked = [{"label": point.label, "overrides": list(point.overrides)} for point in points]
-        sweep = new_sweep(folder, sweep_name, asked)
-        screen.sweep_plan([point.label for point in points], shown(sweep.root))
-    desk = Desk(folder, screen, tracker, sweep, entry)
-    entries: list[Entry] = []
+    tracker = start_tracker(config, output)
+    name = hardware.detect().name(config.resources.device)
+    attempt = new_attempt(output, to_dict(config), point.label, name)
+    screen.plan(point.label, config, shown(attempt.paths.root))
+    tracker.wait_for_store()
+    tracker.begin(attempt, experiment_name(config), "")
     try:
-        with _signals_interrupt():
-            for point in points:
-                entries.append(run_point(desk, point))  # noqa: PERF401 - one that is stopped keeps those before
-            code = OK if all(entry.result for entry in entries) else FAILED
+        with _signals_interrupt(), _slots(point, screen) as lease:
+            verdict = _followed(point, attempt, entry, screen, tracker, lease)
+        code = comparison.exit_code_of({verdict.state})
+        tell(screen, point, attempt, verdict)
     except KeyboardInterrupt:
-        screen.say(f"stopped: {len(entries)} of {len(points)} points are done, nothing is left running", "bold red")
+        if not attempt.state.final:
+            attempt.move(RunState.cancelled, message="the command was stopped")
+        screen.say("stopped: nothing is left running", "bold red")
         code = INTERRUPTED
     finally:
-        _conclude(desk, points, entries)
+        tracker.end(attempt)
+        _close(point, attempt, screen, tracker)
     return code
 
 
-def run_point(desk: Desk, point: Point) -> Entry:
-    """One point from its folder to its summary. Only being stopped is raised, after all of it was ended."""
-    device = point.config.resources.device
-    attempt = new_attempt(desk.output, to_dict(point.config), point.label, hardware.detect().name(device))
-    desk.screen.plan(point.label, point.config, shown(attempt.paths.root))
-    desk.tracker.wait_for_store()
-    desk.tracker.begin(attempt, experiment_name(point.config), desk.sweep_name)
-    try:
-        verdict = _run(desk, point, attempt)
-    except KeyboardInterrupt:
-        attempt.move(RunState.cancelled, message="the command was stopped")
-        raise
-    except Exception as error:  # the point is lost, the others are not
-        verdict = Verdict(RunState.error, 0, f"could not be run: {type(error).__name__}: {error}")
-        record(attempt, verdict)
-    finally:
-        desk.tracker.end(attempt)
-    return tell(desk.screen, point, attempt, verdict, in_sweep=desk.sweep is not None)
-
-
-def _run(desk: Desk, point: Point, attempt: Attempt) -> Verdict:
-    """Starts the ranks and follows them to a verdict; on return, however, none of their processes is left."""
-    resources = point.config.resources
-    world = resources.ranks or 1
-    desk.screen.begin(point.config)
-    job = launch.submit(attempt.paths, point.config, desk.entry)
-    try:
-        attempt.move(RunState.starting, controller=job.session)
-        limit_s = 60 * resources.time_limit_min
-        verdict = follow(desk, attempt, Watch(attempt.paths, world, limit_s, job.controller_alive))
-        if verdict.state is RunState.timeout:
-            verdict = _with_stack(attempt, world, verdict)
-    finally:
-        with _signals_ignored():
-            job.end()
-            desk.screen.end()
-    record(attempt, verdict)
-    return verdict
-
-
-def _with_stack(attempt: Attempt, world: int, verdict: Verdict) -> Verdict:
-    """Every rank's log now ends with where it stood."""
-    stuck = watch.ask_where(attempt.paths, world)
-    if stuck is None:
-        return verdict
-    return verdict._replace(rank=stuck, message=f"{verdict.message}: the others waited for rank {stuck}")
-
-
-def follow(desk: Desk, attempt: Attempt, watching: Watch) -> Verdict:
-    """Shows what the ranks record until the watch has a verdict."""
-    tail = EventTail(attempt.paths.metrics)
-    step = 0
-    while True:
-        verdict = watching.look()
-        if attempt.state is RunState.starting and (watching.all_running or verdict is not None):
-            attempt.move(RunState.running)
-        for event in tail.read_new():
-            desk.screen.event(event)
-            step = event.get("step", step)
-        if verdict is not None:
-            reached = "" if verdict.state is RunState.ok else f", after step {step}"
-            return verdict._replace(message=verdict.message + reached)
-        for warning in desk.tracker.warnings():
-            desk.screen.warn(warning)
+@contextmanager
+def _slots(point: Point, screen: Screen) -> Iterator[slots.Lease]:
+    """The GPUs or cores that the run takes, once no other command of this user's has them."""
+    pool = slots.pool_of(point.config.resources.device)
+    count = slots.wanted(point.config.resources)
+    lease = pool.take(count)
+    if lease is None:
+        screen.say(f"waiting for slots that another command holds: {'; '.join(pool.holders())}")
+    while lease is None:
         time.sleep(LOOK_S)
+        lease = pool.take(count)
+    with lease:
+        yield lease
 
 
-def record(attempt: Attempt, verdict: Verdict) -> None:
-    """Writes how the attempt ended; of a failure also the last lines of the log that tells why."""
-    if verdict.state is RunState.ok:
+def _followed(
+    point: Point, attempt: Attempt, entry: str, screen: Screen, tracker: Tracker, lease: slots.Lease
+) -> Verdict:
+    """Shows what the ranks record until there is a verdict; however it ends, none of their processes is left."""
+    screen.begin(point.config)
+    try:
+        run = PointRun(point, attempt, entry, lease.gpus)
+    except Exception as error:
+        screen.end()
+        return record(attempt, Verdict(RunState.error, 0, f"could not be run: {type(error).__name__}: {error}"))
+    try:
+        while True:
+            for event in run.new_events():
+                screen.event(event)
+            verdict = run.look()
+            if verdict is not None:
+                for event in run.new_events():
+                    screen.event(event)
+                return verdict
+            for warning in tracker.warnings():
+                screen.warn(warning)
+            time.sleep(LOOK_S)
+    finally:
+        run.cancel("the command was stopped")
+        screen.end()
+
+
+def tell(screen: Screen, point: Point, attempt: Attempt, verdict: Verdict) -> None:
+    """Shows how the point ended."""
+    if verdict.state.measured:
         result = read_json(attempt.paths.result)
         assert result is not None
-        attempt.move(watch.success(result), **({"note": verdict.note} if verdict.note else {}))
-    else:
-        lines, _ = watch.last_words(attempt.paths, verdict.rank)
-        attempt.move(verdict.state, rank=verdict.rank, message=verdict.message, log=lines)
-
-
-def tell(screen: Screen, point: Point, attempt: Attempt, verdict: Verdict, *, in_sweep: bool) -> Entry:
-    """Shows how the point ended, and what the comparison will need of it."""
-    folder = str(attempt.paths.root)
-    if verdict.state is RunState.ok:
-        result = read_json(attempt.paths.result)
-        assert result is not None
-        (screen.brief if in_sweep else screen.success)(result, verdict.note)
-        return Entry(point.label, "ok", result, folder=folder, overrides=point.overrides)
+        screen.success(result, verdict.note)
+        return
     lines, path = watch.last_words(attempt.paths, verdict.rank)
     screen.failure(point.label, verdict.state.value, verdict.message, lines, shown(path))
-    return Entry(point.label, verdict.state.value, None, verdict.message, folder, point.overrides)
 
 
-def _conclude(desk: Desk, points: Sequence[Point], entries: Sequence[Entry]) -> None:
-    """The comparison where there is one, where everything lies, and what to type next."""
-    ranked = report.rank(entries)
-    rows: list[Row] = []
-    if desk.sweep is not None and ranked:
-        desk.sweep.report.write_text(report.report_md(desk.sweep.name, ranked), encoding="utf-8")
-        desk.sweep.results.write_text(report.results_csv(ranked), encoding="utf-8")
-        desk.screen.comparison(ranked)
-        files = [str(desk.sweep.report), str(desk.sweep.results)]
-        table = report.markdown(report.table(ranked))
-        desk.tracker.summary(experiment_name(points[0].config), desk.sweep.name, table, files)
-        rows += [Row("report", shown(desk.sweep.report)), Row("numbers", shown(desk.sweep.results))]
-    elif ranked:
-        rows.append(Row("records", shown(Path(ranked[0].entry.folder))))
-    if points[0].config.tracking.kind is not TrackingKind.none:
-        rows.append(Row("dashboard", f"python -m orchestrator.tracking ui {shown(desk.output)}"))
-    if ranked:
-        rows.append(Row("next", _next(desk, ranked)))
-    desk.screen.closing(rows)
-    desk.tracker.close()
-    for warning in desk.tracker.warnings():
-        desk.screen.warn(warning)
-
-
-def _next(desk: Desk, ranked: Sequence[report.Ranked]) -> str:
-    first = ranked[0].entry
-    if desk.sweep is not None or first.result is None:
-        return report.next_after_sweep(ranked)
-    return summary.next_after_run(first.overrides)
-
-
-def shown(path: Path) -> str:
-    """The path as short as it can be typed from here."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+def _close(point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> None:
+    """Where everything lies, and what to type next."""
+    rows = [Row("records", shown(attempt.paths.root))]
+    if point.config.tracking.kind is not TrackingKind.none:
+        rows.append(Row("dashboard", f"python -m orchestrator.tracking ui {shown(Path(point.config.output))}"))
+    measured = attempt.state.measured
+    if attempt.state is not RunState.cancelled:
+        rows.append(
+            Row("next", summary.next_after_run(point.overrides) if measured else summary.run_command(point.overrides))
+        )
+    screen.closing(rows)
+    tracker.close()
+    for warning in tracker.warnings():
+        screen.warn(warning)
 
 
 @contextmanager
@@ -220,18 +139,6 @@ def _signals_interrupt() -> Iterator[None]:
         raise Stopped(signal.Signals(number).name)
 
     before = {one: signal.signal(one, stop) for one in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
-
-
-@contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """For the moments in which a second Ctrl-C would leave processes behind."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {one: signal.signal(one, signal.SIG_IGN) for one in signals}
     try:
         yield
     finally:

@@ -62,11 +62,6 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
     ]
 
 
-def changed_rows(rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:
-    """The rows that say something else than they did before."""
-    return [row for row in rows if row not in before]
-
-
 def _many(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
@@ -133,16 +128,6 @@ def speed_rows(result: Mapping[str, Any]) -> list[Row]:
         ),
         Row("step time", f"{digits(step['median'])} ms median, p10-p90 {_range(step)}"),
     ]
-
-
-def brief_text(result: Mapping[str, Any]) -> str:
-    """One run in one line, for the middle of a sweep."""
-    speed = result["throughput"]
-    states = _sum(result["memory"]["states"], "measured_bytes")
-    return (
-        f"{digits(speed['tokens_per_second']['median'])} tokens/s, step {digits(speed['step_ms']['median'])} ms, "
-        f"model states {size(states)} a rank, loss {loss(result['loss']['first'])} -> {loss(result['loss']['last'])}"
-    )
 
 
 def phase_table(result: Mapping[str, Any]) -> Table:

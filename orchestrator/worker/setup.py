@@ -63,7 +63,7 @@ def build_runtime(config: RunConfig, device: torch.device, watch: RankWatch) -> 
     Needs the process group.
     """
     assert config.batch.accumulation is not None
-    model, initialise = _unborn(config)
+    model, initialise = build_unborn(config)
     Recomputation(model, RecomputeRule(str(config.recompute.kind), config.recompute.every))
     precision = config.precision
     settings = RuntimeSettings(
@@ -85,20 +85,25 @@ def build_runtime(config: RunConfig, device: torch.device, watch: RankWatch) -> 
         return ZeroRuntime(
             model,
             ZeroPlan.from_stage(config.zero.stage, shard_ranks=config.zero.shard_ranks),
-            MixedPrecision(
-                param=str(precision.param),
-                reduce=str(precision.reduce),
-                accumulate=str(precision.accumulate),
-                master=str(precision.master),
-                compute=str(precision.compute),
-            ),
+            build_precision(precision),
             build_optimizer(config.optimizer),
             settings,
             device,
         )
 
 
-def _unborn(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
+def build_precision(precision: Precision) -> MixedPrecision:
+    """The dtypes of a run."""
+    return MixedPrecision(
+        param=str(precision.param),
+        reduce=str(precision.reduce),
+        accumulate=str(precision.accumulate),
+        master=str(precision.master),
+        compute=str(precision.compute),
+    )
+
+
+def build_unborn(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
     """The model on the meta device, with its adapters where there are some, and the rule of their first values."""
     settings, adapter = config.model, config.adapter
     assert settings.model_type is not None

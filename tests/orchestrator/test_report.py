@@ -69,7 +69,7 @@ def test_a_failed_point_is_a_row_and_its_reason_is_told() -> None:
     assert all(len(row) == len(table.header) for row in table.rows)
     page = report.report_md("2026_zero", ranked)
     assert "stage3: error: rank 1 was killed by SIGKILL" in page
-    assert report.RULE in page
+    assert report.rule(report.DEFAULT_METRIC) in page
 
 
 def test_the_csv_has_one_full_line_for_each_point_with_units_in_its_names() -> None:

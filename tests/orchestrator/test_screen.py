@@ -39,16 +39,6 @@ def test_the_plan_spells_the_batch_out() -> None:
     assert "6 = 2 of warm-up + 4 measured" in out.getvalue()
 
 
-def test_a_second_plan_tells_only_what_is_different() -> None:
-    screen, out = show()
-    screen.plan("a", CONFIG, "outputs/x")
-    before = len(out.getvalue())
-    screen.plan("b", make_config(Path("outputs"), stage=3), "outputs/y")
-    second = out.getvalue()[before:]
-    assert "stage 3" in second
-    assert "accumulation" not in second
-
-
 def test_the_summary_says_what_was_counted_and_what_was_left_out() -> None:
     text = summary_of(make_result(CONFIG))
     assert "9,412 median, p10-p90 9,224-9,506, 4 steps counted, 2 of warm-up left out" in text
@@ -105,7 +95,7 @@ def test_the_comparison_prints_its_rule_its_ties_and_the_reason_of_a_failure() -
     good = [Entry(label, "ok", make_result(CONFIG, speed)) for label, speed in (("a", 100.0), ("b", 99.5))]
     screen.comparison(report.rank([*good, Entry("c", "error", None, "rank 1 was killed")]))
     text = squeezed(out)
-    assert report.RULE in text
+    assert report.rule(report.DEFAULT_METRIC) in text
     assert "= 1 b" in text
     assert "c: error: rank 1 was killed" in text
 

@@ -1,0 +1,59 @@
+"""The comparison of a sweep, from its records: what the terminal shows, report.md and results.csv."""
+
+from __future__ import annotations
+
+from orchestrator import report
+from orchestrator.record import read_json
+from orchestrator.report import Entry, Ranked
+from orchestrator.run_state import RunState
+from orchestrator.sweep_record import Standing, SweepPaths, standings
+
+OK, FAILED, INCOMPLETE, NOTHING_FITS = 0, 1, 3, 4
+
+
+def entries(found: list[Standing]) -> list[Entry]:
+    """One for each point of a sweep."""
+    return [
+        Entry(
+            one.label,
+            one.state.value,
+            one.result(),
+            one.message,
+            str(one.attempt.root) if one.attempt else "",
+            one.planned.overrides,
+        )
+        for one in found
+    ]
+
+
+def ranked(sweep: SweepPaths) -> list[Ranked]:
+    """The points in the order of the sweep's metric."""
+    metric = (read_json(sweep.sweep) or {}).get("rank_by") or report.DEFAULT_METRIC
+    return report.rank(entries(standings(sweep)), metric)
+
+
+def write(sweep: SweepPaths) -> list[str]:
+    """report.md and results.csv, and their names; none where no point was ever measured or tried."""
+    found = ranked(sweep)
+    sweep.report.write_text(report.report_md(sweep.name, found), encoding="utf-8")
+    sweep.results.write_text(report.results_csv(found), encoding="utf-8")
+    return [str(sweep.report), str(sweep.results)]
+
+
+def markdown(sweep: SweepPaths) -> str:
+    """The table, for a page of markdown."""
+    return report.markdown(report.table(ranked(sweep)))
+
+
+def exit_code(found: list[Standing]) -> int:
+    """0: every point has its answer. 1: one failed. 3: some are left. 4: nothing fits."""
+    return exit_code_of({one.state for one in found})
+
+
+def exit_code_of(states: set[RunState]) -> int:
+    """The same of the states that are met."""
+    if states & {RunState.error, RunState.hang, RunState.timeout, RunState.lost}:
+        return FAILED
+    if not all(state.answered for state in states):
+        return INCOMPLETE
+    return OK if any(state.measured for state in states) else NOTHING_FITS

@@ -1,0 +1,159 @@
+"""What becomes of each point before anything starts: run, keep the answer that is there, leave out, refuse. Pure but
+for reading the records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.hardware import Hardware
+from orchestrator.point import Point
+from orchestrator.record import AttemptPaths, attempts_at, point_id, read_json, settle
+from orchestrator.run_state import RETRIED, RunState
+from orchestrator.schema import to_dict
+from orchestrator.strict import Broken
+from orchestrator.sweep_record import Planned
+from orchestrator.units import size
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """fresh: run everything anew. retry: run those again whose last answer is one of these. prune: leave out what
+    cannot fit."""
+
+    fresh: bool = False
+    retry: frozenset[RunState] = frozenset()
+    prune: bool = True
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A point that breaks rules."""
+
+    label: str
+    overrides: tuple[str, ...]
+    broken: tuple[Broken, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes of the model states of one rank, and what a rank, or all of them together, may hold at most."""
+
+    states_bytes: int
+    limit_bytes: int | None
+    ranks_share: int = 1  # ranks that share the limit
+
+    @property
+    def cannot_fit(self) -> bool:
+        return self.limit_bytes is not None and self.states_bytes * self.ranks_share > self.limit_bytes
+
+
+def retry_states(text: str) -> frozenset[RunState]:
+    """The states of "error,oom". ValueError tells those that can be retried."""
+    words = [word.strip() for word in text.split(",")]
+    if unknown := [word for word in words if word not in RETRIED]:
+        raise ValueError(f"--retry {','.join(unknown)}: expected some of {','.join(RETRIED)}")
+    return frozenset(RunState(word) for word in words)
+
+
+def decide(
+    points: Sequence[Point | Refused],
+    output: Path,
+    hardware: Hardware,
+    wishes: Wishes,
+    predictions: Mapping[str, Prediction],
+) -> list[Planned]:
+    """The plan, in the order of the points. `predictions`: by label, where there is one."""
+    planned = []
+    for point in points:
+        if isinstance(point, Refused):
+            reason = "; ".join(map(str, point.broken))
+            planned.append(Planned(point.label, point.overrides, RunState.refused, reason=reason))
+        else:
+            planned.append(_decided(point, output, hardware, wishes, predictions.get(point.label)))
+    return _pruned_by_family(planned) if wishes.prune else planned
+
+
+def _decided(point: Point, output: Path, hardware: Hardware, wishes: Wishes, prediction: Prediction | None) -> Planned:
+    config = to_dict(point.config)
+    name = hardware.name(point.config.resources.device)
+    identity = point_id(config, point.config.resources.ranks or 1, name)
+    predicted = prediction.states_bytes if prediction else None
+    plan = Planned(point.label, point.overrides, RunState.queued, identity, config, predicted_bytes=predicted)
+    kept = None if wishes.fresh else _kept(output, identity)
+    if kept is not None and kept[1] not in wishes.retry:
+        attempt, state = kept
+        return replace(
+            plan,
+            decision=RunState.cached if state.measured else state,
+            attempt=str(attempt.root),
+            reason=_when(attempt, state),
+        )
+    if wishes.prune and prediction is not None and prediction.cannot_fit:
+        return replace(plan, decision=RunState.pruned, reason=cannot_fit(prediction))
+    return plan
+
+
+def cannot_fit(prediction: Prediction) -> str:
+    """The arithmetic by which a point is left out."""
+    share = f"{prediction.ranks_share} x " if prediction.ranks_share > 1 else ""
+    return (
+        f"the model states alone, {share}{size(prediction.states_bytes)}, are more than {size(prediction.limit_bytes)}"
+    )
+
+
+def _kept(output: Path, identity: str) -> tuple[AttemptPaths, RunState] | None:
+    """The newest measurement of the point, else the newest other answer."""
+    found = [(attempt, settle(attempt)) for attempt in attempts_at(output, identity)]
+    measured = [one for one in found if one[1].measured]
+    answers = [one for one in found if one[1].kept]
+    return next(iter([*measured, *answers]), None)
+
+
+def _when(attempt: AttemptPaths, state: RunState) -> str:
+    facts = read_json(attempt.state) or {}
+    if not state.measured:
+        return str(facts.get("message", ""))
+    commit = ((read_json(attempt.result) or {}).get("environment") or {}).get("git")
+    code = f", code {commit}" if commit else ""
+    return f"measured before{code}; --fresh to measure again"
+
+
+def family(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What points of one family share: all but the size of what is computed at a time, and what follows from it."""
+    return {key: value for key, value in config.items() if key != "batch"}
+
+
+def is_larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether `one` computes at least as much at a time as `other`, and not the same."""
+    left, right = one["batch"], other["batch"]
+    pairs = [(left[key], right[key]) for key in ("micro", "seq")]
+    return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
+
+
+def outgrown(planned: Planned, failed: Mapping[str, Any]) -> bool:
+    """Whether the point is of the family of the configuration `failed`, and larger."""
+    return bool(planned.config) and is_larger(planned.config, failed) and family(planned.config) == family(failed)
+
+
+def _pruned_by_family(planned: Sequence[Planned]) -> list[Planned]:
+    lacking = [one for one in planned if one.decision in (RunState.oom, RunState.oom_host)]
+    done = []
+    for one in planned:
+        smaller = [other for other in lacking if outgrown(one, other.config)]
+        if one.decision is RunState.queued and smaller:
+            one = replace(one, decision=RunState.pruned, reason=smaller_failed(smaller[0].label))
+        done.append(one)
+    return done
+
+
+def smaller_failed(label: str) -> str:
+    """Why a point is left out after one of its family."""
+    return f"{label}, which is smaller, was out of memory; --prune off runs it all the same"
+
+
+def summary(planned: Sequence[Planned]) -> dict[RunState, list[Planned]]:
+    """The points by what was decided, in the order of the states."""
+    return {state: found for state in RunState if (found := [one for one in planned if one.decision is state])}

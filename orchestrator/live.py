@@ -1,0 +1,134 @@
+"""Watches a sweep from any terminal: a live table on a terminal, else a line for each change. Reads records only."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from enum import Enum
+
+from rich.live import Live
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from orchestrator import comparison, sweep_table
+from orchestrator.record import EventTail
+from orchestrator.run_state import RunState
+from orchestrator.screen import Screen
+from orchestrator.sweep_record import Standing, SweepPaths, controller_pid, standings
+from orchestrator.units import ABSENT
+
+LOOK_S = 0.5
+START_S = 30.0  # until a controller that was just started must have said so
+SAY_EVERY_S = 30.0
+
+
+class Choice(Enum):
+    """What Ctrl-C may mean."""
+
+    DETACH = "d"
+    WAIT = "w"
+    CANCEL = "c"
+    GO_ON = ""
+
+
+class SweepWatch:
+    """Shows a sweep until all its points have ended."""
+
+    def __init__(self, sweep: SweepPaths, screen: Screen, alive: Callable[[], bool] | None = None) -> None:
+        self._sweep, self._screen = sweep, screen
+        self._alive = alive or (lambda: controller_pid(sweep) is not None)
+        self._events = EventTail(sweep.events)
+        self._shown: dict[str, str] = {}
+        self._begun = self._said = time.monotonic()
+        self._ended = False
+
+    def until_end(self) -> None:
+        """Returns when the controller is done or gone. KeyboardInterrupt is the caller's to answer."""
+        if not self._screen.live:
+            while self._look() is not None:
+                time.sleep(LOOK_S)
+            return
+        with Live(console=self._screen.console, refresh_per_second=4, transient=True) as live:
+            while (found := self._look()) is not None:
+                live.update(self._table(found))
+                time.sleep(LOOK_S)
+
+    def _look(self) -> list[Standing] | None:
+        """How the points stand; None when it is over."""
+        # Before the records: what a controller that is gone left is all there will be.
+        over = self._ended or not self._alive()
+        for event in self._events.read_new():
+            if event["event"] == "warning":
+                self._screen.warn(event["text"])
+            self._ended = self._ended or event["event"] == "end"
+        found = standings(self._sweep)
+        if not self._screen.live:
+            self._say_changes(found)
+        return None if over else found
+
+    def _say_changes(self, found: list[Standing]) -> None:
+        now = time.monotonic()
+        for one in found:
+            line = _line(one)
+            if self._shown.get(one.label) != line and one.state not in (RunState.queued, RunState.starting):
+                self._shown[one.label] = line
+                self._screen.say(line)
+                self._said = now
+        if now - self._said > SAY_EVERY_S:
+            running = [f"{one.label} {sweep_table.note(one)}" for one in found if one.state is RunState.running]
+            self._screen.say(f"{sweep_table.counts(found)}: {', '.join(running)}")
+            self._said = now
+
+    def _table(self, found: list[Standing]) -> RichTable:
+        done = sum(one.state.final for one in found)
+        elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - self._begun))
+        title = f"{self._sweep.name}   done {done}/{len(found)}   {elapsed}   Ctrl-C: detach, wait or cancel"
+        table = RichTable(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+        for index, name in enumerate(sweep_table.HEADER):
+            table.add_column(name, justify="right" if index in (3, 4, 5) else "left", no_wrap=index < 6)
+        rows = found
+        room = max(5, self._screen.console.height - 6)
+        if len(rows) > room:  # those that move first, then those that ended last
+            rows = sorted(found, key=lambda one: (one.state.final, one.state is RunState.queued))[:room]
+        for one in rows:
+            table.add_row(*[Text(cell, style=sweep_table.STYLES.get(one.state, "red")) for cell in _row(one)])
+        return table
+
+
+def _row(one: Standing) -> tuple[str, ...]:
+    return sweep_table.standing_row(one)
+
+
+def _line(one: Standing) -> str:
+    """One change of one point for a log: no numbers that move."""
+    row = sweep_table.standing_row(one)
+    if one.state.measured:
+        return f"{one.label}: {one.state.value}  {row[5]} tokens/s, peak {row[4]} a rank"
+    if one.state is RunState.running:
+        where = "" if row[2] == ABSENT else f" on {row[2]}"
+        return f"{one.label}: running{where}"
+    return f"{one.label}: {one.state.value}" + (f": {one.message}" if one.message else "")
+
+
+def ask_at_interrupt(found: list[Standing]) -> Choice:
+    """On a terminal the person chooses; without one an interrupt cancels, so that nothing is left behind."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return Choice.CANCEL
+    print(f"\n{sweep_table.counts(found)}.")
+    print(
+        "[d]etach: goes on without this terminal   [w]ait for what runs, drop the queue   [c]ancel all   [Enter] go on"
+    )
+    try:
+        answer = input("> ").strip().lower()[:1]
+    except (EOFError, KeyboardInterrupt):
+        return Choice.CANCEL
+    return Choice(answer) if answer in [one.value for one in Choice] else Choice.GO_ON
+
+
+def conclude(sweep: SweepPaths, screen: Screen) -> int:
+    """The comparison and the reasons; the exit code of the whole."""
+    comparison.write(sweep)
+    found = standings(sweep)
+    screen.comparison(comparison.ranked(sweep))
+    return comparison.exit_code(found)

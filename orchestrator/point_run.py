@@ -1,0 +1,103 @@
+"""One attempt on this machine, from its processes' start to its recorded end. Never blocks but to end them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from orchestrator import launch, watch
+from orchestrator.point import Point
+from orchestrator.record import Attempt, EventTail, read_json
+from orchestrator.run_state import RunState
+from orchestrator.watch import Verdict, Watch
+
+
+class PointRun:
+    """Started by its making, from the main thread (see processes.die_with_parent); `look` until there is a verdict.
+
+    `gpus`: the CUDA_VISIBLE_DEVICES of the ranks; None leaves it as it is.
+    """
+
+    def __init__(self, point: Point, attempt: Attempt, entry: str, gpus: Sequence[str] | None = None) -> None:
+        resources = point.config.resources
+        self.point, self.attempt = point, attempt
+        self._world = resources.ranks or 1
+        self._tail = EventTail(attempt.paths.metrics)
+        self._step = 0
+        self._job = launch.submit(attempt.paths, point.config, entry, gpus)
+        try:
+            attempt.move(RunState.starting, controller=self._job.session)
+        except BaseException:
+            self._job.end()
+            raise
+        limit_s = 60 * resources.time_limit_min
+        self._watch = Watch(attempt.paths, self._world, limit_s, self._job.controller_alive)
+
+    def new_events(self) -> list[dict[str, Any]]:
+        """What the ranks noted down since the last call."""
+        events = self._tail.read_new()
+        self._step = next((event["step"] for event in reversed(events) if "step" in event), self._step)
+        return events
+
+    def look(self) -> Verdict | None:
+        """None while it goes on. With the verdict none of its processes is left, and its state is written."""
+        verdict = self._watch.look()
+        if self.attempt.state is RunState.starting and (self._watch.all_running or verdict is not None):
+            self.attempt.move(RunState.running)
+        if verdict is None:
+            return None
+        if verdict.state is RunState.timeout:
+            verdict = self._with_stack(verdict)
+        self._end()
+        if verdict.state is not RunState.ok and self._step:
+            verdict = verdict._replace(message=f"{verdict.message}, after step {self._step}")
+        return record(self.attempt, verdict)
+
+    def cancel(self, why: str) -> None:
+        """Ends its processes and writes that it was stopped. A run that ended already stays as it is."""
+        self._end()
+        if not self.attempt.state.final:
+            self.attempt.move(RunState.cancelled, message=why)
+
+    def _end(self) -> None:
+        with signals_ignored():
+            self._job.end()
+
+    def _with_stack(self, verdict: Verdict) -> Verdict:
+        """Every rank's log now ends with where it stood."""
+        stuck = watch.ask_where(self.attempt.paths, self._world)
+        if stuck is None:
+            return verdict
+        return verdict._replace(rank=stuck, message=f"{verdict.message}: the others waited for rank {stuck}")
+
+
+def record(attempt: Attempt, verdict: Verdict) -> Verdict:
+    """Writes how the attempt ended; of a failure also the last lines of the log that tells why.
+
+    Returns what was written: a run that fitted may have been tight.
+    """
+    if verdict.state is RunState.ok:
+        result = read_json(attempt.paths.result)
+        assert result is not None
+        verdict = verdict._replace(state=watch.success(result))
+        attempt.move(verdict.state, **({"note": verdict.note} if verdict.note else {}))
+        return verdict
+    lines, _ = watch.last_words(attempt.paths, verdict.rank)
+    memory = (read_json(attempt.paths.rank_record(verdict.rank)) or {}).get("memory")
+    facts = {"memory": memory} if memory else {}
+    attempt.move(verdict.state, rank=verdict.rank, message=verdict.message, log=lines, **facts)
+    return verdict
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """For the moments in which a second Ctrl-C would leave processes behind."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {one: signal.signal(one, signal.SIG_IGN) for one in signals}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)

@@ -1,0 +1,175 @@
+"""The sequence of a sweep's command: decide, show the plan, start the controller, watch, compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator import comparison, deciding, live, prediction, report, sweep_record, sweep_table
+from orchestrator.deciding import Refused, Wishes
+from orchestrator.hardware import Hardware
+from orchestrator.job import ENTRY
+from orchestrator.live import Choice, SweepWatch
+from orchestrator.paths import shown
+from orchestrator.point import Point
+from orchestrator.record import read_json
+from orchestrator.run_state import RunState
+from orchestrator.schema import TrackingKind
+from orchestrator.screen import Screen
+from orchestrator.summary import Row
+from orchestrator.sweep_record import Planned, SweepPaths
+
+REFUSED, INTERRUPTED = 2, 130
+CONTROLLER_S = 30.0
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """A sweep as it was asked for. `command`: the words to give again for going on with it."""
+
+    name: str
+    points: tuple[Point | Refused, ...]
+    command: tuple[str, ...]
+    wishes: Wishes = field(default_factory=Wishes)
+    rank_by: str = ""
+    plan_only: bool = False
+    detach: bool = False
+    as_json: bool = False
+    predicts: bool = True
+    entry: str = ENTRY
+
+
+def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> int:
+    """The exit code; see `comparison.exit_code`. 2 where every point was refused, 130 where it was stopped."""
+    screen = screen or Screen()
+    points = [one for one in request.points if isinstance(one, Point)]
+    if not points:
+        screen.rows(sweep_table.plan_rows(deciding.decide(request.points, Path(), hardware, Wishes(), {})))
+        return REFUSED
+    output = Path(points[0].config.output)
+    if request.predicts and not request.as_json:
+        screen.say(f"{len(request.points)} points: predicting their memory", "dim")
+    predicted = prediction.predict(points) if request.predicts else {}
+    planned = deciding.decide(request.points, output, hardware, request.wishes, predicted)
+    if request.plan_only:
+        return _show_plan_only(request, planned, screen)
+    running = _running(output, request.name, planned)
+    if running is not None:
+        screen.say(f"this sweep runs already (process {sweep_record.controller_pid(running)}): watching it")
+        return watch(running, screen)
+    sweep = sweep_record.open_sweep(output, request.name, planned, _facts(request, points))
+    screen.sweep_plan(planned, shown(sweep.root))
+    if any(one.decision is RunState.queued for one in planned):
+        process = _start_controller(sweep, request)
+        if request.detach:
+            _close(sweep, screen, [Row("watch", f"zlab watch {sweep.name}"), Row("stop", f"zlab cancel {sweep.name}")])
+            return comparison.OK
+        return watch(sweep, screen, process)
+    code = live.conclude(sweep, screen)
+    _close(sweep, screen, _next(sweep, points))
+    return code
+
+
+def _facts(request: SweepRequest, points: Sequence[Point]) -> dict[str, Any]:
+    """What a later command needs to go on with the sweep, and what the controller needs of the policies."""
+    cluster = points[0].config.cluster
+    return {
+        "command": list(request.command),
+        "folder": str(Path.cwd()),
+        "rank_by": request.rank_by,
+        "prune": request.wishes.prune,
+        "exclusive": cluster.exclusive,
+        "tracked": points[0].config.tracking.kind is not TrackingKind.none,
+    }
+
+
+def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Screen) -> int:
+    if request.as_json:
+        print(json.dumps([one.to_dict() for one in planned], ensure_ascii=False))
+    else:
+        screen.table(sweep_table.plan_table(planned))
+        screen.closing([*sweep_table.plan_rows(planned), Row("next", "the same line without --plan runs it")])
+    return comparison.OK
+
+
+def _running(output: Path, name: str, planned: Sequence[Planned]) -> SweepPaths | None:
+    """The same sweep, where somebody's controller has it."""
+    identity = sweep_record.sweep_id(name, planned)
+    for sweep in sweep_record.all_sweeps(output):
+        if (read_json(sweep.sweep) or {}).get("id") == identity and sweep_record.controller_pid(sweep):
+            return sweep
+    return None
+
+
+def _start_controller(sweep: SweepPaths, request: SweepRequest) -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C is this terminal's, and what it means is asked first."""
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))
+    line = [sys.executable, "-m", "orchestrator.controller", str(sweep.root), "--entry", request.entry]
+    if not request.detach:
+        line += ["--viewer", str(os.getpid())]
+    with sweep.log.open("ab") as log:
+        return subprocess.Popen(
+            line,
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def watch(sweep: SweepPaths, screen: Screen, process: subprocess.Popen[bytes] | None = None) -> int:
+    """Shows the sweep until it has ended or the person leaves; then the comparison, where it has ended.
+
+    `process`: the controller, where this command started it.
+    """
+    view = SweepWatch(sweep, screen, (lambda: process.poll() is None) if process else None)
+    interrupted = False
+    while True:
+        try:
+            view.until_end()
+            break
+        except KeyboardInterrupt:
+            choice = live.ask_at_interrupt(sweep_record.standings(sweep))
+            if choice is Choice.DETACH:
+                sweep_record.ask(sweep, "detach")
+                time.sleep(2 * live.LOOK_S)  # it must have heard before this process ends
+                _close(sweep, screen, [Row("goes on", f"zlab watch {sweep.name}")])
+                return INTERRUPTED
+            interrupted = choice is not Choice.GO_ON
+            if interrupted:
+                sweep_record.ask(sweep, "cancel" if choice is Choice.CANCEL else "drain")
+    if process is not None and process.wait() not in (0, INTERRUPTED):
+        screen.warn(f"the sweep's controller ended early: see {shown(sweep.log)}")
+    code = live.conclude(sweep, screen)
+    _close(sweep, screen, _next(sweep, []))
+    return INTERRUPTED if interrupted else code
+
+
+def _next(sweep: SweepPaths, points: Sequence[Point]) -> list[Row]:
+    """Where things lie and what to type next."""
+    found = sweep_record.standings(sweep)
+    rows = [Row("report", shown(sweep.report)), Row("numbers", shown(sweep.results))]
+    if (read_json(sweep.sweep) or {}).get("tracked"):
+        rows.append(Row("dashboard", f"python -m orchestrator.tracking ui {shown(sweep.output)}"))
+    failed = sorted({one.state.value for one in found if not one.state.answered and one.state.kept})
+    left = [one for one in found if not one.state.answered and not one.state.kept]
+    if left:
+        rows.append(Row("next", f"zlab resume {sweep.name}     ({len(left)} points are left)"))
+    elif failed:
+        rows.append(Row("next", f"zlab retry {sweep.name} --retry {','.join(failed)}"))
+    else:
+        rows.append(Row("next", report.next_after_sweep(comparison.ranked(sweep))))
+    return rows
+
+
+def _close(sweep: SweepPaths, screen: Screen, rows: Sequence[Row]) -> None:
+    screen.closing(rows)

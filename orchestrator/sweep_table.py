@@ -1,0 +1,114 @@
+"""A sweep as rows of text: its plan before anything starts, and how each point stands after. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator import report
+from orchestrator.record import EventTail
+from orchestrator.run_state import RunState
+from orchestrator.summary import Row, Table
+from orchestrator.sweep_record import Planned, Standing
+from orchestrator.units import ABSENT, digits, size
+
+STYLES = {
+    RunState.ok: "green",
+    RunState.tight: "yellow",
+    RunState.cached: "green",
+    RunState.running: "bold",
+    RunState.starting: "bold",
+    RunState.oom: "yellow",
+    RunState.oom_host: "yellow",
+    RunState.refused: "dim",
+    RunState.pruned: "dim",
+    RunState.queued: "dim",
+    RunState.cancelled: "dim",
+}
+REASONS_SHOWN = 60
+
+
+def plan_table(planned: Sequence[Planned]) -> Table:
+    """Every point with what was decided of it; the reasons are in `plan_rows`."""
+    rows = [(one.label, word(one.decision), size(one.predicted_bytes)) for one in planned]
+    return Table(("point", "decision", "states/rank"), tuple(rows), names=2)
+
+
+def word(state: RunState) -> str:
+    """A decision as a person says it."""
+    return "to run" if state is RunState.queued else state.value
+
+
+def plan_rows(planned: Sequence[Planned]) -> list[Row]:
+    """How many points have which fate; a reason that is not the same for all is in the table."""
+    rows = []
+    for state in RunState:
+        found = [one for one in planned if one.decision is state]
+        if not found:
+            continue
+        reasons = Counter(one.reason for one in found if one.reason)
+        names = ", ".join(one.label for one in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        reason = f": {next(iter(reasons))}" if len(reasons) == 1 else ""
+        rows.append(Row(word(state), f"{len(found)}   {names}{reason}"))
+    return rows
+
+
+HEADER = ("point", "state", "slots", "states/rank", "peak/rank", "tokens/s", "note")
+
+
+def standing_table(standings: Sequence[Standing]) -> Table:
+    """One row a point, in the order of the sweep."""
+    return Table(HEADER, tuple(standing_row(one) for one in standings), names=3)
+
+
+def standing_row(one: Standing) -> tuple[str, ...]:
+    result = one.result()
+    speed = digits(result["throughput"]["tokens_per_second"]["median"]) if result else ABSENT
+    states = report.states_bytes(result) if result else one.planned.predicted_bytes
+    peak = size(report.peak_bytes(result)) if result else ABSENT
+    return (one.label, one.state.value, ",".join(one.slots) or ABSENT, size(states), peak, speed, note(one))
+
+
+def note(one: Standing) -> str:
+    """How far it is, or why it stands as it does, in a few words."""
+    if one.state is RunState.running and one.attempt is not None:
+        return progress(EventTail(one.attempt.metrics).read_new(), one.planned.config)
+    text = " ".join(one.message.split())
+    return text if len(text) <= REASONS_SHOWN else text[: REASONS_SHOWN - 1] + "…"
+
+
+def progress(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> str:
+    """ "warm-up 3/5" or "measuring 12/25"."""
+    steps = [event for event in events if event["event"] == "step"]
+    if not steps:
+        return "building" if not events else "ready"
+    warmup, counted = config["measure"]["warmup_steps"], config["measure"]["steps"]
+    done = steps[-1]["step"]
+    if steps[-1]["warmup"]:
+        return f"warm-up {done}/{warmup}"
+    if any(event["event"] == "validation" for event in events) or done >= warmup + counted:
+        return "ending"
+    return f"measuring {done - warmup}/{counted}"
+
+
+def counts(standings: Sequence[Standing]) -> str:
+    """ "2 ok, 1 oom, 1 running, 2 queued"."""
+    found = Counter(one.state for one in standings)
+    return ", ".join(f"{found[state]} {state.value}" for state in RunState if state in found) or "no points"
+
+
+def as_json(one: Standing) -> dict[str, Any]:
+    """A point for a program to read."""
+    return {
+        "label": one.label,
+        "state": one.state.value,
+        "message": one.message,
+        "overrides": list(one.planned.overrides),
+        "point": one.planned.point,
+        "attempt": str(one.attempt.root) if one.attempt else None,
+        "slots": list(one.slots),
+        "job": one.job or None,
+        "predicted_states_bytes": one.planned.predicted_bytes,
+        "result": one.result(),
+    }

@@ -1,0 +1,53 @@
+"""A child process of the command line: the units of models by shape, so that the command needs no torch.
+
+Reads a JSON list of configurations on stdin, writes a JSON list of what `units_of` makes of each on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from orchestrator.schema import RunConfig, from_dict
+from orchestrator.worker.setup import build_precision, build_unborn
+from orchestrator.worker.training import build_optimizer
+from zero_runtime.offload import resting
+from zero_runtime.unit_planner import UnitRules, plan_units
+
+
+def units_of(config: RunConfig) -> dict[str, Any]:
+    """Shapes by unit in the order of registration, and how many fp32 states the optimizer keeps of each element."""
+    model, _ = build_unborn(config)
+    rules = UnitRules(build_precision(config.precision), config.zero.unit_numel, tuple(config.precision.keep_dtype))
+    specs = plan_units(model, rules)
+    return {
+        "units": [
+            {
+                "shapes": [[name, list(param.shape)] for name, param in spec.params],
+                "trainable": spec.trainable,
+                "is_root": model in spec.modules,
+                "precision": asdict(spec.precision),
+                "rests": rests,
+            }
+            for spec, rests in zip(specs, resting(specs, config.offload.ratio), strict=True)
+        ],
+        "optimizer_states": len(build_optimizer(config.optimizer).state_names),
+    }
+
+
+def _or_none(config: RunConfig) -> dict[str, Any] | None:
+    try:
+        return units_of(config)
+    except Exception as error:  # the others are still wanted, and the run itself will tell what is wrong
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return None
+
+
+def main() -> None:
+    json.dump([_or_none(from_dict(one)) for one in json.load(sys.stdin)], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
