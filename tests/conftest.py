@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+
 import pytest
 from harness import ranks
 
 
 def pytest_configure(config: pytest.Config) -> None:
     ranks.prepare_fork_server()
+    # Slots of their own: what else runs on this machine neither waits for the tests nor keeps them waiting.
+    os.environ["ZLAB_LOCKS"] = tempfile.mkdtemp(prefix="zlab-locks-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(os.environ["ZLAB_LOCKS"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator import cli
+from orchestrator.deciding import Refused
 from orchestrator.point import Point
+from orchestrator.run_state import RunState
+from orchestrator.sweep_command import SweepRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "mlflow", "numpy", "transformers")
@@ -131,12 +134,17 @@ class Seam:
     """Stands for the part that runs points: keeps what it was given."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[list[Point], str | None, Path]] = []
+        self.calls: list[Point] = []
+        self.sweeps: list[SweepRequest] = []
         self.joined: list[Point] = []
 
-    def run_points(self, points: list[Point], *, sweep_name: str | None, output: Path) -> int:
-        self.calls.append((points, sweep_name, output))
+    def run_point(self, point: Point) -> int:
+        self.calls.append(point)
         return 7
+
+    def run_sweep(self, request: SweepRequest, hardware: object) -> int:
+        self.sweeps.append(request)
+        return 9
 
     def join_from_environment(self, point: Point) -> int:
         self.joined.append(point)
@@ -146,7 +154,8 @@ class Seam:
 @pytest.fixture
 def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
     found = Seam()
-    for name, function in (("study", "run_points"), ("job", "join_from_environment")):
+    monkeypatch.setattr("orchestrator.sweep_command.run_sweep", found.run_sweep)
+    for name, function in (("study", "run_point"), ("job", "join_from_environment")):
         module = types.ModuleType(f"orchestrator.{name}")
         module.__dict__[function] = vars(Seam)[function].__get__(found)
         monkeypatch.setitem(sys.modules, f"orchestrator.{name}", module)
@@ -158,16 +167,41 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
 
 def test_one_run_is_handed_over_resolved(seam: Seam, tmp_path: Path) -> None:
     assert cli.main(["zero=stage3", f"output={tmp_path}", "resources.ranks=3", "resources.device=cpu"]) == 7
-    [(points, name, output)] = seam.calls
-    assert (name, output) == (None, tmp_path)
-    assert [point.label for point in points] == ["stage3-bf16-ranks3-device_cpu"]
-    assert points[0].config.batch.global_size == 12
+    [point] = seam.calls
+    assert point.label == "stage3-bf16-ranks3-device_cpu"
+    assert (point.config.output, point.config.batch.global_size) == (str(tmp_path), 12)
 
 
 def test_a_sweep_is_handed_over_with_its_name(seam: Seam) -> None:
-    assert cli.main(["sweeps=stages"]) == 7
-    [(points, name, _)] = seam.calls
-    assert (len(points), name) == (8, "stages")
+    assert cli.main(["sweeps=stages", "--retry", "error,oom"]) == 9
+    [request] = seam.sweeps
+    assert (len(request.points), request.name, request.command) == (8, "stages", ("sweeps=stages",))
+    assert request.wishes.retry == {RunState.error, RunState.oom}
+
+
+def test_some_broken_points_are_refused_rows_and_all_broken_is_an_error(
+    seam: Seam, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["-m", "zero=stage0,stage3", "offload=none,param_cpu"]) == 9
+    [request] = seam.sweeps
+    assert [isinstance(point, Refused) for point in request.points] == [False, True, False, False]
+    assert "refused: offload.params=cpu needs zero=stage3" in capsys.readouterr().err
+    assert cli.main(["-m", "zero=stage0,stage1", "offload=param_cpu"]) == 2
+    assert len(seam.sweeps) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--retry ok -m zero=stage0", "--retry ok: expected some of"),
+        ("--fresh zero=stage0", "--fresh belongs to a sweep"),
+        ("--prune never -m zero=stage0", "--prune cannot be 'never'"),
+    ],
+)
+def test_flags_of_a_sweep_are_checked(line: str, told: str, seam: Seam, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line.split()) == 2
+    assert told in capsys.readouterr().err
+    assert (seam.calls, seam.sweeps) == ([], [])
 
 
 def test_under_torchrun_it_joins(seam: Seam, monkeypatch: pytest.MonkeyPatch) -> None:

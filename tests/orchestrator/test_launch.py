@@ -22,7 +22,7 @@ from orchestrator.processes import is_alive, session_members
 from orchestrator.record import AttemptPaths, read_json
 from orchestrator.schema import Device, RunConfig
 from orchestrator.screen import Screen
-from orchestrator.study import run_points
+from orchestrator.study import run_point
 
 HERE = Path(__file__).parent
 LIMIT_S = 15.0
@@ -55,7 +55,7 @@ def run(config: RunConfig) -> tuple[int, str, AttemptPaths]:
     """Exit code, screen, and the one attempt."""
     out = io.StringIO()
     screen = Screen(Console(file=out, width=200))
-    code = run_points([make_point(config)], sweep_name=None, output=config.output, entry=STUB, screen=screen)
+    code = run_point(make_point(config), entry=STUB, screen=screen)
     (attempt,) = Path(config.output).glob("points/*/attempts/*")
     return code, out.getvalue(), AttemptPaths(attempt)
 
@@ -70,22 +70,6 @@ def assert_failed(attempt: AttemptPaths, state: str, rank: int) -> dict[str, Any
         assert record is not None
         assert not is_alive(record["pid"], record["started"])
     return found
-
-
-def test_a_failed_point_does_not_take_the_others_down(
-    tmp_path: Path, sessions: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STUB_FAILING_STAGE", "0")
-    points = [make_point(make_config(tmp_path, stage=stage)) for stage in (0, 1)]
-    out = io.StringIO()
-    screen = Screen(Console(file=out, width=200))
-    assert run_points(points, sweep_name="zero", output=tmp_path, entry=STUB, screen=screen) == 1
-    assert len(sessions) == 2
-    (sweep,) = (tmp_path / "sweeps").iterdir()
-    for text in (out.getvalue(), (sweep / "report.md").read_text(), (sweep / "results.csv").read_text()):
-        assert "stage 0 was told to fail" in text
-        assert "stage1-bf16" in text
-    assert "python run.py zero=stage1 precision=bf16 measure=standard" in out.getvalue()
 
 
 def test_ranks_are_told_their_place_and_start_in_the_environment_of_a_careful_person(
@@ -157,9 +141,8 @@ def test_a_rank_that_hangs_ends_at_the_time_limit_and_its_stack_is_shown(
 COMMAND = """
 from points import *
 from pathlib import Path
-from orchestrator.study import run_points
-output = Path({output!r})
-raise SystemExit(run_points([make_point(make_config(output))], sweep_name=None, output=output, entry=STUB))
+from orchestrator.study import run_point
+raise SystemExit(run_point(make_point(make_config(Path({output!r}))), entry=STUB))
 """
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from points import make_config
 
-from orchestrator.record import EventTail, append_event, new_attempt, new_sweep, point_id, read_json, write_json_atomic
+from orchestrator.record import EventTail, append_event, new_attempt, point_id, read_json, write_json_atomic
 from orchestrator.run_state import MOVES, RunState
 from orchestrator.schema import to_dict
 
@@ -85,9 +85,3 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         write_json_atomic(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
     assert read_json(tmp_path / "absent.json") is None
-
-
-def test_two_sweeps_of_one_second_have_two_folders(tmp_path: Path) -> None:
-    folders = {new_sweep(tmp_path, "zero/stage", []).root for _ in range(3)}
-    assert len(folders) == 3
-    assert all("zero-stage" in folder.name for folder in folders)

@@ -25,7 +25,7 @@ from orchestrator.record import Attempt, append_event, new_attempt, store_path, 
 from orchestrator.run_state import RunState
 from orchestrator.schema import TrackingKind, to_dict
 from orchestrator.screen import Screen
-from orchestrator.study import run_points
+from orchestrator.study import run_point
 from orchestrator.tracking_feed import Tracker, start_tracker, store_uri
 
 HERE = Path(__file__).parent
@@ -184,7 +184,7 @@ def test_a_store_that_is_broken_costs_a_warning_and_no_run(tmp_path: Path, monke
     out = io.StringIO()
     point = make_point(make_config(tmp_path, tracking=TrackingKind.mlflow))
     screen = Screen(Console(file=out, width=200))
-    assert run_points([point], sweep_name=None, output=tmp_path, entry=STUB, screen=screen) == 0
+    assert run_point(point, entry=STUB, screen=screen) == 0
     assert "warning: MLflow: " in out.getvalue()
     assert "tracking=none" in out.getvalue()
     assert list(tmp_path.glob("points/*/attempts/01/result.json"))
