@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -21,9 +22,15 @@ from orchestrator.strict import Broken, ConfigError, build_parts, nearest
 
 if TYPE_CHECKING:
     from orchestrator.compose import Composition
+    from orchestrator.sweep_command import SweepRequest
 
-EXPORT = "export-weights"
-IO_BENCH = "io-bench"
+# The words that are no run, and the module that answers each; imported when it is asked.
+VERBS = {
+    "export-weights": "export",
+    "io-bench": "io_bench",
+    "doctor": "doctor",
+    **dict.fromkeys(("list", "status", "watch", "logs", "cancel", "resume", "retry"), "verbs"),
+}
 BAD_USAGE = 2
 INTERRUPTED = 130
 
@@ -36,93 +43,107 @@ def console() -> None:
 def main(argv: Sequence[str]) -> int:
     """0: every point has a result. 1: at least one failed. 2: nothing was started, the words were wrong."""
     try:
-        if argv[:1] == [EXPORT]:
-            from orchestrator import export
-
-            return export.main(argv[1:])
-        if argv[:1] == [IO_BENCH]:
-            from orchestrator import io_bench
-
-            return io_bench.main(argv[1:])
+        if argv and argv[0] in VERBS:
+            module = importlib.import_module(f"orchestrator.{VERBS[argv[0]]}")
+            # What reads and steers sweeps shares one parser; the others have their own.
+            return int(module.main(argv if VERBS[argv[0]] == "verbs" else argv[1:]))
         return _answer(arguments.split(argv))
+    except Refusal as refusal:
+        return refuse(refusal.problems)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
+class Refusal(ValueError):
+    """Nothing can be started; every problem of what was typed."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
 def _answer(asked: Arguments) -> int:
-    folder = asked.flags.get("--config-dir")
-    tree = overrides.read_tree(folder)
     if "--help" in asked.flags:
-        print(help_page.page(folders.CONF / "config.yaml", tree))
+        print(help_page.page(folders.CONF / "config.yaml", overrides.read_tree(asked.flags.get("--config-dir"))))
         return 0
+    composition = composed(asked)
+    if asked.shows:
+        from orchestrator import compose
+
+        compose.show(asked)
+    return _run(composition, asked)
+
+
+def composed(asked: Arguments) -> Composition:
+    """The points of a line, not yet judged. Refusal tells everything that is wrong with the words."""
+    folder = asked.flags.get("--config-dir")
     problems = [*asked.problems, *_folder_problems(folder)]
     # While a word is still being completed it is not yet right, and Hydra lists what it could become.
     if asked.shows_config or not asked.shows:
-        problems += overrides.check(asked.overrides, tree, multirun=asked.multirun)
+        problems += overrides.check(asked.overrides, overrides.read_tree(folder), multirun=asked.multirun)
     if problems:
-        return refuse(problems)
+        raise Refusal(problems)
     from orchestrator import compose  # here: it imports Hydra, and the answers above are quicker without
 
     if asked.shows and not asked.shows_config:
         compose.show(asked)
     try:
-        composition = compose.compose(asked)
+        return compose.compose(asked)
     except compose.ComposeError as error:
-        return refuse([str(error)])
-    if asked.shows:
-        compose.show(asked)
-    return _run(composition, asked)
+        raise Refusal([str(error)]) from None
 
 
 def _run(composition: Composition, asked: Arguments) -> int:
-    try:
-        scene = scene_of(os.environ)
-        wishes = _wishes(asked)
-    except ConfigError as error:
-        return refuse(list(map(str, error.broken)))
-    except ValueError as error:
-        return refuse([str(error)])
-    found, problems = judged(composition, scene)
-    points = [one for one in found if isinstance(one, Point)]
-    if scene.world is not None and composition.is_sweep:
-        return refuse(["a sweep starts its own processes: run it without torchrun or srun", *problems])
-    if not points or (problems and not composition.is_sweep):
-        return refuse(problems)
+    scene = _scene()
+    if composition.is_sweep or "--plan" in asked.flags:
+        request = _sweep_request(composition, asked, scene)
+        from orchestrator.sweep_command import run_sweep
+
+        return run_sweep(request, scene.hardware)
+    if sweeping := [flag for flag in (*arguments.SWEEPING, "--retry", "--prune") if flag in asked.flags]:
+        raise Refusal([f"{' and '.join(sweeping)} belongs to a sweep: add -m, or leave it out"])
+    points, problems = checked_points(composition, scene)
+    if problems:
+        raise Refusal(problems)
     _note_idle_gpus(scene, points[0].config)
     if scene.world is not None:
         from orchestrator import job
 
         return job.join_from_environment(points[0])
-    if not composition.is_sweep and "--plan" not in asked.flags:
-        if sweeping := [flag for flag in (*arguments.SWEEPING, "--retry", "--prune") if flag in asked.flags]:
-            return refuse([f"{' and '.join(sweeping)} belongs to a sweep: add -m, or leave it out"])
-        from orchestrator.study import run_point
+    from orchestrator.study import run_point
 
-        return run_point(points[0])
-    return _sweep(composition, found, problems, asked, scene, wishes)
+    return run_point(points[0])
 
 
-def _sweep(
-    composition: Composition,
-    found: Sequence[Point | Refused],
-    problems: Sequence[str],
-    asked: Arguments,
-    scene: rules.Scene,
-    wishes: Wishes,
-) -> int:
+def sweep_request(argv: Sequence[str]) -> tuple[SweepRequest, hardware.Hardware]:
+    """A sweep as the words of a command line ask for it, and this machine. Refusal tells what is wrong with them."""
+    asked = arguments.split(argv)
+    scene = _scene()
+    return _sweep_request(composed(asked), asked, scene), scene.hardware
+
+
+def _sweep_request(composition: Composition, asked: Arguments, scene: rules.Scene) -> SweepRequest:
     from orchestrator import report
-    from orchestrator.sweep_command import SweepRequest, run_sweep
+    from orchestrator.sweep_command import SweepRequest
 
+    found, problems = judged(composition, scene)
+    if scene.world is not None:
+        problems.insert(0, "a sweep starts its own processes: run it without torchrun or srun")
     metric = composition.sweep.rank_by
     if metric and metric not in report.METRICS:
         near = nearest(metric, report.METRICS)
         hint = f" Did you mean '{near}'?" if near else ""
-        return refuse([f"rank_by: there is no metric '{metric}'.{hint}      known: {' '.join(report.METRICS)}"])
+        problems.insert(0, f"rank_by: there is no metric '{metric}'.{hint}      known: {' '.join(report.METRICS)}")
+    wishes = _wishes(asked)
+    points = [one for one in found if isinstance(one, Point)]
+    if not points or scene.world is not None or (metric and metric not in report.METRICS):
+        raise Refusal(problems)
     for problem in problems:
         print(f"refused: {problem}", file=sys.stderr)
+    _note_idle_gpus(scene, points[0].config)
     if composition.sweep.prune in ("off", False) and "--prune" not in asked.flags:
         wishes = replace(wishes, prune=False)
-    request = SweepRequest(
+    return SweepRequest(
         sweep_name(composition.axes, asked.overrides),
         tuple(found),
         tuple(asked.command()),
@@ -132,16 +153,22 @@ def _sweep(
         detach="--detach" in asked.flags,
         as_json="--json" in asked.flags,
     )
-    return run_sweep(request, scene.hardware)
 
 
 def _wishes(asked: Arguments) -> Wishes:
     retry = asked.flags.get("--retry")
-    return Wishes(
-        fresh="--fresh" in asked.flags,
-        retry=retry_states(retry) if retry else frozenset(),
-        prune=asked.flags.get("--prune") != "off",
-    )
+    try:
+        states = retry_states(retry) if retry else frozenset()
+    except ValueError as error:
+        raise Refusal([str(error)]) from None
+    return Wishes(fresh="--fresh" in asked.flags, retry=states, prune=asked.flags.get("--prune") != "off")
+
+
+def _scene() -> rules.Scene:
+    try:
+        return scene_of(os.environ)
+    except ConfigError as error:
+        raise Refusal(list(map(str, error.broken))) from None
 
 
 def scene_of(environ: Mapping[str, str]) -> rules.Scene:

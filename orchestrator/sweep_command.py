@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator import comparison, deciding, live, prediction, report, sweep_record, sweep_table
+from orchestrator import comparison, deciding, live, prediction, sweep_record, sweep_table
 from orchestrator.deciding import Refused, Wishes
 from orchestrator.hardware import Hardware
 from orchestrator.job import ENTRY
@@ -26,13 +26,12 @@ from orchestrator.screen import Screen
 from orchestrator.summary import Row
 from orchestrator.sweep_record import Planned, SweepPaths
 
-REFUSED, INTERRUPTED = 2, 130
-CONTROLLER_S = 30.0
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """A sweep as it was asked for. `command`: the words to give again for going on with it."""
+    """A sweep as it was asked for; one point at least is to be run. `command`: the words that go on with it."""
 
     name: str
     points: tuple[Point | Refused, ...]
@@ -47,34 +46,62 @@ class SweepRequest:
 
 
 def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> int:
-    """The exit code; see `comparison.exit_code`. 2 where every point was refused, 130 where it was stopped."""
+    """The exit code; see `comparison.exit_code`. 130 where it was stopped."""
     screen = screen or Screen()
-    points = [one for one in request.points if isinstance(one, Point)]
-    if not points:
-        screen.rows(sweep_table.plan_rows(deciding.decide(request.points, Path(), hardware, Wishes(), {})))
-        return REFUSED
-    output = Path(points[0].config.output)
     if request.predicts and not request.as_json:
         screen.say(f"{len(request.points)} points: predicting their memory", "dim")
-    predicted = prediction.predict(points) if request.predicts else {}
-    planned = deciding.decide(request.points, output, hardware, request.wishes, predicted)
+    planned = _plan(request, hardware)
     if request.plan_only:
         return _show_plan_only(request, planned, screen)
-    running = _running(output, request.name, planned)
+    running = _running(request, planned)
     if running is not None:
         screen.say(f"this sweep runs already (process {sweep_record.controller_pid(running)}): watching it")
-        return watch(running, screen)
-    sweep = sweep_record.open_sweep(output, request.name, planned, _facts(request, points))
+        return watch(running, screen, attached=False)
+    sweep, process = _start(request, planned)
     screen.sweep_plan(planned, shown(sweep.root))
-    if any(one.decision is RunState.queued for one in planned):
-        process = _start_controller(sweep, request)
-        if request.detach:
-            _close(sweep, screen, [Row("watch", f"zlab watch {sweep.name}"), Row("stop", f"zlab cancel {sweep.name}")])
-            return comparison.OK
+    if process is not None and not request.detach:
         return watch(sweep, screen, process)
+    if process is not None:
+        screen.closing([Row("watch", f"zlab watch {sweep.name}"), Row("stop", f"zlab cancel {sweep.name}")])
+        return comparison.OK
     code = live.conclude(sweep, screen)
-    _close(sweep, screen, _next(sweep, points))
+    screen.closing(_next(sweep))
     return code
+
+
+def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
+    """The same without a screen: returns when the sweep has ended. An interrupt cancels it and is raised again."""
+    planned = _plan(request, hardware)
+    sweep, process = _start(request, planned)
+    if process is not None:
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            sweep_record.ask(sweep, "cancel")
+            process.wait()
+            raise
+    comparison.write(sweep)
+    return sweep
+
+
+def _plan(request: SweepRequest, hardware: Hardware) -> list[Planned]:
+    predicted = prediction.predict(_runnable(request)) if request.predicts else {}
+    return deciding.decide(request.points, _output(request), hardware, request.wishes, predicted)
+
+
+def _runnable(request: SweepRequest) -> list[Point]:
+    return [one for one in request.points if isinstance(one, Point)]
+
+
+def _output(request: SweepRequest) -> Path:
+    return Path(_runnable(request)[0].config.output)
+
+
+def _start(request: SweepRequest, planned: Sequence[Planned]) -> tuple[SweepPaths, subprocess.Popen[bytes] | None]:
+    """The sweep's folder, and its controller where there is something to run."""
+    sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, _runnable(request)))
+    is_needed = any(one.decision is RunState.queued for one in planned)
+    return sweep, _start_controller(sweep, request) if is_needed else None
 
 
 def _facts(request: SweepRequest, points: Sequence[Point]) -> dict[str, Any]:
@@ -99,10 +126,10 @@ def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Scree
     return comparison.OK
 
 
-def _running(output: Path, name: str, planned: Sequence[Planned]) -> SweepPaths | None:
+def _running(request: SweepRequest, planned: Sequence[Planned]) -> SweepPaths | None:
     """The same sweep, where somebody's controller has it."""
-    identity = sweep_record.sweep_id(name, planned)
-    for sweep in sweep_record.all_sweeps(output):
+    identity = sweep_record.sweep_id(request.name, planned)
+    for sweep in sweep_record.all_sweeps(_output(request)):
         if (read_json(sweep.sweep) or {}).get("id") == identity and sweep_record.controller_pid(sweep):
             return sweep
     return None
@@ -126,10 +153,13 @@ def _start_controller(sweep: SweepPaths, request: SweepRequest) -> subprocess.Po
         )
 
 
-def watch(sweep: SweepPaths, screen: Screen, process: subprocess.Popen[bytes] | None = None) -> int:
+def watch(
+    sweep: SweepPaths, screen: Screen, process: subprocess.Popen[bytes] | None = None, *, attached: bool = True
+) -> int:
     """Shows the sweep until it has ended or the person leaves; then the comparison, where it has ended.
 
-    `process`: the controller, where this command started it.
+    `process`: the controller, where this command started it. `attached`: leaving is a question; without it the sweep
+    is another's, and goes on.
     """
     view = SweepWatch(sweep, screen, (lambda: process.poll() is None) if process else None)
     interrupted = False
@@ -138,11 +168,14 @@ def watch(sweep: SweepPaths, screen: Screen, process: subprocess.Popen[bytes] | 
             view.until_end()
             break
         except KeyboardInterrupt:
+            if not attached:
+                screen.closing([Row("goes on", f"zlab watch {sweep.name}"), Row("stop", f"zlab cancel {sweep.name}")])
+                return INTERRUPTED
             choice = live.ask_at_interrupt(sweep_record.standings(sweep))
             if choice is Choice.DETACH:
                 sweep_record.ask(sweep, "detach")
                 time.sleep(2 * live.LOOK_S)  # it must have heard before this process ends
-                _close(sweep, screen, [Row("goes on", f"zlab watch {sweep.name}")])
+                screen.closing([Row("goes on", f"zlab watch {sweep.name}")])
                 return INTERRUPTED
             interrupted = choice is not Choice.GO_ON
             if interrupted:
@@ -150,26 +183,13 @@ def watch(sweep: SweepPaths, screen: Screen, process: subprocess.Popen[bytes] | 
     if process is not None and process.wait() not in (0, INTERRUPTED):
         screen.warn(f"the sweep's controller ended early: see {shown(sweep.log)}")
     code = live.conclude(sweep, screen)
-    _close(sweep, screen, _next(sweep, []))
+    screen.closing(_next(sweep))
     return INTERRUPTED if interrupted else code
 
 
-def _next(sweep: SweepPaths, points: Sequence[Point]) -> list[Row]:
+def _next(sweep: SweepPaths) -> list[Row]:
     """Where things lie and what to type next."""
-    found = sweep_record.standings(sweep)
     rows = [Row("report", shown(sweep.report)), Row("numbers", shown(sweep.results))]
     if (read_json(sweep.sweep) or {}).get("tracked"):
         rows.append(Row("dashboard", f"python -m orchestrator.tracking ui {shown(sweep.output)}"))
-    failed = sorted({one.state.value for one in found if not one.state.answered and one.state.kept})
-    left = [one for one in found if not one.state.answered and not one.state.kept]
-    if left:
-        rows.append(Row("next", f"zlab resume {sweep.name}     ({len(left)} points are left)"))
-    elif failed:
-        rows.append(Row("next", f"zlab retry {sweep.name} --retry {','.join(failed)}"))
-    else:
-        rows.append(Row("next", report.next_after_sweep(comparison.ranked(sweep))))
-    return rows
-
-
-def _close(sweep: SweepPaths, screen: Screen, rows: Sequence[Row]) -> None:
-    screen.closing(rows)
+    return [*rows, sweep_table.next_row(sweep, sweep_record.standings(sweep), runs=False)]

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator import report
+from orchestrator import comparison, report
 from orchestrator.record import EventTail
 from orchestrator.run_state import RunState
 from orchestrator.summary import Row, Table
-from orchestrator.sweep_record import Planned, Standing
+from orchestrator.sweep_record import Planned, Standing, SweepPaths
 from orchestrator.units import ABSENT, digits, size
 
 STYLES = {
@@ -96,6 +96,19 @@ def counts(standings: Sequence[Standing]) -> str:
     """ "2 ok, 1 oom, 1 running, 2 queued"."""
     found = Counter(one.state for one in standings)
     return ", ".join(f"{found[state]} {state.value}" for state in RunState if state in found) or "no points"
+
+
+def next_row(sweep: SweepPaths, found: Sequence[Standing], *, runs: bool) -> Row:
+    """The command worth typing: watch what runs, go on with what is left, try again what failed, measure the best."""
+    failed = sorted({one.state.value for one in found if not one.state.answered and one.state.kept})
+    left = [one for one in found if not one.state.answered and not one.state.kept]
+    if runs:
+        return Row("next", f"zlab watch {sweep.name}")
+    if left:
+        return Row("next", f"zlab resume {sweep.name}     ({len(left)} points are left)")
+    if failed:
+        return Row("next", f"zlab retry {sweep.name} --retry {','.join(failed)}")
+    return Row("next", report.next_after_sweep(comparison.ranked(sweep)))
 
 
 def as_json(one: Standing) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from orchestrator.job import RankInfo
 from orchestrator.record import AttemptPaths, append_event, read_json, write_json_atomic
 from orchestrator.schema import RunConfig, from_dict
 from orchestrator.worker.faults import Faults
+from zero_runtime.errors import RankMemoryError
 
 
 def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
@@ -22,6 +23,9 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     print(f"rank {rank.rank} of {rank.world} is here")
     if str(config.zero.stage) == os.environ.get("STUB_FAILING_STAGE"):
         raise RuntimeError(f"stage {config.zero.stage} was told to fail")
+    if str(config.batch.micro) == os.environ.get("STUB_LACKING_MICRO"):
+        facts: dict[str, object] = {"phase": "forward", "step": 1, "unit": "", "wanted": "2.00 GiB", "held": {}}
+        raise RankMemoryError(f"rank {rank.rank}: out of memory in forward of step 1", rank.rank, facts, on_host=False)
     faults = Faults.from_env()
     if rank.rank == 0:
         append_event(attempt.metrics, {"event": "ready", "parameters": 1_200_000, "data_hash": "c0ffee"})

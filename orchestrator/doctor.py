@@ -1,0 +1,163 @@
+"""`zlab doctor`: what this machine has, what therefore works, and what to type."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from orchestrator import hardware
+from orchestrator.summary import Row
+from orchestrator.units import size
+
+PACKAGES = ("torch", "transformers", "hydra-core", "submitit", "mlflow", "safetensors", "peft", "triton")
+ENOUGH_DISK_BYTES = 10 << 30
+
+
+class Finding(NamedTuple):
+    """One line: what was looked at, what is there, and what to do where something is in the way."""
+
+    name: str
+    text: str
+    advice: str = ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the findings; 0, or 1 where something is in the way of every run."""
+    parser = argparse.ArgumentParser(prog="zlab doctor", description="What is here, and what therefore works.")
+    parser.add_argument("--output", default="outputs", help="the folder that runs will write to")
+    parser.add_argument("--json", action="store_true", help="for a program to read")
+    asked = parser.parse_args(argv)
+    found = findings(Path(asked.output))
+    if asked.json:
+        print(json.dumps([one._asdict() for one in found], ensure_ascii=False))
+    else:
+        from orchestrator.screen import Screen
+
+        screen = Screen()
+        screen.rows([Row(one.name, one.text) for one in found])
+        for one in found:
+            if one.advice:
+                screen.warn(f"{one.name}: {one.advice}")
+        screen.closing(what_works())
+    return int(any(one.name == "torch" and one.advice for one in found))
+
+
+def findings(output: Path) -> list[Finding]:
+    """Everything that was looked at, in the order in which it matters."""
+    machine = [_python(), *_packages(), _processor(), _memory(), *_gpus()]
+    return [*machine, _slurm(), _disk(output), _compiler(), _loopback()]
+
+
+def what_works() -> list[Row]:
+    """The commands worth typing on this machine."""
+    machine = hardware.detect()
+    ranks = f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cores} cores, gloo: its speed says nothing of GPUs"
+    rows = [Row("works here", f"runs and sweeps on {ranks}")]
+    rows += [Row("first", "zlab zero=stage2"), Row("then", "zlab sweeps=stages --plan")]
+    if shutil.which("sbatch"):
+        rows.append(Row("cluster", "zlab -m zero=stage1,stage2,stage3 cluster=slurm --plan"))
+    return rows
+
+
+def _python() -> Finding:
+    place = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding("machine", f"{socket.gethostname()}: {place}")
+
+
+def _packages() -> list[Finding]:
+    versions = {name: _version(name) for name in PACKAGES}
+    found = [Finding("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))]
+    if versions["torch"] is None:
+        found.append(Finding("torch", "not installed", "nothing runs without it: make install"))
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> Finding:
+    dtypes = hardware.cpu_dtypes()
+    native = f"matrix instructions for {' and '.join(sorted(dtypes))}" if dtypes else "no matrix instructions for bf16"
+    advice = "" if dtypes else "bf16 is computed in fp32 on it: the bytes are those of bf16, the speed is not"
+    return Finding("processor", f"{hardware.cpu_model()}, {hardware.usable_cores()} cores, {native}", advice)
+
+
+def _memory() -> Finding:
+    return Finding("memory", f"{size(hardware.memory_bytes())} for processes")
+
+
+def _gpus() -> list[Finding]:
+    machine, gpus = hardware.detect(), hardware.visible_gpus()
+    if machine.idle_gpus:
+        advice = "the installed torch is built without CUDA: install a build with it"
+        return [Finding("GPUs", f"{machine.idle_gpus}, none usable", advice)]
+    if not gpus:
+        return [Finding("GPUs", "none: ranks are CPU processes over gloo")]
+    memory = {gpu.memory_bytes for gpu in gpus}
+    each = f", {size(memory.pop())} each" if len(memory) == 1 and None not in memory else ""
+    busy = hardware.gpu_processes()
+    advice = f"{len(busy)} processes compute on them now" if busy else ""
+    return [Finding("GPUs", f"{len(gpus)} x {machine.gpu}{each}", advice), *_links()]
+
+
+def _links() -> list[Finding]:
+    try:
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    links = "NVLink" if " NV" in done.stdout or "\tNV" in done.stdout else "PCIe"
+    return [Finding("links", f"GPUs speak over {links}")]
+
+
+def _slurm() -> Finding:
+    if shutil.which("sbatch") is None:
+        return Finding("SLURM", "no sbatch on PATH: cluster=local")
+    try:
+        done = subprocess.run(
+            ["sinfo", "--noheader", "--format=%P %l %D %G"], capture_output=True, text=True, timeout=15, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("SLURM", "sbatch is here", f"sinfo does not answer: {type(error).__name__}; is slurmctld up?")
+    partitions = [line.split()[0].rstrip("*") for line in done.stdout.splitlines() if line.split()]
+    return Finding("SLURM", f"partitions {', '.join(dict.fromkeys(partitions)) or 'none'}")
+
+
+def _disk(output: Path) -> Finding:
+    place = output.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if not os.access(place, os.W_OK):
+        return Finding("disk", f"{place}", "it cannot be written to: choose another with output=FOLDER")
+    advice = "checkpoints and scratch files may not fit" if free < ENOUGH_DISK_BYTES else ""
+    return Finding("disk", f"{size(free)} free for {output}", advice)
+
+
+def _compiler() -> Finding:
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found is None:
+        return Finding("compiler", "none", "the C++ kernels cannot be built: the plain ones are several times slower")
+    return Finding("compiler", f"{found}: kernels are compiled on first use")
+
+
+def _loopback() -> Finding:
+    """Ranks of one machine meet over it."""
+    try:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+    except OSError as error:
+        return Finding("network", "no loopback", f"ranks cannot meet: {error}")
+    return Finding("network", "ranks of this machine meet over loopback")

@@ -1,0 +1,229 @@
+"""What may be asked of sweeps from any terminal: list, status, watch, logs, cancel, resume, retry. Reads records only.
+
+`zlab VERB [SWEEP] ...`; a sweep is `last`, its folder's name, or a part of the name that no other has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from orchestrator import comparison, deciding, sweep_record, sweep_table
+from orchestrator.paths import shown
+from orchestrator.record import AttemptPaths, read_json
+from orchestrator.run_state import RETRIED, RunState
+from orchestrator.strict import nearest
+from orchestrator.sweep_record import Standing, SweepPaths
+
+BAD_USAGE = 2
+FOLLOW_S = 0.3
+DEFAULT_OUTPUT = "outputs"
+
+
+class VerbError(ValueError):
+    """What was asked for is not there; the message says what is."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code of `zlab VERB ...`."""
+    found = _parser().parse_args(argv)
+    verb: Callable[[argparse.Namespace], int] = found.verb
+    try:
+        return verb(found)
+    except VerbError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_USAGE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zlab")
+    verbs = parser.add_subparsers(required=True)
+
+    def add(name: str, verb: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        one = verbs.add_parser(name, help=text, description=text)
+        one.set_defaults(verb=verb)
+        one.add_argument("--output", default=os.environ.get("ZLAB_OUTPUT", DEFAULT_OUTPUT), help="default: outputs")
+        if name != "list":
+            one.add_argument("sweep", nargs="?", default="last", help="default: last")
+        if name in ("list", "status", "watch"):
+            one.add_argument("--json", action="store_true", help="for a program to read")
+        return one
+
+    add("list", _list, "The sweeps of an output folder, the newest first.")
+    add("status", _status, "How every point of a sweep stands.")
+    add("watch", _watch, "The live table of a sweep, and its comparison at the end.")
+    logs = add("logs", _logs, "The log of a point's rank.")
+    logs.add_argument("point", nargs="?", help="its label; default: the one that runs, else the first that failed")
+    logs.add_argument("--rank", type=int, default=None, help="default: the rank to blame, else 0")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the point ends")
+    cancel = add("cancel", _cancel, "Ends a sweep, or some of its points. What was measured stays.")
+    cancel.add_argument("points", nargs="*", help="labels; default: all")
+    add("resume", _resume, "The same command again: what has an answer is kept, the rest is run.")
+    retry = add("retry", _retry, "Runs again what ended badly.")
+    retry.add_argument("--retry", default="error,hang,timeout", metavar="STATES", help=f"of {','.join(RETRIED)}")
+    return parser
+
+
+def find_sweep(output: str, name: str) -> SweepPaths:
+    """VerbError where there is none, or several."""
+    sweeps = sweep_record.all_sweeps(output)
+    if not sweeps:
+        raise VerbError(f"there is no sweep in '{output}'; give --output FOLDER, or start one: zlab sweeps=stages")
+    if name == "last":
+        return sweeps[0]
+    exact = [one for one in sweeps if one.name == Path(name).name]
+    found = exact or [one for one in sweeps if name in one.name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise VerbError(f"'{name}' is a part of several: {' '.join(one.name for one in found)}")
+    near = nearest(name, [one.name for one in sweeps])
+    hint = f" Did you mean '{near}'?" if near else ""
+    raise VerbError(f"there is no sweep '{name}'.{hint}      see: zlab list")
+
+
+def find_point(found: Sequence[Standing], label: str | None) -> Standing:
+    """The point of this label; without one, the point that a person would look at."""
+    if label is None:
+        order = (lambda one: one.state is RunState.running, lambda one: not one.state.answered, lambda one: True)
+        tried = [one for one in found if one.attempt is not None]
+        if not tried:
+            raise VerbError("no point of this sweep was started, so none has a log")
+        return next(one for wanted in order for one in tried if wanted(one))
+    exact = [one for one in found if one.label == label]
+    if not exact:
+        near = nearest(label, [one.label for one in found])
+        hint = f" Did you mean '{near}'?" if near else ""
+        raise VerbError(f"there is no point '{label}'.{hint}      points: {' '.join(one.label for one in found)}")
+    return exact[0]
+
+
+def _list(asked: argparse.Namespace) -> int:
+    rows = []
+    for sweep in sweep_record.all_sweeps(asked.output):
+        found = sweep_record.standings(sweep)
+        alive = sweep_record.controller_pid(sweep) is not None
+        command = " ".join((read_json(sweep.sweep) or {}).get("command", []))
+        rows.append({"sweep": sweep.name, "running": alive, "points": sweep_table.counts(found), "command": command})
+    if asked.json:
+        print(json.dumps(rows, ensure_ascii=False))
+        return 0
+    if not rows:
+        print(f"no sweeps in '{asked.output}'      start one: zlab sweeps=stages")
+    for row in rows:
+        print(f"{row['sweep']}{'  (runs)' if row['running'] else ''}  {row['points']}\n    {row['command']}")
+    return 0
+
+
+def _status(asked: argparse.Namespace) -> int:
+    sweep = find_sweep(asked.output, asked.sweep)
+    found = sweep_record.standings(sweep)
+    code = comparison.exit_code(found)
+    if asked.json:
+        points = [sweep_table.as_json(one) for one in found]
+        alive = sweep_record.controller_pid(sweep) is not None
+        print(json.dumps({"sweep": sweep.name, "running": alive, "points": points}, ensure_ascii=False))
+        return code
+    from orchestrator.screen import Screen
+
+    screen = Screen()
+    screen.say(f"{sweep.name}   {sweep_table.counts(found)}", "bold")
+    screen.table(sweep_table.standing_table(found))
+    for one in found:
+        if one.message and len(one.message) > sweep_table.REASONS_SHOWN:
+            screen.say(f"{one.label}: {one.state.value}: {one.message}")
+    screen.closing([sweep_table.next_row(sweep, found, runs=sweep_record.controller_pid(sweep) is not None)])
+    return code
+
+
+def _watch(asked: argparse.Namespace) -> int:
+    sweep = find_sweep(asked.output, asked.sweep)
+    if asked.json:
+        return _status(asked)
+    from orchestrator.screen import Screen
+    from orchestrator.sweep_command import watch
+
+    return watch(sweep, Screen(), attached=False)
+
+
+def _logs(asked: argparse.Namespace) -> int:
+    sweep = find_sweep(asked.output, asked.sweep)
+    one = find_point(sweep_record.standings(sweep), asked.point)
+    if one.attempt is None:
+        raise VerbError(f"'{one.label}' was never started ({one.state.value}: {one.message}), so it has no log")
+    rank = asked.rank if asked.rank is not None else int((read_json(one.attempt.state) or {}).get("rank") or 0)
+    log = one.attempt.rank_log(rank)
+    if not log.exists() and not asked.follow:
+        there = sorted(path.name for path in one.attempt.root.glob("rank*.log"))
+        raise VerbError(f"'{one.label}' has no log of rank {rank}; there are: {' '.join(there) or 'none'}")
+    print(f"== {one.label}: {one.state.value}, rank {rank}: {shown(log)}", file=sys.stderr)
+    _print_log(log, one.attempt, follow=asked.follow)
+    return 0
+
+
+def _print_log(log: Path, attempt: AttemptPaths, *, follow: bool) -> None:
+    """The whole log; with `follow`, what comes until the attempt has ended."""
+    read = 0
+    while True:
+        over = not follow or RunState((read_json(attempt.state) or {"state": "lost"})["state"]).final
+        if log.exists():
+            with log.open("rb") as file:
+                file.seek(read)
+                chunk = file.read()
+            read += len(chunk)
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.flush()
+        if over:
+            return
+        time.sleep(FOLLOW_S)
+
+
+def _cancel(asked: argparse.Namespace) -> int:
+    sweep = find_sweep(asked.output, asked.sweep)
+    found = sweep_record.standings(sweep)
+    labels = [find_point(found, label).label for label in asked.points] or None
+    moving = [one for one in found if not one.state.final and (labels is None or one.label in labels)]
+    if sweep_record.controller_pid(sweep) is None or not moving:
+        print(f"nothing of {sweep.name} runs or waits: {sweep_table.counts(found)}")
+        return 0
+    sweep_record.ask(sweep, "cancel", labels=labels)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        now = {one.label: one.state for one in sweep_record.standings(sweep)}
+        if all(now[one.label].final for one in moving):
+            print(f"cancelled {len(moving)} points of {sweep.name}, nothing of them is left running")
+            print(f"next      zlab resume {sweep.name}")
+            return 0
+        time.sleep(FOLLOW_S)
+    print("error: the controller did not end them within 30 s; see", shown(sweep.log), file=sys.stderr)
+    return 1
+
+
+def _resume(asked: argparse.Namespace) -> int:
+    return _again(find_sweep(asked.output, asked.sweep), [])
+
+
+def _retry(asked: argparse.Namespace) -> int:
+    try:
+        deciding.retry_states(asked.retry)
+    except ValueError as error:
+        raise VerbError(str(error)) from None
+    return _again(find_sweep(asked.output, asked.sweep), ["--retry", asked.retry])
+
+
+def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
+    """The command that made the sweep, where it was typed."""
+    from orchestrator import cli
+
+    facts = read_json(sweep.sweep) or {}
+    if not Path(facts["folder"]).is_dir():
+        raise VerbError(f"{sweep.name} was started in {facts['folder']}, which is gone")
+    os.chdir(facts["folder"])
+    command = [*facts["command"], *more]
+    print(f"zlab {' '.join(command)}", file=sys.stderr)
+    return cli.main(command)

@@ -1,0 +1,66 @@
+"""The memory of points before they run: the model's own arithmetic, from shapes that a child process told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator import arguments, cli, compose, deciding, prediction
+from orchestrator.deciding import Prediction, Wishes
+from orchestrator.hardware import Hardware
+from orchestrator.point import Point
+from orchestrator.rules import Scene
+from orchestrator.run_state import RunState
+
+LAPTOP = Hardware(cores=4, cpu="cpu")
+LLAMA_TINY = 1_869_504
+
+
+def points(line: str) -> list[Point]:
+    found, problems = cli.checked_points(compose.compose(arguments.split(line.split())), Scene(LAPTOP))
+    assert problems == []
+    return found
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_states_are_those_of_the_papers_formulas_and_the_second_command_needs_no_child(
+    cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = points("-m zero=stage0,stage3 precision=fp32,bf16 resources.ranks=2 resources.device=cpu")
+    predicted = prediction.predict(found)
+    # fp32: 4 + 4 + 8 bytes; bf16 on a CPU that may compute in fp32 keeps at least 2 + 4 + 12 of its own.
+    assert predicted["stage0-fp32"].states_bytes == 16 * LLAMA_TINY
+    assert 8 * LLAMA_TINY <= predicted["stage3-fp32"].states_bytes <= 8 * LLAMA_TINY + 4096
+    assert predicted["stage0-bf16"].states_bytes >= 18 * LLAMA_TINY
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert prediction.predict(found) == predicted
+
+
+def test_a_model_that_cannot_be_built_has_no_prediction_and_the_others_have(cache: None) -> None:
+    good, other = points("-m zero=stage0,stage1 resources.device=cpu")
+    bad = replace(other, config=replace(other.config, model=replace(other.config.model, config={"hidden_size": -1})))
+    assert set(prediction.predict([good, bad])) == {good.label}
+
+
+def test_what_cannot_fit_is_left_out_with_its_arithmetic_and_runs_where_asked(tmp_path: Path) -> None:
+    (point,) = points(f"zero=stage0 resources.device=cpu output={tmp_path}")
+    huge = {point.label: Prediction(3 << 30, 4 << 30, ranks_share=2)}
+    (planned,) = deciding.decide([point], tmp_path, LAPTOP, Wishes(), huge)
+    assert planned.decision is RunState.pruned
+    assert planned.reason == "the model states alone, 2 x 3.00 GiB, are more than 4.00 GiB"
+    (planned,) = deciding.decide([point], tmp_path, LAPTOP, Wishes(prune=False), huge)
+    assert planned.decision is RunState.queued
+    fits = {point.label: Prediction(2 << 30, 4 << 30, ranks_share=2)}
+    assert deciding.decide([point], tmp_path, LAPTOP, Wishes(), fits)[0].decision is RunState.queued
+
+
+def test_the_cache_is_the_users_alone(cache: None) -> None:
+    assert os.stat(prediction.cache_folder()).st_mode & 0o077 == 0

@@ -1,0 +1,120 @@
+"""Slots: what one command holds no other takes, the user's mask is respected, and busy GPUs are told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator import hardware, slots
+from orchestrator.schema import Device, Resources
+from orchestrator.slots import Slot, SlotPool
+
+SMI = """#!/bin/sh
+case "$1" in
+  -L) for i in 0 1 2 3; do echo "GPU $i: NVIDIA H100 (UUID: GPU-aa$i)"; done ;;
+  --query-gpu=*) for i in 0 1 2 3; do echo "$i, GPU-aa$i, 81559"; done ;;
+  --query-compute-apps=*) [ -z "$BUSY" ] || echo "$BUSY, 4242, 1000" ;;
+esac
+"""
+
+
+def pool(tmp_path: Path, count: int) -> SlotPool:
+    tmp_path.mkdir(exist_ok=True)
+    return SlotPool([Slot(f"core{number}") for number in range(count)], tmp_path)
+
+
+def test_slots_that_are_held_are_not_given_out_and_come_back(tmp_path: Path) -> None:
+    mine, other = pool(tmp_path, 4), pool(tmp_path, 4)
+    first = mine.take(3)
+    assert first is not None
+    assert [slot.name for slot in first.slots] == ["core0", "core1", "core2"]
+    assert other.take(2) is None
+    assert other.holders() == [f"core{number}: pid {os.getpid()}" for number in range(3)]
+    one = other.take(1)
+    assert one is not None
+    first.release()
+    assert other.take(3) is not None
+
+
+def test_a_lease_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from orchestrator.slots import Slot, SlotPool;"
+        f"lease = SlotPool([Slot('core0')], Path({str(tmp_path)!r})).take(1); print('held', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    assert pool(tmp_path, 1).take(1) is None
+    process.kill()
+    process.communicate()
+    assert pool(tmp_path, 1).take(1) is not None
+
+
+def test_neighbours_are_preferred_and_more_than_all_is_all(tmp_path: Path) -> None:
+    mine = pool(tmp_path, 5)
+    leases = [mine.take(1) for _ in range(5)]
+    for index in (0, 2, 3):
+        assert leases[index] is not None
+        leases[index].release()
+    found = mine.take(2)
+    assert found is not None
+    assert [slot.name for slot in found.slots] == ["core2", "core3"]
+    found.release()
+    assert mine.take(9) is None
+    for lease in leases:
+        assert lease is not None
+        lease.release()
+    everything = mine.take(9)
+    assert everything is not None
+    assert len(everything.slots) == 5
+
+
+def test_a_run_takes_a_gpu_a_rank_or_its_threads_in_cores() -> None:
+    assert slots.wanted(Resources(Device.cuda, ranks=4, threads=8)) == 4
+    assert slots.wanted(Resources(Device.cpu, ranks=4, threads=8)) == 32
+
+
+@pytest.fixture
+def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(SMI)
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(hardware, "PROC_GPUS", tmp_path / "none")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("ZLAB_LOCKS", str(tmp_path / "locks"))
+
+
+@pytest.mark.parametrize(
+    ("mask", "visible", "names"),
+    [
+        (None, ["0", "1", "2", "3"], ["gpu-GPU-aa0", "gpu-GPU-aa1", "gpu-GPU-aa2", "gpu-GPU-aa3"]),
+        ("2,3", ["2", "3"], ["gpu-GPU-aa2", "gpu-GPU-aa3"]),
+        ("GPU-aa1", ["GPU-aa1"], ["gpu-GPU-aa1"]),
+        ("", [], []),
+    ],
+)
+def test_the_users_mask_is_what_there_is_and_one_gpu_has_one_name(
+    mask: str | None, visible: list[str], names: list[str], four_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    found = slots.pool_of(Device.cuda).slots
+    assert [slot.visible for slot in found] == visible
+    assert [slot.name for slot in found] == names
+    if mask == "2,3":
+        lease = slots.pool_of(Device.cuda).take(2)
+        assert lease is not None
+        assert lease.gpus == ["2", "3"]
+        assert hardware.visible_gpus()[0].memory_bytes == 81559 << 20
+
+
+def test_a_gpu_on_which_another_computes_is_told(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUSY", "GPU-aa1")
+    found = slots.pool_of(Device.cuda).slots
+    assert slots.busy_gpus(found) == ["GPU GPU-aa1: process 4242 uses 1000"]
+    assert slots.busy_gpus(found[2:]) == []

@@ -1,0 +1,300 @@
+"""Whole sweeps of a worker without torch: what is kept, what is run, and that nothing is lost or left behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from points import STUB, make_config
+from rich.console import Console
+
+from orchestrator import comparison, hardware, sweep_record, verbs
+from orchestrator.deciding import Refused, Wishes
+from orchestrator.point import Point
+from orchestrator.record import AttemptPaths, read_json
+from orchestrator.run_state import RunState
+from orchestrator.schema import Cluster
+from orchestrator.screen import Screen
+from orchestrator.strict import Broken
+from orchestrator.sweep_command import SweepRequest, run_sweep
+from orchestrator.sweep_record import SweepPaths
+
+HERE = Path(__file__).parent
+FAST = {"STUB_STEP_S": "0.0"}
+
+
+@pytest.fixture(autouse=True)
+def scene(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
+    monkeypatch.setenv("ZLAB_LOCKS", str(tmp_path / "locks"))
+
+
+def points(output: Path, micros: list[int], *, ranks: int = 1, exclusive: bool = False) -> tuple[Point, ...]:
+    found = []
+    for micro in micros:
+        config = make_config(output)
+        config = replace(
+            config,
+            batch=replace(config.batch, micro=micro, global_size=2 * ranks * micro),
+            resources=replace(config.resources, ranks=ranks),
+            cluster=Cluster(exclusive=exclusive),
+        )
+        found.append(Point(f"micro{micro}", config, (f"batch.micro={micro}",)))
+    return tuple(found)
+
+
+def run(output: Path, micros: list[int], wishes: Wishes | None = None, **more: object) -> tuple[int, str, SweepPaths]:
+    """Exit code, screen and records of a sweep over micro-batches."""
+    out = io.StringIO()
+    request = SweepRequest(
+        "batch", points(output, micros), ("sweeps=batch",), wishes or Wishes(), predicts=False, entry=STUB
+    )
+    request = replace(request, **more)  # type: ignore[arg-type]
+    code = run_sweep(request, hardware.detect(), Screen(Console(file=out, width=300)))
+    return code, out.getvalue(), sweep_record.all_sweeps(output)[0]
+
+
+def states(sweep: SweepPaths) -> list[str]:
+    return [one.state.value for one in sweep_record.standings(sweep)]
+
+
+def attempts(output: Path) -> list[Path]:
+    return sorted(output.glob("points/*/attempts/*"))
+
+
+def test_the_same_command_again_keeps_what_was_measured_and_runs_nothing(tmp_path: Path) -> None:
+    code, shown, sweep = run(tmp_path, [1, 2])
+    assert (code, states(sweep)) == (0, ["ok", "ok"])
+    assert "micro1: ok" in shown
+    assert len(attempts(tmp_path)) == 2
+    code, shown, again = run(tmp_path, [1, 2])
+    assert (code, states(again), again.root) == (0, ["cached", "cached"], sweep.root)
+    assert len(attempts(tmp_path)) == 2
+    code, _, wider = run(tmp_path, [1, 2, 4])
+    assert (code, states(wider)) == (0, ["cached", "cached", "ok"])
+    assert wider.root != sweep.root
+    run(tmp_path, [1, 2], Wishes(fresh=True))
+    assert len(attempts(tmp_path)) == 5
+
+
+def test_a_failed_point_is_a_row_and_is_tried_again_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZLAB_FAULT", "raise@step2:rank0")
+    code, shown, sweep = run(tmp_path, [1])
+    assert (code, states(sweep)) == (1, ["error"])
+    assert f"zlab retry {sweep.name} --retry error" in shown
+    monkeypatch.delenv("ZLAB_FAULT")
+    code, _, sweep = run(tmp_path, [1])
+    assert (code, states(sweep), len(attempts(tmp_path))) == (1, ["error"], 1)
+    code, _, sweep = run(tmp_path, [1], Wishes(retry=frozenset({RunState.error})))
+    assert (code, states(sweep), len(attempts(tmp_path))) == (0, ["ok"], 2)
+
+
+def test_out_of_memory_is_an_answer_and_larger_ones_of_its_family_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_LACKING_MICRO", "4")
+    code, shown, sweep = run(tmp_path, [1, 4, 8, 16], points=points(tmp_path, [1, 4, 8, 16], exclusive=True))
+    assert (code, states(sweep)) == (0, ["ok", "oom", "pruned", "pruned"])
+    assert "micro4: oom: rank 0: out of memory in forward of step 1" in shown
+    assert "micro4, which is smaller, was out of memory" in shown
+    assert (read_json(attempts(tmp_path)[0] / "state.json") or {})["state"] in ("ok", "oom")
+    # The next plan knows it before it starts anything.
+    code, _, sweep = run(tmp_path, [1, 4, 32])
+    assert (code, states(sweep)) == (0, ["cached", "oom", "pruned"])
+    code, _, sweep = run(tmp_path, [4, 16], Wishes(prune=False))
+    assert (code, states(sweep)) == (0, ["oom", "ok"])
+
+
+def test_where_nothing_fits_the_code_is_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_LACKING_MICRO", "4")
+    code, shown, _ = run(tmp_path, [4])
+    assert code == comparison.NOTHING_FITS
+    assert "no point has a result" in shown
+
+
+def test_three_failures_alike_stop_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZLAB_FAULT", "raise@step1:rank0")
+    micros = [1, 2, 3, 4, 5]
+    code, shown, sweep = run(tmp_path, micros, points=points(tmp_path, micros, exclusive=True))
+    assert (code, states(sweep)) == (1, ["error"] * 3 + ["cancelled"] * 2)
+    assert "3 points in a row failed alike" in shown
+
+
+def test_a_refused_point_is_a_row_with_its_fix(tmp_path: Path) -> None:
+    refused = Refused("stage0-param", ("zero=stage0",), (Broken("offload.params=cpu needs zero=stage3", "", ("a=b",)),))
+    code, shown, sweep = run(tmp_path, [1], points=(*points(tmp_path, [1]), refused))
+    assert (code, states(sweep)) == (0, ["ok", "refused"])
+    assert "fix: a=b" in shown
+
+
+def test_points_run_side_by_side_where_there_are_slots_and_one_at_a_time_where_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_STEP_S", "0.1")
+    for folder, exclusive, overlap in (("side", False, True), ("one", True, False)):
+        output = tmp_path / folder
+        code, _, sweep = run(output, [1, 2], points=points(output, [1, 2], exclusive=exclusive))
+        assert code == 0
+        events = [json.loads(line) for line in sweep.events.read_text().splitlines()]
+        order = [event["event"] for event in events if "label" in event]
+        beside = overlap and hardware.usable_cores() >= 2
+        assert (order[:2] == ["started", "started"]) is beside
+        slots = [event["slots"] for event in events if event["event"] == "started"]
+        assert all(len(one) == 1 for one in slots)
+        assert (slots[0] != slots[1]) is beside
+
+
+# ---- stopped in the middle -------------------------------------------------------------------------------------------
+
+COMMAND = """
+import sys
+sys.path[:0] = [{here!r}, {root!r}]
+from pathlib import Path
+from orchestrator import hardware
+from orchestrator.sweep_command import SweepRequest, run_sweep
+from points import STUB
+from test_sweeps import points
+output = Path({output!r})
+found = points(output, {micros})
+request = SweepRequest("batch", found, ("sweeps=batch",), predicts=False, entry=STUB, detach={detach})
+raise SystemExit(run_sweep(request, hardware.detect()))
+"""
+
+
+def start(output: Path, micros: list[int], *, detach: bool = False) -> subprocess.Popen[str]:
+    text = COMMAND.format(here=str(HERE), root=str(HERE.parents[1]), output=str(output), micros=micros, detach=detach)
+    environment = {**os.environ, "STUB_STEP_S": "0.1"}
+    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def measured(output: Path) -> int:
+    return len(list(output.glob("points/*/attempts/*/result.json")))
+
+
+def running(output: Path) -> list[Path]:
+    return [one for one in attempts(output) if '"running"' in (one / "state.json").read_text()]
+
+
+def left_behind(output: Path) -> list[str]:
+    """Command lines of processes that still work for this output folder."""
+    return [
+        " ".join(process.info["cmdline"])
+        for process in psutil.process_iter(["cmdline"])
+        if str(output) in " ".join(process.info["cmdline"] or [])
+    ]
+
+
+def the_sweep(output: Path) -> SweepPaths:
+    return sweep_record.all_sweeps(output)[0]
+
+
+def test_a_sweep_killed_twice_in_the_middle_loses_no_result_and_repeats_none(tmp_path: Path) -> None:
+    """First its controller gets SIGKILL, then a rank; 12 points."""
+    micros = list(range(1, 13))
+    command = start(tmp_path, micros)
+    wait_until(lambda: measured(tmp_path) >= 3 and bool(running(tmp_path)))
+    controller = sweep_record.controller_pid(the_sweep(tmp_path))
+    assert controller is not None
+    os.kill(controller, signal.SIGKILL)
+    assert command.wait(timeout=30) == 1
+    command.communicate()
+    wait_until(lambda: left_behind(tmp_path) == [], seconds=10)
+    after = states(the_sweep(tmp_path))
+    assert "lost" in after
+    assert "queued" in after
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("points/*/attempts/*/result.json")}
+
+    command = start(tmp_path, micros)
+    wait_until(lambda: measured(tmp_path) >= len(before) + 2 and bool(running(tmp_path)))
+    victim = AttemptPaths(running(tmp_path)[0])
+    os.kill((read_json(victim.rank_record(0)) or {})["pid"], signal.SIGKILL)
+    assert command.wait(timeout=90) in (0, 1)
+    command.communicate()
+    assert left_behind(tmp_path) == []
+    found = states(the_sweep(tmp_path))
+    assert found.count("error") <= 1, "the rank may have written its result before it was killed"
+    code, _, sweep = run(tmp_path, micros, Wishes(retry=frozenset({RunState.error})))
+    assert (code, set(states(sweep)) <= {"ok", "cached"}) == (0, True)
+    results = list(tmp_path.glob("points/*/attempts/*/result.json"))
+    assert len(results) == 12, "one result a point: none lost, none repeated"
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items())
+
+
+def test_an_interrupt_without_a_terminal_cancels_everything(tmp_path: Path) -> None:
+    command = start(tmp_path, [1, 2, 3, 4])
+    wait_until(lambda: bool(running(tmp_path)))
+    command.send_signal(signal.SIGINT)
+    shown, _ = command.communicate(timeout=30)
+    assert command.returncode == 130
+    assert left_behind(tmp_path) == []
+    assert "cancelled" in states(the_sweep(tmp_path))
+    assert f"zlab resume {the_sweep(tmp_path).name}" in shown
+
+
+def test_a_sweep_whose_terminal_is_gone_ends_and_one_that_was_detached_goes_on(tmp_path: Path) -> None:
+    command = start(tmp_path / "a", [1, 2, 3, 4])
+    wait_until(lambda: bool(running(tmp_path / "a")))
+    command.kill()
+    command.communicate()
+    wait_until(lambda: left_behind(tmp_path / "a") == [])
+    assert "cancelled" in states(the_sweep(tmp_path / "a"))
+
+    command = start(tmp_path / "b", [1, 2], detach=True)
+    shown, _ = command.communicate(timeout=30)
+    assert command.returncode == 0
+    assert "zlab watch" in shown
+    wait_until(lambda: set(states(the_sweep(tmp_path / "b"))) == {"ok"})
+
+
+def test_verbs_answer_from_another_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path, [1, 2, 3, 4, 5, 6], detach=True).communicate(timeout=30)
+    wait_until(lambda: bool(running(tmp_path)))
+    there = ["--output", str(tmp_path)]
+    assert verbs.main(["status", *there, "--json"]) == comparison.INCOMPLETE
+    told = json.loads(capsys.readouterr().out)
+    assert told["running"] is True
+    assert [one["label"] for one in told["points"]] == [f"micro{micro}" for micro in range(1, 7)]
+    assert verbs.main(["logs", "last", "micro1", *there]) == 0
+    assert "rank 0 of 1 is here" in capsys.readouterr().out
+    assert verbs.main(["cancel", "last", "micro6", *there]) == 0
+    assert "cancelled 1 points" in capsys.readouterr().out
+    assert verbs.main(["cancel", *there]) == 0
+    wait_until(lambda: left_behind(tmp_path) == [])
+    assert states(the_sweep(tmp_path)).count("cancelled") >= 3
+    assert verbs.main(["list", *there]) == 0
+    assert "cancelled" in capsys.readouterr().out
+    assert verbs.main(["status", *there]) == comparison.INCOMPLETE
+    assert "points are left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["status"], "there is no sweep in"),
+        (["retry", "--retry", "ok"], "--retry ok: expected some of"),
+    ],
+)
+def test_what_is_not_there_is_told(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verbs.main([*words, "--output", str(tmp_path)]) == 2
+    assert told in capsys.readouterr().err
