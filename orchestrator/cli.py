@@ -94,6 +94,7 @@ def composed(asked: Arguments) -> Composition:
 
 
 def _run(composition: Composition, asked: Arguments) -> int:
+    os.umask(0o077)  # what runs write is the user's alone
     scene = _scene()
     if composition.is_sweep or "--plan" in asked.flags:
         request = _sweep_request(composition, asked, scene)

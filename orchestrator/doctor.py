@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -14,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from orchestrator import hardware
+from orchestrator import hardware, provenance
+from orchestrator.paths import program
 from orchestrator.summary import Row
 from orchestrator.units import size
 
-PACKAGES = ("torch", "transformers", "hydra-core", "submitit", "mlflow", "safetensors", "peft", "triton")
 ENOUGH_DISK_BYTES = 10 << 30
 
 
@@ -62,9 +61,9 @@ def what_works() -> list[Row]:
     machine = hardware.detect()
     ranks = f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cores} cores, gloo: its speed says nothing of GPUs"
     rows = [Row("works here", f"runs and sweeps on {ranks}")]
-    rows += [Row("first", "zlab zero=stage2"), Row("then", "zlab sweeps=stages --plan")]
+    rows += [Row("first", f"{program()} zero=stage2"), Row("then", f"{program()} sweeps=stages --plan")]
     if shutil.which("sbatch"):
-        rows.append(Row("cluster", "zlab -m zero=stage1,stage2,stage3 cluster=slurm --plan"))
+        rows.append(Row("cluster", f"{program()} -m zero=stage1,stage2,stage3 cluster=slurm --plan"))
     return rows
 
 
@@ -74,18 +73,11 @@ def _python() -> Finding:
 
 
 def _packages() -> list[Finding]:
-    versions = {name: _version(name) for name in PACKAGES}
+    versions = {name: provenance.version_of(name) for name in provenance.PACKAGES}
     found = [Finding("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))]
     if versions["torch"] is None:
         found.append(Finding("torch", "not installed", "nothing runs without it: make install"))
     return found
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _processor() -> Finding:

@@ -19,16 +19,22 @@ Runs ZeRO training as an experiment: one point, or a sweep with one table at its
   torchrun --nproc-per-node 2 run.py zero=stage3                           joins the processes that are there
   python run.py export-weights CHECKPOINT OUT --dtype bf16                 a checkpoint as a Hugging Face folder
   python run.py io-bench FOLDER                                            a drive's speed, and what to set for offload
+  python run.py doctor                                                     what this machine has, and what works on it
+  python run.py list | status | watch | logs | cancel | resume | retry     sweeps, from any terminal (VERB --help)
 """
 TAIL = """\
 Flags
   -m, --multirun       sweep: a=1,2  a=range(1,5)  a=choice(x,y) are lists of values
   -c, --cfg job        show the composed configuration instead of running   (-p GROUP: a part of it, --resolve)
   -i, --info           how Hydra found and put together the configuration
-  -cd, --config-dir    a folder with options of your own, laid out as conf/
+  -cd, --config-dir    a folder with options of your own, laid out as conf/; conf/ and sweeps/ here are found too
+      --plan           the points of a sweep, predicted and decided; nothing is started      (--json)
+      --fresh          measure again what was measured      --retry error,oom,...   run those again
+      --prune off      run also what cannot fit             --detach   leave the sweep running and return
   --hydra-help         Hydra's flags, also shell completion
 
-Exit codes: 0 every point has a result, 1 at least one failed, 2 the command was wrong and nothing was started."""
+Exit codes: 0 every point has its answer (out of memory is one), 1 at least one failed, 2 the command was wrong and
+nothing was started, 3 some points are left, 4 nothing fits, 130 stopped."""
 
 
 def page(primary: Path, tree: Tree) -> str:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.paths import program
 from orchestrator.units import digits
 
 USAGE = "zlab io-bench FOLDER"
@@ -42,5 +43,5 @@ def main(words: Sequence[str]) -> int:
     fastest = f"{digits(best.both / 2**30)} GiB/s each way"
     print(f"pick     {pick.block_mib} MiB x {pick.requests} requests: within 5 % of the fastest, {fastest}")
     options = f"offload.folder={words[0]} offload.block_mib={pick.block_mib} offload.requests={pick.requests}"
-    print(f"next     python run.py zero=stage3 offload=optimizer_param_nvme {options}")
+    print(f"next     {program()} zero=stage3 offload=optimizer_param_nvme {options}")
     return 0

@@ -11,6 +11,7 @@ from typing import Any, get_origin
 import yaml
 
 from orchestrator.folders import config_folders, sweep_parents
+from orchestrator.paths import program
 from orchestrator.schema import RunConfig
 from orchestrator.strict import convert, describe, hints_of, nearest
 
@@ -67,7 +68,7 @@ def check(words: Sequence[str], tree: Tree, *, multirun: bool) -> list[str]:
                 problems.append("sweeps takes one file: its own params are the lists")
     # A sweep file may make -m needless, but not the list that the line itself holds beside it.
     if lists and not multirun and not any(word.startswith("sweeps=") for word in words):
-        problems.append(f"a list of values ({' '.join(lists)}) needs -m (sweep): python run.py -m {' '.join(words)}")
+        problems.append(f"a list of values ({' '.join(lists)}) needs -m (sweep): {program()} -m {' '.join(words)}")
     return problems
 
 

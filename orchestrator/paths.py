@@ -1,7 +1,8 @@
-"""Paths as they are shown to a person."""
+"""Paths and commands as they are shown to a person."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 
@@ -11,3 +12,8 @@ def shown(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+def program() -> str:
+    """How this command was called, so that the next one can be called alike."""
+    return "zlab" if Path(sys.argv[0]).name == "zlab" else "python run.py"

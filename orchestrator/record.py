@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator import provenance
 from orchestrator.processes import is_alive, start_time
 from orchestrator.run_state import MOVES, RunState
 
@@ -42,6 +43,16 @@ class AttemptPaths:
     @property
     def state(self) -> Path:
         return self.root / "state.json"
+
+    @property
+    def provenance(self) -> Path:
+        """Which code, packages and settings made it."""
+        return self.root / "provenance.json"
+
+    @property
+    def diff(self) -> Path:
+        """What the code's checkout had that no commit has."""
+        return self.root / "git.diff"
 
     @property
     def metrics(self) -> Path:
@@ -250,6 +261,9 @@ def new_attempt(output: str | Path, config: Mapping[str, Any], label: str, hardw
     write_json_atomic(folder / "identity.json", hashed)
     paths = AttemptPaths(_next_folder(folder / "attempts"))
     write_json_atomic(paths.config, config)
+    write_json_atomic(paths.provenance, provenance.facts())
+    if diff := provenance.code().diff:
+        paths.diff.write_text(diff + "\n", encoding="utf-8")
     return Attempt(paths, point, label)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from orchestrator.paths import program
 from orchestrator.summary import PHASES, Table, run_command, without_key
 from orchestrator.units import ABSENT, digits, loss, size
 
@@ -230,7 +231,7 @@ def conclusion(ranked: Sequence[Ranked]) -> str:
 def next_after_sweep(ranked: Sequence[Ranked]) -> str:
     """The command worth typing after a sweep: the winner measured longer, or the failed point by itself."""
     if not ranked:
-        return "python run.py"
+        return program()
     entry = ranked[0].entry
     if entry.result is None:
         return run_command(entry.overrides)

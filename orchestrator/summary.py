@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from orchestrator.paths import program
 from orchestrator.schema import AdapterKind, DataKind, Offload, Place, RunConfig, Tokenizer
 from orchestrator.units import ABSENT, count, difference, digits, loss, percent, size
 
@@ -258,9 +259,9 @@ def without_key(overrides: Sequence[str], *keys: str) -> list[str]:
 def next_after_run(overrides: Sequence[str]) -> str:
     """The command worth typing after one run: the same under every stage."""
     rest = without_key(overrides, "zero", "zero.stage", "sweeps")
-    return shlex.join(["python", "run.py", "-m", "zero=stage0,stage1,stage2,stage3", *rest])
+    return f"{program()} {shlex.join(['-m', 'zero=stage0,stage1,stage2,stage3', *rest])}"
 
 
 def run_command(overrides: Sequence[str]) -> str:
     """What to type to run one point."""
-    return shlex.join(["python", "run.py", *without_key(overrides, "sweeps")])
+    return " ".join([program(), shlex.join(without_key(overrides, "sweeps"))]).strip()

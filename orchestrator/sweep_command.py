@@ -17,7 +17,7 @@ from orchestrator.deciding import Refused, Wishes
 from orchestrator.hardware import Hardware
 from orchestrator.job import ENTRY
 from orchestrator.live import Choice, SweepWatch
-from orchestrator.paths import shown
+from orchestrator.paths import program, shown
 from orchestrator.point import Point
 from orchestrator.record import read_json
 from orchestrator.run_state import RunState
@@ -62,7 +62,9 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
     if process is not None and not request.detach:
         return watch(sweep, screen, process)
     if process is not None:
-        screen.closing([Row("watch", f"zlab watch {sweep.name}"), Row("stop", f"zlab cancel {sweep.name}")])
+        screen.closing(
+            [Row("watch", f"{program()} watch {sweep.name}"), Row("stop", f"{program()} cancel {sweep.name}")]
+        )
         return comparison.OK
     code = live.conclude(sweep, screen)
     screen.closing(_next(sweep))
@@ -169,13 +171,15 @@ def watch(
             break
         except KeyboardInterrupt:
             if not attached:
-                screen.closing([Row("goes on", f"zlab watch {sweep.name}"), Row("stop", f"zlab cancel {sweep.name}")])
+                screen.closing(
+                    [Row("goes on", f"{program()} watch {sweep.name}"), Row("stop", f"{program()} cancel {sweep.name}")]
+                )
                 return INTERRUPTED
             choice = live.ask_at_interrupt(sweep_record.standings(sweep))
             if choice is Choice.DETACH:
                 sweep_record.ask(sweep, "detach")
                 time.sleep(2 * live.LOOK_S)  # it must have heard before this process ends
-                screen.closing([Row("goes on", f"zlab watch {sweep.name}")])
+                screen.closing(_left_running(sweep))
                 return INTERRUPTED
             interrupted = choice is not Choice.GO_ON
             if interrupted:
@@ -185,6 +189,10 @@ def watch(
     code = live.conclude(sweep, screen)
     screen.closing(_next(sweep))
     return INTERRUPTED if interrupted else code
+
+
+def _left_running(sweep: SweepPaths) -> list[Row]:
+    return [Row("watch", f"{program()} watch {sweep.name}"), Row("stop", f"{program()} cancel {sweep.name}")]
 
 
 def _next(sweep: SweepPaths) -> list[Row]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator import comparison, report
+from orchestrator.paths import program
 from orchestrator.record import EventTail
 from orchestrator.run_state import RunState
 from orchestrator.summary import Row, Table
@@ -103,11 +104,11 @@ def next_row(sweep: SweepPaths, found: Sequence[Standing], *, runs: bool) -> Row
     failed = sorted({one.state.value for one in found if not one.state.answered and one.state.kept})
     left = [one for one in found if not one.state.answered and not one.state.kept]
     if runs:
-        return Row("next", f"zlab watch {sweep.name}")
+        return Row("next", f"{program()} watch {sweep.name}")
     if left:
-        return Row("next", f"zlab resume {sweep.name}     ({len(left)} points are left)")
+        return Row("next", f"{program()} resume {sweep.name}     ({len(left)} points are left)")
     if failed:
-        return Row("next", f"zlab retry {sweep.name} --retry {','.join(failed)}")
+        return Row("next", f"{program()} retry {sweep.name} --retry {','.join(failed)}")
     return Row("next", report.next_after_sweep(comparison.ranked(sweep)))
 
 

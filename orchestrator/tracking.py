@@ -143,7 +143,8 @@ class FollowedRun:
             self._store.log_metrics(self.run, [(key, value, 0, when) for key, value in metrics.items()])
         self._store.client.set_tag(self.run, names.OUTCOME, outcome)
         logs = {self._paths.rank_log(0), self._paths.rank_log(int(state.get("rank") or 0))}
-        for path in (self._paths.config, self._paths.result, self._paths.state, *sorted(logs)):
+        kept = (self._paths.config, self._paths.result, self._paths.state, self._paths.provenance, self._paths.diff)
+        for path in (*kept, *sorted(logs)):
             if path.exists():
                 self._store.client.log_artifact(self.run, str(path))
         self._store.client.set_terminated(self.run, status=names.STATUS[outcome])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchestrator import comparison, deciding, sweep_record, sweep_table
-from orchestrator.paths import shown
+from orchestrator.paths import program, shown
 from orchestrator.record import AttemptPaths, read_json
 from orchestrator.run_state import RETRIED, RunState
 from orchestrator.strict import nearest
@@ -73,7 +73,9 @@ def find_sweep(output: str, name: str) -> SweepPaths:
     """VerbError where there is none, or several."""
     sweeps = sweep_record.all_sweeps(output)
     if not sweeps:
-        raise VerbError(f"there is no sweep in '{output}'; give --output FOLDER, or start one: zlab sweeps=stages")
+        raise VerbError(
+            f"there is no sweep in '{output}'; give --output FOLDER, or start one: {program()} sweeps=stages"
+        )
     if name == "last":
         return sweeps[0]
     exact = [one for one in sweeps if one.name == Path(name).name]
@@ -84,7 +86,7 @@ def find_sweep(output: str, name: str) -> SweepPaths:
         raise VerbError(f"'{name}' is a part of several: {' '.join(one.name for one in found)}")
     near = nearest(name, [one.name for one in sweeps])
     hint = f" Did you mean '{near}'?" if near else ""
-    raise VerbError(f"there is no sweep '{name}'.{hint}      see: zlab list")
+    raise VerbError(f"there is no sweep '{name}'.{hint}      see: {program()} list")
 
 
 def find_point(found: Sequence[Standing], label: str | None) -> Standing:
@@ -114,7 +116,7 @@ def _list(asked: argparse.Namespace) -> int:
         print(json.dumps(rows, ensure_ascii=False))
         return 0
     if not rows:
-        print(f"no sweeps in '{asked.output}'      start one: zlab sweeps=stages")
+        print(f"no sweeps in '{asked.output}'      start one: {program()} sweeps=stages")
     for row in rows:
         print(f"{row['sweep']}{'  (runs)' if row['running'] else ''}  {row['points']}\n    {row['command']}")
     return 0
@@ -197,7 +199,7 @@ def _cancel(asked: argparse.Namespace) -> int:
         now = {one.label: one.state for one in sweep_record.standings(sweep)}
         if all(now[one.label].final for one in moving):
             print(f"cancelled {len(moving)} points of {sweep.name}, nothing of them is left running")
-            print(f"next      zlab resume {sweep.name}")
+            print(f"next      {program()} resume {sweep.name}")
             return 0
         time.sleep(FOLLOW_S)
     print("error: the controller did not end them within 30 s; see", shown(sweep.log), file=sys.stderr)
@@ -225,5 +227,5 @@ def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
         raise VerbError(f"{sweep.name} was started in {facts['folder']}, which is gone")
     os.chdir(facts["folder"])
     command = [*facts["command"], *more]
-    print(f"zlab {' '.join(command)}", file=sys.stderr)
+    print(f"{program()} {' '.join(command)}", file=sys.stderr)
     return cli.main(command)

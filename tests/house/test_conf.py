@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -99,3 +100,16 @@ def test_hydra_is_told_to_leave_no_folders() -> None:
     settings = yaml.safe_load((CONF / "config.yaml").read_text())["hydra"]
     assert settings["output_subdir"] is None
     assert settings["run"]["dir"] == "."
+
+
+def test_the_package_carries_every_folder_of_code_and_both_folders_of_configuration() -> None:
+    """`pip install` takes what pyproject.toml lists, and a folder that it forgets is missed only there."""
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = set(re.findall(r'"([\w.]+)"', text.split("packages = [", 1)[1].split("]", 1)[0]))
+    code = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for top in ("kernels", "zero_runtime", "orchestrator")
+        for file in (ROOT / top).rglob("*.py")
+    }
+    assert listed == code | {"orchestrator.shipped.conf", "orchestrator.shipped.sweeps"}
+    assert {len(file.relative_to(CONF).parts) for file in CONF.rglob("*.yaml")} == {1, 2}, "package-data has two levels"
