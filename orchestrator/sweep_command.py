@@ -62,9 +62,7 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
     if process is not None and not request.detach:
         return watch(sweep, screen, process)
     if process is not None:
-        screen.closing(
-            [Row("watch", f"{program()} watch {sweep.name}"), Row("stop", f"{program()} cancel {sweep.name}")]
-        )
+        screen.closing(_left_running(sweep))
         return comparison.OK
     code = live.conclude(sweep, screen)
     screen.closing(_next(sweep))
@@ -171,9 +169,7 @@ def watch(
             break
         except KeyboardInterrupt:
             if not attached:
-                screen.closing(
-                    [Row("goes on", f"{program()} watch {sweep.name}"), Row("stop", f"{program()} cancel {sweep.name}")]
-                )
+                screen.closing(_left_running(sweep))
                 return INTERRUPTED
             choice = live.ask_at_interrupt(sweep_record.standings(sweep))
             if choice is Choice.DETACH:
