@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # A signal may come so much before the time that was asked for, and a run shorter than this does no work before it.
 EARLY_S, WORK_S = 60, 60
 EXAMPLE_RANKS = 2
+ANYWHERE = ("kind", "exclusive", "usd_per_gpu_hour")
 
 
 def is_slurm(cluster: Cluster) -> bool:
@@ -35,11 +36,11 @@ def jobs_are_not_sent_from_ranks(scene: Scene, cluster: Cluster) -> Broken | Non
 
 
 def local_keys_are_used(scene: Scene, cluster: Cluster) -> Broken | None:
-    """`usd_per_gpu_hour` is a price anywhere."""
+    """A price and being alone mean something anywhere."""
     if is_slurm(cluster):
         return None
     plain = Cluster()
-    for key in (one.name for one in fields(Cluster) if one.name not in ("kind", "usd_per_gpu_hour")):
+    for key in (one.name for one in fields(Cluster) if one.name not in ANYWHERE):
         value, default = getattr(cluster, key), getattr(plain, key)
         if value != default:
             fixed = {None: "null"}.get(default, default) if not isinstance(default, (list, dict)) else str(default)

@@ -92,6 +92,7 @@ def parameters(config: RunConfig, name: str) -> dict[str, Any]:
         "qos": cluster.qos,
         "constraint": cluster.constraint,
         "exclude": cluster.exclude,
+        "exclusive": cluster.exclusive or None,
         "setup": cluster.setup or None,
         "array_parallelism": cluster.throttle or ALL,
         "stderr_to_stdout": True,
