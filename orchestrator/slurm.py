@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,16 @@ from orchestrator.job import ENTRY, STOP_SIGNAL
 from orchestrator.record import AttemptPaths, read_json, write_json_atomic
 from orchestrator.schema import Device, RunConfig, to_dict
 from orchestrator.slurm_rank import SlurmRank
-from orchestrator.slurm_tools import UNSEEN, JobSight, Phase, SlurmError, ask
+from orchestrator.slurm_tools import (
+    DENIED,
+    NO_SUCH_JOB,
+    UNSEEN,
+    JobSight,
+    Phase,
+    SlurmError,
+    ask,
+    read_scontrol_job,
+)
 
 Sent = tuple[AttemptPaths, RunConfig]
 AT_ONCE = 500  # ids on one command line
@@ -126,30 +135,42 @@ class Scheduler:
         self._accounting: bool | None = None
 
     def look(self, ids: Sequence[str]) -> dict[str, JobSight]:
-        """Each id's sight; UNSEEN (never final) for those that no tool answered for. Raises nothing."""
-        found: dict[str, JobSight] = {}
-        if not ids:
-            return found
-        if self._has_accounting():
-            with suppress(SlurmError):
-                told = slurm_tools.read_sacct(ask(slurm_tools.sacct_words(ids)))
-                # sacct lags behind by seconds: what has not ended there, the controller knows better.
-                found |= {job: told[job] for job in ids if job in told and _has_ended_for_good(told[job])}
-        missing = [job for job in ids if job not in found]
-        if missing:
-            with suppress(SlurmError):
-                told = slurm_tools.read_squeue(ask(slurm_tools.squeue_words(missing)))
-                found |= {job: told[job] for job in missing if job in told}
-        for job in [job for job in ids if job not in found][:FEW]:
-            with suppress(SlurmError):
-                found[job] = slurm_tools.read_scontrol_job(ask(["scontrol", "-o", "show", "job", job]))
-        return {job: found.get(job, UNSEEN) for job in ids}
+        """Each id's sight. UNSEEN where no tool answered, DENIED where they know nothing of it: neither is final."""
+        kept: dict[str, JobSight] = {}
+        if ids and self._has_accounting():
+            kept = _told(slurm_tools.sacct_words(ids), slurm_tools.read_sacct) or {}
+        # sacct lags behind by seconds: of what has not ended there, the controller knows better.
+        left = [job for job in ids if job not in kept or not _has_ended_for_good(kept[job])]
+        now = _from_controller(left) if left else {}
+        seen = {job: sight for job, sight in now.items() if sight not in (UNSEEN, DENIED)}
+        best = {**now, **kept, **seen}
+        return {job: best.get(job, UNSEEN) for job in ids}
 
     def _has_accounting(self) -> bool:
         if self._accounting is None:
             with suppress(SlurmError):
                 self._accounting = slurm_tools.accounting_works()
         return bool(self._accounting)
+
+
+def _from_controller(ids: Sequence[str]) -> dict[str, JobSight]:
+    """What squeue says; where it does not know our columns, what scontrol says of a few."""
+    queue = _told(slurm_tools.squeue_words(ids), slurm_tools.read_squeue)
+    if queue is not None:
+        return {job: queue.get(job, DENIED) for job in ids}
+    found = {}
+    for job in ids[:FEW]:
+        told = _told(["scontrol", "-o", "show", "job", job], lambda text: {"": read_scontrol_job(text)})
+        found[job] = UNSEEN if told is None else told.get("", DENIED)
+    return found
+
+
+def _told(words: Sequence[str], read: Callable[[str], dict[str, JobSight]]) -> dict[str, JobSight] | None:
+    """What a tool says of jobs; None where it did not answer, empty where it knows none of them."""
+    try:
+        return read(ask(words))
+    except SlurmError as error:
+        return {} if NO_SUCH_JOB in str(error) else None
 
 
 def _has_ended_for_good(sight: JobSight) -> bool:

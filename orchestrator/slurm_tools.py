@@ -62,7 +62,9 @@ class JobSight(NamedTuple):
     est_start: float | None = None
 
 
-UNSEEN = JobSight()
+UNSEEN = JobSight()  # no tool answered
+DENIED = JobSight(reason="SLURM knows no such job")  # they did; it may have ended long ago, or be too new
+NO_SUCH_JOB = "Invalid job id"
 
 
 def ask(words: Sequence[str], environ: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S) -> str:

@@ -11,13 +11,15 @@ from typing import Any
 
 from orchestrator.record import AttemptPaths, read_json
 from orchestrator.run_state import RunState
-from orchestrator.slurm_tools import JobSight, Phase
+from orchestrator.slurm_tools import DENIED, UNSEEN, JobSight, Phase
 from orchestrator.watch import Sight, Verdict, judge
 
 # After the first record of an error: on a shared drive the one that caused it may show later.
 GRACE_S = 5.0
 # Clocks of two machines, and the second that the scheduler's times are rounded to.
 SKEW_S = 5.0
+# How long SLURM must deny a job, and rank 0 be silent, until it is given up. Heartbeats come every 10 s.
+LOST_S = 120.0
 # Ends that the scheduler decides: what ranks raise while they are killed is an effect.
 OUTSIDE = {
     "TIMEOUT": RunState.timeout,
@@ -45,6 +47,27 @@ def verdict(attempt: AttemptPaths, world: int, sight: JobSight, now: float | Non
     if all(record is None for record in records) and (lines := _end_of(log)):
         return found._replace(message=f"{found.message}; the job's log ends: {lines[-1]}")
     return found
+
+
+class Follower:
+    """One attempt, looked at again and again by one watcher: also tells when it is lost."""
+
+    def __init__(self, attempt: AttemptPaths, world: int) -> None:
+        self._attempt, self._world = attempt, world
+        self._denied: list[float] = []  # when, in a row
+
+    def verdict(self, sight: JobSight, now: float | None = None) -> Verdict | None:
+        """As the function; and lost, where SLURM denies the job again and again while nothing says that it lives."""
+        now = time.time() if now is None else now
+        found = verdict(self._attempt, self._world, sight, now)
+        self._denied = [*self._denied, now] if sight == DENIED else self._denied if sight == UNSEEN else []
+        if found is not None or len(self._denied) < 2 or now - self._denied[0] < LOST_S:
+            return found
+        age_s = heartbeat_age_s(self._attempt, now)
+        if age_s is not None and age_s < LOST_S:
+            return None
+        beat = "rank 0 never told that it lives" if age_s is None else f"rank 0 told last {age_s / 60:.0f} min ago"
+        return Verdict(RunState.lost, 0, f"SLURM knows the job no more, and {beat}")
 
 
 def decide(

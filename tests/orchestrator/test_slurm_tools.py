@@ -14,6 +14,7 @@ from orchestrator import slurm, slurm_tools
 from orchestrator.schema import Cluster, ClusterKind, Device, RunConfig, Zero
 from orchestrator.slurm_site import cautions, problem_of, read_sinfo
 from orchestrator.slurm_tools import (
+    DENIED,
     UNSEEN,
     Phase,
     SlurmError,
@@ -143,6 +144,14 @@ def test_the_controller_is_asked_about_what_may_be_back_in_the_queue(monkeypatch
     assert [found[job].state for job in ("11", "9_4", "9_0")] == [Phase.pending, Phase.pending, Phase.ended]
 
 
+def test_what_the_controller_has_forgotten_is_as_the_accounts_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = "AccountingStorageType   = accounting_storage/slurmdbd\n"
+    Tools(monkeypatch, scontrol_show=config, sacct=SACCT, squeue="")
+    found = slurm.Scheduler().look(["11", "9_4", "99"])
+    assert [found[job].slurm_state for job in ("11", "9_4")] == ["PREEMPTED", "NODE_FAIL"]
+    assert found["99"] == DENIED
+
+
 def test_without_accounting_the_queue_is_asked_and_then_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     config = "AccountingStorageType   = accounting_storage/none\n"
     tools = Tools(monkeypatch, scontrol_show=config, squeue=SQUEUE, scontrol_job=SCONTROL)
@@ -152,8 +161,19 @@ def test_without_accounting_the_queue_is_asked_and_then_the_job(monkeypatch: pyt
 
 
 def test_absence_from_the_queue_is_not_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    Tools(monkeypatch, scontrol_show="AccountingStorageType = accounting_storage/none\n", squeue="")
-    assert slurm.Scheduler().look(["1", "99"]) == {"1": UNSEEN, "99": UNSEEN}
+    Tools(monkeypatch, scontrol_show="AccountingStorageType = accounting_storage/none\n", squeue=SQUEUE)
+    found = slurm.Scheduler().look(["1", "99"])
+    assert found["1"].slurm_state == "RUNNING"
+    assert found["99"] == DENIED
+    assert DENIED.state is Phase.unknown
+
+
+def test_a_queue_that_does_not_know_the_columns_gives_way_to_one_question_a_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tools = Tools(monkeypatch, scontrol_show="AccountingStorageType = accounting_storage/none\n", scontrol_job=SCONTROL)
+    assert slurm.Scheduler().look(["6"])["6"].restarts == 3
+    assert tools.asked == ["scontrol_show", "squeue", "scontrol_job"]
 
 
 def test_a_slurm_that_does_not_answer_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from orchestrator.record import AttemptPaths, write_json_atomic
 from orchestrator.run_state import RunState
-from orchestrator.slurm_tools import UNSEEN, JobSight, Phase
-from orchestrator.slurm_verdict import GRACE_S, decide, heartbeat_age_s, verdict
+from orchestrator.slurm_tools import DENIED, UNSEEN, JobSight, Phase
+from orchestrator.slurm_verdict import GRACE_S, LOST_S, Follower, decide, heartbeat_age_s, verdict
 
 NOW = 1000.0
 BEGAN = 900.0
@@ -42,7 +42,7 @@ STOPPED = record("preempted", message="stopped by a signal after step 7, saved; 
 BLAMES = error("RankError: rank 1 is gone; seen last in step 3, forward", blamed=[1])
 
 
-@pytest.mark.parametrize("sight", [PENDING, RUNNING, UNSEEN])
+@pytest.mark.parametrize("sight", [PENDING, RUNNING, UNSEEN, DENIED])
 def test_nothing_is_decided_while_ranks_may_go_on(sight: JobSight) -> None:
     assert told(sight, GOING, GOING) is None
     assert told(sight, None, None) is None
@@ -166,3 +166,27 @@ def test_the_heartbeat_s_age_tells_life_from_death(tmp_path: Path) -> None:
     assert heartbeat_age_s(attempt) is None
     write_json_atomic(attempt.heartbeat, {"time": 940.0, "node": "node1"})
     assert heartbeat_age_s(attempt, NOW) == 60.0
+
+
+def test_a_job_is_lost_when_slurm_denies_it_again_and_nothing_says_that_it_lives(tmp_path: Path) -> None:
+    attempt = AttemptPaths(tmp_path)
+    write_json_atomic(attempt.heartbeat, {"time": NOW, "node": "node1"})
+    follower = Follower(attempt, 1)
+    assert follower.verdict(DENIED, NOW) is None
+    assert follower.verdict(UNSEEN, NOW + LOST_S / 2) is None  # no answer says nothing
+    assert follower.verdict(DENIED, NOW + LOST_S - 1) is None
+    found = follower.verdict(DENIED, NOW + LOST_S)
+    assert found is not None
+    assert found.state is RunState.lost
+    assert "rank 0 told last 2 min ago" in found.message
+
+
+@pytest.mark.parametrize("sign", ["heartbeat", "queue"])
+def test_one_sign_of_life_and_a_job_is_not_lost(sign: str, tmp_path: Path) -> None:
+    attempt = AttemptPaths(tmp_path)
+    follower = Follower(attempt, 1)
+    assert follower.verdict(DENIED, NOW) is None
+    if sign == "heartbeat":
+        write_json_atomic(attempt.heartbeat, {"time": NOW + LOST_S, "node": "node1"})
+    assert follower.verdict(RUNNING if sign == "queue" else UNSEEN, NOW + LOST_S) is None
+    assert follower.verdict(DENIED, NOW + LOST_S + 1) is None
