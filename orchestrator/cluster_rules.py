@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from orchestrator.schema import Cluster, ClusterKind, Device, Resources
+from orchestrator.cluster import Cluster, ClusterKind
+from orchestrator.schema import Device, Resources
 from orchestrator.strict import Broken
 
 if TYPE_CHECKING:

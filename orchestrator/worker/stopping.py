@@ -7,9 +7,10 @@ import signal
 import time
 from types import FrameType
 
+from orchestrator.cluster import ClusterKind
 from orchestrator.job import STOP_SIGNAL
 from orchestrator.processes import start_time
-from orchestrator.schema import CheckpointKind, ClusterKind, RunConfig
+from orchestrator.schema import CheckpointKind, RunConfig
 
 # SLURM may send a job's signal so much before the time that was asked for; the process began a little after the job.
 EARLY_S = 60.0

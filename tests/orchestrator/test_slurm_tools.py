@@ -11,7 +11,8 @@ import pytest
 from points import make_config
 
 from orchestrator import slurm, slurm_tools
-from orchestrator.schema import Cluster, ClusterKind, Device, RunConfig, Zero
+from orchestrator.cluster import Cluster, ClusterKind
+from orchestrator.schema import Device, RunConfig, Zero
 from orchestrator.slurm_site import cautions, problem_of, read_sinfo
 from orchestrator.slurm_tools import (
     DENIED,

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import slurm, slurm_verdict
+from orchestrator.cluster import Cluster, ClusterKind
 from orchestrator.job import ENTRY
 from orchestrator.record import AttemptPaths, EventTail, write_json_atomic
-from orchestrator.schema import Cluster, ClusterKind, RunConfig, to_dict
+from orchestrator.schema import RunConfig, to_dict
 from orchestrator.slurm_tools import JobSight
 from orchestrator.watch import Verdict
 
