@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?= zero=stage2 precision=bf16
 
-.PHONY: install run test test-full check format bench gpu ui clean
+.PHONY: install run test test-full test-slurm check format bench gpu ui clean
 
 install: .venv/.installed
 
@@ -27,6 +27,10 @@ test: .venv/.installed-dev
 
 test-full: .venv/.installed-dev
 	$(BIN)/python -m pytest -m "full or not full"
+
+# Jobs on a real SLURM, started on this machine for the tests and ended after them: root and SLURM's packages needed.
+test-slurm: .venv/.installed-dev
+	$(BIN)/python -m pytest --override-ini addopts="-q -ra --strict-markers" tests/slurm
 
 check: .venv/.installed-dev
 	$(BIN)/ruff format --check --quiet .

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 class Hardware:
     """`gpus` are those this process may use with the installed torch; `idle_gpus` are there but out of its reach.
 
-    `cpu_dtypes` are the 16-bit dtypes that the CPU has matrix instructions for.
+    `cpu_dtypes` are the 16-bit dtypes that the CPU has matrix instructions for. `slurm`: jobs can be sent to a cluster
+    from here.
     """
 
     cores: int
@@ -34,6 +36,7 @@ class Hardware:
     gpu: str = ""
     idle_gpus: int = 0
     cpu_dtypes: frozenset[str] = frozenset()
+    slurm: bool = False
 
     def name(self, device: Device) -> str:
         """Short, for the identity of a point: numbers of one name may be compared."""
@@ -51,6 +54,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Hardware:
         gpu="+".join(sorted(set(usable))),
         idle_gpus=len(models) - len(usable),
         cpu_dtypes=cpu_dtypes(),
+        slurm=shutil.which("sbatch") is not None,
     )
 
 

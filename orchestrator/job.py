@@ -10,9 +10,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from orchestrator.processes import start_time
 from orchestrator.record import AttemptPaths, write_json_atomic
@@ -23,37 +23,60 @@ if TYPE_CHECKING:
     from orchestrator.point import Point
 
 ENTRY = "orchestrator.worker.train:run_rank"
-# Asks a rank to write in its log where it is. Not USR1, which NCCL may take.
-WHERE_SIGNAL = signal.SIGUSR2
+# Asks a rank to write in its log where it is, as the same signal does of a Java or Go program.
+WHERE_SIGNAL = signal.SIGQUIT
+# Asks a rank to stop at the next step that all ranks can agree on. SLURM is told to send this one; not USR1, which NCCL
+# may take.
+STOP_SIGNAL = signal.SIGUSR2
 _STDERR = 2
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A rank's place in the world; `init_method` is how torch.distributed finds the other ranks."""
+    """A rank's place in the world; `init_method` is how torch.distributed finds the other ranks.
+
+    `restarts`: how often this attempt was begun before, by a scheduler that put its job back into the queue.
+    """
 
     rank: int
     world: int
     local_rank: int
     init_method: str
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What an entry returns where it was asked to stop: after which step, and whether a checkpoint holds that step."""
+
+    step: int
+    saved: bool
+
+    def __str__(self) -> str:
+        then = "saved" if self.saved else "nothing was saved (checkpoint=none), so that it begins anew from step 0"
+        return f"stopped by a signal after step {self.step}, {then}"
+
+
+Entry = Callable[[AttemptPaths, RankInfo], Stopped | None]
 
 
 def rank_in_world(environ: Mapping[str, str], init_method: str) -> RankInfo | None:
     """The place that torchrun, srun or our own launcher gave this process; None where none did."""
+    restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
     if "RANK" in environ and "WORLD_SIZE" in environ:
         local = environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", environ["RANK"]))
-        return RankInfo(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(local), init_method)
+        return RankInfo(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(local), init_method, restarts)
     # A batch script has SLURM_PROCID too; only the processes of a step are ranks.
     if environ.get("SLURM_STEP_ID", "").isdigit() and "SLURM_PROCID" in environ:
         rank, world, place = (int(environ[f"SLURM_{key}"]) for key in ("PROCID", "NTASKS", "LOCALID"))
-        return RankInfo(rank, world, place, init_method)
+        return RankInfo(rank, world, place, init_method, restarts)
     return None
 
 
-def load_entry(entry: str) -> Callable[[AttemptPaths, RankInfo], None]:
+def load_entry(entry: str) -> Entry:
     """The function that "module:function" names."""
     module, _, name = entry.partition(":")
-    function: Callable[[AttemptPaths, RankInfo], None] = getattr(importlib.import_module(module), name)
+    function: Entry = getattr(importlib.import_module(module), name)
     return function
 
 
@@ -81,18 +104,21 @@ class RankRecord:
         self.write(RunState.error, error=text, outcome=outcome.value, **facts)
 
 
-def run_recorded(attempt: AttemptPaths, rank: RankInfo, entry: str) -> BaseException | None:
-    """Runs the entry and records how it ended. Returns the failure, its traceback already in the log."""
+def run_recorded(attempt: AttemptPaths, rank: RankInfo, entry: str) -> BaseException | Stopped | None:
+    """Runs the entry and records how it ended. Returns the failure, its traceback already in the log, or the stop."""
     record = RankRecord(attempt, rank.rank)
     record.write(RunState.running)
     faulthandler.register(WHERE_SIGNAL, file=_STDERR, all_threads=False)
     try:
-        load_entry(entry)(attempt, rank)
+        stopped = load_entry(entry)(attempt, rank)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are no successes either
         record.write_error(error)
         traceback.print_exc()
         sys.stderr.flush()
         return error
+    if stopped is not None:
+        record.write(RunState.preempted, message=str(stopped), **asdict(stopped))
+        return stopped
     record.write(RunState.ok)
     return None
 
@@ -108,10 +134,16 @@ class RankJob:
         attempt = AttemptPaths(Path(self.attempt_dir))
         rank = rank_in_world(os.environ, f"file://{attempt.rendezvous.absolute()}")
         assert rank is not None, "the launcher did not say which rank this is"
-        if run_recorded(attempt, rank, self.entry) is not None:
-            sys.stdout.flush()
-            # No collective, no destructor: either could wait for a rank that is gone.
-            os._exit(1)
+        for one in (STOP_SIGNAL, signal.SIGTERM):
+            signal.signal(one, signal.SIG_DFL)  # submitit's handlers swallow them, or start the rank again
+        if isinstance(run_recorded(attempt, rank, self.entry), BaseException):
+            leave_failed()
+
+
+def leave_failed() -> NoReturn:
+    """Ends a failed rank's process. No collective, no destructor: either could wait for a rank that is gone."""
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def join_from_environment(point: Point) -> int:

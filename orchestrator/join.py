@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrator import comparison, hardware
-from orchestrator.job import ENTRY, RankInfo, rank_in_world, run_recorded
+from orchestrator.job import ENTRY, RankInfo, Stopped, rank_in_world, run_recorded
 from orchestrator.paths import shown
 from orchestrator.point import Point
 from orchestrator.point_run import record
@@ -121,7 +121,9 @@ def _lead(point: Point, rank: RankInfo, meeting: Meeting, output: Path, entry: s
     return comparison.exit_code_of({verdict.state})
 
 
-def _run_shown(point: Point, rank: RankInfo, attempt: Attempt, screen: Screen, entry: str) -> BaseException | None:
+def _run_shown(
+    point: Point, rank: RankInfo, attempt: Attempt, screen: Screen, entry: str
+) -> BaseException | Stopped | None:
     """Runs the rank in this thread and shows its events from another."""
     done = threading.Event()
     tail = EventTail(attempt.paths.metrics)
@@ -145,8 +147,10 @@ def _run_shown(point: Point, rank: RankInfo, attempt: Attempt, screen: Screen, e
         screen.end()
 
 
-def verdict_of(attempt: Attempt, world: int, failure: BaseException | None) -> Verdict:
+def verdict_of(attempt: Attempt, world: int, failure: BaseException | Stopped | None) -> Verdict:
     """What the ranks recorded; others' processes may be on other machines, so only their records are asked."""
+    if isinstance(failure, Stopped):
+        return Verdict(RunState.preempted, 0, str(failure))
     if isinstance(failure, KeyboardInterrupt):
         return Verdict(RunState.cancelled, 0, "the command was stopped")
     if failure is not None:

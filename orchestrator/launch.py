@@ -1,6 +1,6 @@
-"""Starts a point's ranks on this machine through submitit, in a session of their own, and ends them.
+"""Sends points out through submitit: their ranks as one session of processes of this machine, or as jobs of SLURM.
 
-It is also the program of that session's processes: `controller FOLDER` and `rank FOLDER ATTEMPT`.
+It is also the program of those processes: `controller FOLDER`, `rank FOLDER ATTEMPT` and `slurm-rank FOLDER`.
 """
 
 from __future__ import annotations
@@ -12,24 +12,29 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import submitit
+from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.local import Controller
 
-from orchestrator.job import RankJob, RankRecord
-from orchestrator.processes import die_with_parent, end_session
+from orchestrator import slurm_rank
+from orchestrator.job import STOP_SIGNAL, RankJob, RankRecord
+from orchestrator.processes import die_with_parent, end_session, redirect_output
 from orchestrator.record import AttemptPaths, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import Device, RunConfig
+from orchestrator.slurm_tools import ask, outside_of_jobs
 
 PARENT = "ZLAB_PARENT_PID"
 TUNABLES, TUNABLES_OF_RANKS = "GLIBC_TUNABLES", "ZLAB_GLIBC_TUNABLES"
 GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"
 # Beyond the run's own limit, which the command watches: the controller's is for when that fails.
 BACKSTOP_MIN = 2.0
+PICKLE_S = 60.0
 
 
 def job_environment(config: RunConfig, base: Mapping[str, str], gpus: Sequence[str] | None = None) -> dict[str, str]:
@@ -37,6 +42,12 @@ def job_environment(config: RunConfig, base: Mapping[str, str], gpus: Sequence[s
 
     `gpus`: those of the user's that this job has, as entries of CUDA_VISIBLE_DEVICES.
     """
+    given = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return {**base, **job_settings(config, base), **given}
+
+
+def job_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
+    """The part of the job's environment that we decide."""
     on_cuda = config.resources.device is Device.cuda
     threads = str(config.resources.threads)
     wanted = {
@@ -46,17 +57,18 @@ def job_environment(config: RunConfig, base: Mapping[str, str], gpus: Sequence[s
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONFAULTHANDLER": "1",
-        # All ranks are on this machine; without it gloo resolves the host name, which may lead nowhere.
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         # The allocator reads it when the process starts: freed blocks stay, and the next gather takes no page faults.
         TUNABLES: GLIBC,
     }
+    if config.resources.nodes == 1:
+        # All ranks are on one machine; without it gloo resolves the host name, which may lead nowhere.
+        wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     if on_cuda and "PYTORCH_CUDA_ALLOC_CONF" not in base:
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     fixed = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": _python_path(base)}
-    if gpus is not None or not on_cuda:
-        fixed["CUDA_VISIBLE_DEVICES"] = ",".join(gpus or ())
-    return {**wanted, **base, **fixed}
+    if not on_cuda:
+        fixed["CUDA_VISIBLE_DEVICES"] = ""
+    return {key: value for key, value in wanted.items() if key not in base} | fixed
 
 
 def _python_path(base: Mapping[str, str]) -> str:
@@ -173,13 +185,73 @@ def _rank_main(folder: str, attempt_dir: str) -> None:
     place = submitit.JobEnvironment()
     _say_place(place)
     attempt = AttemptPaths(Path(attempt_dir))
-    _redirect_output(attempt.rank_log(place.global_rank))
+    redirect_output(attempt.rank_log(place.global_rank))
     RankRecord(attempt, place.global_rank).write(RunState.starting)
     os.write(1, f"rank {place.global_rank} of {place.num_tasks}, pid {os.getpid()}\n".encode())
     logging.getLogger("submitit").setLevel(logging.WARNING)
     from submitit.core.submission import process_job  # here: it imports numpy, which the command does without
 
     process_job(folder)
+
+
+class BatchExecutor(submitit.SlurmExecutor):
+    """submitit's SLURM executor, for calls that know by themselves where their ranks' output and records go.
+
+    It differs from the plain one in what the ranks' processes are started with, in that nothing but their owner may
+    read what it writes, and in that no call of SLURM's waits for ever.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
+        super().__init__(folder)
+        self._settings = dict(settings)
+
+    @property
+    def _submitit_command_str(self) -> str:
+        # A signal that comes before Python has its own handler must not kill a rank that is still importing.
+        ignoring = f'trap "" {STOP_SIGNAL.name.removeprefix("SIG")}; exec "$@"'
+        # `env` sets them last: glibc cuts GLIBC_TUNABLES short in each process that reads it (see _SessionExecutor),
+        # and srun is one.
+        settings = [f"{key}={value}" for key, value in sorted(self._settings.items())]
+        program = [sys.executable, "-u", "-m", "orchestrator.launch", "slurm-rank", str(self.folder)]
+        return shlex.join(["sh", "-c", ignoring, "rank", "env", *settings, *program])
+
+    def send(self, calls: Sequence[Callable[[], None]]) -> list[str]:
+        """One job, or one array of them; their ids in order. Asks for an umask that leaves files to their owner."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        pickles = [self.folder / f"{uuid.uuid4().hex}.pkl" for _ in calls]
+        for call, path in zip(calls, pickles, strict=True):
+            DelayedSubmission(call).dump(path)
+        if len(calls) > 1:
+            self.parameters["map_count"] = len(calls)
+        script = self.folder / f"{uuid.uuid4().hex}.sh"
+        script.write_text(self._make_submission_file_text(self._submitit_command_str, ""))
+        job = ask(["sbatch", "--parsable", str(script)], environ=outside_of_jobs(os.environ)).split(";")[0].strip()
+        ids = [f"{job}_{index}" for index in range(len(calls))] if len(calls) > 1 else [job]
+        for one, path in zip(ids, pickles, strict=True):
+            JobPaths(self.folder, one).move_temporary_file(path, "submitted_pickle")
+        JobPaths(self.folder, ids[0]).move_temporary_file(script, "submission_file")
+        return ids
+
+    def script(self, job: str) -> Path:
+        return JobPaths(self.folder, job).submission_file
+
+    def log(self, job: str) -> Path:
+        """What SLURM and the setup lines say of a job."""
+        return JobPaths(self.folder, job).stdout
+
+
+def _slurm_rank_main(folder: str) -> None:
+    place = submitit.JobEnvironment()
+    pickle = JobPaths(folder, place.job_id).submitted_pickle
+    deadline = time.monotonic() + PICKLE_S
+    while not pickle.exists():  # the job may start before its submission has moved the call to where its id says
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"{pickle}: expected the call of this job within {PICKLE_S:g} s; is it on a shared drive?"
+            )
+        time.sleep(0.2)
+    slurm_rank.say_place(os.environ, place.hostnames)
+    DelayedSubmission.load(pickle).result()
 
 
 def _say_place(place: submitit.JobEnvironment) -> None:
@@ -189,16 +261,10 @@ def _say_place(place: submitit.JobEnvironment) -> None:
     os.environ["LOCAL_RANK"] = str(place.local_rank)
 
 
-def _redirect_output(log: Path) -> None:
-    """Everything that the process writes from here on, libraries in C too, goes to its log."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-
-
 if __name__ == "__main__":
     if sys.argv[1] == "controller":
         _controller_main(sys.argv[2])
+    elif sys.argv[1] == "slurm-rank":
+        _slurm_rank_main(sys.argv[2])
     else:
         _rank_main(sys.argv[2], sys.argv[3])

@@ -18,7 +18,7 @@ from orchestrator.strict import convert, describe, hints_of, nearest
 WHOLE_FILES = ("experiment", "sweeps")  # groups whose files change the whole configuration
 # Mappings whose keys are not ours: the architecture's, known from the files of conf/model, and torch.optim's.
 ARCHITECTURE = "model.config"
-OPEN_KEYS = (ARCHITECTURE, "optimizer.arguments")
+OPEN_KEYS = (ARCHITECTURE, "optimizer.arguments", "cluster.additional")
 SWEEP_CALL = re.compile(r"^(choice|range|interval|glob|shuffle|sort|tag)\(.*\)$", re.DOTALL)
 CALL = re.compile(r"^\w+\(.*\)$", re.DOTALL)
 WORD = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(?P<equals>=)?(?P<value>(?<==).*)?$", re.DOTALL)

@@ -72,6 +72,16 @@ class AttemptPaths:
         return self.root / "exits.json"
 
     @property
+    def job(self) -> Path:
+        """The scheduler's id of the job that this attempt was sent out as, its script and its log."""
+        return self.root / "job.json"
+
+    @property
+    def heartbeat(self) -> Path:
+        """Written every few seconds by rank 0 of an attempt whose processes the command cannot see."""
+        return self.root / "heartbeat.json"
+
+    @property
     def checkpoints(self) -> Path:
         """What the attempts at one point save and go on from."""
         return self.root.parent.parent / "checkpoints"

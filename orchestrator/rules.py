@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orchestrator import offload_rules, precision_rules, pretrained
+from orchestrator import cluster_rules, offload_rules, precision_rules, pretrained
 from orchestrator.hardware import Hardware
 from orchestrator.schema import (
     Adapter,
@@ -17,6 +17,7 @@ from orchestrator.schema import (
     Batch,
     Checkpoint,
     CheckpointKind,
+    Cluster,
     Data,
     DataKind,
     Device,
@@ -66,7 +67,7 @@ class Scene:
 def resolve(config: RunConfig, scene: Scene) -> RunConfig:
     """Ranks, threads, batch, device and paths filled in. Asks for a configuration that breaks no rule."""
     device, ranks = scene.device(config.resources), scene.ranks(config.resources)
-    threads = config.resources.threads or max(1, scene.hardware.cores // (scene.local_world or ranks))
+    threads = config.resources.threads or _threads(config.cluster, ranks, scene)
     batch, data, model = config.batch, config.data, pretrained.completed(config.model)
     accumulation = batch.accumulation or (batch.global_size or batch.micro * ranks) // (batch.micro * ranks)
     return replace(
@@ -86,6 +87,13 @@ def resolve(config: RunConfig, scene: Scene) -> RunConfig:
         ),
         resources=replace(config.resources, device=device, ranks=ranks, threads=threads),
     )
+
+
+def _threads(cluster: Cluster, ranks: int, scene: Scene) -> int:
+    """The cores of this machine shared out, or what a rank of a cluster's job is given."""
+    if cluster_rules.is_slurm(cluster):
+        return cluster.cpus_per_rank or 1
+    return max(1, scene.hardware.cores // (scene.local_world or ranks))
 
 
 def _tokenizer(model: Model, data: Data) -> Tokenizer:
@@ -134,15 +142,17 @@ def _ranks_are_as_many_as_started(scene: Scene, resources: Resources) -> Broken 
     return Broken(rule, str(resources.ranks), (f"resources.ranks={scene.world}",))
 
 
-def _cuda_is_there(scene: Scene, resources: Resources) -> Broken | None:
-    if resources.device is not Device.cuda or scene.hardware.gpus:
+def _cuda_is_there(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:
+    if resources.device is not Device.cuda or scene.hardware.gpus or cluster_rules.is_slurm(cluster):
         return None
     idle = scene.hardware.idle_gpus
     found = f"{idle} GPUs and a torch built without CUDA" if idle else "no GPU"
     return Broken("resources.device=cuda needs a GPU", found, ("resources.device=cpu",))
 
 
-def _each_rank_has_a_gpu(scene: Scene, resources: Resources) -> Broken | None:
+def _each_rank_has_a_gpu(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:
+    if cluster_rules.is_slurm(cluster):
+        return None
     gpus = scene.hardware.gpus
     ranks = scene.local_world or scene.ranks(resources)
     if scene.device(resources) is not Device.cuda or not gpus or ranks <= gpus:
@@ -334,8 +344,15 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(_ranks_are_as_many_as_started, ("resources",)),
-    Rule(_cuda_is_there, ("resources",)),
-    Rule(_each_rank_has_a_gpu, ("resources",)),
+    Rule(_cuda_is_there, ("resources", "cluster")),
+    Rule(_each_rank_has_a_gpu, ("resources", "cluster")),
+    Rule(cluster_rules.slurm_is_here, ("cluster",)),
+    Rule(cluster_rules.jobs_are_not_sent_from_ranks, ("cluster",)),
+    Rule(cluster_rules.local_keys_are_used, ("cluster",)),
+    Rule(cluster_rules.one_machine_is_one_node, ("resources", "cluster")),
+    Rule(cluster_rules.slurm_is_told_what_to_ask_for, ("resources", "cluster")),
+    Rule(cluster_rules.ranks_spread_over_the_nodes, ("resources",)),
+    Rule(cluster_rules.the_limit_leaves_time_before_the_signal, ("resources", "cluster")),
     Rule(_batch_divides, ("batch", "resources")),
     Rule(_weights_are_there, ("model",)),
     Rule(_tokenizer_is_there, ("model", "data")),

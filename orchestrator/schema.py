@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
+from orchestrator.cluster import Cluster
 from orchestrator.strict import ConfigError, Limits, Word, build
 from orchestrator.training import Optimizer, Scheduler
 
@@ -74,10 +75,6 @@ class Device(Word):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
-
-
-class ClusterKind(Word):
-    local = "local"
 
 
 class TrackingKind(Word):
@@ -296,29 +293,23 @@ class Checkpoint:
 class Resources:
     """`ranks` null = the GPUs there, else 2; `threads` null = cores // ranks; the limit is of one run.
 
+    nodes: machines that the ranks are spread over, as many on each.
     stuck_s: how long a rank may keep the others waiting in a collective before the run is ended.
     """
 
     device: Device = Device.auto
     ranks: int | None = None
+    nodes: int = 1
     threads: int | None = None
     time_limit_min: float = 60.0
     stuck_s: float = 60.0
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "resources")
-        limits.at_least(1, ranks=None, threads=None)
+        limits.at_least(1, ranks=None, nodes=1, threads=None)
         limits.must("time_limit_min", lambda value: value > 0, "above 0", 60)
         limits.must("stuck_s", lambda value: value > 0, "above 0", 60)
         limits.conclude()
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Where the jobs are sent. `exclusive`: one point of a sweep at a time, so that none disturbs another's numbers."""
-
-    kind: ClusterKind = ClusterKind.local
-    exclusive: bool = False
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Sight:
 
     @property
     def failed(self) -> bool:
-        return self.state is not RunState.ok and (self.state is RunState.error or self.ended)
+        return self.state not in (RunState.ok, RunState.preempted) and (self.state is RunState.error or self.ended)
 
     @property
     def failure_time(self) -> float:
@@ -79,6 +79,8 @@ def judge(sights: Sequence[Sight], *, has_result: bool, controller_alive: bool) 
     if has_result:
         note = f"after the result was written: {describe(failures[0])}" if failures else ""
         return Verdict(RunState.ok, note=note) if over or failures else None
+    if all(sight.state is RunState.preempted for sight in sights):
+        return Verdict(RunState.preempted, 0, sights[0].error) if over else None
     if failures:
         root = min(failures, key=lambda sight: sight.failure_time)
         accuser = next((sight for sight in failures if sight.blamed), None)
@@ -198,7 +200,7 @@ def _sight(rank: int, record: dict[str, Any] | None, ended: dict[str, Any] | Non
     if record is None:
         return Sight(rank, exit_code=code, exit_time=when)
     alive = ended is None and is_alive(record["pid"], record["started"])
-    error = str(record.get("error", ""))
+    error = str(record.get("error", record.get("message", "")))
     blamed = tuple(record.get("blamed", ()))
     outcome = RunState(record.get("outcome", RunState.error.value))
     return Sight(rank, RunState(record["state"]), record["time"], error, alive, code, when, blamed, outcome)

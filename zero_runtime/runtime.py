@@ -40,12 +40,14 @@ class StepReport:
 
     loss: the sum over ranks and micro-batches of the losses. grad_norm: before clipping, unscaled; inf or nan in a
     step that overflowed. skipped: nothing was updated, because fp16 gradients overflowed. loss_scale: used here.
+    stop: some rank's `RuntimeSettings.stop_asked` said so; every rank is told after the same step.
     """
 
     loss: float
     grad_norm: float
     skipped: bool = False
     loss_scale: float = 1.0
+    stop: bool = False
 
 
 class ZeroRuntime:
@@ -209,15 +211,19 @@ class ZeroRuntime:
             raise CallOrderError("step: the last backward ran inside no_sync; expected it outside, to be reduced")
 
     def _agree(self) -> tuple[StepReport, torch.Tensor]:
-        """Sum the loss, the squared norm and the fingerprints over the ranks in one message, read all."""
+        """Sum the loss, the squared norm, the fingerprints and the wishes to stop in one message, read all."""
         squares = local_sum_of_squares(self.units, self.collectives, self.device)
-        fingerprint = self.collectives.fingerprint().to(self.device)
-        sums = self.collectives.sum_over_ranks_(torch.cat([torch.stack([self._loss, squares]), fingerprint]))
+        asked = self.settings.stop_asked
+        wish = [] if asked is None else [float(asked())]
+        told = torch.cat([self.collectives.fingerprint(), torch.tensor(wish, dtype=torch.float64)]).to(self.device)
+        sums = self.collectives.sum_over_ranks_(torch.cat([torch.stack([self._loss, squares]), told]))
         norm = sums[1].sqrt() / self.scaler.scale
-        loss_value, norm_value, *prints = self.settings.read_host(torch.stack([sums[0], norm, sums[2], sums[3]]))
-        self.collectives.check_fingerprints(*prints)
+        loss_value, norm_value, total, square, *wishes = self.settings.read_host(
+            torch.cat([torch.stack([sums[0], norm]), sums[2:]])
+        )
+        self.collectives.check_fingerprints(total, square)
         skipped = not math.isfinite(norm_value)
-        return StepReport(loss_value, norm_value, skipped, self.scaler.scale), norm
+        return StepReport(loss_value, norm_value, skipped, self.scaler.scale, any(wishes)), norm
 
     def check_between_steps(self, call: str) -> None:
         """CallOrderError where gradients of a step under way exist, which `call` would lose."""

@@ -31,6 +31,8 @@ class RuntimeSettings:
     weights: has values for some or all of those parameters, by name; they are read instead, each rank its own shards.
     read_host: how the one read of a step takes numbers off the device; a dry run on fake tensors has its own.
     watch: what join_world returned; without it a rank that differs or dies is found by the backend's time-out.
+    stop_asked: asked once a step whether this rank wants training to stop, say because of a signal; the answers of all
+        ranks travel with the step's loss, so `StepReport.stop` is true on all ranks alike. All ranks give it, or none.
     """
 
     micro_batches: int = 1
@@ -45,3 +47,4 @@ class RuntimeSettings:
     offload: OffloadPlan = NO_OFFLOAD
     read_host: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
     watch: RankWatch | None = None
+    stop_asked: Callable[[], bool] | None = None

@@ -37,13 +37,16 @@ class Progress:
 class Saving:
     """Saves when it is due and once at the end; all ranks call it alike."""
 
-    def __init__(self, attempt: AttemptPaths, config: RunConfig, runtime: ZeroRuntime, data_hash: str) -> None:
+    def __init__(
+        self, attempt: AttemptPaths, config: RunConfig, runtime: ZeroRuntime, data_hash: str, *, restarted: bool = False
+    ) -> None:
         self._attempt = attempt
         self._config = config.checkpoint
         self._steps = config.measure.warmup_steps + config.measure.steps
         self._run = to_dict(config)
         self._runtime = runtime
         self._data_hash = data_hash
+        self._restarted = restarted
         self._rank = runtime.collectives.rank
         retention = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
         # A base that lies in a folder of its own is not written again with every checkpoint of its adapters.
@@ -59,10 +62,12 @@ class Saving:
 
     def resume(self) -> Progress:
         """Fill the runtime from the checkpoint that the configuration names, if any, and tell how far it had come."""
-        reader = None if self._config.resume in (AUTO, NONE) else foreign_reader(Path(self._config.resume))
-        if reader is not None:
-            return self._take_over(reader)
-        checkpoint = self._chosen()
+        checkpoint = self._own() if self._restarted else None
+        if checkpoint is None:
+            reader = None if self._config.resume in (AUTO, NONE) else foreign_reader(Path(self._config.resume))
+            if reader is not None:
+                return self._take_over(reader)
+            checkpoint = self._chosen()
         if checkpoint is None:
             return Progress()
         trainer = checkpoint.index.trainer
@@ -97,6 +102,11 @@ class Saving:
                 "nothing is left to train; give more measure.steps, or checkpoint.resume=none to start anew"
             )
 
+    def _own(self) -> Checkpoint | None:
+        """What this attempt saved before its job was put back into the queue, whatever `resume` says of others'."""
+        found = newest_good_together(self._runtime.collectives, self._attempt.checkpoints, self._tell_passed_over)
+        return found if found is not None and found.index.trainer["metrics"] == str(self._attempt.metrics) else None
+
     def _chosen(self) -> Checkpoint | None:
         resume = self._config.resume
         if resume == NONE:
@@ -110,13 +120,19 @@ class Saving:
         self._tell("passed_over", path=str(one.path), why=one.why)
 
     def _continue_curve(self, metrics: Path, step: int) -> None:
-        """The learning curve up to the checkpoint goes on in this attempt's record."""
-        if metrics == self._attempt.metrics:
-            return
-        for event in EventTail(metrics).read_new():
-            if event["event"] == "step" and event["step"] <= step:
+        """The learning curve up to the checkpoint goes on in this attempt's record.
+
+        A job that was killed and put back into the queue has told some steps twice: the last telling counts.
+        """
+        steps = {
+            event["step"]: event
+            for event in EventTail(metrics).read_new()
+            if event["event"] == "step" and event["step"] <= step
+        }
+        for event in steps.values():
+            if metrics != self._attempt.metrics:
                 append_event(self._attempt.metrics, event)
-                self.curve.append(event["loss"])
+            self.curve.append(event["loss"])
 
     # ---- saving ------------------------------------------------------------------------------------------------
 
@@ -125,6 +141,13 @@ class Saving:
         every = self._config.every
         if every is not None and progress.step % every == 0:
             self._save(progress)
+
+    def stop(self, progress: Progress) -> bool:
+        """The state is saved and on the disk; False where the run saves nothing."""
+        if progress.step > self._last:
+            self._save(progress)
+        self._saver.wait(self._runtime)
+        return self._config.kind is not CheckpointKind.none
 
     def finish(self, progress: Progress) -> None:
         """The last state is saved, and everything is on the disk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +58,9 @@ def build_data(config: RunConfig) -> TokenData:
     )
 
 
-def build_runtime(config: RunConfig, device: torch.device, watch: RankWatch) -> ZeroRuntime:
+def build_runtime(
+    config: RunConfig, device: torch.device, watch: RankWatch, stop_asked: Callable[[], bool] | None = None
+) -> ZeroRuntime:
     """The model without weights, taken over by the runtime, which draws or reads them unit by unit.
 
     Needs the process group.
@@ -77,6 +80,7 @@ def build_runtime(config: RunConfig, device: torch.device, watch: RankWatch) -> 
         seed=config.seed,
         initialise=initialise,
         offload=_offload(config.offload),
+        stop_asked=stop_asked,
     )
     with ExitStack() as stack:
         if config.model.path is not None:

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from orchestrator.job import RankInfo, RankRecord
+from orchestrator.job import RankInfo, RankRecord, Stopped
 from orchestrator.record import AttemptPaths, append_event, read_json, write_json_atomic
 from orchestrator.schema import RunConfig, from_dict
 from orchestrator.worker import measure
 from orchestrator.worker.faults import Faults
 from orchestrator.worker.saving import Progress, Saving
 from orchestrator.worker.setup import build_data, build_runtime, cpu_model, prepare_process
+from orchestrator.worker.stopping import StopSignals
 from orchestrator.worker.training import build_schedule
 from orchestrator.workloads.data import TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
@@ -35,12 +36,13 @@ from zero_runtime.runtime import StepReport, ZeroRuntime
 IGNORED = -100
 
 
-def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
+def run_rank(attempt: AttemptPaths, rank: RankInfo) -> Stopped | None:
     """Train the attempt's configuration as one of its ranks. Rank 0 leaves result.json when all went well."""
     stored = read_json(attempt.config)
     assert stored is not None, f"no configuration at {attempt.config}"
     config = from_dict(stored)
     device = prepare_process(config, rank.local_rank)
+    signals = StopSignals.of(config)
     settings = WorldSettings(
         watch=WatchSettings(stuck_s=config.resources.stuck_s),
         on_end=RankRecord(attempt, rank.rank).write_error,
@@ -48,9 +50,9 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     watch = join_world(rank.init_method, rank.rank, rank.world, device, settings)
     try:
         with watch:
-            runtime = build_runtime(config, device, watch)
+            runtime = build_runtime(config, device, watch, signals.asked if signals else None)
             with _telling_memory(runtime, watch, rank.rank):
-                RankRun(attempt, config, rank, runtime).run()
+                return RankRun(attempt, config, rank, runtime).run()
     finally:
         leave_world()
 
@@ -83,11 +85,12 @@ class RankRun:
         )
         self._readings = measure.Readings()
         self._steps = config.measure.warmup_steps + config.measure.steps
-        self._saving = Saving(attempt, config, runtime, self._data.hash)
+        self._saving = Saving(attempt, config, runtime, self._data.hash, restarted=rank.restarts > 0)
         self._first = self._census_step = 0
         self._progress = Progress()
 
-    def run(self) -> None:
+    def run(self) -> Stopped | None:
+        """To the last step, or to the one after which all ranks know that one was asked to stop."""
         self._tell_ready()
         self._progress = self._saving.resume()
         self._first = self._progress.step
@@ -101,10 +104,13 @@ class RankRun:
             report, lr = self._train_step(step)
             self._note_step(step, report, lr)
             self._saving.after_step(self._progress)
+            if report.stop and step + 1 < self._steps:
+                return Stopped(self._progress.step, self._saving.stop(self._progress))
             self._runtime.clock.lap()  # what saving held up is told apart
         self._readings.validation_loss = self._validate()
         self._saving.finish(self._progress)
         self._finish()
+        return None
 
     # ---- one step ----------------------------------------------------------------------------------------------
 

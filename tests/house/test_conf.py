@@ -22,9 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 GROUPS = {name: hint for name, hint in hints_of(RunConfig).items() if is_dataclass(hint)}
 OPTIONS = sorted(file for group in GROUPS for file in (CONF / group).glob("*.yaml"))
-SCENE = Scene(Hardware(cores=2, cpu="cpu"))
+SCENE = Scene(Hardware(cores=2, cpu="cpu", slurm=True))
 # Said by hand beside the option: data=text and model=pretrained alone have no path.
 NEEDS = {"data/text.yaml": [f"data.path={ROOT / 'run.py'}"], "model/pretrained.yaml": ["model.path={weights}"]}
+NEEDS |= {"cluster/slurm.yaml": ["resources.device=cpu", "resources.ranks=2"]}
 NEEDS |= {
     f"offload/{name}.yaml": ["zero=stage3"] for name in ("param_cpu", "optimizer_param_cpu", "optimizer_param_nvme")
 }

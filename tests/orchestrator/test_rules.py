@@ -19,6 +19,8 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 LAPTOP = Scene(Hardware(cores=4, cpu="cpu"))
 SERVER = Scene(Hardware(cores=16, cpu="cpu", gpus=4, gpu="H100"))
 JOINED = Scene(Hardware(cores=16, cpu="cpu", gpus=4, gpu="H100"), world=8, local_world=4)
+LOGIN_NODE = Scene(Hardware(cores=4, cpu="cpu", slurm=True))
+SLURM = "cluster=slurm resources.device=cpu resources.ranks=4"
 
 
 def config(line: str = "") -> RunConfig:
@@ -43,6 +45,15 @@ BROKEN = [
     (LAPTOP, "resources.device=cuda", "resources.device=cuda needs a GPU"),
     (SERVER, "resources.ranks=8", "resources.ranks must be at most the GPUs here, 4"),
     (JOINED, "resources.ranks=2", "resources.ranks must be the number of processes started, 8"),
+    (LAPTOP, SLURM, "cluster=slurm needs SLURM's sbatch on the PATH"),
+    (Scene(LOGIN_NODE.hardware, 4, 4), SLURM, "cluster=slurm sends jobs and starts their ranks itself"),
+    (LAPTOP, "cluster.partition=long", "cluster=local uses no cluster.partition"),
+    (LAPTOP, "cluster.signal_delay_s=30", "cluster=local uses no cluster.signal_delay_s"),
+    (LAPTOP, "resources.nodes=2", "resources.nodes above 1 needs cluster=slurm"),
+    (LOGIN_NODE, "cluster=slurm", "cluster=slurm needs resources.device and resources.ranks"),
+    (LOGIN_NODE, "cluster=slurm resources.nodes=3", "cluster=slurm needs resources.device and resources.ranks"),
+    (LOGIN_NODE, f"{SLURM} resources.nodes=3", "resources.ranks must be a multiple of resources.nodes=3"),
+    (LOGIN_NODE, f"{SLURM} resources.time_limit_min=2.5", "must leave 60 s of work before the signal to save"),
     (LAPTOP, "batch.global_size=10", "a multiple of micro 4 x 2 ranks = 8"),
     (LAPTOP, "batch.global_size=9", "a multiple of micro 4 x 2 ranks = 8"),
     (SERVER, "batch.global_size=24", "a multiple of micro 4 x 4 ranks = 16"),
@@ -170,6 +181,8 @@ def test_a_group_that_could_not_be_built_hides_no_other_rule() -> None:
         (SERVER, "", (Device.cuda, 4, 4, 1, 16)),
         (SERVER, "resources.device=cpu", (Device.cpu, 2, 8, 1, 8)),
         (JOINED, "", (Device.cuda, 8, 4, 1, 32)),
+        (LOGIN_NODE, SLURM, (Device.cpu, 4, 1, 1, 16)),
+        (LOGIN_NODE, f"{SLURM} cluster.cpus_per_rank=6 resources.device=cuda", (Device.cuda, 4, 6, 1, 16)),
     ],
 )
 def test_what_is_open_is_filled_in(scene: Scene, line: str, expected: tuple[Any, ...]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +35,33 @@ def _states(runtime: ZeroRuntime) -> dict[str, torch.Tensor]:
 
 def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+# ---- being asked to stop ---------------------------------------------------------------------------------------------
+
+
+def _asked_in_step_2(case: Case, *, asks: bool) -> tuple[list[bool], list[int], list[float]]:
+    """Whether each step's report says to stop, the number of its control messages, and its loss; rank 1 alone asks."""
+    runtime = build_runtime(case, 2)
+    steps = iter(range(1, 4))
+    if asks:
+        wish = partial(lambda rank: next(steps) == 2 and rank == 1, dist.get_rank())
+        runtime.settings = replace(runtime.settings, stop_asked=wish)
+    reports, messages = [], []
+    for step in range(3):
+        backwards_of_step(runtime, case, step)
+        reports.append(runtime.step(LR))
+        messages.append(runtime.reset_ledger().control.calls)
+    return [report.stop for report in reports], messages, [report.loss for report in reports]
+
+
+def test_a_wish_of_one_rank_reaches_all_in_the_same_step_and_in_no_message_of_its_own() -> None:
+    asked = run_ranks(partial(_asked_in_step_2, asks=True), 2, Case(2))
+    unasked = run_ranks(partial(_asked_in_step_2, asks=False), 2, Case(2))
+    for rank in range(2):
+        assert asked[rank][0] == [False, True, False]
+        assert unasked[rank][0] == [False, False, False]
+        assert asked[rank][1:] == unasked[rank][1:]
 
 
 # ---- the order of calls ----------------------------------------------------------------------------------------------

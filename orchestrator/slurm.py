@@ -1,0 +1,201 @@
+"""Points as jobs of SLURM: sent in arrays, looked at with one call, cancelled; nothing here waits for a job."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from orchestrator import launch, slurm_tools
+from orchestrator.job import ENTRY, STOP_SIGNAL
+from orchestrator.record import AttemptPaths, read_json, write_json_atomic
+from orchestrator.schema import Device, RunConfig, to_dict
+from orchestrator.slurm_rank import SlurmRank
+from orchestrator.slurm_tools import (
+    DENIED,
+    NO_SUCH_JOB,
+    UNSEEN,
+    JobSight,
+    Phase,
+    SlurmError,
+    ask,
+    read_scontrol_job,
+)
+
+Sent = tuple[AttemptPaths, RunConfig]
+AT_ONCE = 500  # ids on one command line
+FEW = 16  # questions about single jobs in one look
+ALL = 1 << 20  # submitit's own throttle is 256 where it is told none
+
+
+# ---- sending --------------------------------------------------------------------------------------------------------
+
+
+def submit(jobs: Sequence[Sent], folder: Path, *, name: str = "zlab", entry: str = ENTRY) -> list[str]:
+    """Sends each attempt out as a job; their ids, in order. Returns at once.
+
+    Attempts of one shape are one array, in as many parts as the site's MaxArraySize asks for. Scripts, pickled calls
+    and SLURM's own logs lie in `folder`, which only their owner may read and which the nodes must see; each attempt's
+    job.json says which are its. Where SLURM refuses one, all are cancelled and SlurmError tells why.
+    """
+    ids: dict[int, str] = {}
+    largest = slurm_tools.max_array_size()
+    shapes: dict[str, list[int]] = {}
+    for index, (_, config) in enumerate(jobs):
+        shapes.setdefault(shape_of(config), []).append(index)
+    with _for_the_owner_alone():
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        try:
+            for members in shapes.values():
+                for start in range(0, len(members), largest):
+                    part = members[start : start + largest]
+                    ids |= zip(part, _send([jobs[index] for index in part], folder, name, entry), strict=True)
+        except SlurmError:
+            with suppress(SlurmError):
+                cancel(list(ids.values()))
+            raise
+    return [ids[index] for index in range(len(jobs))]
+
+
+def shape_of(config: RunConfig) -> str:
+    """All that sbatch is told: attempts with one text here can share an array."""
+    resources = config.resources
+    told = (resources.device, resources.ranks, resources.nodes, resources.threads, resources.time_limit_min)
+    return json.dumps([*map(str, told), to_dict(config)["cluster"]], sort_keys=True)
+
+
+def _send(jobs: Sequence[Sent], folder: Path, name: str, entry: str) -> list[str]:
+    config = jobs[0][1]
+    executor = launch.BatchExecutor(folder, launch.job_settings(config, os.environ))
+    executor.update_parameters(**parameters(config, name))
+    ids = executor.send([SlurmRank(str(attempt.root), entry) for attempt, _ in jobs])
+    for (attempt, _), job in zip(jobs, ids, strict=True):
+        facts = {"job": job, "script": str(executor.script(job)), "log": str(executor.log(job)), "time": time.time()}
+        write_json_atomic(attempt.job, facts)
+    return ids
+
+
+def parameters(config: RunConfig, name: str) -> dict[str, Any]:
+    """The configuration in the words of submitit's executor."""
+    resources, cluster = config.resources, config.cluster
+    assert resources.ranks is not None
+    assert resources.threads is not None
+    per_node = resources.ranks // resources.nodes
+    cpus = cluster.cpus_per_rank or resources.threads
+    wanted = {
+        "job_name": name,
+        "nodes": resources.nodes,
+        "ntasks_per_node": per_node,
+        "cpus_per_task": cpus,
+        "gpus_per_node": per_node if resources.device is Device.cuda else None,
+        "time": math.ceil(resources.time_limit_min),
+        "mem": None if cluster.memory_gib is None else f"{math.ceil(1024 * cluster.memory_gib)}M",
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "exclude": cluster.exclude,
+        "exclusive": cluster.exclusive or None,
+        "setup": cluster.setup or None,
+        "array_parallelism": cluster.throttle or ALL,
+        "stderr_to_stdout": True,
+        # One rank that ends badly ends all, else they would wait for it until the time limit. srun no longer takes the
+        # cores of a task from what sbatch was told.
+        "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}"],
+    }
+    signal = f"{STOP_SIGNAL.name.removeprefix('SIG')}@{cluster.signal_delay_s}"
+    additional = {"requeue": True, "signal": signal, **cluster.additional}
+    kept = {key: value for key, value in wanted.items() if value is not None}
+    return {**kept, "wckey": None, "additional_parameters": additional}
+
+
+@contextmanager
+def _for_the_owner_alone() -> Iterator[None]:
+    """What is written inside, and by the jobs that are sent inside, nobody else may read."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+# ---- looking --------------------------------------------------------------------------------------------------------
+
+
+class Scheduler:
+    """What SLURM says of jobs, with as few questions as possible. Knows after the first look whether sacct answers."""
+
+    def __init__(self) -> None:
+        self._accounting: bool | None = None
+
+    def look(self, ids: Sequence[str]) -> dict[str, JobSight]:
+        """Each id's sight. UNSEEN where no tool answered, DENIED where they know nothing of it: neither is final."""
+        kept: dict[str, JobSight] = {}
+        if ids and self._has_accounting():
+            kept = _told(slurm_tools.sacct_words(ids), slurm_tools.read_sacct) or {}
+        # sacct lags behind by seconds: of what has not ended there, the controller knows better.
+        left = [job for job in ids if job not in kept or not _has_ended_for_good(kept[job])]
+        now = _from_controller(left) if left else {}
+        seen = {job: sight for job, sight in now.items() if sight not in (UNSEEN, DENIED)}
+        best = {**now, **kept, **seen}
+        return {job: best.get(job, UNSEEN) for job in ids}
+
+    def _has_accounting(self) -> bool:
+        if self._accounting is None:
+            with suppress(SlurmError):
+                self._accounting = slurm_tools.accounting_works()
+        return bool(self._accounting)
+
+
+def _from_controller(ids: Sequence[str]) -> dict[str, JobSight]:
+    """What squeue says; where it does not know our columns, what scontrol says of a few."""
+    queue = _told(slurm_tools.squeue_words(ids), slurm_tools.read_squeue)
+    if queue is not None:
+        return {job: queue.get(job, DENIED) for job in ids}
+    found = {}
+    for job in ids[:FEW]:
+        told = _told(["scontrol", "-o", "show", "job", job], lambda text: {"": read_scontrol_job(text)})
+        found[job] = UNSEEN if told is None else told.get("", DENIED)
+    return found
+
+
+def _told(words: Sequence[str], read: Callable[[str], dict[str, JobSight]]) -> dict[str, JobSight] | None:
+    """What a tool says of jobs; None where it did not answer, empty where it knows none of them."""
+    try:
+        return read(ask(words))
+    except SlurmError as error:
+        return {} if NO_SUCH_JOB in str(error) else None
+
+
+def _has_ended_for_good(sight: JobSight) -> bool:
+    """A job that was preempted, or whose node failed, may be back in the queue."""
+    return sight.state is Phase.ended and sight.slurm_state not in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+
+
+def look(ids: Sequence[str]) -> dict[str, JobSight]:
+    """One look of a scheduler of its own. Who looks again and again keeps a Scheduler."""
+    return Scheduler().look(ids)
+
+
+def cancel(ids: Sequence[str]) -> None:
+    """Asks SLURM to end the jobs, running or waiting; those that have ended are no error. Does not wait for them."""
+    for start in range(0, len(ids), AT_ONCE):
+        ask(["scancel", "--quiet", *ids[start : start + AT_ONCE]])
+
+
+def job_of(attempt: AttemptPaths) -> str | None:
+    """The id of the job that an attempt was sent out as."""
+    return (read_json(attempt.job) or {}).get("job")
+
+
+def log_paths(attempt: AttemptPaths, world: int) -> list[Path]:
+    """Every log there is of an attempt: its ranks', and what SLURM and the setup lines said."""
+    job: Mapping[str, Any] = read_json(attempt.job) or {}
+    wanted = [attempt.rank_log(rank) for rank in range(world)]
+    return [path for path in [*wanted, *([Path(job["log"])] if job else [])] if path.exists()]

@@ -1,0 +1,237 @@
+"""SLURM's command-line tools: how they are called, and what their text says of jobs. Reading text is pure."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+TIMEOUT_S = 30.0
+NONE = ("", "N/A", "(null)", "None", "Unknown", "None assigned")
+
+
+class SlurmError(RuntimeError):
+    """A tool of SLURM's refused, did not answer or is not there."""
+
+
+class Phase(str, Enum):
+    """What a scheduler's state means for us. `unknown` is never final: the tools may not have answered."""
+
+    pending = "pending"
+    running = "running"
+    ended = "ended"
+    unknown = "unknown"
+
+
+PHASES = {
+    **dict.fromkeys(
+        ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
+        Phase.pending,
+    ),
+    **dict.fromkeys(
+        ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"), Phase.running
+    ),
+    **dict.fromkeys(
+        ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "DEADLINE", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"),
+        Phase.ended,
+    ),
+    "PREEMPTED": Phase.ended,
+    "REVOKED": Phase.ended,
+}
+
+
+class JobSight(NamedTuple):
+    """What the scheduler says of one job.
+
+    reason: why it waits, or how it ended. exit_code: "code:signal" as SLURM writes it, empty while it runs. restarts:
+    how often it went back into the queue. began, est_start: seconds since the epoch, of its newest start and of the
+    start that the scheduler expects.
+    """
+
+    state: Phase = Phase.unknown
+    slurm_state: str = ""
+    reason: str = ""
+    exit_code: str = ""
+    nodes: str = ""
+    restarts: int = 0
+    began: float | None = None
+    est_start: float | None = None
+
+
+UNSEEN = JobSight()  # no tool answered
+DENIED = JobSight(reason="SLURM knows no such job")  # they did; it may have ended long ago, or be too new
+NO_SUCH_JOB = "Invalid job id"
+
+
+def ask(words: Sequence[str], environ: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S) -> str:
+    """What the tool prints. SlurmError where it fails, or is silent as clients are of a controller that is down."""
+    tool = words[0]
+    try:
+        told = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=timeout_s)
+    except FileNotFoundError:
+        raise SlurmError(f"{tool}: expected it on the PATH, found none; use a machine of the cluster") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{tool}: expected an answer within {timeout_s:g} s; try `scontrol ping`") from None
+    if told.returncode != 0:
+        said = (told.stderr or told.stdout).strip() or f"exit code {told.returncode}"
+        raise SlurmError(f"{' '.join(words[:2])}: {said}")
+    return told.stdout
+
+
+def outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment less what a job of SLURM's put into it: a job that is sent from inside another is its own."""
+    if "SLURM_JOB_ID" not in environ:
+        return dict(environ)
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    return {key: value for key, value in environ.items() if key in kept or not key.startswith(("SLURM", "SRUN_"))}
+
+
+# ---- jobs -----------------------------------------------------------------------------------------------------------
+
+SACCT_FIELDS = ("JobID", "State", "ExitCode", "NodeList", "Start", "Reason")
+SQUEUE_FIELDS = ("JobArrayID", "State", "Reason", "RestartCnt", "exit_code", "StartTime", "NodeList")
+
+
+def sacct_words(ids: Sequence[str]) -> list[str]:
+    jobs = ",".join(dict.fromkeys(one.partition("_")[0] for one in ids))
+    return ["sacct", "--parsable2", "--noheader", "--allocations", "--format", ",".join(SACCT_FIELDS), "--jobs", jobs]
+
+
+def squeue_words(ids: Sequence[str]) -> list[str]:
+    """--states=all keeps jobs for some minutes after their end."""
+    jobs = ",".join(dict.fromkeys(one.partition("_")[0] for one in ids))
+    columns = ",".join(f"{name}:|" for name in SQUEUE_FIELDS)
+    return ["squeue", "--array", "--states=all", "--noheader", "--Format", columns, "--jobs", jobs]
+
+
+def read_sacct(text: str) -> dict[str, JobSight]:
+    """By job id; tasks of an array that wait share a line."""
+    found = {}
+    for line in text.splitlines():
+        fields = line.split("|")
+        if len(fields) < len(SACCT_FIELDS):
+            continue
+        job, state, code, nodes, start, reason = fields[: len(SACCT_FIELDS)]
+        for one in expand_ids(job):
+            found[one] = _sight(state, reason, code, nodes, start)
+    return found
+
+
+def read_squeue(text: str) -> dict[str, JobSight]:
+    found = {}
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split("|")]
+        if len(fields) < len(SQUEUE_FIELDS):
+            continue
+        job, state, reason, restarts, status, start, nodes = fields[: len(SQUEUE_FIELDS)]
+        code = f"{int(status) >> 8}:{int(status) & 0x7F}" if status.isdigit() else ""
+        for one in expand_ids(job):
+            found[one] = _sight(state, reason, code, nodes, start, int(restarts or 0))
+    return found
+
+
+def read_scontrol_job(text: str) -> JobSight:
+    """Of `scontrol -o show job`."""
+    facts = fields_of(text)
+    if "JobState" not in facts:
+        return UNSEEN
+    found = _sight(
+        facts["JobState"],
+        facts.get("Reason", ""),
+        facts.get("ExitCode", ""),
+        facts.get("NodeList", ""),
+        facts.get("StartTime", ""),
+    )
+    return found._replace(restarts=int(facts.get("Restarts", "0")))
+
+
+def _sight(state: str, reason: str, code: str, nodes: str, start: str, restarts: int = 0) -> JobSight:
+    name = state.split()[0].rstrip("+") if state.split() else ""  # "CANCELLED by 1000"
+    phase = PHASES.get(name, Phase.unknown)
+    when = read_time(start)
+    return JobSight(
+        phase,
+        name,
+        "" if reason in NONE else reason,
+        code if phase is Phase.ended else "",
+        "" if nodes in NONE else nodes,
+        restarts,
+        began=when if phase is not Phase.pending else None,
+        est_start=when if phase is Phase.pending else None,
+    )
+
+
+def expand_ids(text: str) -> list[str]:
+    """Ids of jobs that one column names: "7", "7_3", "7_[2-4,9%2]". A step ("7.batch") is no job."""
+    match = re.fullmatch(r"(\d+)(?:_(?:(\d+)|\[([\d,\-]+)(?:%\d+)?\]))?", text.strip())
+    if match is None:
+        return []
+    job, index, ranges = match.groups()
+    if ranges is None:
+        return [job if index is None else f"{job}_{index}"]
+    found = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        found += [f"{job}_{number}" for number in range(int(first), int(last or first) + 1)]
+    return found
+
+
+def fields_of(text: str) -> dict[str, str]:
+    """Of scontrol's one-line form: words with "=" begin a field, others go on with the one before."""
+    fields: dict[str, str] = {}
+    last = ""
+    for word in text.split():
+        key, sign, value = word.partition("=")
+        if sign and re.fullmatch(r"[A-Za-z][\w:/.]*", key):
+            fields[key] = value
+            last = key
+        elif last:
+            fields[last] += f" {word}"
+    return fields
+
+
+def read_time(text: str) -> float | None:
+    """Seconds since the epoch: the tools print the time of the machine that they run on."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+def read_limit_min(text: str) -> float | None:
+    """Minutes of "2-00:00:00", "1:00:00", "30:00" or "15"; None where there is no limit."""
+    days, _, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdigit() for part in parts) or (days and not days.isdigit()):
+        return None
+    numbers = [int(part) for part in parts]
+    if days:  # days-hours, days-hours:minutes, ...
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    return 1440 * int(days or 0) + 60 * hours + minutes + seconds / 60
+
+
+def accounting_works() -> bool:
+    """Whether sacct has anything to ask."""
+    kind = re.search(r"^AccountingStorageType\s*=\s*(\S+)", ask(["scontrol", "show", "config"]), re.MULTILINE)
+    return kind is not None and kind[1] != "accounting_storage/none"
+
+
+def max_array_size() -> int:
+    """The most tasks that one array may have here."""
+    size = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask(["scontrol", "show", "config"]), re.MULTILINE)
+    return max(int(size[1]), 1) if size else 1001
+
+
+def environ_job(environ: Mapping[str, str] = os.environ) -> str:
+    """The id of the job that this process is a part of, as a person writes it."""
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ["SLURM_JOB_ID"]

@@ -1,0 +1,58 @@
+"""Signals that ask a run to stop: noted by the rank that gets one, acted upon where all agree (StepReport.stop)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import FrameType
+
+from orchestrator.cluster import ClusterKind
+from orchestrator.job import STOP_SIGNAL
+from orchestrator.processes import start_time
+from orchestrator.schema import CheckpointKind, RunConfig
+
+# SLURM may send a job's signal so much before the time that was asked for; the process began a little after the job.
+EARLY_S = 60.0
+LATE_START_S = 15.0
+
+
+class StopSignals:
+    """Of one rank: whether it wants training to stop.
+
+    A run that saves stops for any of them. One that saves nothing has nothing to gain from stopping before its time
+    limit, and goes on; what it does not reach until then is lost either way.
+    """
+
+    @classmethod
+    def of(cls, config: RunConfig) -> StopSignals | None:
+        """Installed from here on; None for a local run that saves nothing, whose steps carry no question."""
+        if config.checkpoint.kind is CheckpointKind.none and config.cluster.kind is not ClusterKind.slurm:
+            return None
+        signals = cls(config)
+        for one in (STOP_SIGNAL, signal.SIGTERM):
+            signal.signal(one, signals.note)
+        return signals
+
+    def __init__(self, config: RunConfig) -> None:
+        self._saves = config.checkpoint.kind is not CheckpointKind.none
+        limit_s = 60 * config.resources.time_limit_min
+        self._near_limit_s = limit_s - config.cluster.signal_delay_s - EARLY_S - LATE_START_S
+        self._began = start_time(os.getpid()) or time.time()
+        self._asked = False
+
+    def asked(self) -> bool:
+        return self._asked
+
+    def note(self, number: int, frame: FrameType | None = None) -> None:
+        """The handler: no more than a flag and a line in the log, since it runs between any two instructions."""
+        name = signal.Signals(number).name
+        if number == STOP_SIGNAL and not self._saves and time.time() - self._began >= self._near_limit_s:
+            _say(f"{name}: the time limit is near; nothing could be saved (checkpoint=none), so the run goes on")
+            return
+        self._asked = True
+        _say(f"{name}: asked to stop")
+
+
+def _say(text: str) -> None:
+    os.write(2, f"{text}\n".encode())  # print is not safe in a handler

@@ -1,0 +1,44 @@
+"""What may be said to a cluster: one value a key, so that no text of the configuration becomes a line of a script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.cluster import Cluster, ClusterKind
+from orchestrator.strict import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("partition", "main\n#SBATCH --output=/etc/passwd"),
+        ("account", ""),
+        ("constraint", "a\x00b"),
+        ("setup", ["module load cuda\nrm -rf somewhere"]),
+        ("additional", {"comment": "a\nb"}),
+        ("additional", {"output": "elsewhere"}),
+        ("additional", {"signal": "KILL@1"}),
+        ("additional", {"--comment": "a"}),
+        ("additional", {"comment": False}),
+        ("additional", {"comment": ["a"]}),
+        ("throttle", 0),
+        ("memory_gib", 0.0),
+        ("signal_delay_s", 5),
+        ("usd_per_gpu_hour", -1.0),
+    ],
+)
+def test_what_would_change_the_script_is_refused_by_its_key(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"cluster.{key} must be"):
+        Cluster(ClusterKind.slurm, **{key: value})
+
+
+def test_what_sites_ask_for_is_taken() -> None:
+    Cluster(
+        ClusterKind.slurm,
+        partition="gpu,gpu-long",
+        constraint="[a100*2&h100*1]",
+        setup=["source /etc/profile.d/modules.sh", "module load cuda/12"],
+        additional={"reservation": "friday", "nice": 100, "contiguous": True},
+    )

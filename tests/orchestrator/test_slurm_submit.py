@@ -1,0 +1,104 @@
+"""What is sent to SLURM: the script, the pickles, the owner's rights. Programs on the PATH stand for its own."""
+
+from __future__ import annotations
+
+import pickle
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from points import make_config
+
+from orchestrator import slurm
+from orchestrator.cluster import Cluster, ClusterKind
+from orchestrator.launch import GLIBC
+from orchestrator.record import AttemptPaths, read_json
+from orchestrator.schema import RunConfig
+from orchestrator.slurm_rank import SlurmRank
+from orchestrator.slurm_tools import SlurmError
+
+SBATCH = """#!/bin/sh
+case "$(cat "$2")" in *nowhere*) echo "sbatch: error: invalid partition specified: nowhere" >&2; exit 1;; esac
+umask >>"{folder}/umask"
+env >"{folder}/environment"
+echo x >>"{folder}/sent"
+echo "4411$(wc -l <"{folder}/sent");cluster"
+"""
+
+
+@pytest.fixture
+def slurm_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which the programs leave what they were asked."""
+    programs = {
+        "sbatch": SBATCH.format(folder=tmp_path),
+        "scontrol": "#!/bin/sh\necho 'MaxArraySize            = 3'\n",
+        "scancel": f'#!/bin/sh\necho "$@" >>"{tmp_path}/cancelled"\n',
+        "srun": "#!/bin/sh\n",
+    }
+    (tmp_path / "bin").mkdir()
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")  # sent from inside another job
+    return tmp_path
+
+
+def jobs(folder: Path, count: int, **cluster: object) -> list[tuple[AttemptPaths, RunConfig]]:
+    config = make_config(folder)
+    config = replace(config, cluster=Cluster(ClusterKind.slurm, **cluster))  # type: ignore[arg-type]
+    made = [AttemptPaths(folder / f"point{number}{cluster.get('partition', '')}") for number in range(count)]
+    for attempt in made:
+        attempt.root.mkdir()
+    return [(attempt, config) for attempt in made]
+
+
+def test_an_array_s_script_starts_every_rank_with_the_settings_of_a_careful_person(slurm_tools: Path) -> None:
+    sent = jobs(slurm_tools, 2, setup=["module load cuda"], additional={"reservation": "a day"})
+    assert slurm.submit(sent, slurm_tools / "jobs", name="stages") == ["44111_0", "44111_1"]
+    facts = read_json(sent[1][0].job)
+    assert facts is not None
+    assert facts["log"].endswith("/jobs/44111_1_0_log.out")
+    script = Path(facts["script"]).read_text()
+    for line in (
+        "#SBATCH --array=0-1%2",
+        "#SBATCH --job-name=stages",
+        "#SBATCH --ntasks-per-node=2",
+        "#SBATCH --signal=USR2@90",
+        "#SBATCH --requeue",
+        "#SBATCH --reservation='a day'",
+        "module load cuda",
+    ):
+        assert line in script.splitlines()
+    command = script.splitlines()[-1]
+    assert command.startswith("srun --unbuffered")
+    assert '--kill-on-bad-exit=1 --cpus-per-task=1 sh -c \'trap "" USR2; exec "$@"\' rank env ' in command
+    assert f" GLIBC_TUNABLES={GLIBC} " in command
+    assert f"-m orchestrator.launch slurm-rank {slurm_tools}/jobs" in command
+    assert "wckey" not in script
+
+
+def test_calls_hold_two_strings_and_everything_is_the_owner_s_alone(slurm_tools: Path) -> None:
+    sent = jobs(slurm_tools, 1)
+    assert slurm.submit(sent, slurm_tools / "jobs", entry="mine:run") == ["44111"]
+    for path in (slurm_tools / "jobs", *(slurm_tools / "jobs").iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+    assert (slurm_tools / "umask").read_text() == "0077\n"
+    call = pickle.loads((slurm_tools / "jobs" / "44111_submitted.pkl").read_bytes()).function
+    assert call == SlurmRank(str(sent[0][0].root), "mine:run")
+    assert all(type(value) is str for value in vars(call).values())
+    assert "SLURM_JOB_ID" not in (slurm_tools / "environment").read_text()
+
+
+def test_ids_come_in_the_order_of_the_attempts_whatever_the_arrays(slurm_tools: Path) -> None:
+    sent = jobs(slurm_tools, 4) + jobs(slurm_tools, 1, partition="long")
+    assert slurm.submit(sent, slurm_tools / "jobs") == ["44111_0", "44111_1", "44111_2", "44112", "44113"]
+    assert [slurm.job_of(attempt) for attempt, _ in sent][2:] == ["44111_2", "44112", "44113"]
+
+
+def test_where_one_is_refused_none_stays(slurm_tools: Path) -> None:
+    sent = jobs(slurm_tools, 2) + jobs(slurm_tools, 1, partition="nowhere")
+    with pytest.raises(SlurmError, match="sbatch --parsable: sbatch: error: invalid partition specified: nowhere"):
+        slurm.submit(sent, slurm_tools / "jobs")
+    assert (slurm_tools / "cancelled").read_text() == "--quiet 44111_0 44111_1\n"

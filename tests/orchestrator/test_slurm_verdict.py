@@ -1,0 +1,192 @@
+"""Which outcome a job of SLURM has: result before ranks' records before the scheduler, and no end without a sign."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.record import AttemptPaths, write_json_atomic
+from orchestrator.run_state import RunState
+from orchestrator.slurm_tools import DENIED, UNSEEN, JobSight, Phase
+from orchestrator.slurm_verdict import GRACE_S, LOST_S, Follower, decide, heartbeat_age_s, verdict
+
+NOW = 1000.0
+BEGAN = 900.0
+RUNNING = JobSight(Phase.running, "RUNNING", nodes="node[1-2]", began=BEGAN)
+PENDING = JobSight(Phase.pending, "PENDING", "BeginTime", restarts=1)
+
+
+def ended(state: str, code: str = "0:0", reason: str = "") -> JobSight:
+    return JobSight(Phase.ended, state, reason, code, "node[1-2]", began=BEGAN)
+
+
+def record(state: str, time: float = NOW - 1, **facts: Any) -> dict[str, Any]:
+    return {"state": state, "time": time, **facts}
+
+
+def error(text: str, time: float = NOW - 1, **facts: Any) -> dict[str, Any]:
+    return record("error", time, error=text, **facts)
+
+
+def told(
+    sight: JobSight, *records: dict[str, Any] | None, result: bool = False, now: float = NOW
+) -> tuple[str, int, str] | None:
+    found = decide(records, sight, has_result=result, now=now)
+    return None if found is None else (found.state.value, found.rank, found.message)
+
+
+OK, GOING = record("ok"), record("running")
+STOPPED = record("preempted", message="stopped by a signal after step 7, saved; job 9 is FAILED")
+BLAMES = error("RankError: rank 1 is gone; seen last in step 3, forward", blamed=[1])
+
+
+@pytest.mark.parametrize("sight", [PENDING, RUNNING, UNSEEN, DENIED])
+def test_nothing_is_decided_while_ranks_may_go_on(sight: JobSight) -> None:
+    assert told(sight, GOING, GOING) is None
+    assert told(sight, None, None) is None
+
+
+def test_a_job_that_no_tool_knows_is_not_over() -> None:
+    assert told(UNSEEN, GOING, record("ok")) is None
+    assert told(UNSEEN, STOPPED, STOPPED) is None
+
+
+def test_the_result_is_believed_before_the_scheduler() -> None:
+    assert told(ended("TIMEOUT"), OK, GOING, result=True) == ("ok", 0, "")
+    assert told(UNSEEN, OK, OK, result=True) == ("ok", 0, "")
+    assert told(RUNNING, OK, GOING, result=True) is None  # the others still leave
+    note = decide([OK, error("hung up")], ended("FAILED"), has_result=True, now=NOW)
+    assert note is not None
+    assert "rank 1: hung up" in note.note
+
+
+def test_the_rank_that_raised_is_the_cause_whatever_the_scheduler_calls_it() -> None:
+    cause = error("ValueError: bad")
+    for state in ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
+        assert told(ended(state, "1:0"), GOING, cause) == ("error", 1, "rank 1: ValueError: bad")
+
+
+def test_an_error_counts_before_the_job_has_ended_and_after_a_grace_for_its_cause() -> None:
+    late = error("ValueError: bad", NOW)
+    assert told(RUNNING, GOING, late) is None
+    assert told(RUNNING, GOING, late, now=NOW + GRACE_S + 0.1) == ("error", 1, "rank 1: ValueError: bad")
+    assert told(UNSEEN, GOING, late, now=NOW + GRACE_S + 0.1) == ("error", 1, "rank 1: ValueError: bad")
+
+
+def test_what_the_error_is_is_the_outcome() -> None:
+    memory = error("rank 1: out of memory in step 2", outcome="oom")
+    assert (told(ended("FAILED", "1:0"), BLAMES, memory) or ())[:2] == ("oom", 1)
+    stuck = error("RankError: rank 0 has not come to it for 60 s", outcome="hang", blamed=[0])
+    assert (told(ended("FAILED", "1:0"), GOING, stuck) or ())[:2] == ("hang", 0)
+
+
+def test_a_killed_rank_is_named_by_those_that_missed_it() -> None:
+    state, rank, message = told(ended("FAILED", "137:0"), BLAMES, GOING) or ("", 0, "")
+    assert (state, rank, message) == ("error", 1, "rank 1 is gone; seen last in step 3, forward")
+
+
+@pytest.mark.parametrize(
+    ("state", "outcome", "words"),
+    [
+        ("TIMEOUT", "timeout", "at its time limit"),
+        ("DEADLINE", "timeout", "at its time limit"),
+        ("CANCELLED", "cancelled", "it was cancelled in SLURM"),
+        ("OUT_OF_MEMORY", "oom_host", "for want of memory on node[1-2]"),
+        ("NODE_FAIL", "error", "a node failed on node[1-2]"),
+        ("BOOT_FAIL", "error", "a node failed"),
+        ("PREEMPTED", "preempted", "SLURM took its nodes"),
+    ],
+)
+def test_where_the_scheduler_ended_it_what_ranks_raise_is_an_effect(state: str, outcome: str, words: str) -> None:
+    for ranks in ((GOING, GOING), (BLAMES, GOING), (STOPPED, STOPPED)):
+        found = told(ended(state, "0:15"), *ranks)
+        assert found is not None
+        assert found[0] == outcome
+        assert words in found[2]
+
+
+def test_ranks_that_stopped_and_were_not_put_back_are_preempted() -> None:
+    assert told(ended("COMPLETED"), STOPPED, STOPPED) == ("preempted", 0, STOPPED["message"])
+    assert told(PENDING, STOPPED, STOPPED) is None
+    assert told(RUNNING, STOPPED, STOPPED) is None
+
+
+def test_records_of_an_earlier_life_of_a_requeued_job_count_for_nothing() -> None:
+    old = error("ValueError: bad", BEGAN - 60)
+    assert told(PENDING, GOING, old) is None
+    assert told(RUNNING, GOING, old) is None
+    assert told(ended("TIMEOUT"), old, old) == ("timeout", 0, "SLURM ended it at its time limit")
+
+
+@pytest.mark.parametrize(
+    ("sight", "ranks", "words"),
+    [
+        (ended("FAILED", "127:0"), (None, None), "exit code 127, and ranks [0, 1] never started"),
+        (ended("FAILED", "0:9"), (GOING, GOING), "rank 0 ended without finishing: the job ended as FAILED, signal 9"),
+        (ended("COMPLETED"), (OK, OK), "yet rank 0 wrote no result"),
+        (ended("COMPLETED"), (OK, GOING), "rank 1 ended without finishing"),
+    ],
+)
+def test_an_end_that_no_rank_explains_is_an_error(sight: JobSight, ranks: tuple, words: str) -> None:
+    state, _, message = told(sight, *ranks) or ("", 0, "")
+    assert state == "error"
+    assert words in message
+
+
+def test_the_job_s_own_log_tells_a_kill_for_want_of_memory(tmp_path: Path) -> None:
+    attempt = AttemptPaths(tmp_path)
+    log = tmp_path / "log"
+    write_json_atomic(attempt.job, {"job": "7", "log": str(log)})
+    write_json_atomic(attempt.rank_record(0), record("running", NOW))
+    killed = ended("FAILED", "137:0")
+    found = verdict(attempt, 1, killed, NOW)
+    assert found is not None
+    assert found.state is RunState.error
+    log.write_text("hello\nslurmstepd-node1: error: StepId=8.0 exceeded memory limit (42 > 41), being killed\n")
+    found = verdict(attempt, 1, killed, NOW)
+    assert found is not None
+    assert found.state is RunState.oom_host
+    assert "exceeded memory limit (42 > 41)" in found.message
+    assert verdict(attempt, 1, RUNNING, NOW) is None
+
+
+def test_a_job_that_no_rank_of_came_to_life_tells_the_end_of_its_own_log(tmp_path: Path) -> None:
+    attempt = AttemptPaths(tmp_path)
+    write_json_atomic(attempt.job, {"job": "7", "log": str(tmp_path / "log")})
+    (tmp_path / "log").write_text("slurmstepd: error: execve(): python: No such file or directory\n\n")
+    found = verdict(attempt, 2, ended("FAILED", "2:0"), NOW)
+    assert found is not None
+    assert "ranks [0, 1] never started; the job's log ends: slurmstepd: error: execve()" in found.message
+
+
+def test_the_heartbeat_s_age_tells_life_from_death(tmp_path: Path) -> None:
+    attempt = AttemptPaths(tmp_path)
+    assert heartbeat_age_s(attempt) is None
+    write_json_atomic(attempt.heartbeat, {"time": 940.0, "node": "node1"})
+    assert heartbeat_age_s(attempt, NOW) == 60.0
+
+
+def test_a_job_is_lost_when_slurm_denies_it_again_and_nothing_says_that_it_lives(tmp_path: Path) -> None:
+    attempt = AttemptPaths(tmp_path)
+    write_json_atomic(attempt.heartbeat, {"time": NOW, "node": "node1"})
+    follower = Follower(attempt, 1)
+    assert follower.verdict(DENIED, NOW) is None
+    assert follower.verdict(UNSEEN, NOW + LOST_S / 2) is None  # no answer says nothing
+    assert follower.verdict(DENIED, NOW + LOST_S - 1) is None
+    found = follower.verdict(DENIED, NOW + LOST_S)
+    assert found is not None
+    assert found.state is RunState.lost
+    assert "rank 0 told last 2 min ago" in found.message
+
+
+@pytest.mark.parametrize("sign", ["heartbeat", "queue"])
+def test_one_sign_of_life_and_a_job_is_not_lost(sign: str, tmp_path: Path) -> None:
+    attempt = AttemptPaths(tmp_path)
+    follower = Follower(attempt, 1)
+    assert follower.verdict(DENIED, NOW) is None
+    if sign == "heartbeat":
+        write_json_atomic(attempt.heartbeat, {"time": NOW + LOST_S, "node": "node1"})
+    assert follower.verdict(RUNNING if sign == "queue" else UNSEEN, NOW + LOST_S) is None
+    assert follower.verdict(DENIED, NOW + LOST_S + 1) is None

@@ -1,0 +1,225 @@
+"""Points sent to a real SLURM of two nodes: each way in which a job can end ends in the right outcome.
+
+All are sent at once, since most of the time they wait; each test then follows its own to the end.
+"""
+
+from __future__ import annotations
+
+import stat
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sending import Sent, config_of, in_slurm, send, stub_config, train, until
+
+from orchestrator import slurm, slurm_site, slurm_verdict
+from orchestrator.record import read_json
+from orchestrator.run_state import RunState
+from orchestrator.schema import Checkpoint, Device, RunConfig
+from orchestrator.slurm_tools import Phase, SlurmError, ask
+
+STEPS = 10
+LONG = 75
+GPUS = {"gres": "gpu:toy:2"}  # all of a node
+
+
+def trained(steps: int = STEPS, **settings: Any) -> RunConfig:
+    """Two ranks on two nodes; saves where it is asked to stop, and at the end."""
+    return in_slurm(config_of(steps, every=None, resume="none"), ranks=2, nodes=2, **settings)
+
+
+@pytest.fixture(scope="module")
+def sent(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sent]:
+    root = tmp_path_factory.mktemp("sent")
+    hang = {"ZLAB_FAULT": "hang@step2:rank0"}
+    unsaved = replace(trained(), checkpoint=Checkpoint())
+    return {
+        # Here SLURM sends the signal between 40 and 70 s after the start; a step takes a second.
+        "long": train(root / "long", trained(LONG, limit_min=2.0), ZLAB_FAULT="slow@step1:rank0"),
+        "timeout": send(root / "timeout", [stub_config(root, limit_min=1.0)], **hang),
+        "preempted": train(
+            root / "preempted", trained(partition="spare", additional=GPUS), ZLAB_FAULT="slow@step1:rank1"
+        ),
+        "unbroken": train(root / "unbroken", trained()),
+        "killed": train(root / "killed", unsaved, ZLAB_FAULT="sigkill@step3:rank1"),
+        "array": send(root / "array", [stub_config(root, throttle=2)] * 6, STUB_STEP_S="0.3"),
+        "raised": send(root / "raised", [stub_config(root, ranks=2, nodes=2)], ZLAB_FAULT="raise@step2:rank1"),
+        "cancelled": send(root / "cancelled", [stub_config(root, ranks=2, nodes=2)], **hang),
+        "memory": train(root / "memory", trained(memory_gib=0.1)),
+    }
+
+
+def test_sending_returns_ids_in_order_and_leaves_files_to_their_owner(sent: dict[str, Sent], cluster: Path) -> None:
+    array = sent["array"]
+    job = array.ids[0].partition("_")[0]
+    assert array.ids == [f"{job}_{index}" for index in range(6)]
+    assert sent["raised"].ids[0].isdigit()
+    folder = array.attempts[0].root.parents[2] / "jobs"
+    for path in (folder, *folder.iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+    facts = read_json(array.attempts[3].job)
+    assert facts is not None
+    assert facts["job"] == slurm.job_of(array.attempts[3]) == f"{job}_3"
+    assert "--array=0-5%2" in Path(facts["script"]).read_text()
+
+
+def test_at_most_as_many_points_of_an_array_run_at_once_as_throttle_says(sent: dict[str, Sent]) -> None:
+    array = sent["array"]
+    most = 0
+    deadline = time.monotonic() + 120
+    seen = array.look()
+    while any(verdict is None for _, verdict in seen):
+        most = max(most, sum(sight.slurm_state == "RUNNING" for sight, _ in seen))
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+        seen = array.look()
+    assert [verdict.state for verdict in array.ends()] == [RunState.ok] * 6
+    assert 1 <= most <= 2
+    environment = read_json(array.attempts[5].root / "environment0.json")
+    assert environment is not None
+    # The allocator reads it when the process starts; up to 2.38 glibc cuts it short in every process on the way.
+    assert "GLIBC_TUNABLES=glibc.malloc.mmap_max=0" in environment["whole"]
+    assert "glibc.malloc.trim_threshold=8589934592" in environment["whole"]
+    assert environment["at_exec"]["OMP_NUM_THREADS"] == "1"
+    (config,) = {stat.S_IMODE(one.result.stat().st_mode) for one in array.attempts}
+    assert config == 0o600
+
+
+def test_a_rank_that_raises_ends_the_job_and_is_named_as_the_cause(sent: dict[str, Sent]) -> None:
+    (verdict,) = sent["raised"].ends()
+    assert (verdict.state, verdict.rank) == (RunState.error, 1)
+    assert "ZLAB_FAULT raised on rank 1 at step 2" in verdict.message
+    logs = slurm.log_paths(sent["raised"].attempts[0], 2)
+    assert [path.name for path in logs[:2]] == ["rank0.log", "rank1.log"]
+    assert "ZLAB_FAULT" in logs[1].read_text()
+    assert "Exited with exit code 1" in logs[2].read_text()
+
+
+def test_a_job_that_is_cancelled_is_cancelled(sent: dict[str, Sent]) -> None:
+    job = sent["cancelled"]
+    until(lambda: job.look()[0][0].state is Phase.running, "the job runs")
+    until(job.attempts[0].rank_record(1).exists, "its ranks have started")
+    assert job.look()[0][1] is None
+    slurm.cancel(job.ids)
+    (verdict,) = job.ends()
+    assert verdict.state is RunState.cancelled
+    slurm.cancel(job.ids)  # twice is no error
+
+
+def test_a_job_over_its_memory_ran_out_of_the_hosts_memory(sent: dict[str, Sent]) -> None:
+    (verdict,) = sent["memory"].ends()
+    assert verdict.state is RunState.oom_host
+    assert "exceeded memory limit" in verdict.message
+    assert "cluster.memory_gib" in verdict.message
+
+
+def test_a_point_trains_on_two_ranks_of_two_nodes(sent: dict[str, Sent]) -> None:
+    job = sent["unbroken"]
+    (verdict,) = job.ends()
+    assert verdict.state is RunState.ok
+    result = read_json(job.attempts[0].result)
+    assert result is not None
+    assert (result["world"], result["steps"]) == (2, STEPS)
+    nodes = {job.attempts[0].rank_log(rank).read_text().split(", pid")[0] for rank in range(2)}
+    assert nodes == {f"rank {rank} of 2, job {job.ids[0]} on node{rank + 1}" for rank in range(2)}
+    age_s = slurm_verdict.heartbeat_age_s(job.attempts[0])
+    assert age_s is not None
+
+
+def test_a_rank_that_is_killed_ends_the_job_in_seconds_and_is_named(sent: dict[str, Sent]) -> None:
+    job = sent["killed"]
+    (verdict,) = job.ends()
+    assert (verdict.state, verdict.rank) == (RunState.error, 1)
+    assert "rank 1 is gone" in verdict.message
+    assert "step 3" in verdict.message
+    record = read_json(job.attempts[0].rank_record(0))
+    assert record is not None
+    assert record["blamed"] == [1]
+
+
+def test_a_preempted_job_saves_and_goes_on_with_the_losses_of_the_unbroken_one(
+    sent: dict[str, Sent], tmp_path: Path
+) -> None:
+    victim, unbroken = sent["preempted"], sent["unbroken"]
+    until(lambda: max(victim.curve(), default=0) >= 2, "some steps")
+    # A higher partition wants the GPUs that the victim holds.
+    config = stub_config(tmp_path, ranks=2, nodes=1)
+    config = replace(config, resources=replace(config.resources, device=Device.cuda))
+    (taker,) = (send(tmp_path / "taker", [config]),)
+    until(lambda: "put back into the queue" in victim.attempts[0].rank_log(0).read_text(), "the victim stops")
+    assert victim.look()[0][1] is None
+    records = [read_json(victim.attempts[0].rank_record(rank)) or {} for rank in range(2)]
+    assert {record["state"] for record in records} <= {"preempted", "starting"}
+    assert taker.ends()[0].state is RunState.ok
+    environment = read_json(taker.attempts[0].root / "environment1.json")
+    assert environment is not None
+    assert environment["at_exec"]["CUDA_VISIBLE_DEVICES"] == "0,1"  # as SLURM left it; the rank picks by LOCAL_RANK
+    assert environment["local_rank"] == "1"
+    (verdict,) = victim.ends()
+    assert verdict.state is RunState.ok
+    assert "restart 1" in victim.attempts[0].rank_log(1).read_text()
+    assert victim.curve() == unbroken.curve()
+    result = read_json(victim.attempts[0].result)
+    assert result is not None
+    assert 2 <= result["checkpoints"]["resumed_from_step"] < STEPS
+    assert result["loss"]["first"] == unbroken.curve()[1]
+
+
+def test_what_the_cluster_cannot_give_is_refused_before_it_is_sent(cluster: Path) -> None:
+    def told(config: RunConfig) -> list[str]:
+        return slurm_site.preflight([config])
+
+    assert told(trained()) == []
+    three = in_slurm(config_of(STEPS, every=None), ranks=3, nodes=3)
+    (line,) = told(three)
+    assert "resources.nodes=3" in line
+    assert "partition main has 2" in line
+    assert "fix: resources.nodes=1" in line
+    (line,) = told(trained(partition="mian"))
+    assert "fix: cluster.partition=main" in line
+    (line,) = told(trained(limit_min=90.0))
+    assert "fix: resources.time_limit_min=60" in line
+
+
+def test_a_refused_submission_leaves_nothing_in_the_queue(cluster: Path, tmp_path: Path) -> None:
+    good, bad = stub_config(tmp_path), stub_config(tmp_path, partition="nowhere")
+    with pytest.raises(SlurmError, match="invalid partition"):
+        send(tmp_path / "refused", [good, bad])
+    attempt = tmp_path / "refused" / "point0" / "attempts" / "01" / "job.json"
+    job = (read_json(attempt) or {})["job"]
+    until(lambda: slurm.look([job])[job].slurm_state == "CANCELLED", "the first one is cancelled")
+
+
+def test_a_job_that_reaches_its_time_limit_timed_out(sent: dict[str, Sent]) -> None:
+    (verdict,) = sent["timeout"].ends(150)
+    assert verdict.state is RunState.timeout
+    assert "time limit" in verdict.message
+
+
+def test_a_run_longer_than_its_time_limit_ends_in_several_lives(sent: dict[str, Sent]) -> None:
+    job = sent["long"]
+    (verdict,) = job.ends(200)
+    assert verdict.state is RunState.ok
+    assert "restart 1" in job.attempts[0].rank_log(0).read_text()
+    assert list(job.curve()) == list(range(1, LONG + 1))
+    result = read_json(job.attempts[0].result)
+    assert result is not None
+    assert 20 <= result["checkpoints"]["resumed_from_step"] < LONG
+
+
+def test_a_job_whose_node_failed_runs_on_another(cluster: Path, tmp_path: Path) -> None:
+    """The last one: it takes a node away from all jobs on it."""
+    job = send(tmp_path / "moved", [stub_config(tmp_path)], STUB_STEP_S="1")
+    until(job.attempts[0].metrics.exists, "the job runs")
+    node = job.look()[0][0].nodes
+    for state in ("drain", "down"):  # drained, it does not come back by itself
+        ask(["scontrol", "update", f"nodename={node}", f"state={state}", "reason=test"])
+    until(lambda: job.look()[0][0].restarts == 1, "the job is back in the queue")
+    (verdict,) = job.ends()
+    assert verdict.state is RunState.ok
+    first, second = (line for line in job.attempts[0].rank_log(0).read_text().splitlines() if " pid " in line)
+    assert f"on {node}," in first
+    assert f"on {node}," not in second
+    assert "restart 1" in second
