@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator import arguments, folders, hardware, help_page, overrides, rules
 from orchestrator.arguments import Arguments
+from orchestrator.cluster import ClusterKind
 from orchestrator.deciding import Refused, Wishes, retry_states
 from orchestrator.labels import label, sweep_name
 from orchestrator.point import Point
@@ -96,7 +97,9 @@ def composed(asked: Arguments) -> Composition:
 def _run(composition: Composition, asked: Arguments) -> int:
     os.umask(0o077)  # what runs write is the user's alone
     scene = _scene()
-    if composition.is_sweep or "--plan" in asked.flags:
+    # A cluster is sent points and left: one is a sweep of one.
+    on_cluster = composition.points[0].values.get("cluster", {}).get("kind") == ClusterKind.slurm.value
+    if composition.is_sweep or "--plan" in asked.flags or (on_cluster and scene.world is None):
         request = _sweep_request(composition, asked, scene)
         from orchestrator.sweep_command import run_sweep
 

@@ -3,16 +3,15 @@ for reading the records."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.hardware import Hardware
 from orchestrator.point import Point
 from orchestrator.record import AttemptPaths, attempts_at, point_id, read_json, settle
 from orchestrator.run_state import RETRIED, RunState
-from orchestrator.schema import to_dict
+from orchestrator.schema import RunConfig, to_dict
 from orchestrator.strict import Broken
 from orchestrator.sweep_record import Planned
 from orchestrator.units import size
@@ -61,25 +60,29 @@ def retry_states(text: str) -> frozenset[RunState]:
 def decide(
     points: Sequence[Point | Refused],
     output: Path,
-    hardware: Hardware,
+    name_of: Callable[[RunConfig], str],
     wishes: Wishes,
     predictions: Mapping[str, Prediction],
 ) -> list[Planned]:
-    """The plan, in the order of the points. `predictions`: by label, where there is one."""
+    """The plan, in the order of the points.
+
+    name_of: what the hardware is called that a point is measured on. predictions: by label, where there is one.
+    """
     planned = []
     for point in points:
         if isinstance(point, Refused):
             reason = "; ".join(map(str, point.broken))
             planned.append(Planned(point.label, point.overrides, RunState.refused, reason=reason))
         else:
-            planned.append(_decided(point, output, hardware, wishes, predictions.get(point.label)))
+            planned.append(_decided(point, output, name_of, wishes, predictions.get(point.label)))
     return _pruned_by_family(planned) if wishes.prune else planned
 
 
-def _decided(point: Point, output: Path, hardware: Hardware, wishes: Wishes, prediction: Prediction | None) -> Planned:
+def _decided(
+    point: Point, output: Path, name_of: Callable[[RunConfig], str], wishes: Wishes, prediction: Prediction | None
+) -> Planned:
     config = to_dict(point.config)
-    name = hardware.name(point.config.resources.device)
-    identity = point_id(config, point.config.resources.ranks or 1, name)
+    identity = point_id(config, point.config.resources.ranks or 1, name_of(point.config))
     predicted = prediction.states_bytes if prediction else None
     plan = Planned(point.label, point.overrides, RunState.queued, identity, config, predicted_bytes=predicted)
     kept = None if wishes.fresh else _kept(output, identity)

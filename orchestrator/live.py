@@ -11,14 +11,14 @@ from rich.live import Live
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from orchestrator import comparison, sweep_table
+from orchestrator import comparison, slurm_sweep, sweep_table
 from orchestrator.record import EventTail
 from orchestrator.run_state import RunState
 from orchestrator.screen import Screen
 from orchestrator.sweep_record import Standing, SweepPaths, controller_pid, standings
 from orchestrator.units import ABSENT
 
-LOOK_S = 0.5
+LOOK_S, CLUSTER_LOOK_S = 0.5, 5.0
 START_S = 30.0  # until a controller that was just started must have said so
 SAY_EVERY_S = 30.0
 
@@ -36,8 +36,12 @@ class SweepWatch:
     """Shows a sweep until all its points have ended."""
 
     def __init__(self, sweep: SweepPaths, screen: Screen, alive: Callable[[], bool] | None = None) -> None:
+        """`alive`: whether the controller of a sweep on this machine is still there."""
         self._sweep, self._screen = sweep, screen
         self._alive = alive or (lambda: controller_pid(sweep) is not None)
+        # A cluster's sweep has no controller: whoever looks asks the scheduler, and not too often.
+        self._view = slurm_sweep.ClusterView(sweep) if slurm_sweep.is_on_cluster(sweep) else None
+        self._every_s = CLUSTER_LOOK_S if self._view else LOOK_S
         self._events = EventTail(sweep.events)
         self._shown: dict[str, str] = {}
         self._begun = self._said = time.monotonic()
@@ -47,22 +51,23 @@ class SweepWatch:
         """Returns when the controller is done or gone. KeyboardInterrupt is the caller's to answer."""
         if not self._screen.live:
             while self._look() is not None:
-                time.sleep(LOOK_S)
+                time.sleep(self._every_s)
             return
         with Live(console=self._screen.console, refresh_per_second=4, transient=True) as live:
             while (found := self._look()) is not None:
                 live.update(self._table(found))
-                time.sleep(LOOK_S)
+                time.sleep(self._every_s)
 
     def _look(self) -> list[Standing] | None:
         """How the points stand; None when it is over."""
         # Before the records: what a controller that is gone left is all there will be.
-        over = self._ended or not self._alive()
+        over = self._view is None and (self._ended or not self._alive())
         for event in self._events.read_new():
             if event["event"] == "warning":
                 self._screen.warn(event["text"])
             self._ended = self._ended or event["event"] == "end"
-        found = standings(self._sweep)
+        found = self._view.look() if self._view else standings(self._sweep)
+        over = over or (self._view is not None and all(one.state.final for one in found))
         if not self._screen.live:
             self._say_changes(found)
         return None if over else found

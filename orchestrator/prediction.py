@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import hardware
+from orchestrator.cluster import ClusterKind
 from orchestrator.deciding import Prediction
 from orchestrator.point import Point
 from orchestrator.record import read_json, write_json_atomic
@@ -66,6 +67,8 @@ def _prediction(config: RunConfig, shapes: dict[str, Any]) -> Prediction:
         micro_batches=config.batch.accumulation or 1,
         optimizer_states=shapes["optimizer_states"],
     )
+    if config.cluster.kind is ClusterKind.slurm:
+        return Prediction(peak.states, None)  # nobody here knows the memory of a node's GPU
     if on_cuda:
         sizes = [gpu.memory_bytes for gpu in hardware.visible_gpus() if gpu.memory_bytes is not None]
         return Prediction(peak.states, min(sizes, default=None))

@@ -204,9 +204,7 @@ class Attempt:
         self.point = point
         self.label = label
         self.state = state
-        self._facts: dict[str, object] = dict(facts or {"owner": _this_process()})
-        if facts is None:
-            self._write()
+        self._facts: dict[str, object] = dict(facts or {})
 
     @classmethod
     def reopen(cls, paths: AttemptPaths) -> Attempt:
@@ -221,7 +219,7 @@ class Attempt:
     def owner_is_gone(self) -> bool:
         """Whether the process that moves this attempt ran on this machine and has ended."""
         owner = self._facts.get("owner")
-        if not isinstance(owner, dict) or owner["host"] != socket.gethostname():
+        if not isinstance(owner, dict) or owner.get("host") != socket.gethostname():
             return False
         return not is_alive(owner["pid"], owner["started"])
 
@@ -230,9 +228,10 @@ class Attempt:
         assert state in MOVES[self.state], f"{self.paths.root}: no way from {self.state.value} to {state.value}"
         self.state = state
         self._facts |= facts
-        self._write()
+        self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Puts down how it stands."""
         state = {"state": self.state.value, "time": time.time(), "label": self.label, "point": self.point}
         write_json_atomic(self.paths.state, {**state, **self._facts})
 
@@ -260,8 +259,17 @@ def attempts_at(output: str | Path, point: str) -> list[AttemptPaths]:
     return [AttemptPaths(one) for one in sorted(found, key=lambda one: -int(one.name)) if (one / "state.json").exists()]
 
 
-def new_attempt(output: str | Path, config: Mapping[str, Any], label: str, hardware: str) -> Attempt:
-    """A folder of its own under the point's, with the resolved configuration in it; state queued."""
+def new_attempt(
+    output: str | Path,
+    config: Mapping[str, Any],
+    label: str,
+    hardware: str,
+    owner: Mapping[str, object] | None = None,
+) -> Attempt:
+    """A folder of its own under the point's, with the resolved configuration in it; state queued.
+
+    `owner`: who moves it; this process, unless a scheduler has it.
+    """
     world = int(config["resources"]["ranks"])
     point = point_id(config, world, hardware)
     folder = Path(output).absolute() / "points" / point
@@ -274,7 +282,9 @@ def new_attempt(output: str | Path, config: Mapping[str, Any], label: str, hardw
     write_json_atomic(paths.provenance, provenance.facts())
     if diff := provenance.code().diff:
         paths.diff.write_text(diff + "\n", encoding="utf-8")
-    return Attempt(paths, point, label)
+    attempt = Attempt(paths, point, label, facts={"owner": owner or _this_process()})
+    attempt.write()
+    return attempt
 
 
 def _next_folder(attempts: Path) -> Path:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator import comparison, deciding, live, prediction, sweep_record, sweep_table
+from orchestrator import comparison, deciding, live, prediction, slurm_site, slurm_sweep, sweep_record, sweep_table
+from orchestrator.cluster import ClusterKind
 from orchestrator.deciding import Refused, Wishes
 from orchestrator.hardware import Hardware
 from orchestrator.job import ENTRY
@@ -21,12 +22,12 @@ from orchestrator.paths import program, shown
 from orchestrator.point import Point
 from orchestrator.record import read_json
 from orchestrator.run_state import RunState
-from orchestrator.schema import TrackingKind
+from orchestrator.schema import Device, RunConfig, TrackingKind, from_dict
 from orchestrator.screen import Screen
 from orchestrator.summary import Row
 from orchestrator.sweep_record import Planned, SweepPaths
 
-INTERRUPTED = 130
+REFUSED, INTERRUPTED = 2, 130
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,14 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
         return _show_plan_only(request, planned, screen)
     running = _running(request, planned)
     if running is not None:
-        screen.say(f"this sweep runs already (process {sweep_record.controller_pid(running)}): watching it")
+        where = "with the cluster" if slurm_sweep.is_on_cluster(running) else "running"
+        screen.say(f"this sweep is {where} already: {sweep_table.counts(sweep_record.standings(running))}")
+        if slurm_sweep.is_on_cluster(running):
+            screen.closing(_left_running(running))
+            return comparison.OK
         return watch(running, screen, attached=False)
+    if _on_cluster(_runnable(request)):
+        return _send(request, planned, screen)
     sweep, process = _start(request, planned)
     screen.sweep_plan(planned, shown(sweep.root))
     if process is not None and not request.detach:
@@ -67,6 +74,43 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
     code = live.conclude(sweep, screen)
     screen.closing(_next(sweep))
     return code
+
+
+def _send(request: SweepRequest, planned: list[Planned], screen: Screen) -> int:
+    """Sends what is to run to the cluster, and returns: 0, or 2 where the cluster can never run it."""
+    points = [one for one in _runnable(request) if one.config.cluster.kind is ClusterKind.slurm]
+    configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
+    if problems := slurm_site.preflight(configs) if configs else []:
+        for problem in problems:
+            screen.say(f"error: {problem}", "bold red")
+        screen.say("nothing was sent (exit 2)")
+        return REFUSED
+    for caution in slurm_site.cautions(configs):
+        screen.warn(caution)
+    sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, points))
+    screen.sweep_plan(planned, shown(sweep.root))
+    if not configs:
+        code = live.conclude(sweep, screen)
+        screen.closing(_next(sweep))
+        return code
+    screen.rows([Row("cost", _cost(configs))])
+    jobs = slurm_sweep.send(sweep, planned, request.entry)
+    arrays = ", ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
+    screen.say(f"sent {len(jobs)} points as {arrays}; this terminal may be closed", "bold")
+    screen.closing(_left_running(sweep))
+    return comparison.OK
+
+
+def _cost(configs: Sequence[RunConfig]) -> str:
+    """What the points may take at most, by their time limits."""
+    node_h = sum(one.resources.nodes * one.resources.time_limit_min for one in configs) / 60
+    text = f"at most {node_h:.1f} node-hours"
+    gpu_h = sum((one.resources.ranks or 0) * one.resources.time_limit_min for one in configs) / 60
+    if configs[0].resources.device is Device.cuda:
+        text += f" = {gpu_h:.1f} GPU-hours"
+        price = configs[0].cluster.usd_per_gpu_hour
+        text += f" = {gpu_h * price:.2f} USD" if price is not None else ""
+    return text
 
 
 def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
@@ -86,7 +130,13 @@ def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
 
 def _plan(request: SweepRequest, hardware: Hardware) -> list[Planned]:
     predicted = prediction.predict(_runnable(request)) if request.predicts else {}
-    return deciding.decide(request.points, _output(request), hardware, request.wishes, predicted)
+    points = _runnable(request)
+    name_of = slurm_sweep.names() if _on_cluster(points) else lambda config: hardware.name(config.resources.device)
+    return deciding.decide(request.points, _output(request), name_of, request.wishes, predicted)
+
+
+def _on_cluster(points: Sequence[Point]) -> bool:
+    return points[0].config.cluster.kind is ClusterKind.slurm
 
 
 def _runnable(request: SweepRequest) -> list[Point]:
@@ -113,6 +163,7 @@ def _facts(request: SweepRequest, points: Sequence[Point]) -> dict[str, Any]:
         "rank_by": request.rank_by,
         "prune": request.wishes.prune,
         "exclusive": cluster.exclusive,
+        "on_cluster": _on_cluster(points),
         "tracked": points[0].config.tracking.kind is not TrackingKind.none,
     }
 
@@ -127,10 +178,15 @@ def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Scree
 
 
 def _running(request: SweepRequest, planned: Sequence[Planned]) -> SweepPaths | None:
-    """The same sweep, where somebody's controller has it."""
+    """The same sweep, where somebody's controller or a cluster has it."""
     identity = sweep_record.sweep_id(request.name, planned)
     for sweep in sweep_record.all_sweeps(_output(request)):
-        if (read_json(sweep.sweep) or {}).get("id") == identity and sweep_record.controller_pid(sweep):
+        if (read_json(sweep.sweep) or {}).get("id") != identity:
+            continue
+        if sweep_record.controller_pid(sweep):
+            return sweep
+        on_cluster = slurm_sweep.is_on_cluster(sweep)
+        if on_cluster and not all(one.state.final for one in slurm_sweep.ClusterView(sweep).look()):
             return sweep
     return None
 

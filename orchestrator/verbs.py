@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from orchestrator import comparison, deciding, sweep_record, sweep_table
+from orchestrator import comparison, deciding, slurm_sweep, sweep_record, sweep_table
 from orchestrator.paths import program, shown
 from orchestrator.record import AttemptPaths, read_json
 from orchestrator.run_state import RETRIED, RunState
@@ -105,11 +105,25 @@ def find_point(found: Sequence[Standing], label: str | None) -> Standing:
     return exact[0]
 
 
+def _standings(sweep: SweepPaths) -> list[Standing]:
+    """How the points stand now: of a cluster's sweep, after asking the scheduler."""
+    if slurm_sweep.is_on_cluster(sweep):
+        return slurm_sweep.ClusterView(sweep).look()
+    return sweep_record.standings(sweep)
+
+
+def _runs(sweep: SweepPaths, found: Sequence[Standing]) -> bool:
+    """Whether anything of the sweep can still come by itself."""
+    if slurm_sweep.is_on_cluster(sweep):
+        return not all(one.state.final for one in found)
+    return sweep_record.controller_pid(sweep) is not None
+
+
 def _list(asked: argparse.Namespace) -> int:
     rows = []
     for sweep in sweep_record.all_sweeps(asked.output):
         found = sweep_record.standings(sweep)
-        alive = sweep_record.controller_pid(sweep) is not None
+        alive = _runs(sweep, found)
         command = " ".join((read_json(sweep.sweep) or {}).get("command", []))
         rows.append({"sweep": sweep.name, "running": alive, "points": sweep_table.counts(found), "command": command})
     if asked.json:
@@ -124,12 +138,11 @@ def _list(asked: argparse.Namespace) -> int:
 
 def _status(asked: argparse.Namespace) -> int:
     sweep = find_sweep(asked.output, asked.sweep)
-    found = sweep_record.standings(sweep)
+    found = _standings(sweep)
     code = comparison.exit_code(found)
     if asked.json:
         points = [sweep_table.as_json(one) for one in found]
-        alive = sweep_record.controller_pid(sweep) is not None
-        print(json.dumps({"sweep": sweep.name, "running": alive, "points": points}, ensure_ascii=False))
+        print(json.dumps({"sweep": sweep.name, "running": _runs(sweep, found), "points": points}, ensure_ascii=False))
         return code
     from orchestrator.screen import Screen
 
@@ -139,7 +152,7 @@ def _status(asked: argparse.Namespace) -> int:
     for one in found:
         if one.message and len(one.message) > sweep_table.REASONS_SHOWN:
             screen.say(f"{one.label}: {one.state.value}: {one.message}")
-    screen.closing([sweep_table.next_row(sweep, found, runs=sweep_record.controller_pid(sweep) is not None)])
+    screen.closing([sweep_table.next_row(sweep, found, runs=_runs(sweep, found))])
     return code
 
 
@@ -155,11 +168,15 @@ def _watch(asked: argparse.Namespace) -> int:
 
 def _logs(asked: argparse.Namespace) -> int:
     sweep = find_sweep(asked.output, asked.sweep)
-    one = find_point(sweep_record.standings(sweep), asked.point)
+    one = find_point(_standings(sweep), asked.point)
     if one.attempt is None:
         raise VerbError(f"'{one.label}' was never started ({one.state.value}: {one.message}), so it has no log")
     rank = asked.rank if asked.rank is not None else int((read_json(one.attempt.state) or {}).get("rank") or 0)
     log = one.attempt.rank_log(rank)
+    if not log.exists() and not asked.follow:
+        of_job = slurm_sweep.log_of(one.attempt)
+        if of_job is not None and of_job.exists():
+            log = of_job  # no rank came to write: what SLURM and the setup lines said is all there is
     if not log.exists() and not asked.follow:
         there = sorted(path.name for path in one.attempt.root.glob("rank*.log"))
         raise VerbError(f"'{one.label}' has no log of rank {rank}; there are: {' '.join(there) or 'none'}")
@@ -187,22 +204,25 @@ def _print_log(log: Path, attempt: AttemptPaths, *, follow: bool) -> None:
 
 def _cancel(asked: argparse.Namespace) -> int:
     sweep = find_sweep(asked.output, asked.sweep)
-    found = sweep_record.standings(sweep)
+    found = _standings(sweep)
     labels = [find_point(found, label).label for label in asked.points] or None
     moving = [one for one in found if not one.state.final and (labels is None or one.label in labels)]
-    if sweep_record.controller_pid(sweep) is None or not moving:
+    if not moving or not _runs(sweep, found):
         print(f"nothing of {sweep.name} runs or waits: {sweep_table.counts(found)}")
         return 0
-    sweep_record.ask(sweep, "cancel", labels=labels)
+    if slurm_sweep.is_on_cluster(sweep):
+        slurm_sweep.cancel(sweep, [one.label for one in moving])
+    else:
+        sweep_record.ask(sweep, "cancel", labels=labels)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        now = {one.label: one.state for one in sweep_record.standings(sweep)}
+        now = {one.label: one.state for one in _standings(sweep)}
         if all(now[one.label].final for one in moving):
             print(f"cancelled {len(moving)} points of {sweep.name}, nothing of them is left running")
             print(f"next      {program()} resume {sweep.name}")
             return 0
         time.sleep(FOLLOW_S)
-    print("error: the controller did not end them within 30 s; see", shown(sweep.log), file=sys.stderr)
+    print(f"error: they have not ended within 30 s; see {shown(sweep.log)}, or ask again", file=sys.stderr)
     return 1
 
 

@@ -53,13 +53,13 @@ def test_a_model_that_cannot_be_built_has_no_prediction_and_the_others_have(cach
 def test_what_cannot_fit_is_left_out_with_its_arithmetic_and_runs_where_asked(tmp_path: Path) -> None:
     (point,) = points(f"zero=stage0 resources.device=cpu output={tmp_path}")
     huge = {point.label: Prediction(3 << 30, 4 << 30, ranks_share=2)}
-    (planned,) = deciding.decide([point], tmp_path, LAPTOP, Wishes(), huge)
+    (planned,) = deciding.decide([point], tmp_path, lambda _: "cpu", Wishes(), huge)
     assert planned.decision is RunState.pruned
     assert planned.reason == "the model states alone, 2 x 3.00 GiB, are more than 4.00 GiB"
-    (planned,) = deciding.decide([point], tmp_path, LAPTOP, Wishes(prune=False), huge)
+    (planned,) = deciding.decide([point], tmp_path, lambda _: "cpu", Wishes(prune=False), huge)
     assert planned.decision is RunState.queued
     fits = {point.label: Prediction(2 << 30, 4 << 30, ranks_share=2)}
-    assert deciding.decide([point], tmp_path, LAPTOP, Wishes(), fits)[0].decision is RunState.queued
+    assert deciding.decide([point], tmp_path, lambda _: "cpu", Wishes(), fits)[0].decision is RunState.queued
 
 
 def test_the_cache_is_the_users_alone(cache: None) -> None:
