@@ -133,8 +133,8 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
 
 
 def sweep_id(name: str, planned: Sequence[Planned]) -> str:
-    """The same for the same points in the same order."""
-    text = json.dumps([name, [[one.label, one.point, list(one.overrides)] for one in planned]])
+    """The same for the same points in the same order, wherever they are sent to."""
+    text = json.dumps([name, [[one.label, one.point or list(one.overrides)] for one in planned]])
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
