@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from orchestrator import launch, watch
+from orchestrator import launch, prediction, remedies, watch
 from orchestrator.point import Point
 from orchestrator.record import Attempt, EventTail, read_json
 from orchestrator.run_state import RunState
+from orchestrator.schema import from_dict
 from orchestrator.watch import Verdict, Watch
 
 
@@ -86,7 +87,11 @@ def record(attempt: Attempt, verdict: Verdict) -> Verdict:
         return verdict
     lines, _ = watch.last_words(attempt.paths, verdict.rank)
     memory = (read_json(attempt.paths.rank_record(verdict.rank)) or {}).get("memory")
-    facts = {"memory": memory} if memory else {}
+    facts = {}
+    if memory:
+        config = from_dict(read_json(attempt.paths.config) or {})
+        facts = {"memory": memory, "remedies": remedies.told(config, memory, prediction.states_bytes)}
+        verdict = verdict._replace(message=f"{verdict.message}; {facts['remedies']}".rstrip("; "))
     attempt.move(verdict.state, rank=verdict.rank, message=verdict.message, log=lines, **facts)
     return verdict
 

@@ -42,6 +42,12 @@ def predict(points: Sequence[Point]) -> dict[str, Prediction]:
     return found
 
 
+def states_bytes(config: RunConfig) -> int | None:
+    """Model states of one rank; None where the model cannot be built."""
+    units = _shapes([config]).get(_key(config))
+    return None if units is None else _prediction(config, units).states_bytes
+
+
 def _prediction(config: RunConfig, shapes: dict[str, Any]) -> Prediction:
     ranks, on_cuda = config.resources.ranks or 1, config.resources.device is Device.cuda
     plan = ZeroPlan.from_stage(config.zero.stage, shard_ranks=config.zero.shard_ranks)

@@ -21,9 +21,7 @@ def told(error: BaseException, place: Place) -> str:
         return f"{text} ({at})"
     size = wanted_size(error)
     wanted = f"wanted {size}" if size else "it is not told how much was wanted"
-    return (
-        f"out of memory {at}: {wanted} ({text.splitlines()[0]}); use smaller micro-batches, recomputation or sharding"
-    )
+    return f"out of memory {at}: {wanted} ({text.splitlines()[0]})"
 
 
 def wanted_size(error: BaseException) -> str | None:

@@ -37,7 +37,7 @@ def test_the_command_names_the_rank_the_step_and_where_it_was(
         timeout=120,
         check=False,
     )
-    assert done.returncode == 1
+    assert done.returncode == (4 if state == "oom" else 1)
     (attempt,) = tmp_path.glob("outputs/points/*/attempts/*")
     record = json.loads((attempt / "state.json").read_text())
     assert (record["state"], record["rank"]) == (state, 1)
@@ -49,5 +49,7 @@ def test_the_command_names_the_rank_the_step_and_where_it_was(
         memory = json.loads((attempt / "rank1.json").read_text())["memory"]
         assert (memory["phase"], memory["step"], memory["wanted"]) == ("forward", 3, "1152921504606846976 bytes")
         assert memory["held"]["optimizer"] > 0
+        assert "held params" in record["message"]
+        assert "no single setting frees 1152921504606846976 bytes" in record["message"]
     if state == "hang":
         assert any("at_step" in line for line in record["log"])  # the stack of the rank that hangs

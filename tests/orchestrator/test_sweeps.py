@@ -274,7 +274,7 @@ def test_verbs_answer_from_another_terminal(tmp_path: Path, capsys: pytest.Captu
     assert told["running"] is True
     assert [one["label"] for one in told["points"]] == [f"micro{micro}" for micro in range(1, 7)]
     assert verbs.main(["logs", "last", "micro1", *there]) == 0
-    assert "rank 0 of 1 is here" in capsys.readouterr().out
+    assert "rank 0 of 1, pid" in capsys.readouterr().out
     assert verbs.main(["cancel", "last", "micro6", *there]) == 0
     assert "cancelled 1 points" in capsys.readouterr().out
     assert verbs.main(["cancel", *there]) == 0
