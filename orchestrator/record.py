@@ -82,6 +82,11 @@ class AttemptPaths:
         return self.root / "heartbeat.json"
 
     @property
+    def denied(self) -> Path:
+        """Since when the scheduler says that it knows no such job; gone as soon as it does."""
+        return self.root / "denied.json"
+
+    @property
     def checkpoints(self) -> Path:
         """What the attempts at one point save and go on from."""
         return self.root.parent.parent / "checkpoints"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.record import AttemptPaths, read_json
+from orchestrator.record import AttemptPaths, read_json, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.slurm_tools import DENIED, UNSEEN, JobSight, Phase
 from orchestrator.watch import Sight, Verdict, judge
@@ -50,21 +50,28 @@ def verdict(attempt: AttemptPaths, world: int, sight: JobSight, now: float | Non
 
 
 class Follower:
-    """One attempt, looked at again and again by one watcher: also tells when it is lost."""
+    """One attempt, looked at again and again, by whichever command: also tells when it is lost."""
 
     def __init__(self, attempt: AttemptPaths, world: int) -> None:
         self._attempt, self._world = attempt, world
-        self._denied: list[float] = []  # when, in a row
 
     def verdict(self, sight: JobSight, now: float | None = None) -> Verdict | None:
-        """As the function; and lost, where SLURM denies the job again and again while nothing says that it lives."""
+        """As the function; and lost, where SLURM denies the job again and again while nothing says that it lives.
+
+        When it was denied first is on disk: the next look may be another command's.
+        """
         now = time.time() if now is None else now
         found = verdict(self._attempt, self._world, sight, now)
-        self._denied = [*self._denied, now] if sight == DENIED else self._denied if sight == UNSEEN else []
-        if found is not None or len(self._denied) < 2 or now - self._denied[0] < LOST_S:
+        if sight not in (DENIED, UNSEEN):
+            self._attempt.denied.unlink(missing_ok=True)
+        if found is not None or sight != DENIED:
             return found
+        since = (read_json(self._attempt.denied) or {}).get("since")
+        if since is None:
+            write_json_atomic(self._attempt.denied, {"since": now})
+            return None
         age_s = heartbeat_age_s(self._attempt, now)
-        if age_s is not None and age_s < LOST_S:
+        if now - since < LOST_S or (age_s is not None and age_s < LOST_S):
             return None
         beat = "rank 0 never told that it lives" if age_s is None else f"rank 0 told last {age_s / 60:.0f} min ago"
         return Verdict(RunState.lost, 0, f"SLURM knows the job no more, and {beat}")

@@ -11,6 +11,7 @@ from orchestrator.record import AttemptPaths, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.slurm_tools import DENIED, UNSEEN, JobSight, Phase
 from orchestrator.slurm_verdict import GRACE_S, LOST_S, Follower, decide, heartbeat_age_s, verdict
+from orchestrator.watch import Verdict
 
 NOW = 1000.0
 BEGAN = 900.0
@@ -171,11 +172,14 @@ def test_the_heartbeat_s_age_tells_life_from_death(tmp_path: Path) -> None:
 def test_a_job_is_lost_when_slurm_denies_it_again_and_nothing_says_that_it_lives(tmp_path: Path) -> None:
     attempt = AttemptPaths(tmp_path)
     write_json_atomic(attempt.heartbeat, {"time": NOW, "node": "node1"})
-    follower = Follower(attempt, 1)
-    assert follower.verdict(DENIED, NOW) is None
-    assert follower.verdict(UNSEEN, NOW + LOST_S / 2) is None  # no answer says nothing
-    assert follower.verdict(DENIED, NOW + LOST_S - 1) is None
-    found = follower.verdict(DENIED, NOW + LOST_S)
+
+    def look(sight: JobSight, now: float) -> Verdict | None:
+        return Follower(attempt, 1).verdict(sight, now)  # each time another command
+
+    assert look(DENIED, NOW) is None
+    assert look(UNSEEN, NOW + LOST_S / 2) is None  # no answer says nothing
+    assert look(DENIED, NOW + LOST_S - 1) is None
+    found = look(DENIED, NOW + LOST_S)
     assert found is not None
     assert found.state is RunState.lost
     assert "rank 0 told last 2 min ago" in found.message

@@ -47,6 +47,7 @@ def sent(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, S
         "array": send(root / "array", [stub_config(root, throttle=2)] * 6, STUB_STEP_S="0.3"),
         "raised": send(root / "raised", [stub_config(root, ranks=2, nodes=2)], ZLAB_FAULT="raise@step2:rank1"),
         "cancelled": send(root / "cancelled", [stub_config(root, ranks=2, nodes=2)], **hang),
+        "stopped": train(root / "stopped", trained(), ZLAB_FAULT="slow@step1:rank0"),
         "memory": train(root / "memory", trained(memory_gib=0.1)),
     }
 
@@ -106,6 +107,19 @@ def test_a_job_that_is_cancelled_is_cancelled(sent: dict[str, Sent]) -> None:
     (verdict,) = job.ends()
     assert verdict.state is RunState.cancelled
     slurm.cancel(job.ids)  # twice is no error
+
+
+def test_a_training_job_that_is_cancelled_saves_and_is_not_brought_back(sent: dict[str, Sent]) -> None:
+    """Its ranks get the same TERM as at a preemption."""
+    job = sent["stopped"]
+    until(lambda: max(job.curve(), default=0) >= 2, "some steps")
+    slurm.cancel(job.ids)
+    until(lambda: "not put back into the queue" in job.attempts[0].rank_log(0).read_text(), "it stops by itself", 30)
+    (verdict,) = job.ends()
+    assert verdict.state is RunState.cancelled
+    assert ", saved; not put back into the queue: job " in verdict.message
+    assert [one.name for one in job.attempts[0].checkpoints.iterdir()] == [f"step-{max(job.curve()):08d}"]
+    assert job.look()[0][0].restarts == 0
 
 
 def test_a_job_over_its_memory_ran_out_of_the_hosts_memory(sent: dict[str, Sent]) -> None:
