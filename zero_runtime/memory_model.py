@@ -199,7 +199,7 @@ def formula(
 def _closed_form(terms: Iterable[Term], letter: str) -> str:
     full = sum(size for size, partition in terms if partition is Partition.REPLICATED)
     split = sum(size for size, partition in terms if partition is Partition.SHARDED)
-    return " + ".join(([f"{full:g}{letter}"] if full else []) + ([f"{split:g}{letter}/N"] if split else []))
+    return " + ".join(([f"{full:.10g}{letter}"] if full else []) + ([f"{split:.10g}{letter}/N"] if split else []))
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,8 @@ def test_the_closed_forms_follow_the_number_of_states() -> None:
         states: formula(ZeroPlan.from_stage(1), Case(1).precision, state_bytes=4 * states) for states in (0, 1, 2)
     }
     assert by_states == {0: "8Ψ", 1: "8Ψ + 4Ψ/N", 2: "8Ψ + 8Ψ/N"}
+    of_codes = formula(ZeroPlan.from_stage(1), Case(1).precision, state_bytes=AdamW8bitConfig().state_bytes)
+    assert of_codes == "8Ψ + 2.03125Ψ/N"
 
 
 def test_lamb_sends_one_control_message_more_and_the_others_none() -> None:
