@@ -25,12 +25,16 @@ from zero_runtime.tiers.copies import Copies, Mark
 
 
 class HostMemory:
-    """Buffers of the host for what `device` keeps, each with the last copy out of it. All stay until `close`."""
+    """Buffers of the host for what `device` keeps: [bytes] uint8. All stay until `close`.
+
+    A room may be given back while a copy out of it is under way: one that is used has been waited for on the stream
+    that fills the room next, and what another one brings nobody reads.
+    """
 
     def __init__(self, copies: Copies, device: torch.device) -> None:
         self.copies, self.device = copies, device
         self.nbytes = 0  # of all buffers
-        self._free: dict[int, list[Room]] = defaultdict(list)
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._last: weakref.ref[Frame] | None = None
 
     def frame(self, parameters: Iterable[torch.Tensor]) -> Frame:
@@ -39,17 +43,17 @@ class HostMemory:
         self._last = weakref.ref(frame)
         return frame
 
-    def take(self, nbytes: int) -> Room:
+    def take(self, nbytes: int) -> torch.Tensor:
         """Room for so many bytes; not more than an eighth of it is waste."""
         step = max(1 << max(nbytes.bit_length() - 4, 0), 64)
         size = -(-nbytes // step) * step
         if self._free[size]:
             return self._free[size].pop()
         self.nbytes += size
-        return Room(self.copies.on_host(size, torch.uint8))
+        return self.copies.on_host(size, torch.uint8)
 
-    def give_back(self, room: Room) -> None:
-        self._free[room.buffer.numel()].append(room)
+    def give_back(self, room: torch.Tensor) -> None:
+        self._free[room.numel()].append(room)
 
     def close(self) -> None:
         """Between steps: the memory goes. Idempotent."""
@@ -58,25 +62,15 @@ class HostMemory:
         self.nbytes = 0
 
 
-@dataclass
-class Room:
-    """Bytes of the host. `read`: the last copy out of them."""
-
-    buffer: torch.Tensor  # [bytes] uint8
-    read: Mark | None = None
-
-
 class Kept:
     """One storage at rest; it ends, and its room is free again, when nothing in the graph refers to it."""
 
-    def __init__(self, frame: Frame, memory: HostMemory, room: Room, source: torch.Tensor) -> None:
+    def __init__(self, frame: Frame, memory: HostMemory, room: torch.Tensor, source: torch.Tensor) -> None:
         self._frame = frame  # lives as long as what it holds
         self._memory = memory
         self._nbytes = source.numel()
         self._room = room
-        if room.read is not None:
-            room.read.hold_device()  # and so whatever copy is issued after it
-        self._arrived = memory.copies.to_host(room.buffer[: self._nbytes], source)
+        self._arrived = memory.copies.to_host(room[: self._nbytes], source)
         self._here: tuple[torch.Tensor, Mark] | None = None  # [bytes] uint8 on the device
         self.users = 0  # tensors that are views of it
         self._to_come = 0  # of those, which have not been asked for since it was fetched
@@ -86,8 +80,8 @@ class Kept:
         if self._here is None:
             copies = self._memory.copies
             target = copies.on_device(self._nbytes, torch.uint8)
-            mark = copies.to_device(target, self._room.buffer[: self._nbytes], [self._arrived])
-            self._here, self._room.read, self._to_come = (target, mark), mark, self.users
+            mark = copies.to_device(target, self._room[: self._nbytes], [self._arrived])
+            self._here, self._to_come = (target, mark), self.users
 
     def take(self) -> torch.Tensor:
         """[bytes] uint8 on the device, for one of its users; the last one gets all there is."""

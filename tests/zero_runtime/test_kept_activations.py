@@ -41,13 +41,15 @@ class _Late:
 class LateCopies(PlainCopies):
     """Copies between two memories of a CPU as CUDA may make them: whoever does not wait for one reads noise.
 
-    `trips`: the bytes of each copy in order, those to the device below zero. `host`: storages that stand for the host.
+    `trips`: the bytes of each copy in order, those to the device below zero. `left`: storages that were copied away.
+    `host`: storages that stand for the host's.
     """
 
     def __init__(self) -> None:
         super().__init__(CPU)
         self.trips: list[int] = []
         self.host: set[int] = set()
+        self.left: set[int] = set()
 
     def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(numel, dtype=dtype)
@@ -56,6 +58,7 @@ class LateCopies(PlainCopies):
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
         self.trips.append(source.numel())
+        self.left.add(source.untyped_storage()._cdata)
         return self._late(target, source)
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Mark] = ()) -> Mark:
@@ -73,7 +76,8 @@ class LateCopies(PlainCopies):
 
 
 class Sliced(nn.Module):
-    """Saves slices of one storage, a transposed view, an expanded one, and what its input is given by keyword."""
+    """Saves slices of one storage, a transposed view, an expanded one, one that is changed after another operation that
+    nobody uses has saved it; its input comes by keyword."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +86,9 @@ class Sliced(nn.Module):
     def forward(self, *, hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         q, k, v = self.three(hidden).split(12, -1)
         weights = torch.softmax(q @ k.transpose(-1, -2) * scale.expand_as(hidden[..., :1]), -1)
-        return hidden + (weights @ v).tanh() * scale
+        mixed = weights @ v
+        mixed.sin()
+        return hidden + mixed.mul_(0.5).cos() * scale
 
 
 class ByKeyword(Base):
@@ -101,8 +107,9 @@ def _same_bits(kind: str) -> None:
             model, copies = build_shape(shape), LateCopies()
             recomputation = Recomputation(model, RecomputeRule(kind, 2, "cpu"), CPU, copies)
             assert losses(model, stage) == wanted, (shape, stage)
-            assert sum(copies.trips) == 0, "what left came back, once"
-            assert copies.trips
+            unused = shape is ByKeyword and kind in ("none", "every_nth")
+            assert sum(copies.trips) == 0 or unused, "what left came back, once"
+            assert copies.left
             recomputation.remove()
             assert not any("forward" in vars(module) for module in model.modules())
 
@@ -111,6 +118,22 @@ def _same_bits(kind: str) -> None:
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_what_rests_on_the_host_changes_no_bits_and_no_collective(world: int, kind: str) -> None:
     run_ranks(_same_bits, world, kind)
+
+
+def _left() -> None:
+    for stage in STAGES:
+        model, copies = build_shape(Dropout), LateCopies()
+        Recomputation(model, RecomputeRule("none", offload="cpu"), CPU, copies)
+        runtime = runtime_of(model, stage)
+        loss = model.loss_of(runtime(ids_of(0, 0)))
+        assert copies.left
+        assert not copies.left & {unit.unsharded_param.untyped_storage()._cdata for unit in runtime.units}
+        del loss
+        runtime.close()
+
+
+def test_parameters_do_not_leave() -> None:
+    run_ranks(_left, 1)
 
 
 def _left_on_the_device(kind: str, blocks: int) -> tuple[int, int]:
@@ -143,7 +166,7 @@ def _counts(kind: str) -> list[tuple[int, int]]:
     return [_left_on_the_device(kind, blocks) for blocks in (2, 6)]
 
 
-@pytest.mark.parametrize("kind", ["full", "by_operation"])
+@pytest.mark.parametrize("kind", ["full", "by_operation"], ids=["inputs", "products"])  # an id full is a mark here
 def test_blocks_leave_nothing_on_the_device(kind: str) -> None:
     """As many storages with six blocks as with two; without offload more."""
     (few, few_kept), (many, many_kept) = run_ranks(_counts, 1, kind)[0]
@@ -243,7 +266,7 @@ def test_rooms_are_used_again_and_waste_an_eighth_at_most() -> None:
     memory = HostMemory(LateCopies(), CPU)
     for nbytes in (1, 63, 64, 65, 1000, 4097, 10**6 + 3):
         room = memory.take(nbytes)
-        assert nbytes <= room.buffer.numel() <= max(nbytes * 9 / 8, nbytes + 63)
+        assert nbytes <= room.numel() <= max(nbytes * 9 / 8, nbytes + 63)
         memory.give_back(room)
         assert memory.take(nbytes) is room
     memory.close()
