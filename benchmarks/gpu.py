@@ -22,6 +22,7 @@ def main() -> int:
     large = ["--layers", "24", "--width", "1024", "--heads", "16", "--vocab", "50304", "--seq", "1024", "--micro", "8"]
     commands = [
         [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu"],
+        [sys.executable, "benchmarks/kernels_gpu.py"],
         [*stages, "bf16", *large],
         [*stages, "fp32", *large],
     ]

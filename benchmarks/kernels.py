@@ -1,4 +1,5 @@
-"""The AdamW step on a CPU beside a bare loop over the same streams, torch's fused step and the reference, in turn.
+"""The AdamW step on a CPU beside a bare loop over the same streams, torch's fused step and the reference, in turn; and
+LAMB's and the one on 8-bit moments beside a copy of as many bytes.
 
 `python benchmarks/kernels.py [--numel N] [--rounds N]`; writes benchmarks/results/. One round runs every contestant
 once, each round from another one on, so that a drifting host moves all alike; a ratio is the median of the rounds'.
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,13 +31,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from stages_report import cpu_name  # noqa: E402
 
 from kernels import ops, reference  # noqa: E402
+from kernels.backends import backend_for  # noqa: E402
+from kernels.block_formats import blocks_of  # noqa: E402
 from kernels.cpu import build  # noqa: E402
-from kernels.settings import AdamW  # noqa: E402
+from kernels.settings import AdamW, Lamb  # noqa: E402
 
 THREADS = (1, 2)
 REFERENCE_ROUNDS = 2  # it takes seconds where the cores are busy
 LIMIT = "bare loop"
-BYTES = {"mixed": 28, "fp32": 28}  # an element: 2 + 12 read and 12 + 2 written, or 16 and 12
+# An element: 2 + 12 read and 12 + 2 written, or 16 and 12; with codes 2 + 6 and 6 + 2; LAMB's three parts, mixed.
+BYTES = {"mixed": 28, "fp32": 28, "adamw8bit": 16, "lamb": 18 + 12 + 18}
 SETTINGS = AdamW(1e-3, 0.9, 0.999, 1e-8, 0.01, 10)
 Step = Callable[[int], object]
 
@@ -82,6 +87,8 @@ def bare_library() -> ctypes.CDLL:
 
 def contestants(kind: str, s: Streams) -> dict[str, Step]:
     """One step each, given the number of threads that torch is set to."""
+    if kind in ("adamw8bit", "lamb"):
+        return beside_a_copy(kind, s)
     bare = bare_library()
     numel = ctypes.c_int64(s.master.numel())
     mixed = kind == "mixed"
@@ -101,6 +108,29 @@ def contestants(kind: str, s: Streams) -> dict[str, Step]:
     if importlib.util.find_spec("deepspeed") is not None:
         steps["DeepSpeed's CPU Adam" + " + casts" * mixed] = deepspeeds(s, grad, out)
     return steps
+
+
+def beside_a_copy(kind: str, s: Streams) -> dict[str, Step]:
+    """Fewer or more bytes than AdamW's: the limit is a copy of as many."""
+    numel = s.master.numel()
+    source = torch.ones(BYTES[kind] * numel // 2, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    codes = [torch.zeros(numel, dtype=torch.uint8) for _ in range(2)]
+    scales = [torch.zeros(blocks_of(numel)) for _ in range(2)]
+    settings = Lamb(1e-3, 0.9, 0.999, 1e-6, 0.01, 10)
+
+    def adamw8bit(which: Any) -> None:
+        states = (codes[0], scales[0], codes[1], scales[1])
+        which.adamw8bit(s.master, s.grad16, *states, s.scale, SETTINGS, s.param16)
+
+    def lamb(which: Any) -> None:
+        which.lamb_moments(s.grad16, s.first, s.second, s.scale, settings)
+        ratio = reference.trust_ratios(which.lamb_squares(s.master, s.first, s.second, settings)[None])[0]
+        which.lamb(s.master, s.first, s.second, ratio, settings, s.param16)
+
+    step = {"adamw8bit": adamw8bit, "lamb": lamb}[kind]
+    ours = backend_for(torch.device("cpu"))
+    return {LIMIT: lambda _: target.copy_(source), "ours": lambda _: step(ours), "reference": lambda _: step(reference)}
 
 
 def torch_fused(s: Streams, grad: torch.Tensor, out: torch.Tensor | None) -> Step:
@@ -168,8 +198,9 @@ def report(
         "",
         f"Command: `python benchmarks/kernels.py {' '.join(sys.argv[1:])}`".rstrip(),
         "",
-        "mixed: fp32 master and moments, bf16 gradient in, bf16 parameter out. ms, median (least to most); share: the",
-        "median over the rounds of the bare loop's time in the same round over the row's, with its quartiles in",
+        "mixed: fp32 master and moments, bf16 gradient in, bf16 parameter out; adamw8bit and lamb likewise, but their",
+        "bare loop is a copy of as many bytes. ms, median (least to most); share: the median over the rounds of the",
+        "bare loop's time in the same round over the row's, with its quartiles in",
         "brackets; least: the same of the least times of both.",
     ]
     for kind, of_kind in times.items():

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from kernels import reference
+from kernels.block_formats import blocks_of
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.operations import CpuKernels
 from kernels.settings import AdamW, Lamb, Lion, Sgd
@@ -166,14 +167,31 @@ def trouble_of(kernels: Backend, device: torch.device) -> str | None:
             backend.adamw(master, values.bfloat16(), first, second, scale, settings, out)
             backend.accumulate(total, values.bfloat16(), 0.5)
             squares = backend.sum_of_squares(values)
+            others = _others(backend, values, settings)
         except Exception as error:  # a compiler may fail in any way
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        found[name] = [master, first, second, out.float(), total, squares.float()]
+        found[name] = [master, first, second, out.float(), total, squares.float(), *others]
     for one, other in zip(found["found"], found["wanted"], strict=True):
         # fp32 arithmetic in another order differs by a few units in the last place, the bf16 output by one of its own.
         if not torch.allclose(one, other, rtol=2.0**-7, atol=1e-6):
             return f"its results are off by up to {float((one - other).abs().max())}"
     return None
+
+
+def _others(backend: Backend, values: torch.Tensor, adamw: AdamW) -> list[torch.Tensor]:
+    """What LAMB and AdamW on 8-bit moments leave, as fp32."""
+    scale, lamb = torch.tensor(0.5, device=values.device), Lamb(1e-2, 0.9, 0.999, 1e-6, 0.01, step=1)
+    first, second, master, other = torch.zeros(4, values.numel(), device=values.device).unbind()
+    master.copy_(values)
+    other.copy_(values)
+    backend.lamb_moments(values, first, second, scale, lamb)
+    squares = backend.lamb_squares(master, first, second, lamb)
+    backend.lamb(master, first, second, scale, lamb)
+    codes = [torch.zeros(values.numel(), dtype=torch.uint8, device=values.device) for _ in range(2)]
+    scales = torch.zeros(2, blocks_of(values.numel()), device=values.device).unbind()
+    backend.adamw8bit(other, values, codes[0], scales[0], codes[1], scales[1], scale, adamw)
+    # Two right codes may be one apart; above 256 that lies within the bound that follows.
+    return [first, second, master, squares.float(), other, *scales, *(code.float() + 256 for code in codes)]
 
 
 @cache

@@ -8,8 +8,11 @@ end leaves the upper half 0. A block with a NaN or infinity has a scale that is 
 
 [Note: dynamic codes] Moments span many magnitudes within a block. Their codes are places in a table of 256 values in
 [-1, 1] (the first moment) or [0, 1] (the second): seven decades, each half as densely filled as the next (arXiv
-2110.02861, section 2.2); the scale is the largest magnitude. A second moment above 0 never becomes 0, because the step
-is divided by its root.
+2110.02861, section 2.2). A second moment above 0 never becomes 0, because the step is divided by its root. The scale is
+the element of the largest magnitude itself, with its sign (the positive one of two), so that this element has the code
+of 1 and comes back exactly. Hence what was read and is written again has the same codes and scale: another value is
+its code's times the scale, rounded, and divided by the scale again lies within 2^-23 of its code's, far less than half
+the way to the next. (As long as the products are normal numbers; scales from 2^-100 on are enough.)
 """
 
 from __future__ import annotations
@@ -77,19 +80,23 @@ def dynamic_codes(device: torch.device, *, signed: bool) -> torch.Tensor:
 ZERO_CODE = _dynamic_values(signed=True).index(0.0)  # of a first moment; a second moment's is 0
 
 
-def read_dynamic(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def read_dynamic(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
     """[n] fp32: the values behind codes [n] uint8 and scales [blocks] fp32. See [Note: dynamic codes]."""
-    return (_in_blocks(table[codes.to(torch.int64)]) * scales[:, None]).view(-1)[: codes.numel()].contiguous()
+    values = dynamic_codes(codes.device, signed=signed)[codes.to(torch.int64)]
+    return (_in_blocks(values) * scales[:, None]).view(-1)[: codes.numel()].contiguous()
 
 
-def write_dynamic(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> None:
-    """Fill codes [n] uint8, the nearest (the lower of two), and scales [blocks] fp32."""
+def write_dynamic(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> None:
+    """Fill codes [n] uint8, the nearest (the lower of two), and scales [blocks] fp32. See [Note: dynamic codes]."""
+    table = dynamic_codes(values.device, signed=signed)
     blocks = _in_blocks(values)
-    scale = blocks.abs().amax(1)
+    most, least = blocks.amax(1), blocks.amin(1)
+    scale = torch.where(most >= -least, most, least)
     share = blocks / scale[:, None]
     found = torch.bucketize(share, (table[:-1] + table[1:]) / 2)
-    zero = torch.searchsorted(table, torch.zeros(1, device=table.device))
-    codes.copy_(torch.where(share.isnan(), zero, found).view(-1)[: codes.numel()])
+    zero = ZERO_CODE if signed else 0
+    found = torch.where(share.isnan(), zero, found).view(-1)[: codes.numel()]
+    codes.copy_(found if signed else found + ((found == 0) & (values > 0)))
     scales.copy_(scale)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kernels.block_formats import dequantise, dynamic_codes, quantise, read_dynamic, write_dynamic
+from kernels.block_formats import dequantise, quantise, read_dynamic, write_dynamic
 from kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
 
 __all__ = [
@@ -106,12 +106,11 @@ def adamw8bit(
 
     Before the first step the scales are 0.
     """
-    signed, unsigned = (dynamic_codes(master.device, signed=signed) for signed in (True, False))
-    first, second = read_dynamic(exp_avg, exp_avg_scale, signed), read_dynamic(exp_avg_sq, exp_avg_sq_scale, unsigned)
+    first = read_dynamic(exp_avg, exp_avg_scale, signed=True)
+    second = read_dynamic(exp_avg_sq, exp_avg_sq_scale, signed=False)
     adamw(master, grad, first, second, grad_scale, settings, param_out)
-    write_dynamic(first, exp_avg, exp_avg_scale, signed)
-    write_dynamic(second, exp_avg_sq, exp_avg_sq_scale, unsigned)
-    exp_avg_sq.add_((exp_avg_sq == 0) & (second > 0))
+    write_dynamic(first, exp_avg, exp_avg_scale, signed=True)
+    write_dynamic(second, exp_avg_sq, exp_avg_sq_scale, signed=False)
 
 
 def sgd(

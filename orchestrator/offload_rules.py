@@ -11,7 +11,13 @@ from orchestrator.training import Optimizer, OptimizerKind
 if TYPE_CHECKING:
     from orchestrator.rules import Scene
 
-ONE_BY_ONE = (OptimizerKind.adamw, OptimizerKind.adam, OptimizerKind.sgd, OptimizerKind.lion)
+ONE_BY_ONE = (
+    OptimizerKind.adamw,
+    OptimizerKind.adamw8bit,
+    OptimizerKind.adam,
+    OptimizerKind.sgd,
+    OptimizerKind.lion,
+)
 
 
 def offloaded_params_are_sharded(scene: Scene, offload: Offload, zero: Zero) -> Broken | None:
@@ -31,7 +37,10 @@ def params_rest_with_the_optimizer(scene: Scene, offload: Offload) -> Broken | N
 def optimizer_can_rest(scene: Scene, offload: Offload, optimizer: Optimizer) -> Broken | None:
     if offload.optimizer is not Place.nvme or optimizer.kind in ONE_BY_ONE:
         return None
-    rule = "offload.optimizer=nvme needs an optimizer that updates one unit after another: adamw, adam, sgd or lion"
+    fitting = ", ".join(ONE_BY_ONE[:-1])
+    rule = (
+        f"offload.optimizer=nvme needs an optimizer that updates one unit after another: {fitting} or {ONE_BY_ONE[-1]}"
+    )
     return Broken(rule, str(optimizer.kind), ("offload.optimizer=device offload.params=device",))
 
 

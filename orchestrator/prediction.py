@@ -55,7 +55,10 @@ def _prediction(config: RunConfig, shapes: dict[str, Any]) -> Prediction:
     units = []
     for unit in shapes["units"]:
         layout = FlatLayout.build(
-            [(name, tuple(shape)) for name, shape in unit["shapes"]], shard_count=plan.shard_count(ranks), world=ranks
+            [(name, tuple(shape)) for name, shape in unit["shapes"]],
+            shard_count=plan.shard_count(ranks),
+            world=ranks,
+            block_numel=shapes["block_numel"] if unit["trainable"] else 1,
         )
         size = UnitSize.of(
             layout,
@@ -71,7 +74,7 @@ def _prediction(config: RunConfig, shapes: dict[str, Any]) -> Prediction:
         world=ranks,
         prefetch=config.zero.prefetch,
         micro_batches=config.batch.accumulation or 1,
-        optimizer_states=shapes["optimizer_states"],
+        state_bytes=shapes["state_bytes"],
     )
     if config.cluster.kind is ClusterKind.slurm:
         return Prediction(peak.states, None)  # nobody here knows the memory of a node's GPU

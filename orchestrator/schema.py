@@ -55,6 +55,11 @@ class RecomputeKind(Word):
     by_operation = "by_operation"
 
 
+class ActivationPlace(Word):
+    none = "none"
+    cpu = "cpu"
+
+
 class LossKind(Word):
     full = "full"
     tiled = "tiled"
@@ -235,10 +240,12 @@ class Data:
 @dataclass(frozen=True)
 class Recompute:
     """Activation checkpointing: full keeps only each block's input and runs its forward again in backward, every_nth
-    does so to the last of every `every` blocks, by_operation keeps the outputs of matrix products too."""
+    does so to the last of every `every` blocks, by_operation keeps the outputs of matrix products too. `offload` cpu:
+    what blocks keep rests in the host's memory until backward; on a CPU that is where it is."""
 
     kind: RecomputeKind = RecomputeKind.none
     every: int = 2
+    offload: ActivationPlace = ActivationPlace.none
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "recompute")

@@ -159,6 +159,8 @@ def memory_table(result: Mapping[str, Any]) -> Table:
     if memory.get("scratch_bytes"):
         rows.append(_memory_row("  in the scratch file", memory["scratch_bytes"], None))
     rows.append(_memory_row("activations", memory["activations_bytes"], None))
+    if memory.get("activations_host_bytes"):
+        rows.append(_memory_row("  at rest on the host", memory["activations_host_bytes"], None))
     rows.append(_memory_row("other tensors", memory["other_tensors_bytes"], None))
     for key, name in (
         ("peak_allocated_bytes", "peak allocated"),

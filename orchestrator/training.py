@@ -11,6 +11,7 @@ from zero_runtime.optimizers import TORCH_NAMES, TORCH_OURS, TORCH_WITHOUT_DECAY
 
 class OptimizerKind(Word):
     adamw = "adamw"
+    adamw8bit = "adamw8bit"
     adam = "adam"
     sgd = "sgd"
     lion = "lion"
@@ -37,6 +38,7 @@ class WarmupType(Word):
 _MOMENTS: dict[str, object] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 OPTIMIZER_KEYS: dict[OptimizerKind, dict[str, object]] = {
     OptimizerKind.adamw: _MOMENTS,
+    OptimizerKind.adamw8bit: _MOMENTS,
     OptimizerKind.adam: _MOMENTS,
     OptimizerKind.lamb: _MOMENTS,
     OptimizerKind.lion: {"beta1": 0.9, "beta2": 0.99},

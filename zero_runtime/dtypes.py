@@ -1,7 +1,7 @@
-"""The torch dtype behind each short name of `precision.py`."""
+"""The torch dtype behind each short name of `precision.py` and `optimizers.py`."""
 
 from __future__ import annotations
 
 import torch
 
-TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "uint8": torch.uint8}

@@ -35,7 +35,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Segments in order, then padding up to P = padded_numel; P is shard_count equal shards of S elements."""
+    """Segments in order, then padding up to P = padded_numel; P is shard_count equal shards of S elements.
+
+    With a `block_numel` above 1 there is padding between the segments too, see `build`. numel: without padding.
+    """
 
     segments: tuple[Segment, ...]
     numel: int
@@ -43,21 +46,26 @@ class FlatLayout:
     shard_count: int
 
     @classmethod
-    def build(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], *, shard_count: int, world: int) -> FlatLayout:
+    def build(
+        cls, shapes: Iterable[tuple[str, tuple[int, ...]]], *, shard_count: int, world: int, block_numel: int = 1
+    ) -> FlatLayout:
         """Lay `(name, shape)` out in order.
 
         P is a multiple of world * SHARD_ALIGNMENT_NUMEL, not only of the shard count: an all-reduce over the
         replicas splits each shard again, and equal pieces keep the counted bytes whole numbers. It is at least that
         multiple, so that a unit of empty parameters has something to gather.
+
+        Every parameter and every shard begins at a multiple of `block_numel`: blocks of so many elements then hold
+        the same elements of one parameter whatever the world, the plan and the size of the units.
         """
         segments = []
-        offset = 0
+        offset = numel = 0
         for name, shape in shapes:
-            numel = math.prod(shape)
-            segments.append(Segment(name, tuple(shape), offset, numel))
-            offset += numel
-        multiple = world * SHARD_ALIGNMENT_NUMEL
-        return cls(tuple(segments), offset, max(-(-offset // multiple), 1) * multiple, shard_count)
+            segments.append(Segment(name, tuple(shape), offset, math.prod(shape)))
+            numel += math.prod(shape)
+            offset += -(-math.prod(shape) // block_numel) * block_numel
+        multiple = world * math.lcm(SHARD_ALIGNMENT_NUMEL, block_numel)
+        return cls(tuple(segments), numel, max(-(-offset // multiple), 1) * multiple, shard_count)
 
     @property
     def shard_numel(self) -> int:
@@ -68,6 +76,13 @@ class FlatLayout:
     def padding_numel(self) -> int:
         """Elements of the flat tensor that belong to no parameter."""
         return self.padded_numel - self.numel
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The padding as ranges [start, stop) of the flat tensor, in order."""
+        ends = [0, *(segment.offset + segment.numel for segment in self.segments)]
+        starts = [*(segment.offset for segment in self.segments), self.padded_numel]
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
     def shard_range(self, shard: int) -> tuple[int, int]:
         """[start, stop) of one shard in the flat tensor."""

@@ -13,7 +13,7 @@ from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.plan import Partition, ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 
-ADAM_STATES = 2  # exp_avg and exp_avg_sq; how many fp32 states another optimizer keeps, its config says
+ADAM_BYTES = 8.0  # an element of exp_avg and exp_avg_sq in fp32; what other states cost, their config says
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StateBytes:
         return self.params + self.grads + self.optimizer
 
 
-Term = tuple[int, Partition]  # bytes an element, and whether they are split over the shard group
+Term = tuple[float, Partition]  # bytes an element, and whether they are split over the shard group
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,13 @@ class BytesPerElement:
     optimizer: tuple[Term, ...]
 
     @classmethod
-    def of(
-        cls, plan: ZeroPlan, precision: MixedPrecision, micro_batches: int, optimizer_states: int
-    ) -> BytesPerElement:
+    def of(cls, plan: ZeroPlan, precision: MixedPrecision, micro_batches: int, state_bytes: float) -> BytesPerElement:
         # Where master and param dtype agree the master is the parameter (see Unit._allocate) and costs nothing.
         master = 0 if precision.master == precision.param else ITEMSIZE_BYTES[precision.master]
         return cls(
             params=_param_terms(plan, precision),
             grads=((ITEMSIZE_BYTES[precision.grad(micro_batches)], plan.grads),),
-            optimizer=((master + optimizer_states * ITEMSIZE_BYTES["fp32"], plan.optimizer),),
+            optimizer=((master + state_bytes, plan.optimizer),),
         )
 
 
@@ -96,10 +94,10 @@ def model_state_bytes(
     *,
     world: int,
     micro_batches: int = 1,
-    optimizer_states: int = ADAM_STATES,
+    state_bytes: float = ADAM_BYTES,
 ) -> StateBytes:
     """Predicted bytes of model states on each rank. Frozen units have parameters only."""
-    components = asdict(BytesPerElement.of(plan, precision, micro_batches, optimizer_states))
+    components = asdict(BytesPerElement.of(plan, precision, micro_batches, state_bytes))
     ranks = {Partition.REPLICATED: 1, Partition.SHARDED: plan.shard_count(world)}
     totals = dict.fromkeys(components, 0)
     exact = 0.0
@@ -110,7 +108,7 @@ def model_state_bytes(
             if (component == "params" and unit.params_rest) or (component == "optimizer" and unit.optimizer_rests):
                 continue
             for size_bytes, partition in terms:
-                totals[component] += unit.padded_numel // ranks[partition] * size_bytes
+                totals[component] += round(unit.padded_numel // ranks[partition] * size_bytes)
                 exact += unit.numel * size_bytes / ranks[partition]
     return StateBytes(**totals, padding=round(sum(totals.values()) - exact))
 
@@ -138,16 +136,14 @@ def step_peak_bytes(
     world: int,
     prefetch: int,
     micro_batches: int = 1,
-    optimizer_states: int = ADAM_STATES,
+    state_bytes: float = ADAM_BYTES,
 ) -> StepPeak:
     """The peak of a step; `units` in the order of registration. Activations and the collectives' own buffers are not in
     it. Whole at once are the root, whose parameters are used at both ends of the model, and of the parameters 1 +
     prefetch neighbours, of the gradients the unit that is filled and the one before it, which is being reduced."""
     units = list(units)
     states = [
-        model_state_bytes(
-            plan, kind, [size], world=world, micro_batches=micro_batches, optimizer_states=optimizer_states
-        )
+        model_state_bytes(plan, kind, [size], world=world, micro_batches=micro_batches, state_bytes=state_bytes)
         for size, kind in units
     ]
     params = [size.padded_numel * _whole_param_bytes(kind) for size, kind in units]
@@ -188,22 +184,22 @@ def formula(
     precision: MixedPrecision,
     *,
     micro_batches: int = 1,
-    optimizer_states: int = ADAM_STATES,
+    state_bytes: float = ADAM_BYTES,
     with_frozen: bool = False,
 ) -> str:
     """The closed form of `model_state_bytes` in Ψ (parameters) and N (ranks of a shard group): `4Ψ + 12Ψ/N`.
 
     `with_frozen`: Ψ are those that are trained, Φ the others.
     """
-    of = BytesPerElement.of(plan, precision, micro_batches, optimizer_states)
+    of = BytesPerElement.of(plan, precision, micro_batches, state_bytes)
     trained = _closed_form([term for component in asdict(of).values() for term in component], "Ψ")
     return f"{trained} + {_closed_form(of.params, 'Φ')} (Φ frozen)" if with_frozen else trained
 
 
-def _closed_form(terms: Iterable[tuple[int, Partition]], letter: str) -> str:
+def _closed_form(terms: Iterable[Term], letter: str) -> str:
     full = sum(size for size, partition in terms if partition is Partition.REPLICATED)
     split = sum(size for size, partition in terms if partition is Partition.SHARDED)
-    return " + ".join(([f"{full}{letter}"] if full else []) + ([f"{split}{letter}/N"] if split else []))
+    return " + ".join(([f"{full:.10g}{letter}"] if full else []) + ([f"{split:.10g}{letter}/N"] if split else []))
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_runtime.errors import PlanError
 from zero_runtime.param_groups import ParamGroup
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+SIGNED_MOMENTS = ("exp_avg",)
+CODE_BLOCK_NUMEL = 256  # kernels.block_formats.BLOCK_NUMEL, which is not for those who must not import torch
+STATE_ITEMSIZE_BYTES = {"fp32": 4, "uint8": 1}
 _ALWAYS = ""
+
+
+def scale_name(state: str) -> str:
+    """The tensor of the scales of a state that is held as codes."""
+    return f"{state}_scale"
+
+
+class HeldState(NamedTuple):
+    """One tensor of an optimizer's states: its dtype, and of how many elements of a shard each of its own tells."""
+
+    name: str
+    dtype: str = "fp32"
+    per: int = 1
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Base of the optimizers. `groups` and `no_decay` are told in `param_groups.py`."""
+    """Base of the optimizers. `groups` and `no_decay` are told in `param_groups.py`.
+
+    [Note: states told and states held] Outside the optimizer a state is one fp32 number an element, by name: in
+    checkpoints, in `full_optimizer_state`. How it is held in memory is `held_states`'s affair.
+    """
 
     groups: tuple[ParamGroup, ...] = field(default=(), kw_only=True)
     no_decay: bool = field(default=True, kw_only=True)
@@ -35,8 +55,28 @@ class OptimizerConfig:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The fp32 states kept for each element of a trainable parameter, beside its master weight."""
+        """The states of each element of a trainable parameter, beside its master weight, as they are told."""
         return MOMENTS
+
+    @property
+    def held_states(self) -> tuple[HeldState, ...]:
+        """The tensors that hold them, in the order in which updates take them."""
+        return tuple(HeldState(name) for name in self.state_names)
+
+    @property
+    def state_bytes(self) -> float:
+        """What the held states cost an element."""
+        return sum(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in self.held_states)
+
+    @property
+    def block_numel(self) -> int:
+        """Every parameter and every shard must begin at a multiple of so many elements."""
+        return max((held.per for held in self.held_states), default=1)
+
+    @property
+    def saved_as(self) -> str:
+        """The name in a checkpoint: optimizers of one name go on from each other's states."""
+        return self.name
 
     @property
     def has_momentum(self) -> bool:
@@ -78,6 +118,23 @@ class AdamConfig(AdamWConfig):
     """Adam's constants (arXiv 1412.6980): weight decay is L2 in the gradient, as in torch.optim.Adam."""
 
     weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class AdamW8bitConfig(AdamWConfig):
+    """AdamW whose moments are held in 8 bits (arXiv 2110.02861): a code an element, a scale for 256 of a parameter."""
+
+    @property
+    def held_states(self) -> tuple[HeldState, ...]:
+        return tuple(
+            held
+            for name in MOMENTS
+            for held in (HeldState(name, "uint8"), HeldState(scale_name(name), "fp32", CODE_BLOCK_NUMEL))
+        )
+
+    @property
+    def saved_as(self) -> str:
+        return "AdamW"
 
 
 @dataclass(frozen=True)

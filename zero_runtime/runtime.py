@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zero_runtime import diagnosis
+from zero_runtime.coded_shard import CodedShard
 from zero_runtime.collectives import Collectives, Ledger, world_size
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.grad_norm import clip_coefficient, local_sum_of_squares
@@ -293,8 +294,11 @@ class ZeroRuntime:
         """Whole optimizer states of one parameter by their names (exp_avg, ...), as copies. Every rank must call it."""
         ((unit, _),) = self._units_of([name])
         with self.resident(unit):
-            states = self.optimizer.states_of(unit)
-            return {state: unit.full_of(shard)[name].clone() for state, shard in states.items()}
+            states = {
+                state: shard.values() if isinstance(shard, CodedShard) else shard
+                for state, shard in self.optimizer.told_states_of(unit).items()
+            }
+            return {state: unit.full_of(values)[name].clone() for state, values in states.items()}
 
     def _units_of(self, names: Sequence[str] | None) -> list[tuple[Unit, list[str]]]:
         owned = [(unit, unit.names) for unit in self.units]
@@ -342,7 +346,7 @@ class ZeroRuntime:
                 sizes,
                 world=self.collectives.world,
                 micro_batches=self.settings.micro_batches,
-                optimizer_states=len(self.optimizer.state_names),
+                state_bytes=self.optimizer.config.state_bytes,
             )
             for kind, sizes in found.items()
         ]
@@ -361,7 +365,7 @@ class ZeroRuntime:
             world=self.collectives.world,
             prefetch=self.settings.prefetch,
             micro_batches=self.settings.micro_batches,
-            optimizer_states=len(self.optimizer.state_names),
+            state_bytes=self.optimizer.config.state_bytes,
         )
 
     def saving_trouble(self) -> str | None:

@@ -9,10 +9,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from kernels import ops
+from zero_runtime.coded_shard import CodedShard
 from zero_runtime.collectives import Collectives
+from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
 from zero_runtime.lr_schedule import Rates
-from zero_runtime.optimizers import LambConfig, OptimizerConfig, TorchConfig, refuse_host_reads
+from zero_runtime.optimizers import (
+    SIGNED_MOMENTS,
+    HeldState,
+    LambConfig,
+    OptimizerConfig,
+    TorchConfig,
+    refuse_host_reads,
+    scale_name,
+)
 from zero_runtime.param_groups import GroupTable
 from zero_runtime.tiers.nvme import NvmeTier
 from zero_runtime.torch_rule import TorchRule
@@ -27,7 +37,7 @@ class UpdateRule(Protocol):
 
 
 class ShardedOptimizer:
-    """The states [S] fp32 of every trainable unit, and the step that uses them.
+    """The states of every trainable unit, held as `OptimizerConfig.held_states` says, and the step that uses them.
 
     `step` is called for good steps only: what a step that is skipped must not touch (states, `updates`) is all here.
     """
@@ -42,7 +52,7 @@ class ShardedOptimizer:
             Held(
                 unit,
                 self._groups.runs(unit.layout, collectives.shard_rank),
-                {name: _zeros_like_master(unit) for name in config.state_names},
+                {held.name: _zeros(unit, held) for held in config.held_states},
             )
             for unit in units
             if unit.trainable
@@ -63,7 +73,7 @@ class ShardedOptimizer:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The states kept for each element, in order: all fp32."""
+        """The states kept for each element, in order, as they are told."""
         return self.config.state_names
 
     def step(self, lr: float | Rates, grad_scale: torch.Tensor) -> None:
@@ -118,10 +128,15 @@ class ShardedOptimizer:
             self._rule.load_counters(self._helds, counters)
 
     def states_of(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """The unit's [S] fp32 states by name, in the order of its layout; none for a frozen unit. The optimizer's
-        own tensors: filling them in place sets the states."""
+        """The tensors that hold the unit's states, by name, in the order of its layout; none for a frozen unit. The
+        optimizer's own: filling them in place sets the states."""
         held = self._by_unit.get(unit.name)
         return {} if held is None else held.states
+
+    def told_states_of(self, unit: Unit) -> dict[str, torch.Tensor | CodedShard]:
+        """The unit's states by name as fp32 numbers: the optimizer's own tensors, or what reads and writes them."""
+        held = self.states_of(unit)
+        return {name: _told(held, name) for name in self.state_names if name in held}
 
     def free(self) -> None:
         """Let the states go."""
@@ -143,8 +158,13 @@ def _rule(config: OptimizerConfig, helds: list[Held], collectives: Collectives) 
     return ElementwiseRule(config)
 
 
-def _zeros_like_master(unit: Unit) -> torch.Tensor:
+def _zeros(unit: Unit, held: HeldState) -> torch.Tensor:
+    """One held state, zero. Where states rest elsewhere it is on the meta device: what a tier must make room for."""
     assert unit.master_shard is not None
-    if unit.states_rest:
-        return torch.empty(0)
-    return torch.zeros_like(unit.master_shard, dtype=torch.float32)
+    device = "meta" if unit.states_rest else unit.param_shard.device
+    return torch.zeros(unit.layout.shard_numel // held.per, dtype=TORCH_DTYPE[held.dtype], device=device)
+
+
+def _told(held: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | CodedShard:
+    scales = held.get(scale_name(name))
+    return held[name] if scales is None else CodedShard(held[name], scales, signed=name in SIGNED_MOMENTS)

@@ -89,6 +89,7 @@ class Unit:
         *,
         micro_batches: int,
         rests: Rests | None = None,
+        block_numel: int = 1,
     ) -> None:
         self.name = spec.name
         self.modules = spec.modules
@@ -97,7 +98,9 @@ class Unit:
         self.precision = precision = spec.precision
         self.params = [param for _, param in spec.params]
         shapes = [(name, tuple(param.shape)) for name, param in spec.params]
-        self.layout = FlatLayout.build(shapes, shard_count=collectives.shard_count, world=collectives.world)
+        self.layout = FlatLayout.build(
+            shapes, shard_count=collectives.shard_count, world=collectives.world, block_numel=block_numel
+        )
         self._plan = plan
         self._collectives = collectives
         self._device = device
@@ -203,7 +206,8 @@ class Unit:
         """
         with torch.no_grad():
             self._fill_storage()
-            self.unsharded_param[self.layout.numel :].zero_()
+            for start, stop in self.layout.gaps:
+                self.unsharded_param[start:stop].zero_()
             if self.master_shard is not None:
                 self.master_shard.zero_()
             pieces = {piece.name: piece for piece in self.layout.pieces(self._collectives.shard_rank)}
@@ -374,7 +378,8 @@ class Unit:
         keeps_full = self._plan.grads is Partition.REPLICATED
         dtype = self._grad_dtype if keeps_full or sums_locally else self._reduce_dtype
         self.unsharded_grad = self._empty(self.layout.padded_numel, dtype)
-        self.unsharded_grad[self.layout.numel :].zero_()  # summed and squared with the rest
+        for start, stop in self.layout.gaps:
+            self.unsharded_grad[start:stop].zero_()  # summed and squared with the rest
 
     def reduce_grad(self) -> None:
         """Start summing the full gradients over the ranks into this rank's shard. Does not block.

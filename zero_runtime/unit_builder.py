@@ -60,7 +60,15 @@ class UnitBuilder:
         settings.offload.check(self._plan, self._device.type)
         self._check_room(specs, config)
         units = [
-            Unit(spec, self._plan, self._collectives, self._device, micro_batches=settings.micro_batches, rests=rests)
+            Unit(
+                spec,
+                self._plan,
+                self._collectives,
+                self._device,
+                micro_batches=settings.micro_batches,
+                rests=rests,
+                block_numel=config.block_numel if spec.trainable else 1,
+            )
             for spec, rests in zip(specs, self._rests(specs), strict=True)
         ]
         optimizer = ShardedOptimizer(units, config, self._collectives)
@@ -137,14 +145,13 @@ class UnitBuilder:
         offload = self._settings.offload
         if offload.scratch is None:
             return
-        states = len(config.state_names)
         elsewhere = memory = whole = largest = 0
         for spec, rests in zip(specs, self._rests(specs), strict=True):
             kind, numel = spec.precision, spec.numel
             shard = -(-numel // self._collectives.shard_count)
             param = ITEMSIZE_BYTES[kind.param] * shard
             master = 0 if kind.master == kind.param else ITEMSIZE_BYTES[kind.master] * shard
-            optimizer = (master + ITEMSIZE_BYTES["fp32"] * states * shard) if spec.trainable else 0
+            optimizer = (master + round(config.state_bytes * shard)) if spec.trainable else 0
             grads = ITEMSIZE_BYTES[kind.grad(self._settings.micro_batches)] * shard if spec.trainable else 0
             record = optimizer * rests.optimizer + param * rests.params
             elsewhere += record

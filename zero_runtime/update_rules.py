@@ -13,14 +13,22 @@ from kernels.reference import trust_ratios
 from kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import PlanError
-from zero_runtime.optimizers import AdamConfig, AdamWConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
+from zero_runtime.optimizers import (
+    AdamConfig,
+    AdamW8bitConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    OptimizerConfig,
+    SgdConfig,
+)
 from zero_runtime.param_groups import GroupSettings, Run
 from zero_runtime.unit import Unit
 
 
 @dataclass(frozen=True)
 class Held:
-    """One trainable unit's part in the optimizer on this rank: its runs, and its states [S] fp32 by name."""
+    """One trainable unit's part in the optimizer on this rank: its runs, and its held states by name."""
 
     unit: Unit
     runs: tuple[Run, ...]
@@ -43,7 +51,7 @@ class Part:
 
     master: torch.Tensor  # [n] master_dtype
     grad: torch.Tensor  # [n] grad_dtype
-    states: tuple[torch.Tensor, ...]  # [n] fp32 each, in the order of state_names
+    states: tuple[torch.Tensor, ...]  # what of the held states tells of them, in their order
     param_out: torch.Tensor | None  # [n] param_dtype, where that is a tensor of its own
 
 
@@ -51,13 +59,16 @@ def part_of(held: Held, start: int, stop: int) -> Part:
     unit = held.unit
     assert unit.master_shard is not None
     assert unit.grad_shard is not None
-    states = tuple(state[start:stop] for state in held.states.values())
+    states = []
+    for state in held.states.values():
+        per = unit.layout.shard_numel // state.numel()  # `start` is a multiple of it, see FlatLayout.build
+        states.append(state[start // per : -(-stop // per)])
     param_out = None if unit.master_shard is unit.param_shard else unit.param_shard[start:stop]
-    return Part(unit.master_shard[start:stop], unit.grad_shard[start:stop], states, param_out)
+    return Part(unit.master_shard[start:stop], unit.grad_shard[start:stop], tuple(states), param_out)
 
 
 class ElementwiseRule:
-    """AdamW, Adam, SGD and Lion: each run of each unit for itself."""
+    """AdamW, in 8 bits too, Adam, SGD and Lion: each run of each unit for itself."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
@@ -73,6 +84,13 @@ def _adam(config: Any, part: Part, run: Run, numbers: StepNumbers) -> None:
     exp_avg, exp_avg_sq = part.states
     settings = _adam_settings(Adam if type(config) is AdamConfig else AdamW, config, run, numbers)
     ops.adamw_(part.master, part.grad, exp_avg, exp_avg_sq, numbers.grad_scale, settings, part.param_out)
+
+
+def _adamw8bit(config: AdamW8bitConfig, part: Part, run: Run, numbers: StepNumbers) -> None:
+    settings = _adam_settings(AdamW, config, run, numbers)
+    first, first_scale, second, second_scale = part.states
+    states = (first, first_scale, second, second_scale)
+    ops.adamw8bit_(part.master, part.grad, *states, numbers.grad_scale, settings, part.param_out)
 
 
 def _adam_settings(kind: type, config: AdamWConfig, run: Run, numbers: StepNumbers) -> Any:
@@ -109,7 +127,13 @@ def _lion(config: LionConfig, part: Part, run: Run, numbers: StepNumbers) -> Non
     ops.lion_(part.master, part.grad, part.states[0], numbers.grad_scale, settings, part.param_out)
 
 
-_UPDATES: dict[type, Callable[..., None]] = {AdamWConfig: _adam, AdamConfig: _adam, SgdConfig: _sgd, LionConfig: _lion}
+_UPDATES: dict[type, Callable[..., None]] = {
+    AdamWConfig: _adam,
+    AdamConfig: _adam,
+    AdamW8bitConfig: _adamw8bit,
+    SgdConfig: _sgd,
+    LionConfig: _lion,
+}
 
 
 class LambRule:

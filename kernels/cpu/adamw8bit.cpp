@@ -47,9 +47,13 @@ struct Table {
         for (int64_t i = 0; i < numel; ++i) to[i] = values[codes[i]] * scale;
     }
 
-    // Returns the scale. With `keeps` no value above 0 becomes 0: it is what a step is divided by.
+    // Returns the scale: the value of the largest magnitude, the positive one of two.
+    // With `keeps` no value above 0 becomes 0: it is what a step is divided by.
     float write(const float* from, uint8_t* codes, int64_t numel, bool keeps) const {
-        const float scale = largest(from, numel);
+        const float most = largest(from, numel);
+        int32_t positive = most != most;
+        for (int64_t i = 0; i < numel; ++i) positive |= from[i] == most;
+        const float scale = positive ? most : -most;
         for (int64_t i = 0; i < numel; ++i) {
             const int32_t code = code_of(from[i] / scale);
             codes[i] = static_cast<uint8_t>(code + (keeps && code == zero && from[i] > 0));

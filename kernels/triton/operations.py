@@ -1,20 +1,24 @@
-"""Each operation of reference.py as a launch of a Triton kernel; LAMB and 8-bit Adam run the reference.
+"""Each operation of reference.py as a launch of a Triton kernel.
 
 All tensors are dense. Nothing is read on the host.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 import triton
 
 from kernels import reference
-from kernels.block_formats import BLOCK_NUMEL, blocks_of
-from kernels.settings import AdamW, Lion, Sgd
-from kernels.triton import streams, updates
+from kernels.block_formats import BLOCK_NUMEL, ZERO_CODE, blocks_of, dynamic_codes
+from kernels.settings import AdamW, Lamb, Lion, Sgd
+from kernels.triton import moments, streams, updates
 
 BLOCK = 1024
 ROWS = 8  # blocks of a format in one program
+MOMENT_ROWS = 4  # the same of 8-bit moments, of which an update holds more at a time
 
 
 class TritonKernels:
@@ -30,15 +34,39 @@ class TritonKernels:
         settings: AdamW,
         param_out: torch.Tensor | None = None,
     ) -> None:
-        correction, step_size = settings.bias_correction_sq**0.5, settings.lr / settings.bias_correction
-        betas = (1 - settings.beta1, settings.beta2, 1 - settings.beta2)
         _over(master, updates.adamw_kernel)(
             *(master, grad, exp_avg, exp_avg_sq, grad_scale, _target(param_out, master), master.numel()),
-            *(settings.decay, settings.l2, *betas, correction, settings.eps, -step_size),
+            *_adam_numbers(settings),
             HAS_OUT=param_out is not None,
             FROM_END=1 - settings.beta1 >= 0.5,
             L2=settings.l2 != 0,
             BLOCK=BLOCK,
+        )
+
+    def adamw8bit(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_scale: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        exp_avg_sq_scale: torch.Tensor,
+        grad_scale: torch.Tensor,
+        settings: AdamW,
+        param_out: torch.Tensor | None = None,
+    ) -> None:
+        blocks = blocks_of(master.numel())
+        if not blocks:
+            return
+        moments.adamw8bit_kernel[(triton.cdiv(blocks, MOMENT_ROWS),)](
+            *(master, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, grad_scale),
+            *(_target(param_out, master), master.numel(), blocks, *_tables(master.device), *_adam_numbers(settings)),
+            HAS_OUT=param_out is not None,
+            FROM_END=1 - settings.beta1 >= 0.5,
+            L2=settings.l2 != 0,
+            ZERO=ZERO_CODE,
+            ROWS=MOMENT_ROWS,
+            PER=BLOCK_NUMEL,
         )
 
     def sgd(
@@ -76,6 +104,49 @@ class TritonKernels:
             BLOCK=BLOCK,
         )
 
+    def lamb_moments(
+        self,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad_scale: torch.Tensor,
+        settings: Lamb,
+    ) -> None:
+        betas = (1 - settings.beta1, settings.beta2, 1 - settings.beta2)
+        _over(grad, updates.lamb_moments_kernel)(
+            *(grad, exp_avg, exp_avg_sq, grad_scale, grad.numel(), *betas),
+            FROM_END=1 - settings.beta1 >= 0.5,
+            BLOCK=BLOCK,
+        )
+
+    def lamb_squares(
+        self, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, settings: Lamb
+    ) -> torch.Tensor:
+        count = -(-master.numel() // reference.GROUP_NUMEL)
+        groups = torch.zeros(2, max(count, 1), dtype=torch.float64, device=master.device)
+        if count:
+            sizes = {"ROWS": reference.GROUP_NUMEL // reference.LANES, "LANES": reference.LANES}
+            updates.lamb_squares_kernel[(count,)](
+                master, exp_avg, exp_avg_sq, groups, master.numel(), count, *_lamb_numbers(settings), **sizes
+            )
+        return reference.folded(groups)
+
+    def lamb(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        ratio: torch.Tensor,
+        settings: Lamb,
+        param_out: torch.Tensor | None = None,
+    ) -> None:
+        _over(master, updates.lamb_kernel)(
+            *(master, exp_avg, exp_avg_sq, ratio, _target(param_out, master), master.numel()),
+            *(*_lamb_numbers(settings), -settings.lr),
+            HAS_OUT=param_out is not None,
+            BLOCK=BLOCK,
+        )
+
     def accumulate(self, target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
         _over(target, streams.accumulate_kernel)(target, values, target.numel(), scale, BLOCK=BLOCK)
 
@@ -101,10 +172,32 @@ class TritonKernels:
         sizes = {"BITS": bits, "PER": BLOCK_NUMEL, "BLOCK": BLOCK}
         _over(target, streams.dequantise_kernel)(target, codes, scales, target.numel(), **sizes)
 
-    adamw8bit = staticmethod(reference.adamw8bit)
-    lamb_moments = staticmethod(reference.lamb_moments)
-    lamb_squares = staticmethod(reference.lamb_squares)
-    lamb = staticmethod(reference.lamb)
+
+class _Tables(NamedTuple):
+    """The numbers behind the codes of both moments, and halfway between them."""
+
+    signed: torch.Tensor
+    signed_borders: torch.Tensor
+    unsigned: torch.Tensor
+    unsigned_borders: torch.Tensor
+
+
+@cache
+def _tables(device: torch.device) -> _Tables:
+    """Once a process and device: making them copies from the host, which would wait for the device."""
+    tables = [dynamic_codes(device, signed=signed) for signed in (True, False)]
+    signed, unsigned = ((table, (table[:-1] + table[1:]) / 2) for table in tables)
+    return _Tables(*signed, *unsigned)
+
+
+def _adam_numbers(settings: AdamW) -> tuple[float, ...]:
+    betas = (1 - settings.beta1, settings.beta2, 1 - settings.beta2)
+    correction, step_size = settings.bias_correction_sq**0.5, settings.lr / settings.bias_correction
+    return (settings.decay, settings.l2, *betas, correction, settings.eps, -step_size)
+
+
+def _lamb_numbers(settings: Lamb) -> tuple[float, ...]:
+    return (settings.bias_correction, settings.bias_correction_sq, settings.eps, settings.weight_decay)
 
 
 def _over(tensor: torch.Tensor, kernel):

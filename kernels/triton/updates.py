@@ -89,3 +89,58 @@ def lion_kernel(
     sign = (aim > 0).to(tl.float32) - (aim < 0).to(tl.float32)
     tl.store(exp_avg + at, first * beta2 + weight2 * grads, mask=inside)
     store_weights(weights * decay + minus_lr * sign, master, param_out, at, inside, HAS_OUT)
+
+
+@triton.jit
+def lamb_moments_kernel(
+    grad, exp_avg, exp_avg_sq, grad_scale, numel, weight1, beta2, weight2,
+    FROM_END: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    grads = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * tl.load(grad_scale)
+    first = tl.load(exp_avg + at, mask=inside, other=0.0)
+    second = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
+    tl.store(exp_avg + at, lerp(first, grads, weight1, FROM_END), mask=inside)
+    tl.store(exp_avg_sq + at, second * beta2 + (weight2 * grads) * grads, mask=inside)
+
+
+@triton.jit
+def lamb_update(weights, exp_avg, exp_avg_sq, at, inside, correction1, correction2, eps, weight_decay):
+    """LAMB's update before its trust ratio; 0 where there is no element."""
+    first = tl.math.div_rn(tl.load(exp_avg + at, mask=inside, other=0.0), correction1)
+    second = tl.math.div_rn(tl.load(exp_avg_sq + at, mask=inside, other=0.0), correction2)
+    return tl.math.div_rn(first, tl.math.sqrt_rn(second) + eps) + weight_decay * weights
+
+
+@triton.jit
+def lamb_squares_kernel(
+    master, exp_avg, exp_avg_sq, groups, numel, count, correction1, correction2, eps, weight_decay,
+    ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """One program sums one group of both, lane by lane as the reference does."""
+    at = tl.program_id(0).to(tl.int64) * ROWS * LANES + tl.arange(0, LANES)
+    of_weights = tl.zeros([LANES], dtype=tl.float64)
+    of_update = tl.zeros([LANES], dtype=tl.float64)
+    for row in range(ROWS):
+        here = at + row * LANES
+        inside = here < numel
+        weights = tl.load(master + here, mask=inside, other=0.0).to(tl.float32)
+        update = lamb_update(weights, exp_avg, exp_avg_sq, here, inside, correction1, correction2, eps, weight_decay)
+        of_weights += weights.to(tl.float64) * weights.to(tl.float64)
+        of_update += update.to(tl.float64) * update.to(tl.float64)
+    tl.store(groups + tl.program_id(0), tl.sum(of_weights, axis=0))
+    tl.store(groups + count + tl.program_id(0), tl.sum(of_update, axis=0))
+
+
+@triton.jit
+def lamb_kernel(
+    master, exp_avg, exp_avg_sq, ratio, param_out, numel, correction1, correction2, eps, weight_decay, minus_lr,
+    HAS_OUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    weights = tl.load(master + at, mask=inside, other=0.0).to(tl.float32)
+    update = lamb_update(weights, exp_avg, exp_avg_sq, at, inside, correction1, correction2, eps, weight_decay)
+    weights += minus_lr * (update * tl.load(ratio))
+    store_weights(weights, master, param_out, at, inside, HAS_OUT)

@@ -66,7 +66,7 @@ def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> di
             runtime.plan,
             runtime.precision,
             micro_batches=micro_batches,
-            optimizer_states=len(runtime.optimizer.state_names),
+            state_bytes=runtime.optimizer.config.state_bytes,
             with_frozen=not all(unit.trainable for unit in runtime.units),
         )
         + (" less what rests in a scratch file" if runtime.scratch_bytes else ""),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -58,16 +59,25 @@ def build_data(config: RunConfig) -> TokenData:
     )
 
 
+class Built(NamedTuple):
+    """What trains, and which of its blocks recompute what."""
+
+    runtime: ZeroRuntime
+    recomputation: Recomputation
+
+
 def build_runtime(
     config: RunConfig, device: torch.device, watch: RankWatch, stop_asked: Callable[[], bool] | None = None
-) -> ZeroRuntime:
+) -> Built:
     """The model without weights, taken over by the runtime, which draws or reads them unit by unit.
 
     Needs the process group.
     """
     assert config.batch.accumulation is not None
     model, initialise = build_unborn(config)
-    Recomputation(model, RecomputeRule(str(config.recompute.kind), config.recompute.every))
+    recompute = config.recompute
+    rule = RecomputeRule(str(recompute.kind), recompute.every, str(recompute.offload))
+    recomputation = Recomputation(model, rule, device)
     precision = config.precision
     settings = RuntimeSettings(
         micro_batches=config.batch.accumulation,
@@ -86,7 +96,7 @@ def build_runtime(
         if config.model.path is not None:
             folder = stack.enter_context(WeightsFolder(config.model.path))
             settings = replace(settings, weights=weights_of(folder, model))
-        return ZeroRuntime(
+        runtime = ZeroRuntime(
             model,
             ZeroPlan.from_stage(config.zero.stage, shard_ranks=config.zero.shard_ranks),
             build_precision(precision),
@@ -94,6 +104,7 @@ def build_runtime(
             settings,
             device,
         )
+    return Built(runtime, recomputation)
 
 
 def build_precision(precision: Precision) -> MixedPrecision:

@@ -18,10 +18,12 @@ from zero_runtime.unit_planner import UnitRules, plan_units
 
 
 def units_of(config: RunConfig) -> dict[str, Any]:
-    """Shapes by unit in the order of registration, and how many fp32 states the optimizer keeps of each element."""
+    """Shapes by unit in the order of registration; what the optimizer's states cost an element, and the blocks of
+    elements that they come in."""
     model, _ = build_unborn(config)
     rules = UnitRules(build_precision(config.precision), config.zero.unit_numel, tuple(config.precision.keep_dtype))
     specs = plan_units(model, rules)
+    optimizer = build_optimizer(config.optimizer)
     return {
         "units": [
             {
@@ -33,7 +35,8 @@ def units_of(config: RunConfig) -> dict[str, Any]:
             }
             for spec, rests in zip(specs, resting(specs, config.offload.ratio), strict=True)
         ],
-        "optimizer_states": len(build_optimizer(config.optimizer).state_names),
+        "state_bytes": optimizer.state_bytes,
+        "block_numel": optimizer.block_numel,
     }
 
 

@@ -31,6 +31,7 @@ from zero_runtime.errors import NonFiniteError
 from zero_runtime.memory_census import ActivationCensus, take_census
 from zero_runtime.rank_failure import is_out_of_memory, memory_error
 from zero_runtime.rank_watch import RankWatch, WatchSettings
+from zero_runtime.recompute import Recomputation
 from zero_runtime.runtime import StepReport, ZeroRuntime
 
 IGNORED = -100
@@ -50,9 +51,9 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> Stopped | None:
     watch = join_world(rank.init_method, rank.rank, rank.world, device, settings)
     try:
         with watch:
-            runtime = build_runtime(config, device, watch, signals.asked if signals else None)
-            with _telling_memory(runtime, watch, rank.rank):
-                return RankRun(attempt, config, rank, runtime).run()
+            built = build_runtime(config, device, watch, signals.asked if signals else None)
+            with _telling_memory(built.runtime, watch, rank.rank):
+                return RankRun(attempt, config, rank, *built).run()
     finally:
         leave_world()
 
@@ -72,7 +73,14 @@ def _telling_memory(runtime: ZeroRuntime, watch: RankWatch, rank: int) -> Iterat
 class RankRun:
     """The training loop of one rank and what it notes down on the way."""
 
-    def __init__(self, attempt: AttemptPaths, config: RunConfig, rank: RankInfo, runtime: ZeroRuntime) -> None:
+    def __init__(
+        self,
+        attempt: AttemptPaths,
+        config: RunConfig,
+        rank: RankInfo,
+        runtime: ZeroRuntime,
+        recomputation: Recomputation,
+    ) -> None:
         self._attempt = attempt
         self._config = config
         self._device = runtime.device
@@ -80,6 +88,7 @@ class RankRun:
         self._faults = Faults.from_env()
         self._data: TokenData = build_data(config)
         self._runtime = runtime
+        self._kept = recomputation.memory
         self._schedule = build_schedule(
             config.scheduler, config.optimizer.lr, total_steps=config.measure.warmup_steps + config.measure.steps
         )
@@ -250,6 +259,7 @@ class RankRun:
         local = {
             **asdict(readings.census),
             "activations_bytes": readings.activations_bytes,
+            "activations_host_bytes": 0 if self._kept is None else self._kept.nbytes,
             **measure.peaks(self._device),
         }
         memory = measure.worst_of(self._runtime.collectives.gather_objects(local))

@@ -18,6 +18,7 @@ from zero_runtime.lr_schedule import (
 )
 from zero_runtime.optimizers import (
     AdamConfig,
+    AdamW8bitConfig,
     AdamWConfig,
     LambConfig,
     LionConfig,
@@ -29,6 +30,7 @@ from zero_runtime.optimizers import (
 _MOMENTS = ("beta1", "beta2", "eps", "weight_decay", "no_decay")
 _OPTIMIZERS: dict[OptimizerKind, tuple[type[OptimizerConfig], tuple[str, ...]]] = {
     OptimizerKind.adamw: (AdamWConfig, _MOMENTS),
+    OptimizerKind.adamw8bit: (AdamW8bitConfig, _MOMENTS),
     OptimizerKind.adam: (AdamConfig, _MOMENTS),
     OptimizerKind.lamb: (LambConfig, _MOMENTS),
     OptimizerKind.lion: (LionConfig, ("beta1", "beta2", "weight_decay", "no_decay")),

@@ -55,8 +55,10 @@ def whole(runtime: ZeroRuntime) -> dict[str, torch.Tensor]:
     """Every state of every parameter, whole, by `state/name`: what two runs must have alike."""
     found = {}
     for unit in runtime.units:
-        for state, shard in shards_of(runtime, unit).items():
-            found |= {f"{state}/{name}": values.clone() for name, values in unit.full_of(shard).items()}
+        with runtime.resident(unit):
+            for state, shard in shards_of(runtime, unit).items():
+                values = shard if isinstance(shard, torch.Tensor) else shard.values()
+                found |= {f"{state}/{name}": full.clone() for name, full in unit.full_of(values).items()}
     return found
 
 

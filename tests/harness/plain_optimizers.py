@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-from zero_runtime.optimizers import AdamConfig, AdamWConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
+from kernels.block_formats import dynamic_codes
+from zero_runtime.optimizers import (
+    AdamConfig,
+    AdamW8bitConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    OptimizerConfig,
+    SgdConfig,
+)
 
 
 class Lion(torch.optim.Optimizer):
@@ -46,6 +55,32 @@ class Lamb(torch.optim.Optimizer):
                 param.sub_(group["lr"] * ratio.float() * update)
 
 
+class AdamW8bit(torch.optim.AdamW):
+    """Torch's AdamW whose moments are rounded to 8-bit codes after each step, in blocks of 256 of each parameter."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    moment = self.state[param][name]
+                    for block in moment.view(-1).split(256):
+                        block.copy_(rounded_to_codes(block, signed=name == "exp_avg"))
+
+
+def rounded_to_codes(block: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    """Each value's nearest code times the block's scale, code by code of the table."""
+    table = dynamic_codes(block.device, signed=signed)
+    most = block.abs().max()
+    scale = most if bool((block == most).any()) else -most
+    share = torch.where(scale != 0, block / scale, 0.0)
+    code = (share[:, None] > (table[:-1] + table[1:]) / 2).sum(1)
+    if not signed:
+        code = torch.where((code == 0) & (block > 0), 1, code)
+    return table[code] * scale
+
+
 def plain_optimizer(config: OptimizerConfig, masters: dict[str, torch.Tensor], lr: float) -> torch.optim.Optimizer:
     """What `config` means, over named fp32 tensors. Norms and biases are those of no or one dimension."""
     groups = [group for group in _groups(config, masters, lr) if group["params"]]
@@ -53,6 +88,8 @@ def plain_optimizer(config: OptimizerConfig, masters: dict[str, torch.Tensor], l
         return Lion(groups, {"betas": (config.beta1, config.beta2)})
     if isinstance(config, LambConfig):
         return Lamb(groups, {"betas": (config.beta1, config.beta2), "eps": config.eps})
+    if isinstance(config, AdamW8bitConfig):
+        return AdamW8bit(groups, betas=(config.beta1, config.beta2), eps=config.eps, foreach=False)
     name, arguments = _torch_class(config)
     if name == "Rprop":
         for group in groups:

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def _like_the_reference(**changes: object) -> SimpleNamespace:
-    names = ("adamw", "accumulate", "sum_of_squares")
+    names = ("adamw", "accumulate", "sum_of_squares", "lamb_moments", "lamb_squares", "lamb", "adamw8bit")
     return SimpleNamespace(**{name: getattr(reference, name) for name in names} | changes)
 
 
@@ -35,3 +35,11 @@ def test_one_with_other_numbers_is_found() -> None:
     told = trouble_of(_like_the_reference(sum_of_squares=off), CPU)
     assert told is not None
     assert told.startswith("its results are off by up to")
+
+
+def test_one_whose_moments_of_8_bits_are_wrong_is_found() -> None:
+    def off(*arguments: torch.Tensor) -> None:
+        reference.adamw8bit(*arguments)
+        arguments[4].sub_(5)
+
+    assert trouble_of(_like_the_reference(adamw8bit=off), CPU) is not None

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import backends, ops, reference
 from kernels.backends import Backend
-from kernels.block_formats import ZERO_CODE, blocks_of, codes_numel, dynamic_codes
+from kernels.block_formats import ZERO_CODE, blocks_of, codes_numel, dynamic_codes, read_dynamic, write_dynamic
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.operations import CpuKernels
 from kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
@@ -250,6 +250,25 @@ def test_dynamic_codes_are_256_ascending_numbers_and_keep_second_moments_above_z
     operands.grad = torch.logspace(-10, 0, 256)
     *_, second_codes, _, _ = adamw8bit(backends.backend_for(torch.device("cpu")), operands)
     assert bool((second_codes > 0).all())
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_what_was_read_from_codes_is_written_as_the_same_codes(signed: bool) -> None:
+    values = random(20_003, 7) * 10.0 ** torch.randint(-12, 4, (20_003,), generator=torch.Generator().manual_seed(8))
+    values[256:512], values[600], values[610] = -values[256:512].abs(), 9e4, -9e4
+    values = values if signed else values.abs()
+    codes, scales = torch.zeros(20_003, dtype=torch.uint8), torch.zeros(blocks_of(20_003))
+    write_dynamic(values, codes, scales, signed=signed)
+    found = read_dynamic(codes, scales, signed=signed)
+    largest = torch.stack([block[block.abs().argmax()] for block in values.split(256)])
+    assert torch.equal(scales, largest)
+    again, scales_again = torch.zeros_like(codes), torch.zeros_like(scales)
+    write_dynamic(found, again, scales_again, signed=signed)
+    assert torch.equal(again, codes)
+    assert torch.equal(scales_again, scales)
+    # Half of the widest step between codes, which is 0.9 / 64 of the scale (0.9 / 128 unsigned), and three roundings.
+    step = (0.9 / (64 if signed else 128) / 2 + 3 * 2.0**-24) * scales.abs().repeat_interleave(256)[:20_003]
+    assert bool(((found - values).abs() <= step).all())
 
 
 def test_short_operands_are_refused_before_any_address_is_used() -> None:

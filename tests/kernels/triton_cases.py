@@ -2,7 +2,8 @@
 
 The bound of an update: its terms are rounded a dozen times in fp32, whether or not multiply and add are fused, so
 12 * 2^-24 of the largest number that takes part, and half a unit of a 16-bit result's own rounding when the two
-results lie on different sides of a tie: one unit, 2^-7 or 2^-10 of it. Formats and casts are exact, but for bf16:
+results lie on different sides of a tie: one unit, 2^-7 or 2^-10 of it. A code of 8 bits may be one place off where the
+value lies within the bound of the border between two. Formats and casts are exact, but for bf16:
 Triton's interpreter cuts off where a GPU rounds to nearest, which is one unit again.
 """
 
@@ -11,12 +12,13 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from kernels import reference
-from kernels.block_formats import blocks_of, codes_numel
-from kernels.settings import Adam, AdamW, Lion, Sgd
+from kernels.block_formats import blocks_of, codes_numel, dynamic_codes, read_dynamic
+from kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
 from kernels.triton.operations import TritonKernels
 
 LENGTHS = (0, 1, 15, 16, 17, 1025, 20003)
@@ -63,6 +65,78 @@ def update(which, name, settings, numel, dtype, master_dtype) -> list[torch.Tens
     else:
         which.sgd(master, grad, None if name == "sgd_plain" else states[0], scale, settings, out)
     return [master, *states, out]
+
+
+def lamb() -> Numbers:
+    for step in (1, 3):
+        settings = Lamb(1e-2, 0.4 if step == 1 else 0.9, 0.95, 1e-6, 0.1, step)
+        for numel in LENGTHS:
+            for dtype in DTYPES:
+                pairs = zip(*(lamb_parts(which, settings, numel, dtype) for which in (OURS, reference)), strict=True)
+                (found, wanted), *others = pairs
+                # Terms are rounded as in an update, twice as much when squared, and summed in fp64.
+                bound = 2 * UNIT[torch.float32] * max(float(wanted.max()), 1.0)
+                yield f"lamb squares {step} {numel} {dtype}", float((found - wanted).abs().max()) / bound
+                yield f"lamb {step} {numel} {dtype}", max(excess(a, b) for a, b in others)
+
+
+def lamb_parts(which, settings, numel, dtype) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+    master, grad = random(numel, 1, dtype), random(numel, 2, dtype)
+    states, out, scale = [random(numel, 3), random(numel, 4).abs()], torch.zeros(numel, dtype=dtype), torch.tensor(0.5)
+    which.lamb_moments(grad, *states, scale, settings)
+    squares = which.lamb_squares(master, *states, settings)
+    which.lamb(master, *states, torch.tensor(0.7), settings, out)
+    return [squares, master, *states, out]
+
+
+def moments() -> Numbers:
+    """From random codes, so that all of the table is read."""
+    for name in ("adamw", "adam", "adam_from_end"):
+        for numel in (*LENGTHS, 256):
+            for dtype in DTYPES:
+                found, wanted = (moments_after(which, SETTINGS[name], numel, dtype) for which in (OURS, reference))
+                yield f"moments {name} {numel} {dtype}", max(map(excess, found.wide, wanted.wide))
+                for signed, one, other in zip((True, False), found.coded, wanted.coded, strict=True):
+                    yield f"moments codes {name} {numel} {dtype} {signed}", places_off(one, other, signed)
+    codes, scales = torch.zeros(2, 300, dtype=torch.uint8), torch.zeros(2, 2)
+    bad = torch.zeros(300)
+    bad[299] = torch.nan
+    for which, place in ((OURS, 0), (reference, 1)):
+        states = (codes[place], scales[place], codes[place].clone(), scales[place].clone())
+        which.adamw8bit(torch.zeros(300), bad, *states, torch.tensor(1.0), SETTINGS["adamw"])
+    yield "moments codes of a NaN", exactly(codes[0], codes[1])
+    yield "moments scale of a NaN", exactly(scales[0].nan_to_num(9), scales[1].nan_to_num(9))
+
+
+class Moments(NamedTuple):
+    """What a step on codes leaves. coded: codes, scales, and the moment before it was rounded, of both."""
+
+    wide: list[torch.Tensor]
+    coded: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def moments_after(which, settings, numel, dtype) -> Moments:  # type: ignore[no-untyped-def]
+    master, grad = random(numel, 1), random(numel, 2, dtype)
+    generator = torch.Generator().manual_seed(9)
+    codes = [torch.randint(0, 256, (numel,), generator=generator, dtype=torch.uint8) for _ in range(2)]
+    scales = [random(blocks_of(numel), 3), random(blocks_of(numel), 4).abs()]
+    first, second = (read_dynamic(*pair, signed=s) for *pair, s in zip(codes, scales, (True, False), strict=True))
+    reference.adamw(master.clone(), grad, first, second, torch.tensor(0.5), settings)  # the moments, not rounded
+    out = torch.zeros(numel, dtype=dtype)
+    which.adamw8bit(master, grad, codes[0], scales[0], codes[1], scales[1], torch.tensor(0.5), settings, out)
+    return Moments([master, out, *scales], list(zip(codes, scales, (first, second), strict=True)))
+
+
+def places_off(found, wanted, signed: bool) -> float:  # type: ignore[no-untyped-def]
+    """0 where all codes agree; above 1 where one is off whose value does not lie at the border."""
+    codes, scales, values = wanted
+    off = (found[0].int() - codes.int()).abs()
+    if not bool(off.any()):
+        return 0.0
+    table = dynamic_codes(torch.device("cpu"), signed=signed)
+    border = ((table[:-1] + table[1:]) / 2)[torch.minimum(found[0], codes).long().clamp(max=254)]
+    away = (values / scales.repeat_interleave(256)[: values.numel()] - border).abs()[off > 0].max()
+    return float(away) / UNIT[torch.float32] if int(off.max()) == 1 else 9.0
 
 
 def excess(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -125,4 +199,5 @@ def through(which, values: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(pickle.dumps({**dict(updates()), **dict(streams()), **dict(formats())}))
+    parts = (updates(), lamb(), moments(), streams(), formats())
+    sys.stdout.buffer.write(pickle.dumps({name: found for part in parts for name, found in part}))

@@ -44,6 +44,13 @@ def test_states_are_those_of_the_papers_formulas_and_the_second_command_needs_no
     assert prediction.predict(found) == predicted
 
 
+def test_states_of_8_bits_are_predicted_with_the_padding_of_their_blocks(cache: None) -> None:
+    line = "zero=stage0 precision=fp32 optimizer=adamw8bit resources.ranks=2 resources.device=cpu"
+    (found,) = prediction.predict(points(line)).values()
+    exact, padded_units = (4 + 4 + 2 * (1 + 4 / 256)) * LLAMA_TINY, 10
+    assert exact < found.states_bytes <= exact + padded_units * 2 * 256 * 10.03125
+
+
 def test_a_model_that_cannot_be_built_has_no_prediction_and_the_others_have(cache: None) -> None:
     good, other = points("-m zero=stage0,stage1 resources.device=cpu")
     bad = replace(other, config=replace(other.config, model=replace(other.config.model, config={"hidden_size": -1})))

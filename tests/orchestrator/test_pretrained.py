@@ -94,7 +94,7 @@ def _config(folder: Path, stage: int = 3, **changes: Any) -> RunConfig:
 def _runtime(config: RunConfig) -> Any:
     from orchestrator.worker.setup import build_runtime
 
-    return build_runtime(config, torch.device("cpu"), None)  # type: ignore[arg-type]
+    return build_runtime(config, torch.device("cpu"), None).runtime  # type: ignore[arg-type]
 
 
 def _logits_at_stages(root: Path, names: list[str]) -> dict[tuple[str, int], torch.Tensor]:

@@ -28,6 +28,7 @@ def option(group: str, kind: type, stem: str, **changed: object) -> Any:
     ("name", "expected"),
     [
         ("adamw", optimizers.AdamWConfig(0.9, 0.95, 1e-8, 0.1)),
+        ("adamw8bit", optimizers.AdamW8bitConfig(0.9, 0.95, 1e-8, 0.1)),
         ("adam", optimizers.AdamConfig(0.9, 0.95, 1e-8, 0.0)),
         ("sgd", optimizers.SgdConfig(0.9, 0.0, 0.0, False)),
         ("lion", optimizers.LionConfig(0.9, 0.99, 0.5)),

@@ -18,7 +18,7 @@ from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
 from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.offload import OffloadPlan, Tier
-from zero_runtime.optimizers import LambConfig, LionConfig, OptimizerConfig, SgdConfig
+from zero_runtime.optimizers import AdamW8bitConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -64,13 +64,7 @@ def _rows(folder: Path, setting: Setting, optimizer: OptimizerConfig, plans: lis
     for plan in plans:
         runtime = runtime_of(setting, plan, optimizer)
         assert train(runtime, case, 0, 4) == losses, plan
-        found = {}
-        for unit in runtime.units:
-            with runtime.resident(unit):
-                shards = {"master": unit.weights_shard, **runtime.optimizer.states_of(unit)}
-                for state, shard in shards.items():
-                    found |= {f"{state}/{name}": values.clone() for name, values in unit.full_of(shard).items()}
-        assert_states(found, states)
+        assert_states(whole(runtime), states)
         with runtime.full_params(["blocks.0.mix.weight"], write=True) as values:
             values["blocks.0.mix.weight"].fill_(0.5)
         with runtime.full_params(["blocks.0.mix.weight", "norm.bias"]) as values:
@@ -92,16 +86,18 @@ def test_a_row_with_its_states_in_a_file_has_the_same_bits(
     run_ranks(_rows, world, tmp_path, Setting(stage, world, precision), ADAMW, plans)
 
 
-@pytest.mark.parametrize("optimizer", [SgdConfig(momentum=0.9), LionConfig()], ids=lambda config: config.name)
+@pytest.mark.parametrize(
+    "optimizer", [SgdConfig(momentum=0.9), LionConfig(), AdamW8bitConfig()], ids=lambda config: config.name
+)
 def test_other_optimizers_rest_too(optimizer: OptimizerConfig, tmp_path: Path) -> None:
     run_ranks(_rows, 2, tmp_path, Setting(3, 2, BF16), optimizer, [offload_to(tmp_path, params=True)])
 
 
-def _saves(folder: Path, precision: MixedPrecision) -> None:
+def _saves(folder: Path, precision: MixedPrecision, optimizer: OptimizerConfig = ADAMW) -> None:
     """Saved while resting, loaded into memory and back into a file: one continuation."""
     resting, setting = offload_to(folder / "scratch", params=True), Setting(3, 2, precision)
     case = setting.case(model=SPEC)
-    runtime = runtime_of(setting, resting)
+    runtime = runtime_of(setting, resting, optimizer)
     train(runtime, case, 0, SAVED_AFTER)
     saver = BackgroundSaver(folder / "saved")
     path = saver.save(runtime, step=SAVED_AFTER, trainer={})
@@ -109,7 +105,7 @@ def _saves(folder: Path, precision: MixedPrecision) -> None:
     wanted = train(runtime, case, SAVED_AFTER, 3)
     runtime.close()
     for plan in (None, resting, offload_to(folder / "scratch", params=False)):
-        again = runtime_of(setting, plan)
+        again = runtime_of(setting, plan, optimizer)
         load_checkpoint(again, Checkpoint.open(path, verify=False))
         assert train(again, case, SAVED_AFTER, 3) == wanted
         again.close()
@@ -118,6 +114,10 @@ def _saves(folder: Path, precision: MixedPrecision) -> None:
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
 def test_what_rests_is_saved_and_loaded_like_the_rest(precision: MixedPrecision, tmp_path: Path) -> None:
     run_ranks(_saves, 2, tmp_path, precision)
+
+
+def test_codes_that_rest_are_saved_and_loaded_as_numbers(tmp_path: Path) -> None:
+    run_ranks(_saves, 2, tmp_path, BF16, AdamW8bitConfig())
 
 
 def _memory(folder: Path) -> None:

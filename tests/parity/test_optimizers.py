@@ -17,6 +17,7 @@ from zero_runtime.memory_census import take_census
 from zero_runtime.memory_model import formula
 from zero_runtime.optimizers import (
     AdamConfig,
+    AdamW8bitConfig,
     AdamWConfig,
     LambConfig,
     LionConfig,
@@ -48,6 +49,8 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "adamw_decaying_all": AdamWConfig(0.9, 0.95, 1e-8, 0.1, no_decay=False),
     "adamw_groups": AdamWConfig(0.9, 0.95, 1e-8, 0.1, groups=GROUPS),
     "adam": AdamConfig(0.9, 0.95, 1e-8, 0.1),
+    "adamw8bit": AdamW8bitConfig(0.9, 0.95, 1e-8, 0.1),
+    "adamw8bit_groups": AdamW8bitConfig(0.9, 0.95, 1e-8, 0.1, groups=GROUPS),
     "sgd": SgdConfig(weight_decay=0.1),
     "sgd_dampened": SgdConfig(momentum=0.9, dampening=0.5, weight_decay=0.1, groups=GROUPS),
     "sgd_nesterov": SgdConfig(momentum=0.9, nesterov=True),
@@ -182,9 +185,11 @@ def test_counted_optimizer_bytes_equal_the_memory_model(world: int, name: str) -
 
 def test_the_closed_forms_follow_the_number_of_states() -> None:
     by_states = {
-        states: formula(ZeroPlan.from_stage(1), Case(1).precision, optimizer_states=states) for states in (0, 1, 2)
+        states: formula(ZeroPlan.from_stage(1), Case(1).precision, state_bytes=4 * states) for states in (0, 1, 2)
     }
     assert by_states == {0: "8Ψ", 1: "8Ψ + 4Ψ/N", 2: "8Ψ + 8Ψ/N"}
+    of_codes = formula(ZeroPlan.from_stage(1), Case(1).precision, state_bytes=AdamW8bitConfig().state_bytes)
+    assert of_codes == "8Ψ + 2.03125Ψ/N"
 
 
 def test_lamb_sends_one_control_message_more_and_the_others_none() -> None:

@@ -12,7 +12,16 @@ from harness.ranks import run_alone
 from zero_runtime.errors import PlanError
 from zero_runtime.loss_scaler import LossScaleRule
 from zero_runtime.memory_model import CollectiveCounts, collective_elements
-from zero_runtime.optimizers import TORCH_NAMES, AdamWConfig, LambConfig, LionConfig, SgdConfig, TorchConfig
+from zero_runtime.optimizers import (
+    TORCH_NAMES,
+    AdamW8bitConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    OptimizerConfig,
+    SgdConfig,
+    TorchConfig,
+)
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -72,7 +81,8 @@ def test_a_step_of_every_row_runs_dry_at_world_64_with_one_host_read(param: str)
         assert reads == 2  # two steps
 
 
-DRY = [SgdConfig(momentum=0.9), LionConfig(), LambConfig(), *(TorchConfig(name) for name in TORCH_NAMES)]
+DRY: list[OptimizerConfig] = [SgdConfig(momentum=0.9), LionConfig(), LambConfig(), AdamW8bitConfig()]
+DRY += [TorchConfig(name) for name in TORCH_NAMES]
 
 
 def _optimizers_run_dry() -> list[str]:

@@ -21,6 +21,26 @@ LAYOUTS = [
 ]
 
 
+def test_with_blocks_each_block_holds_the_same_elements_of_one_parameter_in_every_layout() -> None:
+    shapes = [("a", (3, 100)), ("b", (7,)), ("c", (0,)), ("d", (256,)), ("e", (1000,))]
+    wanted = {(name, block) for name, shape in shapes for block in range(-(-math.prod(shape) // 256))}
+    for world, shards in ((1, 1), (2, 2), (3, 3), (4, 1), (6, 2), (8, 8)):
+        layout = FlatLayout.build(shapes, shard_count=shards, world=world, block_numel=256)
+        found = []
+        for shard in range(shards):
+            for piece in layout.pieces(shard):
+                assert piece.start % 256 == piece.shard_offset % 256 == 0
+                found += [(piece.name, start // 256) for start in range(piece.start, piece.stop, 256)]
+        assert len(found) == len(wanted)
+        assert set(found) == wanted
+        assert layout.shard_numel % 256 == 0
+        assert layout.numel == 300 + 7 + 256 + 1000
+        padding = [place for start, stop in layout.gaps for place in range(start, stop)]
+        held = [place for one in layout.segments for place in range(one.offset, one.offset + one.numel)]
+        assert sorted(padding + held) == list(range(layout.padded_numel))
+        assert len(padding) == layout.padding_numel
+
+
 def test_segments_follow_each_other_in_the_order_given() -> None:
     for layout in LAYOUTS:
         offset = 0

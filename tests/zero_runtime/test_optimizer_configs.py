@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.block_formats import BLOCK_NUMEL
 from zero_runtime.errors import PlanError
 from zero_runtime.optimizers import (
     TORCH_NAMES,
     TORCH_REFUSED,
+    AdamConfig,
+    AdamW8bitConfig,
     AdamWConfig,
     LambConfig,
     LionConfig,
@@ -70,6 +73,13 @@ def test_one_that_reads_on_the_host_is_refused_for_a_dry_run_by_name() -> None:
 def test_constants_out_of_range_name_their_key(build_config, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         build_config()
+
+
+def test_states_of_8_bits_cost_a_byte_and_a_share_of_a_scale_each() -> None:
+    assert AdamW8bitConfig().state_bytes == 2 * (1 + 4 / 256)
+    assert [config.state_bytes for config in (SgdConfig(), LionConfig(), AdamWConfig())] == [0, 4, 8]
+    assert (AdamW8bitConfig().block_numel, AdamWConfig().block_numel, SgdConfig().block_numel) == (BLOCK_NUMEL, 1, 1)
+    assert AdamW8bitConfig().saved_as == AdamWConfig().saved_as != AdamConfig().saved_as
 
 
 def test_the_number_of_states_is_the_optimizers_own() -> None:

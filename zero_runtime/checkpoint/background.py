@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_runtime.checkpoint.save import Save, SaveSettings, begin
-from zero_runtime.checkpoint.snapshot import RestingValues, Snapshot
+from zero_runtime.checkpoint.snapshot import LateValues, Snapshot
 from zero_runtime.checkpoint.together import agree, trouble_of
 from zero_runtime.runtime import ZeroRuntime
 
@@ -59,7 +59,7 @@ class BackgroundSaver:
         trouble, self._trouble = self._trouble, None
         save = begin(runtime, self.root, step=step, trainer=trainer, settings=self.settings, trouble=trouble)
         times.append(time.monotonic())
-        if any(isinstance(part.values, RestingValues) for part in save.parts):
+        if any(isinstance(part.values, LateValues) and part.values.rest for part in save.parts):
             # The next step overwrites the file that they rest in, and memory for a copy of them is what there is none
             # of: they are written before training goes on.
             self._run(save)

@@ -72,7 +72,7 @@ def check_shapes(
 
 def check_same_optimizer(runtime: ZeroRuntime, index: Index, where: str) -> None:
     """CheckpointError unless the optimizer's name and states agree; its constants may differ."""
-    own = (runtime.optimizer.config.name, tuple(runtime.optimizer.state_names))
+    own = (runtime.optimizer.config.saved_as, tuple(runtime.optimizer.state_names))
     found = (index.optimizer.name, index.optimizer.states)
     if own != found:
         raise CheckpointError(

@@ -23,6 +23,7 @@ from zero_runtime.checkpoint.rng import set_random_states
 from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.checkpoint.tensor_file import DTYPES, TensorFile, check_file, read_small_file
 from zero_runtime.checkpoint.together import agree, trouble_of
+from zero_runtime.coded_shard import CodedShard
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime
@@ -271,17 +272,24 @@ def _fill_unit(
 ) -> None:
     for state, shard in shards_of(runtime, unit).items():
         for piece in unit.layout.pieces(runtime.collectives.shard_rank) if state in states else ():
-            if piece.name not in left_out:
+            if piece.name in left_out:
+                continue
+            if isinstance(shard, torch.Tensor):
                 put(state, piece.name, piece.start, shard[piece.shard_offset :][: piece.stop - piece.start])
+                continue
+            for start in range(piece.start, piece.stop, READ_NUMEL):  # a whole number of blocks
+                values = torch.empty(min(READ_NUMEL, piece.stop - start))
+                put(state, piece.name, start, values)
+                shard.write(piece.shard_offset + start - piece.start, values)
     unit.refresh_param_shard()
 
 
-def shards_of(runtime: ZeroRuntime, unit: Unit) -> dict[str, torch.Tensor]:
-    """The [S] tensors of a unit that a checkpoint keeps, by state; they are the runtime's own.
+def shards_of(runtime: ZeroRuntime, unit: Unit) -> dict[str, torch.Tensor | CodedShard]:
+    """What of a unit a checkpoint keeps, [S] by state; they are the runtime's own.
 
     Those that rest elsewhere are empty unless the unit is resident.
     """
-    return {MASTER: unit.weights_shard, **runtime.optimizer.states_of(unit)}
+    return {MASTER: unit.weights_shard, **runtime.optimizer.told_states_of(unit)}
 
 
 def _check(runtime: ZeroRuntime, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:

@@ -16,20 +16,24 @@ import torch
 from zero_runtime.checkpoint.layout import BUFFER, BufferEntry, Index, OptimizerEntry, ParameterEntry
 from zero_runtime.checkpoint.load import shards_of
 from zero_runtime.checkpoint.tensor_file import DTYPE_NAMES
+from zero_runtime.coded_shard import CodedShard
 from zero_runtime.errors import CheckpointError
+from zero_runtime.optimizers import scale_name
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.unit import Unit
 
 _PAGE_BYTES = 4096
 
 
-class RestingValues:
-    """Values that rest in a scratch file, as far as a tensor goes: read when they are asked for, each time anew."""
+class LateValues:
+    """Values that rest in a scratch file or are held as codes, as far as a tensor goes: made when they are asked for,
+    each time anew. `rest`: they are no memory's, so no copy of them is made ahead of its writing."""
 
     is_cuda = False
 
-    def __init__(self, dtype: torch.dtype, numel: int, load: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, dtype: torch.dtype, numel: int, load: Callable[[], torch.Tensor], *, rest: bool) -> None:
         self.dtype = dtype
+        self.rest = rest
         self._numel = numel
         self._load = load
 
@@ -50,7 +54,7 @@ class Part(NamedTuple):
     name: str
     start: int
     stop: int
-    values: torch.Tensor | RestingValues
+    values: torch.Tensor | LateValues
 
 
 def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool = True) -> list[Part]:
@@ -81,12 +85,16 @@ def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool 
 
 
 def _values(
-    runtime: ZeroRuntime, unit: Unit, state: str, shard: torch.Tensor, begin: int, end: int
-) -> torch.Tensor | RestingValues:
+    runtime: ZeroRuntime, unit: Unit, state: str, shard: torch.Tensor | CodedShard, begin: int, end: int
+) -> torch.Tensor | LateValues:
     read = runtime.read_resting(unit, state)
+    if isinstance(shard, CodedShard):
+        scales = runtime.read_resting(unit, scale_name(state))
+        load = partial(shard.read, begin, end, read, scales)
+        return LateValues(shard.dtype, end - begin, lambda: load().cpu(), rest=read is not None)
     if read is None:
         return shard[begin:end]
-    return RestingValues(shard.dtype, end - begin, partial(read, begin, end))
+    return LateValues(shard.dtype, end - begin, partial(read, begin, end), rest=True)
 
 
 def _buffers(runtime: ZeroRuntime) -> Iterator[Part]:
@@ -116,8 +124,8 @@ class Snapshot:
         copies, offset = [], 0
         for part, size in zip(parts, sizes, strict=True):
             values = self._memory[offset : offset + size].view(part.values.dtype)
-            assert isinstance(part.values, torch.Tensor)
-            values.copy_(part.values, non_blocking=True)
+            found = part.values if isinstance(part.values, torch.Tensor) else part.values.cpu()
+            values.copy_(found, non_blocking=True)
             copies.append(part._replace(values=values))
             offset += size
         if on_device:
@@ -150,7 +158,7 @@ def index_without_files(
         },
         tied=runtime.tied_names(),
         files={},
-        optimizer=OptimizerEntry(optimizer.config.name, tuple(optimizer.state_names), counters),
+        optimizer=OptimizerEntry(optimizer.config.saved_as, tuple(optimizer.state_names), counters),
         scaler={
             "moves": scaler.rule.static is None,
             "scale": scaler.scale,

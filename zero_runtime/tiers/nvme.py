@@ -289,15 +289,15 @@ def _record(unit: Unit, states: dict[str, torch.Tensor], offset: int) -> Record:
     regions: dict[str, Region] = {}
     end = 0
 
-    def add(name: str, dtype: torch.dtype) -> None:
+    def add(name: str, dtype: torch.dtype, numel: int = unit.layout.shard_numel) -> None:
         nonlocal end
-        regions[name] = Region(end, unit.layout.shard_numel, dtype)
+        regions[name] = Region(end, numel, dtype)
         end = aligned(end + regions[name].nbytes)
 
     if unit.master_rests:
         add(MASTER, unit.master_dtype)
-    for name in states:
-        add(name, torch.float32)
+    for name, state in states.items():
+        add(name, state.dtype, state.numel())
     param_at = end
     if unit.params_rest:
         add(PARAM, unit.param_dtype)
@@ -311,4 +311,4 @@ def _unbind(record: Record) -> None:
         torch.empty(0, dtype=record.unit.master_dtype) if MASTER in record.regions else None,
     )
     for name in record.states:
-        record.states[name] = torch.empty(0)
+        record.states[name] = torch.empty(0, dtype=record.regions[name].dtype)

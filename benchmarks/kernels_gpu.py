@@ -1,0 +1,140 @@
+"""The updates on a GPU: each Triton kernel beside a copy of as many bytes and beside the reference, in turn.
+
+`python benchmarks/kernels_gpu.py [--numel N] [--rounds N]`; writes benchmarks/results/. A share is the median over the
+rounds of the copy's time in the same round over the row's. fp32 masters, bf16 gradients in, bf16 parameters out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from kernels import backends, reference  # noqa: E402
+from kernels.backends import Backend  # noqa: E402
+from kernels.block_formats import blocks_of  # noqa: E402
+from kernels.settings import AdamW, Lamb, Lion, Sgd  # noqa: E402
+
+ADAM = (1e-3, 0.9, 0.999, 1e-8, 0.01, 10)
+# Read and written an element: master 4 + 4, gradient 2, parameter 2, and the states.
+BYTES = {"adamw": 28, "adamw8bit": 16 + 4 * 4 / 256, "sgd": 20, "lion": 20, "lamb": 18 + 12 + 18, "accumulate": 10}
+Step = Callable[[], object]
+
+
+class Streams:
+    """The tensors that all operations step over."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.master, self.first = torch.randn(numel, device=device), torch.full((numel,), 1e-4, device=device)
+        self.grad = (torch.randn(numel, device=device) * 1e-3).to(torch.bfloat16)
+        self.second, self.param = torch.full_like(self.first, 1e-6), torch.empty_like(self.grad)
+        self.codes = torch.zeros(2, numel, dtype=torch.uint8, device=device).unbind()
+        self.scales = torch.zeros(2, blocks_of(numel), device=device).unbind()
+        self.scale = torch.ones((), device=device)
+
+
+def steps(which: Backend, s: Streams) -> dict[str, Step]:
+    """One step of each operation."""
+    states = (s.codes[0], s.scales[0], s.codes[1], s.scales[1])
+
+    def lamb() -> None:
+        settings = Lamb(*ADAM)
+        which.lamb_moments(s.grad, s.first, s.second, s.scale, settings)
+        squares = which.lamb_squares(s.master, s.first, s.second, settings)
+        ratio = reference.trust_ratios(squares[None])[0]
+        which.lamb(s.master, s.first, s.second, ratio, settings, s.param)
+
+    return {
+        "adamw": lambda: which.adamw(s.master, s.grad, s.first, s.second, s.scale, AdamW(*ADAM), s.param),
+        "adamw8bit": lambda: which.adamw8bit(s.master, s.grad, *states, s.scale, AdamW(*ADAM), s.param),
+        "sgd": lambda: which.sgd(s.master, s.grad, s.first, s.scale, Sgd(1e-3, 0.9, 0, 0, False, 2), s.param),
+        "lion": lambda: which.lion(s.master, s.grad, s.first, s.scale, Lion(1e-3, 0.9, 0.99, 0.01), s.param),
+        "lamb": lamb,
+        "accumulate": lambda: which.accumulate(s.master, s.grad, 0.5),
+    }
+
+
+def milliseconds(step: Step) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--numel", type=int, default=100_000_000)
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("expected a CUDA device, found none; nothing was run", file=sys.stderr)
+        return 2
+    device = torch.device("cuda")
+    ours = backends.backend_for(device)
+    if ours is reference:
+        print("expected the Triton kernels, found that they are not used here (see the warning)", file=sys.stderr)
+        return 1
+    report(measure(ours, args.numel, args.rounds, device), args.numel, args.rounds)
+    return 0
+
+
+def measure(ours: Backend, numel: int, rounds: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds by operation and contestant, one a round after one that compiles and warms up."""
+    streams, times = Streams(numel, device), {}
+    for name in BYTES:
+        half = torch.empty(int(BYTES[name] * numel / 2), dtype=torch.uint8, device=device)
+        target = torch.empty_like(half)
+        contestants = {
+            "copy of as many bytes": lambda target=target, half=half: target.copy_(half),
+            "Triton": steps(ours, streams)[name],
+            "reference": steps(reference, streams)[name],
+        }
+        found: dict[str, list[float]] = {contestant: [] for contestant in contestants}
+        for index in range(-1, rounds):
+            for contestant, step in contestants.items():
+                took = milliseconds(step)
+                if index >= 0:
+                    found[contestant].append(took)
+        times[name] = found
+    return times
+
+
+def report(times: dict[str, dict[str, list[float]]], numel: int, rounds: int) -> None:
+    lines = [
+        f"# The updates on a GPU, {date.today()}",
+        "",
+        f"{torch.cuda.get_device_name()}; torch {torch.__version__}; {numel} parameters, {rounds} rounds after 1.",
+        f"Command: `python benchmarks/kernels_gpu.py {' '.join(sys.argv[1:])}`".rstrip(),
+        "",
+        "| operation | contestant | ms, median (least to most) | GB/s | share of the copy's speed |",
+        "|---|---|---|---|---|",
+    ]
+    for name, found in times.items():
+        copy = found["copy of as many bytes"]
+        for contestant, own in found.items():
+            share = statistics.median(a / b for a, b in zip(copy, own, strict=True))
+            middle = statistics.median(own)
+            lines.append(
+                f"| {name} | {contestant} | {middle:.3f} ({min(own):.3f} to {max(own):.3f}) | "
+                f"{BYTES[name] * numel / middle / 1e6:.0f} | {100 * share:.0f} % |"
+            )
+    stem = ROOT / "benchmarks" / "results" / f"kernels_gpu_{date.today()}"
+    stem.parent.mkdir(exist_ok=True)
+    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    stem.with_suffix(".json").write_text(json.dumps(times))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

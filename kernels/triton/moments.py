@@ -1,0 +1,65 @@
+"""AdamW on moments of 8 bits: one pass over memory. The format is told in block_formats.py's [Note: dynamic codes]."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton.updates import lerp, store_weights
+
+
+@triton.jit
+def read_codes(codes, scales, table, at, inside, block, blocks):
+    """[rows, 256]: the values behind the codes; 0 where there is none."""
+    scale = tl.load(scales + block, mask=block < blocks, other=0.0)
+    code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
+    return tl.where(inside, tl.load(table + code) * scale[:, None], 0.0)
+
+
+@triton.jit
+def write_codes(
+    values, codes, scales, borders, at, inside, block, blocks,
+    ZERO: tl.constexpr, KEEPS: tl.constexpr,
+):  # fmt: skip
+    """Each value's nearest code: how many of the 255 borders between codes lie below it, found by halving."""
+    most, least = tl.max(values, axis=1), tl.min(values, axis=1)
+    bad = tl.max((values != values).to(tl.int32), axis=1)
+    scale = tl.where(bad > 0, float("nan"), tl.where(most >= -least, most, least))
+    tl.store(scales + block, scale, mask=block < blocks)
+    share = tl.math.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
+    code = tl.zeros(values.shape, dtype=tl.int32)
+    for step in tl.static_range(8):
+        further = code + (128 >> step)
+        code = tl.where(tl.load(borders + further - 1) < share, further, code)
+    code = tl.where(share != share, ZERO, code)
+    if KEEPS:
+        code += ((code == 0) & (values > 0)).to(tl.int32)
+    tl.store(codes + at, code.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def adamw8bit_kernel(
+    master, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, grad_scale, param_out, numel, blocks,
+    signed, signed_borders, unsigned, unsigned_borders,
+    decay, l2, weight1, beta2, weight2, correction, eps, minus_step_size,
+    HAS_OUT: tl.constexpr, FROM_END: tl.constexpr, L2: tl.constexpr, ZERO: tl.constexpr,
+    ROWS: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """Each row is a block of the format."""
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = block[:, None] * PER + tl.arange(0, PER)[None, :]
+    inside = at < numel
+    weights = tl.load(master + at, mask=inside, other=0.0).to(tl.float32)
+    grads = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * tl.load(grad_scale)
+    first = read_codes(exp_avg, exp_avg_scale, signed, at, inside, block, blocks)
+    second = read_codes(exp_avg_sq, exp_avg_sq_scale, unsigned, at, inside, block, blocks)
+    if L2:
+        grads += l2 * weights
+    else:
+        weights *= decay
+    first = lerp(first, grads, weight1, FROM_END)
+    second = second * beta2 + (weight2 * grads) * grads
+    weights += tl.math.div_rn(minus_step_size * first, tl.math.div_rn(tl.math.sqrt_rn(second), correction) + eps)
+    write_codes(first, exp_avg, exp_avg_scale, signed_borders, at, inside, block, blocks, ZERO, False)
+    write_codes(second, exp_avg_sq, exp_avg_sq_scale, unsigned_borders, at, inside, block, blocks, 0, True)
+    store_weights(weights, master, param_out, at, inside, HAS_OUT)

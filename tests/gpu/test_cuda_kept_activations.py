@@ -1,0 +1,42 @@
+"""On a GPU what blocks keep leaves for the host: the same bits, and less memory after a forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.shapes import Base, ids_of
+
+from zero_runtime.recompute import Recomputation, RecomputeRule
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run by `make gpu`"),
+]
+
+
+def gradients(rule: RecomputeRule) -> tuple[list[torch.Tensor], int]:
+    """Of two steps, summed, and the bytes that the second forward left on the device."""
+    device = torch.device("cuda", 0)
+    torch.manual_seed(0)
+    model = Base(blocks=8).to(device)
+    recomputation = Recomputation(model, rule, device)
+    left = 0
+    for step in range(2):
+        ids = ids_of(step, 0).repeat(64, 64).to(device)
+        before = torch.cuda.memory_allocated()
+        loss = model.loss_of(model(ids))
+        torch.cuda.synchronize()
+        left = torch.cuda.memory_allocated() - before
+        loss.backward()
+    found = [param.grad.clone() for param in model.parameters()]
+    torch.cuda.synchronize()
+    recomputation.remove()
+    return found, left
+
+
+@pytest.mark.parametrize("kind", ["none", "full", "every_nth", "by_operation"], ids=lambda kind: f"kind-{kind}")
+def test_kept_activations_leave_and_come_back_with_the_same_bits(kind: str) -> None:
+    wanted, kept = gradients(RecomputeRule(kind))
+    found, left = gradients(RecomputeRule(kind, offload="cpu"))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert left < kept

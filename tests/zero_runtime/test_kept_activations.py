@@ -1,0 +1,280 @@
+"""Activations at rest on the host: the same bits as on the device, nothing of the blocks left there, one ahead."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from harness.ranks import run_ranks
+from harness.shapes import Adapters, Base, BorrowedInHead, FrozenMiddle, Parallel, Repeated, build_shape, ids_of
+from test_recompute import Dropout, Transformer, losses, runtime_of
+from torch import nn
+
+from zero_runtime.errors import PlanError
+from zero_runtime.kept_activations import HostMemory
+from zero_runtime.recompute import Recomputation, RecomputeRule
+from zero_runtime.tiers.copies import Mark, PlainCopies
+
+STAGES = (0, 1, 2, 3)
+KINDS = ("none", "full", "every_nth", "by_operation")
+CPU = torch.device("cpu")
+
+
+class _Late:
+    """A copy that has read its source and fills its target when somebody waits for it, and not before."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._target, self._values = target, source.clone()
+        target.fill_(0x55)
+
+    def wait(self) -> None:
+        if self._values is not None:
+            self._target.copy_(self._values)
+            self._values = None
+
+    hold_device = wait
+
+
+class LateCopies(PlainCopies):
+    """Copies between two memories of a CPU as CUDA may make them: whoever does not wait for one reads noise.
+
+    `trips`: the bytes of each copy in order, those to the device below zero. `left`: storages that were copied away.
+    `host`: storages that stand for the host's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.trips: list[int] = []
+        self.host: set[int] = set()
+        self.left: set[int] = set()
+
+    def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(numel, dtype=dtype)
+        self.host.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        self.trips.append(source.numel())
+        self.left.add(source.untyped_storage()._cdata)
+        return self._late(target, source)
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Mark] = ()) -> Mark:
+        self.trips.append(-source.numel())
+        for mark in after:
+            mark.wait()
+        return self._late(target, source)
+
+    def _late(self, target: torch.Tensor, source: torch.Tensor) -> _Late:
+        assert target.shape == source.shape
+        assert target.untyped_storage()._cdata != source.untyped_storage()._cdata
+        late = _Late(target, source)
+        self.host.add(late._values.untyped_storage()._cdata)  # on its way
+        return late
+
+
+class Sliced(nn.Module):
+    """Saves slices of one storage, a transposed view, an expanded one, one that is changed after another operation that
+    nobody uses has saved it; its input comes by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.three = nn.Linear(12, 36)
+
+    def forward(self, *, hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.three(hidden).split(12, -1)
+        weights = torch.softmax(q @ k.transpose(-1, -2) * scale.expand_as(hidden[..., :1]), -1)
+        mixed = weights @ v
+        mixed.sin()
+        return hidden + mixed.mul_(0.5).cos() * scale
+
+
+class ByKeyword(Base):
+    layer = Sliced
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(hidden=x, scale=torch.full((1,), 0.3))
+        return x
+
+
+def _same_bits(kind: str) -> None:
+    for shape in (Dropout, ByKeyword, Adapters, FrozenMiddle, BorrowedInHead, Parallel, Repeated):
+        for stage in STAGES:
+            wanted = losses(build_shape(shape), stage)
+            model, copies = build_shape(shape), LateCopies()
+            recomputation = Recomputation(model, RecomputeRule(kind, 2, "cpu"), CPU, copies)
+            assert losses(model, stage) == wanted, (shape, stage)
+            unused = shape is ByKeyword and kind in ("none", "every_nth")
+            assert sum(copies.trips) == 0 or unused, "what left came back, once"
+            assert copies.left
+            recomputation.remove()
+            assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_what_rests_on_the_host_changes_no_bits_and_no_collective(world: int, kind: str) -> None:
+    run_ranks(_same_bits, world, kind)
+
+
+def _left() -> None:
+    for stage in STAGES:
+        model, copies = build_shape(Dropout), LateCopies()
+        Recomputation(model, RecomputeRule("none", offload="cpu"), CPU, copies)
+        runtime = runtime_of(model, stage)
+        loss = model.loss_of(runtime(ids_of(0, 0)))
+        assert copies.left
+        assert not copies.left & {unit.unsharded_param.untyped_storage()._cdata for unit in runtime.units}
+        del loss
+        runtime.close()
+
+
+def test_parameters_do_not_leave() -> None:
+    run_ranks(_left, 1)
+
+
+def _left_on_the_device(kind: str, blocks: int) -> tuple[int, int]:
+    """Storages of floating-point activations that a forward leaves alive on the device, with offload and without."""
+    found = []
+    for offload in ("cpu", "none"):
+        torch.manual_seed(0)
+        model, copies = Base(blocks), LateCopies()
+        recomputation = Recomputation(model, RecomputeRule(kind, 2, offload), CPU, copies)
+        runtime = runtime_of(model, 3)
+        losses_of_one = model.loss_of(runtime(ids_of(0, 0)))  # what is made once for all steps exists from here on
+        runtime.backward(losses_of_one / 100)
+        del losses_of_one
+        gc.collect()
+        before = _live_storages(copies)
+        loss = model.loss_of(runtime(ids_of(0, 0)))
+        found.append(len(_live_storages(copies) - before))
+        del loss, recomputation
+        runtime.close()
+    return found[0], found[1]
+
+
+def _live_storages(copies: LateCopies) -> set[int]:
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor) and item.is_floating_point()]
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.untyped_storage().nbytes()} - copies.host
+
+
+def _counts(kind: str) -> list[tuple[int, int]]:
+    return [_left_on_the_device(kind, blocks) for blocks in (2, 6)]
+
+
+@pytest.mark.parametrize("kind", ["full", "by_operation"], ids=["inputs", "products"])  # an id full is a mark here
+def test_blocks_leave_nothing_on_the_device(kind: str) -> None:
+    """As many storages with six blocks as with two; without offload more."""
+    (few, few_kept), (many, many_kept) = run_ranks(_counts, 1, kind)[0]
+    assert few == many
+    assert many_kept > few_kept
+
+
+class Watching(Recomputation):
+    """Notes when blocks begin, forward and (again, with full recomputation) in backward."""
+
+    def __init__(self, model: nn.Module, copies: LateCopies) -> None:
+        for index, block in enumerate(model.blocks):
+            forward = block.forward
+            block.forward = lambda *args, i=index, run=forward: (copies.trips.append(f"block {i}"), run(*args))[1]
+        super().__init__(model, RecomputeRule("full", offload="cpu"), CPU, copies)
+
+
+def _order() -> list[Any]:
+    model, copies = Base(4), LateCopies()
+    Watching(model, copies)
+    runtime = runtime_of(model, 3, micro_batches=1)
+    runtime.backward(model.loss_of(runtime(ids_of(0, 0))) / 100)
+    return [trip if isinstance(trip, str) else "away" if trip > 0 else "back" for trip in copies.trips]
+
+
+def test_each_input_comes_back_while_the_block_after_it_is_recomputed() -> None:
+    forward = [event for index in range(4) for event in ("away", f"block {index}")]
+    backward = ["back", "back", "block 3", "back", "block 2", "back", "block 1", "block 0"]
+    assert run_ranks(_order, 1)[0] == forward + backward
+
+
+def _memory() -> tuple[int, int]:
+    model, copies = Base(3), LateCopies()
+    recomputation = Recomputation(model, RecomputeRule("full", offload="cpu"), CPU, copies)
+    runtime, taken = runtime_of(model, 3, micro_batches=1), []
+    for step in range(3):
+        runtime.backward(model.loss_of(runtime(ids_of(step, 0))) / 100)
+        runtime.step(1e-2)
+        assert recomputation.memory is not None
+        taken.append(recomputation.memory.nbytes)
+    with torch.no_grad():
+        trips = len(copies.trips)
+        runtime(ids_of(0, 0))
+        assert len(copies.trips) == trips, "without gradients nothing is kept"
+    loss = model.loss_of(runtime(ids_of(9, 0)))
+    del loss  # a graph that is dropped gives its room back
+    runtime.backward(model.loss_of(runtime(ids_of(9, 0))) / 100)
+    assert recomputation.memory.nbytes == taken[0]
+    return taken[0], taken[-1]
+
+
+def test_the_memory_of_the_host_is_taken_once() -> None:
+    first, last = run_ranks(_memory, 1)[0]
+    assert first == last > 0
+
+
+def _retained() -> None:
+    for kind in ("none", "full", "by_operation"):
+        model = build_shape(Dropout)
+        Recomputation(model, RecomputeRule(kind, offload="cpu"), CPU, LateCopies())
+        loss = model.loss_of(model(ids_of(0, 0)))
+        found = []
+        for _ in range(2):
+            model.zero_grad()
+            loss.backward(retain_graph=True)
+            found.append([param.grad.clone() for param in model.parameters()])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)), kind
+
+
+def test_a_retained_graph_is_fetched_again() -> None:
+    run_ranks(_retained, 1)
+
+
+def _transformers() -> None:
+    llama = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    llama |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    gpt2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    for kind, config in (("llama", llama), ("gpt2", gpt2)):
+        wanted = losses(Transformer(kind, config), 3)
+        for rule in KINDS:
+            model = Transformer(kind, config)
+            Recomputation(model, RecomputeRule(rule, offload="cpu"), CPU, LateCopies())
+            assert losses(model, 3) == wanted, (kind, rule)
+
+
+def test_transformers_models_keep_on_the_host_too() -> None:
+    run_ranks(_transformers, 2)
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    model = build_shape(Dropout)
+    assert Recomputation(model, RecomputeRule("full", offload="cpu")).memory is None
+    assert Recomputation(build_shape(Dropout), RecomputeRule("none", offload="cpu")).blocks == []
+
+
+def test_rooms_are_used_again_and_waste_an_eighth_at_most() -> None:
+    memory = HostMemory(LateCopies(), CPU)
+    for nbytes in (1, 63, 64, 65, 1000, 4097, 10**6 + 3):
+        room = memory.take(nbytes)
+        assert nbytes <= room.numel() <= max(nbytes * 9 / 8, nbytes + 63)
+        memory.give_back(room)
+        assert memory.take(nbytes) is room
+    memory.close()
+    assert memory.nbytes == 0
+
+
+def test_wrong_places_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"recompute\.offload: expected one of none, cpu, found 'nvme'"):
+        RecomputeRule("full", offload="nvme")
+    with pytest.raises(PlanError, match=r"offload=cpu: expected a model with an nn\.ModuleList"):
+        Recomputation(nn.Linear(2, 2), RecomputeRule("none", offload="cpu"))
