@@ -7,12 +7,23 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator import comparison, deciding, live, prediction, slurm_site, slurm_sweep, sweep_record, sweep_table
+from orchestrator import (
+    comparison,
+    deciding,
+    live,
+    prediction,
+    slots,
+    slurm_site,
+    slurm_sweep,
+    sweep_record,
+    sweep_table,
+)
 from orchestrator.cluster import ClusterKind
 from orchestrator.deciding import Refused, Wishes
 from orchestrator.hardware import Hardware
@@ -66,6 +77,7 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
         return _send(request, planned, screen)
     sweep, process = _start(request, planned)
     screen.sweep_plan(planned, shown(sweep.root))
+    screen.rows(_cost_rows(planned))
     if process is not None and not request.detach:
         return watch(sweep, screen, process)
     if process is not None:
@@ -93,12 +105,31 @@ def _send(request: SweepRequest, planned: list[Planned], screen: Screen) -> int:
         code = live.conclude(sweep, screen)
         screen.closing(_next(sweep))
         return code
-    screen.rows([Row("cost", _cost(configs))])
+    screen.rows(_cost_rows(planned))
     jobs = slurm_sweep.send(sweep, planned, request.entry)
     arrays = ", ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
     screen.say(f"sent {len(jobs)} points as {arrays}; this terminal may be closed", "bold")
     screen.closing(_left_running(sweep))
     return comparison.OK
+
+
+def _cost_rows(planned: Sequence[Planned]) -> list[Row]:
+    """What the points that are to run take: of this machine's slots, or of a cluster's time."""
+    configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
+    if not configs:
+        return []
+    if configs[0].cluster.kind is ClusterKind.slurm:
+        return [Row("cost", _cost(configs))]
+    pools = {one.resources.device: len(slots.pool_of(one.resources.device).slots) for one in configs}
+    taken = Counter(
+        (one.resources.device, min(slots.wanted(one.resources), pools[one.resources.device])) for one in configs
+    )
+    told = []
+    for (device, count), points in taken.items():
+        word = "GPUs" if device is Device.cuda else "cores"
+        beside = 1 if configs[0].cluster.exclusive else pools[device] // max(count, 1)
+        told.append(f"{points} points take {count} of {pools[device]} {word} each: {beside} at a time")
+    return [Row("slots", "; ".join(told))]
 
 
 def _cost(configs: Sequence[RunConfig]) -> str:
@@ -173,7 +204,8 @@ def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Scree
         print(json.dumps([one.to_dict() for one in planned], ensure_ascii=False))
     else:
         screen.table(sweep_table.plan_table(planned))
-        screen.closing([*sweep_table.plan_rows(planned), Row("next", "the same line without --plan runs it")])
+        rows = [*sweep_table.plan_rows(planned), *_cost_rows(planned)]
+        screen.closing([*rows, Row("next", "the same line without --plan runs it")])
     return comparison.OK
 
 

@@ -134,15 +134,14 @@ def expand(sweep: SweepFile, typed: Mapping[str, Sequence[str]]) -> Expansion:
     """
     axes: list[list[Line]] = []
     for key, values in sweep.axes.items():
-        if key not in typed:
-            axes.append([{key: override(key, value)} for value in values])
+        words = typed.get(key) or [override(key, value) for value in values]
+        axes.append([{key: word} for word in words])
     for group in sweep.zip:
         free = {key: values for key, values in group.items() if key not in typed}
         rows = [dict(zip(free, row, strict=True)) for row in zip(*free.values(), strict=True)]
         axes.append([{key: override(key, value) for key, value in row.items()} for row in rows])
     base = {key: override(key, value) for key, value in sweep.base.items() if key not in typed}
-    for key, words in typed.items():
-        axes.append([{key: word} for word in words])
+    axes += [[{key: word} for word in words] for key, words in typed.items() if key not in sweep.axes]
     if sweep.seeds and "seed" not in typed:
         axes.append([{"seed": override("seed", seed)} for seed in sweep.seeds])
     lines = [_joined([base, *parts]) for parts in itertools.product(*filter(None, axes))]
