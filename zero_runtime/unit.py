@@ -12,8 +12,7 @@ Tensors that autograd saved for backward alias unsharded_param's storage. So a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from enum import Enum
 
 import torch
@@ -27,6 +26,7 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Segment
 from zero_runtime.plan import Partition, Phase, ZeroPlan
+from zero_runtime.residency import HOME, Place, Rests
 from zero_runtime.unit_planner import UnitSpec
 
 READ_NUMEL = 4 << 20  # elements read from a source at a time: bounds the memory beside the shards
@@ -65,18 +65,6 @@ _GRAD_MOVES = {
 }
 
 
-@dataclass(frozen=True)
-class Rests:
-    """Which shards have no memory here between their uses: param_shard, and master and states."""
-
-    params: bool = False
-    optimizer: bool = False
-
-
-def _nothing() -> None:
-    """What there is to do for parameters that do not rest elsewhere."""
-
-
 class Unit:
     """The tensors of one unit on one rank. It alone allocates, fills and frees them."""
 
@@ -112,6 +100,7 @@ class Unit:
         self.uses = 0  # running calls of modules that read the parameters
         self._gathering: Pending | None = None
         self._gathered: torch.Tensor | None = None  # [P] param_dtype, while UNSHARDING
+        self._gathered_from: torch.Tensor | None = None  # [S] param_dtype, while UNSHARDING
         self._reducing: Pending | None = None
         self._reduce_out: torch.Tensor | None = None  # [S] reduce_dtype, while REDUCING
         self._filled: set[int] = set()  # parameters (by index) with a gradient in unsharded_grad
@@ -120,7 +109,7 @@ class Unit:
         self.grad_shard: torch.Tensor | None = None  # [S] grad_dtype
         self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # drawn, and not yet bound to their views
         self._rests = rests or Rests()
-        self._begin_fetch = self._fetch = self._drop = _nothing  # what a tier of resting parameters has done
+        self._place: Place = HOME
         self._allocate()
 
     # ---- birth -------------------------------------------------------------------------------------------------
@@ -144,7 +133,7 @@ class Unit:
         if self._plan.params is Partition.SHARDED:
             self.unsharded_param.untyped_storage().resize_(0)  # nothing is whole before `materialize`
         self.master_shard: torch.Tensor | None = None  # [S]
-        if self.trainable and self._master_dtype != self._param_dtype:
+        if self.trainable and not self.master_is_param:
             self.master_shard = self._empty(0 if self.master_rests else self.layout.shard_numel, self._master_dtype)
         elif self.trainable:
             self.master_shard = self.param_shard
@@ -162,9 +151,15 @@ class Unit:
         return self._rests.optimizer and self.trainable
 
     @property
+    def master_is_param(self) -> bool:
+        """Whether master_shard is param_shard itself: where dtype and memory agree."""
+        parted = self._rests.apart and self._rests.optimizer and not self._rests.params
+        return self.trainable and self._master_dtype == self._param_dtype and not parted
+
+    @property
     def master_rests(self) -> bool:
         """Whether the master has none; one that is param_shard itself goes where that goes."""
-        return self.states_rest and self._master_dtype != self._param_dtype
+        return self.states_rest and not self.master_is_param
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -174,23 +169,22 @@ class Unit:
     def master_dtype(self) -> torch.dtype:
         return self._master_dtype
 
-    def rest_params(self, begin_fetch: Callable[[], None], fetch: Callable[[], None], drop: Callable[[], None]) -> None:
-        """How a tier brings param_shard before a gather (`begin_fetch` does not block) and takes it away after."""
-        self._begin_fetch, self._fetch, self._drop = begin_fetch, fetch, drop
+    def rest_in(self, place: Place) -> None:
+        """Shards of this unit rest there from here on."""
+        self._place = place
 
     def bind_shards(self, param: torch.Tensor | None, master: torch.Tensor | None) -> None:
         """Take what is not None for its shards: memory of a tier, which keeps it, or nothing at all."""
-        aliased = self.master_shard is not None and self._master_dtype == self._param_dtype
         if param is not None:
             self.param_shard = param
-            self.master_shard = param if aliased else self.master_shard
+            self.master_shard = param if self.master_is_param else self.master_shard
         if master is not None:
             self.master_shard = master
 
     def begin_fetch(self) -> None:
         """Parameters that rest elsewhere set out; nothing for all others. Does not block."""
         if self.data_state is DataState.SHARDED:
-            self._begin_fetch()
+            self._place.begin_fetch()
 
     def materialize(self, birth: Birth, given: Collection[str] = ()) -> None:
         """Take the parameters' values and make them views of unsharded_param; their old storages end here.
@@ -264,12 +258,13 @@ class Unit:
             return
         self._move_data(DataState.UNSHARDING)
         with torch.no_grad():
-            self._fetch()
+            fetched = self._place.fetch()
+            self._gathered_from = self.param_shard if fetched is None else fetched
             self._fill_storage()
             self._gathered = self.unsharded_param
             if self._compute_dtype != self._param_dtype:
                 self._gathered = self._empty(self.layout.padded_numel, self._param_dtype)
-            self._gathering = self._collectives.all_gather(self._gathered, self.param_shard, self.name)
+            self._gathering = self._collectives.all_gather(self._gathered, self._gathered_from, self.name)
 
     def _fill_storage(self) -> None:
         """Take memory for the full parameters; a no-op while there is some. See [Note: release by storage]."""
@@ -285,8 +280,8 @@ class Unit:
             self._gathering.wait()
             if self._gathered is not self.unsharded_param and self._gathered is not None:
                 self.unsharded_param.copy_(self._gathered)
-            self._gathering = self._gathered = None
-            self._drop()
+            self._gathering = self._gathered = self._gathered_from = None
+            self._place.drop()
             self._move_data(DataState.UNSHARDED)
 
     @property

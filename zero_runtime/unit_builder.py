@@ -17,11 +17,12 @@ from zero_runtime.offload import Tier, resting
 from zero_runtime.optimizers import OptimizerConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.residency import Rests
 from zero_runtime.settings import RuntimeSettings
 from zero_runtime.sharded_optimizer import ShardedOptimizer
 from zero_runtime.tiers.nvme import NvmeTier, residence
 from zero_runtime.tiers.preflight import check_room
-from zero_runtime.unit import Rests, Unit
+from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
+from zero_runtime.residency import Home
 from zero_runtime.tiers.pipeline import pipeline
 from zero_runtime.tiers.scratch import ALIGN_BYTES, ScratchFile, ScratchSettings, Transfer, aligned, aligned_buffer
 from zero_runtime.unit import Unit
@@ -84,12 +84,7 @@ class NvmeTier:
         self._free_params: list[torch.Tensor] = []
         self._param_bytes = max((record.size - record.param_at for record in self._records.values()), default=0)
         for record in self._records.values():
-            if PARAM in record.regions:
-                record.unit.rest_params(
-                    partial(self._begin_params, record),
-                    partial(self._fetch_params, record),
-                    partial(self._drop_params, record),
-                )
+            record.unit.rest_in(_Place(self, record))
 
     def holds(self, unit: Unit) -> bool:
         """Whether some of the unit's shards rest here."""
@@ -140,7 +135,7 @@ class NvmeTier:
         """No gather may still read the parameters' own buffer, and none may be about to."""
         if PARAM in record.regions:
             record.unit.drop_full()
-            self._drop_params(record)
+            self.drop_params(record)
 
     def read(self, unit: Unit, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of one resting tensor (param, master, or a state), in memory of their own."""
@@ -219,7 +214,7 @@ class NvmeTier:
 
     # ---- parameters alone --------------------------------------------------------------------------------------
 
-    def _begin_params(self, record: Record) -> None:
+    def begin_params(self, record: Record) -> None:
         """Start reading the unit's param_shard; a no-op while it is here or on its way."""
         if record.slot is not None:
             return
@@ -227,17 +222,19 @@ class NvmeTier:
         part = record.slot[: record.size - record.param_at]
         record.reading = self._file.read(record.offset + record.param_at, part, self._what(record))
 
-    def _fetch_params(self, record: Record) -> None:
-        """Block until the unit's param_shard is in memory; a no-op while it is."""
-        self._begin_params(record)
-        if record.reading is None or record.slot is None:
-            return
-        record.reading.wait()
-        record.reading = None
+    def fetch_params(self, record: Record) -> torch.Tensor:
+        """[S] the unit's param_shard in memory; blocks until it is there."""
+        if record.is_whole:
+            return record.unit.param_shard
+        self.begin_params(record)
+        assert record.slot is not None
+        if record.reading is not None:
+            record.reading.wait()
+            record.reading = None
         region = record.regions[PARAM]
-        record.unit.bind_shards(record.slot[: region.nbytes].view(region.dtype), None)
+        return record.slot[: region.nbytes].view(region.dtype)
 
-    def _drop_params(self, record: Record) -> None:
+    def drop_params(self, record: Record) -> None:
         """The gather has read them, or nobody will."""
         if record.is_whole or record.slot is None:
             return
@@ -246,7 +243,6 @@ class NvmeTier:
             record.reading = None
         self._free_params.append(record.slot)
         record.slot = None
-        _unbind(record)
 
     def _what(self, record: Record) -> str:
         return f"unit {record.unit.name}"
@@ -266,6 +262,25 @@ def residence(tier: NvmeTier | None, unit: Unit, *, writes: bool = False, fresh:
         return
     with tier.resident(unit, writes=writes, fresh=fresh):
         yield
+
+
+class _Place(Home):
+    """Where one unit's shards rest, as the unit sees it."""
+
+    def __init__(self, tier: NvmeTier, record: Record) -> None:
+        self._tier, self._record = tier, record
+        self._params_rest = PARAM in record.regions
+
+    def begin_fetch(self) -> None:
+        if self._params_rest:
+            self._tier.begin_params(self._record)
+
+    def fetch(self) -> torch.Tensor | None:
+        return self._tier.fetch_params(self._record) if self._params_rest else None
+
+    def drop(self) -> None:
+        if self._params_rest:
+            self._tier.drop_params(self._record)
 
 
 class _Moving:
