@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from zero_runtime.errors import PlanError
 from zero_runtime.lr_schedule import Rates
 from zero_runtime.optimizers import LambConfig, OptimizerConfig, TorchConfig, refuse_host_reads
 from zero_runtime.param_groups import GroupTable
-from zero_runtime.tiers.nvme import NvmeTier
+from zero_runtime.tiers.resting import Shards, StateTier
 from zero_runtime.torch_rule import TorchRule
 from zero_runtime.unit import Unit
 from zero_runtime.update_rules import ElementwiseRule, Held, LambRule, StepNumbers, check_momentum
@@ -38,25 +39,27 @@ class ShardedOptimizer:
         self.updates = 0  # steps made; what a schedule is a function of
         names = [segment.name for unit in units for segment in unit.layout.segments]
         self._groups = GroupTable(config.groups, names, weight_decay=config.decay, no_decay=config.no_decay)
+        self._units = [unit for unit in units if unit.trainable]
         self._helds = [
             Held(
                 unit,
                 self._groups.runs(unit.layout, collectives.shard_rank),
                 {name: _zeros_like_master(unit) for name in config.state_names},
             )
-            for unit in units
-            if unit.trainable
+            for unit in self._units
         ]
         if any(isinstance(held.unit.master_shard, FakeTensor) for held in self._helds):
             refuse_host_reads(config)
         else:
-            for device in {held.unit.param_shard.device for held in self._helds}:
+            for device in {_where(unit) for unit in self._units}:
                 ops.prepare(device)  # here and not in the first step, in which peers would wait for it
-        self._by_unit = {held.unit.name: held for held in self._helds}
-        self._tier: NvmeTier | None = None
-        if any(held.unit.states_rest for held in self._helds) and isinstance(config, (LambConfig, TorchConfig)):
+        self._by_unit = {unit.name: held for unit, held in zip(self._units, self._helds, strict=True)}
+        self._resting = [unit for unit in self._units if _rests(unit)]
+        self._staying = [self._by_unit[unit.name] for unit in self._units if not _rests(unit)]
+        self._tier: StateTier | None = None
+        if self._resting and isinstance(config, (LambConfig, TorchConfig)):
             raise PlanError(
-                "offload.optimizer=nvme: expected an optimizer that updates one unit after another (AdamW, Adam, Sgd, "
+                "offload: expected an optimizer that updates one unit after another (AdamW, Adam, Sgd, "
                 f"Lion), found {config.name}; use one of them, or offload=none"
             )
         self._rule = _rule(config, self._helds, collectives)
@@ -66,9 +69,10 @@ class ShardedOptimizer:
         """The states kept for each element, in order: all fp32."""
         return self.config.state_names
 
-    def step(self, lr: float | Rates, grad_scale: torch.Tensor) -> None:
+    def step(self, lr: float | Rates, grad_scale: torch.Tensor, host_scale: torch.Tensor | None = None) -> None:
         """Update every master shard from its unit's grad_shard times grad_scale (0-dim fp32), then the parameter
-        shards. One number is the rate of every group, times the group's factor."""
+        shards. One number is the rate of every group, times the group's factor. host_scale: the same on the host, for
+        what is updated there."""
         rates = lr if isinstance(lr, Rates) else Rates(lr)
         self._groups.check_rates(rates.lr)
         check_momentum(self.config, rates.momentum)
@@ -79,11 +83,11 @@ class ShardedOptimizer:
             grad_scale,
         )
         with torch.no_grad():
-            self._rule.update([held for held in self._helds if not held.unit.states_rest], numbers)
-            self._update_resting(numbers)
+            self._rule.update(self._staying, numbers)
+            self._update_resting(numbers, replace(numbers, grad_scale=grad_scale if host_scale is None else host_scale))
         self.updates += 1
 
-    def rest_in(self, tier: NvmeTier) -> None:
+    def rest_in(self, tier: StateTier) -> None:
         """The units whose states rest have them there."""
         self._tier = tier
 
@@ -97,13 +101,13 @@ class ShardedOptimizer:
         if self._tier is not None:
             self._tier.forget_update()
 
-    @property
-    def _resting(self) -> list[Unit]:
-        return [held.unit for held in self._helds if held.unit.states_rest]
+    def _update_resting(self, numbers: StepNumbers, on_host: StepNumbers) -> None:
+        def compute(unit: Unit, shards: Shards) -> None:
+            here = numbers if shards.param_shard.device == numbers.grad_scale.device else on_host
+            self._rule.update([Held(shards, self._by_unit[unit.name].runs, shards.states)], here)
 
-    def _update_resting(self, numbers: StepNumbers) -> None:
         if self._tier is not None:
-            self._tier.update(self._resting, lambda unit: self._rule.update([self._by_unit[unit.name]], numbers))
+            self._tier.update(self._resting, compute)
 
     def counters(self) -> dict[str, float]:
         """What is kept beside the states, equal wherever it is kept: the updates made, and a torch optimizer's own
@@ -119,13 +123,17 @@ class ShardedOptimizer:
 
     def states_of(self, unit: Unit) -> dict[str, torch.Tensor]:
         """The unit's [S] fp32 states by name, in the order of its layout; none for a frozen unit. The optimizer's
-        own tensors: filling them in place sets the states."""
+        own tensors: filling them in place sets the states. Waits for an update that is under way."""
+        unit.settle()
         held = self._by_unit.get(unit.name)
         return {} if held is None else held.states
 
     def free(self) -> None:
         """Let the states go."""
+        self._units.clear()
+        self._resting.clear()
         self._helds.clear()
+        self._staying.clear()
         self._by_unit.clear()
         if isinstance(self._rule, TorchRule):
             self._rule.free()
@@ -143,8 +151,16 @@ def _rule(config: OptimizerConfig, helds: list[Held], collectives: Collectives) 
     return ElementwiseRule(config)
 
 
+def _rests(unit: Unit) -> bool:
+    return unit.states_rest or unit.params_rest
+
+
+def _where(unit: Unit) -> torch.device:
+    """Where the unit is updated."""
+    return torch.device("cpu") if unit.states_rest else unit.device
+
+
 def _zeros_like_master(unit: Unit) -> torch.Tensor:
-    assert unit.master_shard is not None
     if unit.states_rest:
         return torch.empty(0)
-    return torch.zeros_like(unit.master_shard, dtype=torch.float32)
+    return torch.zeros(unit.layout.shard_numel, dtype=torch.float32, device=unit.device)

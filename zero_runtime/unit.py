@@ -107,6 +107,7 @@ class Unit:
         self._arrived: set[int] = set()  # parameters whose gradient came in the backward under way
         self.unsharded_grad: torch.Tensor | None = None  # [P] grad_dtype (R grads) or reduce_dtype (S grads)
         self.grad_shard: torch.Tensor | None = None  # [S] grad_dtype
+        self._squares: torch.Tensor | None = None  # of a gradient that has left, see `grad_squares`
         self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # drawn, and not yet bound to their views
         self._rests = rests or Rests()
         self._place: Place = HOME
@@ -160,6 +161,19 @@ class Unit:
     def master_rests(self) -> bool:
         """Whether the master has none; one that is param_shard itself goes where that goes."""
         return self.states_rest and not self.master_is_param
+
+    def settle(self) -> None:
+        """Block until no update or copy of the shards is under way."""
+        self._place.settle()
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes, whatever rests elsewhere."""
+        return self._device
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        return self._grad_dtype
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -286,11 +300,14 @@ class Unit:
 
     @property
     def is_current(self) -> bool:
-        """Whether the full parameters hold this step's values and may be read."""
+        """Whether the full parameters hold this step's values and may be read; waits for those on their way here."""
         if self.data_state is DataState.UNSHARDED:
             return True
         whole = self.layout.shard_count == 1 and self.data_state is DataState.SHARDED and not self.params_rest
-        return whole and self.param_shard.data_ptr() == self.unsharded_param.data_ptr()
+        if not whole or self.param_shard.data_ptr() != self.unsharded_param.data_ptr():
+            return False
+        self._place.fetch()
+        return True
 
     def begin_use(self) -> None:
         """A call that reads the parameters has begun."""
@@ -418,10 +435,35 @@ class Unit:
 
     # ---- step --------------------------------------------------------------------------------------------------
 
+    def send_grad(self) -> None:
+        """grad_shard is complete: this step adds no more to it. It leaves if the update runs elsewhere."""
+        if self._place is not HOME:
+            self._squares = self.grad_squares()
+            self._place.send_grad()
+
+    def give_grad_away(self, elsewhere: torch.Tensor) -> None:
+        """grad_shard is `elsewhere` from here on; what it was, whole or not, ends here."""
+        self.grad_shard, self.unsharded_grad = elsewhere, None
+
+    def grad_squares(self) -> torch.Tensor | None:
+        """0-dim fp64 on the device: the sum of the squares of this rank's part of the gradient; None without one.
+
+        See [Note: each element once] in grad_norm.py.
+        """
+        if self._squares is not None or self.grad_shard is None:
+            return self._squares
+        part_numel = self.layout.shard_numel // self._collectives.replica_count
+        part = self.grad_shard.narrow(0, self._collectives.replica_rank * part_numel, part_numel)
+        return ops.sum_of_squares(part)
+
     def refresh_param_shard(self) -> None:
         """Round the updated master into param_shard; a no-op where they are one tensor."""
-        if self.master_shard is not None and self.master_shard is not self.param_shard:
+        if self.master_shard is None or self.master_shard is self.param_shard:
+            return
+        if self.master_shard.device == self.param_shard.device:
             ops.cast_copy_(self.param_shard, self.master_shard)
+        else:
+            self.param_shard.copy_(self.master_shard)
 
     def free_grads(self) -> None:
         """End the gradients of this step, reduced or not."""
@@ -429,13 +471,15 @@ class Unit:
         if self.grad_state is not GradState.EMPTY:
             self._move_grad(GradState.EMPTY)
         self._filled.clear()
-        self.unsharded_grad = self.grad_shard = None
+        self.unsharded_grad = self.grad_shard = self._squares = None
 
     # ---- values from outside -----------------------------------------------------------------------------------
 
     @property
     def weights_shard(self) -> torch.Tensor:
-        """[S]: what the weights are kept in: the master, or the parameters themselves where they are frozen."""
+        """[S]: what the weights are kept in: the master, or the parameters themselves where they are frozen. Waits for
+        an update that is under way."""
+        self.settle()
         return self.param_shard if self.master_shard is None else self.master_shard
 
     @property
@@ -459,8 +503,8 @@ class Unit:
 
         The result is the caller's: a copy.
         """
-        full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=shard.device)
-        self._collectives.all_gather_uncounted(full, shard)
+        full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self._device)
+        self._collectives.all_gather_uncounted(full, shard.to(self._device))
         return {
             segment.name: full[segment.offset : segment.offset + segment.numel].view(segment.shape)
             for segment in self.layout.segments

@@ -20,8 +20,11 @@ from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.residency import Rests
 from zero_runtime.settings import RuntimeSettings
 from zero_runtime.sharded_optimizer import ShardedOptimizer
-from zero_runtime.tiers.nvme import NvmeTier, residence
+from zero_runtime.tiers.copies import copies_for
+from zero_runtime.tiers.host import HostTier
+from zero_runtime.tiers.nvme import NvmeTier
 from zero_runtime.tiers.preflight import check_room
+from zero_runtime.tiers.resting import StateTier, residence
 from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
 
@@ -31,7 +34,7 @@ class Built(NamedTuple):
 
     units: list[Unit]
     optimizer: ShardedOptimizer
-    tier: NvmeTier | None
+    tier: StateTier | None
 
 
 class UnitBuilder:
@@ -74,7 +77,7 @@ class UnitBuilder:
             raise
         return Built(units, optimizer, tier)
 
-    def _fill(self, model: nn.Module, units: Sequence[Unit], tier: NvmeTier | None) -> None:
+    def _fill(self, model: nn.Module, units: Sequence[Unit], tier: StateTier | None) -> None:
         """Values for buffers and parameters: those that the model has, drawn, or read."""
         settings = self._settings
         birth = Birth(model, seed=settings.seed, initialise=settings.initialise)
@@ -113,7 +116,7 @@ class UnitBuilder:
         born = {segment.name for unit in units for segment, param in unit.placed() if param.is_meta}
         return frozenset(source.names()) & born
 
-    def _read(self, units: Sequence[Unit], tier: NvmeTier | None, source: TensorSource, given: frozenset[str]) -> None:
+    def _read(self, units: Sequence[Unit], tier: StateTier | None, source: TensorSource, given: frozenset[str]) -> None:
         """Fill the shards of the given parameters. Whoever cannot read tells all: they would wait for it for ever."""
 
         def read_all() -> None:
@@ -126,12 +129,14 @@ class UnitBuilder:
     # ---- what rests elsewhere --------------------------------------------------------------------------------------
 
     def _rests(self, specs: Sequence[UnitSpec]) -> list[Rests]:
-        """What of each unit has no memory on this rank between its uses."""
-        offload = self._settings.offload
-        chosen = resting(specs, offload.ratio) if offload.uses_nvme else [False] * len(specs)
-        return [
-            Rests(offload.params is Tier.NVME, offload.optimizer is Tier.NVME) if rests else Rests() for rests in chosen
-        ]
+        """What of each unit has no memory with this rank's device between its uses."""
+        offload, device = self._settings.offload, self._device.type
+        apart = offload.is_apart(device)
+        moves = {Tier.DEVICE: False, Tier.HOST: apart, Tier.NVME: True}
+        if not moves[offload.params] and not moves[offload.optimizer]:
+            return [Rests()] * len(specs)
+        rests = Rests(moves[offload.params], moves[offload.optimizer], apart)
+        return [rests if chosen else Rests() for chosen in resting(specs, offload.ratio)]
 
     def _check_room(self, specs: Sequence[UnitSpec], config: OptimizerConfig) -> None:
         """Refuse a plan whose scratch files or memory this machine has no room for, before any of it is taken."""
@@ -155,22 +160,25 @@ class UnitBuilder:
         slots = (2 * offload.scratch.ahead + 1) * largest
         check_room(self._collectives, offload.scratch.folder, scratch=elsewhere, memory=memory + slots + whole)
 
-    def _open_tier(self, units: Sequence[Unit], optimizer: ShardedOptimizer) -> NvmeTier | None:
-        """The scratch file of the units that rest, on every rank or on none."""
-        scratch = self._settings.offload.scratch
-        if scratch is None:
+    def _open_tier(self, units: Sequence[Unit], optimizer: ShardedOptimizer) -> StateTier | None:
+        """The tier of the units that rest, on every rank or on none."""
+        held = [unit for unit in units if unit.params_rest or unit.states_rest]
+        if not held:
             return None
-        opened: list[NvmeTier] = []
-
-        def open_it() -> None:
-            held = [unit for unit in units if unit.params_rest or unit.states_rest]
-            opened.append(NvmeTier(held, optimizer.states_of, scratch, self._collectives.rank))
-
+        opened: list[StateTier] = []
         try:
-            agree(self._collectives, trouble_of(open_it))
+            agree(self._collectives, trouble_of(lambda: opened.append(self._tier_of(held, optimizer))))
         except CheckpointError as error:
             for tier in opened:
                 tier.close()
             raise OffloadError(str(error)) from None
         optimizer.rest_in(opened[0])
         return opened[0]
+
+    def _tier_of(self, held: Sequence[Unit], optimizer: ShardedOptimizer) -> StateTier:
+        offload = self._settings.offload
+        if offload.scratch is not None and offload.uses_nvme:
+            return NvmeTier(held, optimizer.states_of, offload.scratch, self._collectives.rank)
+        copies = (offload.copies or copies_for)(self._device)
+        assert copies is not None, "a host that is the device holds nothing apart"
+        return HostTier(held, optimizer.states_of, copies)

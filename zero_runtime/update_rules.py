@@ -15,14 +15,18 @@ from zero_runtime.collectives import Collectives
 from zero_runtime.errors import PlanError
 from zero_runtime.optimizers import AdamConfig, AdamWConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
 from zero_runtime.param_groups import GroupSettings, Run
+from zero_runtime.tiers.resting import Shards
 from zero_runtime.unit import Unit
 
 
 @dataclass(frozen=True)
 class Held:
-    """One trainable unit's part in the optimizer on this rank: its runs, and its states [S] fp32 by name."""
+    """One trainable unit's part in the optimizer on this rank: its runs, and its states [S] fp32 by name.
 
-    unit: Unit
+    unit: the unit itself, or what a tier lends of it for one update.
+    """
+
+    unit: Unit | Shards
     runs: tuple[Run, ...]
     states: dict[str, torch.Tensor]
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from zero_runtime.residency import Home
 from zero_runtime.tiers.pipeline import pipeline
+from zero_runtime.tiers.resting import MASTER, PARAM, Compute, Shards
 from zero_runtime.tiers.scratch import ALIGN_BYTES, ScratchFile, ScratchSettings, Transfer, aligned, aligned_buffer
 from zero_runtime.unit import Unit
-
-PARAM, MASTER = "param", "master"
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class NvmeTier:
         self._file = ScratchFile(settings, offset, rank)
         self._slot_bytes = max((record.size for record in self._records.values()), default=0)
         self._early: dict[str, _Moving] = {}  # reads that have begun before their update, by unit
+        self._slots: list[torch.Tensor] = []  # all of both kinds
         self._free: list[torch.Tensor] = []
         self._free_params: list[torch.Tensor] = []
         self._param_bytes = max((record.size - record.param_at for record in self._records.values()), default=0)
@@ -117,7 +118,7 @@ class NvmeTier:
             else:
                 self._release(record)
 
-    def update(self, units: Sequence[Unit], compute: Callable[[Unit], None]) -> None:
+    def update(self, units: Sequence[Unit], compute: Compute) -> None:
         """`compute` each unit while it is resident, in order; the next are read and the last written meanwhile."""
         records = [self._records[unit.name] for unit in units]
         for record in records:
@@ -126,7 +127,7 @@ class NvmeTier:
         pipeline(
             records,
             self._fetch_for_update,
-            lambda record: compute(record.unit),
+            lambda record: compute(record.unit, Shards.of(record.unit, record.states)),
             self._flush,
             depth=self._settings.ahead,
         )
@@ -137,21 +138,21 @@ class NvmeTier:
             record.unit.drop_full()
             self.drop_params(record)
 
-    def read(self, unit: Unit, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of one resting tensor (param, master, or a state), in memory of their own."""
-        record = self._records[unit.name]
-        region = record.regions[name]
+    def reader(self, unit: Unit, name: str) -> Callable[[int, int], torch.Tensor] | None:
+        """How elements [start, stop) of one tensor (param, master or a state) are read where it rests here."""
+        record = self._records.get(unit.name)
+        if record is None or name not in record.regions:
+            return None
+        return partial(self._read, record, record.regions[name])
+
+    def _read(self, record: Record, region: Region, start: int, stop: int) -> torch.Tensor:
+        """In memory of their own."""
         low = region.offset + start * region.dtype.itemsize
         high = region.offset + stop * region.dtype.itemsize
         first = low // ALIGN_BYTES * ALIGN_BYTES
         buffer = aligned_buffer(aligned(high - first))
         self._file.read(record.offset + first, buffer, self._what(record)).wait()
         return buffer[low - first : high - first].view(region.dtype).clone()
-
-    def rests(self, unit: Unit, name: str) -> bool:
-        """Whether this tensor of the unit rests here."""
-        record = self._records.get(unit.name)
-        return record is not None and name in record.regions
 
     def begin_update(self, units: Sequence[Unit]) -> None:
         """Start reading what `update` needs first; nothing may use the parameters until it or `forget_update`."""
@@ -199,12 +200,18 @@ class NvmeTier:
         return [move(record.offset + low, slot[low:high], what) for low, high in parts if low < high]
 
     def _bind(self, record: Record) -> None:
-        record.slot = self._free.pop() if self._free else aligned_buffer(self._slot_bytes)
+        record.slot = self._slot(self._free, self._slot_bytes)
         record.is_whole = True
         views = {name: region.of(record.slot) for name, region in record.regions.items()}
         record.unit.bind_shards(views.get(PARAM), views.get(MASTER))
         for name in record.states:
             record.states[name] = views[name]
+
+    def _slot(self, free: list[torch.Tensor], size: int) -> torch.Tensor:
+        if not free:
+            free.append(aligned_buffer(size))
+            self._slots.append(free[-1])
+        return free.pop()
 
     def _release(self, record: Record) -> None:
         assert record.slot is not None
@@ -218,7 +225,7 @@ class NvmeTier:
         """Start reading the unit's param_shard; a no-op while it is here or on its way."""
         if record.slot is not None:
             return
-        record.slot = self._free_params.pop() if self._free_params else aligned_buffer(self._param_bytes)
+        record.slot = self._slot(self._free_params, self._param_bytes)
         part = record.slot[: record.size - record.param_at]
         record.reading = self._file.read(record.offset + record.param_at, part, self._what(record))
 
@@ -247,21 +254,15 @@ class NvmeTier:
     def _what(self, record: Record) -> str:
         return f"unit {record.unit.name}"
 
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        return {"staging": self._slots}
+
     def close(self) -> None:
         """Give file and buffers back. Idempotent."""
         self._file.close()
+        self._slots.clear()
         self._free.clear()
         self._free_params.clear()
-
-
-@contextmanager
-def residence(tier: NvmeTier | None, unit: Unit, *, writes: bool = False, fresh: bool = False) -> Iterator[None]:
-    """NvmeTier.resident for a unit that may rest nowhere: then nothing is done."""
-    if tier is None or not tier.holds(unit):
-        yield
-        return
-    with tier.resident(unit, writes=writes, fresh=fresh):
-        yield
 
 
 class _Place(Home):
