@@ -29,6 +29,8 @@ class OffloadPlan:
 
     ratio: the share of the trained elements whose unit rests elsewhere; the rest stays with the device.
     scratch: of tier NVME alone. On a CPU the host is the device, so HOST changes nothing there.
+    speculative: units are updated as their gradients come, as if nothing would be clipped and all were finite, and what
+        was current is kept until the norm has told; then the step is as it would have been otherwise, to the last bit.
     copies: how shards move between a device and the host; None is what the device needs. With one of its own the host
         is apart on a CPU too: the same way with other means.
     """
@@ -37,6 +39,7 @@ class OffloadPlan:
     optimizer: Tier = Tier.DEVICE
     ratio: float = 1.0
     scratch: ScratchSettings | None = None
+    speculative: bool = False
     copies: Callable[[torch.device], Copies] | None = None
 
     def __post_init__(self) -> None:
@@ -69,6 +72,12 @@ class OffloadPlan:
             raise PlanError(
                 f"offload: expected {expected}, found {device}, from which nothing is moved there yet; use "
                 "offload=optimizer_cpu on CUDA, or offload=none"
+            )
+        rests = self.optimizer is Tier.NVME or (self.optimizer is Tier.HOST and self.is_apart(device))
+        if self.speculative and not rests:
+            raise PlanError(
+                f"offload.step=speculative: expected masters and states that rest away from {device}, found them with "
+                "it; use optimizer_nvme, or optimizer_cpu on a GPU, or offload.step=after_backward"
             )
         if self.copies is not None and self.uses_nvme:
             raise PlanError("offload.copies: expected no scratch file beside them, found one; leave one of them out")

@@ -87,6 +87,8 @@ class ZeroRuntime:
         self._hooks = ModuleHooks(model, self.units, self._schedule)
         self.collectives.journal.begin("forward")
         self._backwards = 0
+        self._expected: float | Rates | None = None  # the rate of the step under way
+        self._warned = False
         self._synced = True
         self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its graph ended with its backward
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -156,10 +158,32 @@ class ZeroRuntime:
         self._backwards += 1
         self._loss += loss.detach()
         self.collectives.journal.begin("backward")
-        self._schedule.begin_backward(boundary=self._backwards == self.settings.micro_batches, synced=self._synced)
+        boundary = self._backwards == self.settings.micro_batches
+        if boundary and self._synced and self.settings.offload.speculative:
+            self._guess()
+        self._schedule.begin_backward(boundary=boundary, synced=self._synced)
         (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
         self._schedule.end_backward()
         self.collectives.journal.begin("forward")
+
+    def expect_rate(self, lr: float | Rates) -> None:
+        """What `step` will be called with, told before the step's last backward: OffloadPlan.speculative needs it.
+
+        A step that is called with another rate is made again with that, and has the same bits.
+        """
+        self._expected = lr
+
+    def _guess(self) -> None:
+        """Have units updated as their gradients come: with the rate that was told, and no clipping."""
+        if self._expected is not None:
+            self.optimizer.guess(self._expected, torch.ones(()) / self.scaler.scale)
+        elif not self._warned:
+            self._warned = True
+            warnings.warn(
+                "offload.step=speculative: expected the rate of the step before its last backward, found none, so "
+                "units are updated after backward; call runtime.expect_rate(lr) first",
+                stacklevel=3,
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -243,6 +267,7 @@ class ZeroRuntime:
         for unit in self.units:
             unit.free_grads()
         self._backwards = 0
+        self._expected = None
         self._loss.zero_()
 
     def find_non_finite(self, backwards: Callable[[], None]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -57,6 +58,7 @@ class ShardedOptimizer:
         self._resting = [unit for unit in self._units if _rests(unit)]
         self._staying = [self._by_unit[unit.name] for unit in self._units if not _rests(unit)]
         self._tier: StateTier | None = None
+        self._guessed: tuple[Rates, float] | None = None  # the rates and the scale that `guess` was given
         if self._resting and isinstance(config, (LambConfig, TorchConfig)):
             raise PlanError(
                 "offload: expected an optimizer that updates one unit after another (AdamW, Adam, Sgd, "
@@ -73,19 +75,48 @@ class ShardedOptimizer:
         """Update every master shard from its unit's grad_shard times grad_scale (0-dim fp32), then the parameter
         shards. One number is the rate of every group, times the group's factor. host_scale: the same on the host, for
         what is updated there."""
-        rates = lr if isinstance(lr, Rates) else Rates(lr)
-        self._groups.check_rates(rates.lr)
-        check_momentum(self.config, rates.momentum)
-        numbers = StepNumbers(
-            self.updates + 1,
-            lambda settings: self._groups.rate(rates.lr, settings),
-            rates.momentum,
-            grad_scale,
-        )
+        host_scale = grad_scale if host_scale is None else host_scale
+        numbers = self._numbers(lr, grad_scale)
         with torch.no_grad():
             self._rule.update(self._staying, numbers)
-            self._update_resting(numbers, replace(numbers, grad_scale=grad_scale if host_scale is None else host_scale))
+            if self._tier is not None:
+                left = self._not_guessed(self._tier, lr, host_scale)
+                self._tier.update(left, partial(self._compute, (numbers, replace(numbers, grad_scale=host_scale))))
         self.updates += 1
+
+    def _numbers(self, lr: float | Rates, grad_scale: torch.Tensor) -> StepNumbers:
+        """Of the next step. ValueError family where the rates are not for these groups or this optimizer."""
+        rates = _rates(lr)
+        self._groups.check_rates(rates.lr)
+        check_momentum(self.config, rates.momentum)
+        return StepNumbers(
+            self.updates + 1, lambda settings: self._groups.rate(rates.lr, settings), rates.momentum, grad_scale
+        )
+
+    # ---- what rests elsewhere --------------------------------------------------------------------------------------
+
+    def _compute(self, either: Sequence[StepNumbers], unit: Unit, shards: Shards) -> None:
+        """Update what a tier lends, with those numbers whose scale is where the shards are."""
+        numbers = next(one for one in either if one.grad_scale.device == shards.param_shard.device)
+        self._rule.update([Held(shards, self._by_unit[unit.name].runs, shards.states)], numbers)
+
+    def guess(self, lr: float | Rates, host_scale: torch.Tensor) -> None:
+        """The last backward of a step begins: its units may be updated as their gradients come, as if `step` were going
+        to be called with these numbers. `step` or `forget_step` must follow."""
+        if self._tier is None:
+            return
+        self._guessed = (_rates(lr), float(host_scale))
+        self._tier.guess(self._resting, partial(self._compute, (self._numbers(lr, host_scale),)))
+
+    def _not_guessed(self, tier: StateTier, lr: float | Rates, host_scale: torch.Tensor) -> list[Unit]:
+        """The resting units that this step must still update."""
+        guessed, self._guessed = self._guessed, None
+        if guessed is None:
+            return self._resting
+        if guessed == (_rates(lr), float(host_scale)):
+            return tier.adopt()
+        tier.reject()
+        return self._resting
 
     def rest_in(self, tier: StateTier) -> None:
         """The units whose states rest have them there."""
@@ -93,21 +124,15 @@ class ShardedOptimizer:
 
     def begin_step(self) -> None:
         """A step will follow, or `forget_step`: what rests elsewhere may set out."""
-        if self._tier is not None:
+        if self._tier is not None and self._guessed is None:
             self._tier.begin_update(self._resting)
 
     def forget_step(self) -> None:
         """The step that was begun is skipped."""
+        self._guessed = None
         if self._tier is not None:
             self._tier.forget_update()
-
-    def _update_resting(self, numbers: StepNumbers, on_host: StepNumbers) -> None:
-        def compute(unit: Unit, shards: Shards) -> None:
-            here = numbers if shards.param_shard.device == numbers.grad_scale.device else on_host
-            self._rule.update([Held(shards, self._by_unit[unit.name].runs, shards.states)], here)
-
-        if self._tier is not None:
-            self._tier.update(self._resting, compute)
+            self._tier.reject()
 
     def counters(self) -> dict[str, float]:
         """What is kept beside the states, equal wherever it is kept: the updates made, and a torch optimizer's own
@@ -149,6 +174,10 @@ def _rule(config: OptimizerConfig, helds: list[Held], collectives: Collectives) 
     if isinstance(config, TorchConfig):
         return TorchRule(config, helds)
     return ElementwiseRule(config)
+
+
+def _rates(lr: float | Rates) -> Rates:
+    return lr if isinstance(lr, Rates) else Rates(lr)
 
 
 def _rests(unit: Unit) -> bool:

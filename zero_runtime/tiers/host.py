@@ -4,12 +4,17 @@
 A unit's gradient leaves as its reduction ends. When the norm is known, one thread of the host updates the units in the
 order of the next forward and sends each one's parameters back; the forward waits for the unit that it is about to
 gather and for no other. Where the parameters rest too, a gather has them brought first, ahead of its time.
+
+[Note: guessing]
+A speculative step updates each unit when its gradient has come, during backward, as if nothing would be clipped and all
+were finite. It works on a second copy of master, states and resting parameters. A guess that was right swaps the two;
+one that was wrong is forgotten, so going back is exact: what was current has never been written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 
 import torch
@@ -24,11 +29,19 @@ class HostTier:
     """All units of one rank that rest in the host's memory."""
 
     def __init__(
-        self, units: Iterable[Unit], states_of: Callable[[Unit], dict[str, torch.Tensor]], copies: Copies
+        self,
+        units: Iterable[Unit],
+        states_of: Callable[[Unit], dict[str, torch.Tensor]],
+        copies: Copies,
+        *,
+        speculative: bool = False,
     ) -> None:
         self._copies = copies
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="host-step")
-        self._places = {unit.name: HostPlace(unit, states_of(unit), copies, self._worker) for unit in units}
+        self._places = {
+            unit.name: HostPlace(unit, states_of(unit), copies, self._worker, doubled=speculative) for unit in units
+        }
+        self._guessed: list[Unit] = []
 
     def holds(self, unit: Unit) -> bool:
         return unit.name in self._places
@@ -43,6 +56,7 @@ class HostTier:
         if writes:
             unit.drop_full()
             place.drop()
+            place.reject()
         yield
 
     def reader(self, unit: Unit, name: str) -> None:
@@ -58,6 +72,20 @@ class HostTier:
         """Returns before it is done where the states rest here; see [Note: a step on the host]."""
         for unit in units:
             self._places[unit.name].begin_update(compute)
+
+    def guess(self, units: Sequence[Unit], compute: Compute) -> None:
+        self._guessed = list(units)
+        for unit in units:
+            self._places[unit.name].guess(compute)
+
+    def adopt(self) -> list[Unit]:
+        guessed, self._guessed = self._guessed, []
+        return [unit for unit in guessed if not self._places[unit.name].adopt()]
+
+    def reject(self) -> None:
+        for unit in self._guessed:
+            self._places[unit.name].reject()
+        self._guessed.clear()
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         found: dict[str, list[torch.Tensor]] = {"params": [], "grads": [], "optimizer": [], "staging": []}
@@ -78,10 +106,21 @@ class HostTier:
 class HostPlace(Home):
     """One unit's shards on the host, and what is under way with them."""
 
-    def __init__(self, unit: Unit, states: dict[str, torch.Tensor], copies: Copies, worker: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        states: dict[str, torch.Tensor],
+        copies: Copies,
+        worker: ThreadPoolExecutor,
+        *,
+        doubled: bool,
+    ) -> None:
         self._unit, self._states = unit, states
         self._copies, self._worker = copies, worker
         self._shards = self._allocate()
+        self._second = self._allocate() if doubled else {}  # see [Note: guessing]
+        self._guess: Compute | None = None  # what to do when the gradient has come
+        self._guessing: Future[None] | None = None
         self._grad: torch.Tensor | None = None  # [S] grad_dtype
         self._staging: torch.Tensor | None = None  # [S] param_dtype: new parameters on their way to the device
         if unit.states_rest:
@@ -118,11 +157,12 @@ class HostPlace(Home):
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """See StateTier.tensors."""
         shards = self._shards
+        staging = [] if self._staging is None else [self._staging]
         return {
             "params": [shards[PARAM]] if PARAM in shards else [],
             "grads": [] if self._grad is None else [self._grad],
             "optimizer": [tensor for name, tensor in shards.items() if name != PARAM],
-            "staging": [] if self._staging is None else [self._staging],
+            "staging": [*staging, *self._second.values()],
         }
 
     # ---- what the unit asks ------------------------------------------------------------------------------------
@@ -159,9 +199,14 @@ class HostPlace(Home):
         assert self._unit.grad_shard is not None
         self._moving.append(self._copies.to_host(self._grad, self._unit.grad_shard))
         self._unit.give_grad_away(self._grad)
+        if self._guess is not None:
+            self._guessing = self._worker.submit(self._try, self._guess)
+            self._guess = None
 
     def settle(self) -> None:
         self._end_job()
+        if self._guessing is not None:
+            wait([self._guessing])
         for mark in self._moving:
             mark.wait()
         self._moving.clear()
@@ -208,6 +253,43 @@ class HostPlace(Home):
         with torch.no_grad():
             self._back = self._copies.to_device(self._unit.param_shard, source, [after])
         self._moving = [self._back]
+
+    # ---- guessing: see the note --------------------------------------------------------------------------------
+
+    def guess(self, compute: Compute) -> None:
+        """Have the update tried when the gradient has come."""
+        self._guess = compute
+
+    def adopt(self) -> bool:
+        """Have what was tried take the place of what is current; False where there is nothing that was tried."""
+        self._guess, guessing, self._guessing = None, self._guessing, None
+        if guessing is None:
+            return False
+        self.drop()
+        self._job = self._worker.submit(self._swap, guessing, self._copies.here())
+        return True
+
+    def reject(self) -> None:
+        """Forget what was tried, or is being tried."""
+        self._guess = None
+        if self._guessing is not None:
+            self._job, self._guessing = self._guessing, None  # what comes next waits for it to end
+
+    def _try(self, compute: Compute) -> None:
+        for mark in self._moving:
+            mark.wait()
+        with torch.no_grad():
+            for name, tensor in self._second.items():
+                tensor.copy_(self._shards[name])
+            compute(self._unit, self._lent(self._second))
+
+    def _swap(self, tried: Future[None], after: Mark) -> None:
+        tried.result()
+        self._shards, self._second = self._second, self._shards
+        self._bind(self._shards)
+        self._send_params(self._shards, after)
+
+    # ---- on the device -----------------------------------------------------------------------------------------
 
     def _update_on_device(self, compute: Compute) -> None:
         """The parameters alone rest here: they, or room for new ones, come to the device for as long as it takes."""

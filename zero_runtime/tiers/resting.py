@@ -62,6 +62,18 @@ class StateTier(Protocol):
     def update(self, units: Sequence[Unit], compute: Compute) -> None:
         """Have each of these units computed, in order. May return before it is done: the unit's place knows."""
 
+    def guess(self, units: Sequence[Unit], compute: Compute) -> None:
+        """The last backward of a step begins: `compute` these units as their gradients come, on second copies of what
+        is written, and leave what is current alone. `adopt` or `reject` will follow."""
+
+    def adopt(self) -> list[Unit]:
+        """The guess was right: the second copies become current. Returns the units of `guess` that still need an
+        update, since their shards were written in between."""
+        ...
+
+    def reject(self) -> None:
+        """The guess was wrong: everything is as it was."""
+
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Memory of the host that this tier holds, by component (params, grads, optimizer, staging), for counting."""
         ...
