@@ -21,12 +21,13 @@ from zero_runtime.loss_scaler import LossScaler
 from zero_runtime.lr_schedule import Rates
 from zero_runtime.memory_model import StateBytes, StepPeak, UnitSize, model_state_bytes, step_peak_bytes
 from zero_runtime.module_hooks import ModuleHooks
+from zero_runtime.offload_memory import OffloadBytes, host_bytes, nvme_bytes
 from zero_runtime.optimizers import OptimizerConfig
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.schedule import Schedule
-from zero_runtime.settings import RuntimeSettings
+from zero_runtime.settings import RuntimeSettings, moves_of
 from zero_runtime.tiers.nvme import NvmeTier
 from zero_runtime.tiers.resting import MASTER, PARAM, residence
 from zero_runtime.unit import Unit
@@ -380,6 +381,13 @@ class ZeroRuntime:
         ]
         return StateBytes(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
 
+    def predicted_offload_bytes(self) -> OffloadBytes:
+        """What `offload_memory` predicts for this rank, in the host's memory and in the scratch file."""
+        units = list(zip(self.unit_sizes(), (unit.precision for unit in self.units), strict=True))
+        offload = self.settings.offload
+        moves = moves_of(self.settings, self.optimizer.config, self.collectives.shard_count)
+        return (nvme_bytes if offload.uses_nvme else host_bytes)(units, moves)
+
     @property
     def scratch_bytes(self) -> int:
         """Bytes of this rank's scratch file; 0 where nothing rests in one."""
@@ -420,6 +428,7 @@ class ZeroRuntime:
                 is_root=self.model in unit.modules,
                 params_rest=unit.params_rest,
                 optimizer_rests=unit.states_rest,
+                apart=self.settings.offload.is_apart(self.device.type),
             )
             for unit in self.units
         ]

@@ -190,6 +190,6 @@ def _where(unit: Unit) -> torch.device:
 
 
 def _zeros_like_master(unit: Unit) -> torch.Tensor:
-    if unit.states_rest:
-        return torch.empty(0)
-    return torch.zeros(unit.layout.shard_numel, dtype=torch.float32, device=unit.device)
+    """On the meta device where states rest elsewhere: what a tier must make room for."""
+    device = torch.device("meta") if unit.states_rest else unit.device
+    return torch.zeros(unit.layout.shard_numel, dtype=torch.float32, device=device)

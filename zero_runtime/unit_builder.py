@@ -13,12 +13,15 @@ from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.checkpoint.together import agree, trouble_of
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CheckpointError, OffloadError, PlanError
+from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.memory_model import UnitSize, model_state_bytes
 from zero_runtime.offload import Tier, resting
+from zero_runtime.offload_memory import host_bytes, nvme_bytes
 from zero_runtime.optimizers import OptimizerConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.residency import Rests
-from zero_runtime.settings import RuntimeSettings
+from zero_runtime.settings import RuntimeSettings, moves_of
 from zero_runtime.sharded_optimizer import ShardedOptimizer
 from zero_runtime.tiers.copies import copies_for
 from zero_runtime.tiers.host import HostTier
@@ -139,26 +142,43 @@ class UnitBuilder:
         return [rests if chosen else Rests() for chosen in resting(specs, offload.ratio)]
 
     def _check_room(self, specs: Sequence[UnitSpec], config: OptimizerConfig) -> None:
-        """Refuse a plan whose scratch files or memory this machine has no room for, before any of it is taken."""
-        offload = self._settings.offload
-        if offload.scratch is None:
+        """Refuse what this machine has no room for, in memory or on the drive, before any of it is taken."""
+        offload, settings = self._settings.offload, self._settings
+        units = [
+            (self._size(spec, rests), spec.precision) for spec, rests in zip(specs, self._rests(specs), strict=True)
+        ]
+        if not any(size.params_rest or size.optimizer_rests for size, _ in units):
             return
-        states = len(config.state_names)
-        elsewhere = memory = whole = largest = 0
-        for spec, rests in zip(specs, self._rests(specs), strict=True):
-            kind, numel = spec.precision, spec.numel
-            shard = -(-numel // self._collectives.shard_count)
-            param = ITEMSIZE_BYTES[kind.param] * shard
-            master = 0 if kind.master == kind.param else ITEMSIZE_BYTES[kind.master] * shard
-            optimizer = (master + ITEMSIZE_BYTES["fp32"] * states * shard) if spec.trainable else 0
-            grads = ITEMSIZE_BYTES[kind.grad(self._settings.micro_batches)] * shard if spec.trainable else 0
-            record = optimizer * rests.optimizer + param * rests.params
-            elsewhere += record
-            largest = max(largest, record)
-            whole = max(whole, numel * ITEMSIZE_BYTES[kind.compute or kind.param])
-            memory += grads + optimizer + param - record
-        slots = (2 * offload.scratch.ahead + 1) * largest
-        check_room(self._collectives, offload.scratch.folder, scratch=elsewhere, memory=memory + slots + whole)
+        moves = moves_of(settings, config, self._collectives.shard_count)
+        needed = (nvme_bytes if offload.uses_nvme else host_bytes)(units, moves)
+        memory = needed.host
+        if self._device.type == "cpu":  # then what stays is the host's too, and one unit is whole at a time
+            memory += sum(self._state_bytes(size, kind, len(config.state_names)) for size, kind in units)
+            memory += max(size.numel * ITEMSIZE_BYTES[kind.compute or kind.param] for size, kind in units)
+        folder = offload.scratch.folder if offload.scratch is not None and offload.uses_nvme else None
+        check_room(self._collectives, folder, scratch=needed.scratch, memory=memory)
+
+    def _size(self, spec: UnitSpec, rests: Rests) -> UnitSize:
+        shapes = [(name, tuple(param.shape)) for name, param in spec.params]
+        layout = FlatLayout.build(shapes, shard_count=self._collectives.shard_count, world=self._collectives.world)
+        return UnitSize.of(
+            layout,
+            trainable=spec.trainable,
+            params_rest=rests.params,
+            optimizer_rests=rests.optimizer,
+            apart=rests.apart,
+        )
+
+    def _state_bytes(self, size: UnitSize, kind: MixedPrecision, optimizer_states: int) -> int:
+        found = model_state_bytes(
+            self._plan,
+            kind,
+            [size],
+            world=self._collectives.world,
+            micro_batches=self._settings.micro_batches,
+            optimizer_states=optimizer_states,
+        )
+        return found.total
 
     def _open_tier(self, units: Sequence[Unit], optimizer: ShardedOptimizer) -> StateTier | None:
         """The tier of the units that rest, on every rank or on none."""

@@ -118,7 +118,7 @@ class HostPlace(Home):
         self._unit, self._states = unit, states
         self._copies, self._worker = copies, worker
         self._shards = self._allocate()
-        self._second = self._allocate() if doubled else {}  # see [Note: guessing]
+        self._second = self._allocate() if doubled and unit.states_rest else {}  # see [Note: guessing]
         self._guess: Compute | None = None  # what to do when the gradient has come
         self._guessing: Future[None] | None = None
         self._grad: torch.Tensor | None = None  # [S] grad_dtype
@@ -139,8 +139,8 @@ class HostPlace(Home):
         if unit.master_rests:
             found[MASTER] = self._copies.on_host(unit.layout.shard_numel, unit.master_dtype)
         if unit.states_rest:
-            for name in self._states:
-                found[name] = self._copies.on_host(unit.layout.shard_numel, torch.float32)
+            for name, state in self._states.items():
+                found[name] = self._copies.on_host(state.numel(), state.dtype)
         if unit.params_rest:
             found[PARAM] = self._copies.on_host(unit.layout.shard_numel, unit.param_dtype)
         return found

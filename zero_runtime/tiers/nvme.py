@@ -13,12 +13,13 @@ from functools import partial
 import torch
 
 from zero_runtime.errors import OffloadError
+from zero_runtime.offload_memory import ALIGN_BYTES, aligned
 from zero_runtime.residency import Home
 from zero_runtime.tiers.nvme_guess import Guess, Try
 from zero_runtime.tiers.pipeline import pipeline
 from zero_runtime.tiers.records import Record, Region
 from zero_runtime.tiers.resting import PARAM, Compute, Shards
-from zero_runtime.tiers.scratch import ALIGN_BYTES, ScratchFile, ScratchSettings, Transfer, aligned, aligned_buffer
+from zero_runtime.tiers.scratch import ScratchFile, ScratchSettings, Transfer, aligned_buffer
 from zero_runtime.unit import Unit
 
 

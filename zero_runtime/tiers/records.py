@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from zero_runtime.offload_memory import aligned
 from zero_runtime.tiers.resting import MASTER, PARAM
-from zero_runtime.tiers.scratch import Transfer, aligned
+from zero_runtime.tiers.scratch import Transfer
 from zero_runtime.unit import Unit
 
 
@@ -57,15 +58,15 @@ class Record:
         regions: dict[str, Region] = {}
         end = 0
 
-        def add(name: str, dtype: torch.dtype) -> None:
+        def add(name: str, dtype: torch.dtype, numel: int = unit.layout.shard_numel) -> None:
             nonlocal end
-            regions[name] = Region(end, unit.layout.shard_numel, dtype)
+            regions[name] = Region(end, numel, dtype)
             end = aligned(end + regions[name].nbytes)
 
         if unit.master_rests:
             add(MASTER, unit.master_dtype)
-        for name in states:
-            add(name, torch.float32)
+        for name, state in states.items():
+            add(name, state.dtype, state.numel())
         param_at = end
         if unit.params_rest:
             add(PARAM, unit.param_dtype)
@@ -99,4 +100,4 @@ class Record:
             torch.empty(0, dtype=self.unit.master_dtype) if MASTER in self.regions else None,
         )
         for name in self.states:
-            self.states[name] = torch.empty(0)
+            self.states[name] = torch.empty(0, dtype=self.regions[name].dtype)
