@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orchestrator.paths import program
-from orchestrator.schema import AdapterKind, DataKind, Offload, Place, RunConfig, Tokenizer
+from orchestrator.schema import AdapterKind, DataKind, Offload, Place, RunConfig, StepTime, Tokenizer
 from orchestrator.units import ABSENT, count, difference, digits, loss, percent, size
 
 PHASES = (
@@ -85,7 +85,8 @@ def _offload_text(offload: Offload) -> str:
         else "the host's memory (on CPU ranks: where they are)"
     )
     share = "" if offload.ratio == 1 else f"{offload.ratio:.0%} of the units: "
-    return f"{share}{moved} rest in {where}"
+    early = ", updated during backward" if offload.step is StepTime.speculative else ""
+    return f"{share}{moved} rest in {where}{early}"
 
 
 def _data_text(config: RunConfig) -> str:
