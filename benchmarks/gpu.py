@@ -24,6 +24,7 @@ def main() -> int:
         [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu"],
         [*stages, "bf16", *large],
         [*stages, "fp32", *large],
+        [sys.executable, "benchmarks/host_offload.py"],
     ]
     return max(subprocess.run(command, cwd=ROOT).returncode for command in commands)
 

@@ -126,7 +126,7 @@ class HostPlace(Home):
         if unit.states_rest:
             self._grad = copies.on_host(unit.layout.shard_numel, unit.grad_dtype)
             if not unit.params_rest and unit.master_dtype != unit.param_dtype:
-                self._staging = copies.on_host(unit.layout.shard_numel, unit.param_dtype)
+                self._staging = copies.on_host(unit.layout.shard_numel, unit.param_dtype).zero_()  # padding too
         self._job: Future[None] | None = None  # the update, until it is done
         self._moving: list[Mark] = []  # copies that read or write the host's tensors
         self._back: Mark | None = None  # new parameters that the device has not waited for
@@ -302,7 +302,7 @@ class HostPlace(Home):
             self._copies.used_here(param)
             lent.master_shard = param
         else:
-            param = torch.empty_like(home, device=unit.device)
+            param = torch.zeros_like(home, device=unit.device)
         lent.param_shard = param
         compute(unit, lent)
         self._moving.append(self._copies.to_host(home, param))

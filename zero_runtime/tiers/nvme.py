@@ -59,7 +59,7 @@ class NvmeTier:
             if doubled and unit.states_rest:
                 record.other, offset = offset, offset + record.size
                 if not unit.params_rest:
-                    record.staging = torch.empty(unit.layout.shard_numel, dtype=unit.param_dtype)
+                    record.staging = torch.zeros(unit.layout.shard_numel, dtype=unit.param_dtype)
         return offset
 
     def holds(self, unit: Unit) -> bool:
