@@ -1,7 +1,7 @@
 """A training step whose optimizer rests in the host's memory, beside the same step without offload.
 
 `python benchmarks/host_offload.py [--rounds N] [--accumulation N] [sizes]`; writes benchmarks/results/. One GPU,
-AdamW, bf16 with fp32 masters. compute: a step without offload less its update. work: the host's update and the copies of
+AdamW, bf16 with fp32 masters. compute: a step without offload less its update. work: the update and the copies of
 gradients and new parameters, each run alone with nothing beside it. exposed: what a row's step takes longer than
 compute; hidden: the share of work that is not exposed. Where parameters rest on the host, their way to the device for
 each gather is in exposed and not in work. Rows are stepped in turn. `--device cpu` moves shards between two places of
