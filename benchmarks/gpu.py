@@ -25,6 +25,7 @@ def main() -> int:
         [sys.executable, "benchmarks/kernels_gpu.py"],
         [*stages, "bf16", *large],
         [*stages, "fp32", *large],
+        [sys.executable, "benchmarks/host_offload.py"],
     ]
     return max(subprocess.run(command, cwd=ROOT).returncode for command in commands)
 

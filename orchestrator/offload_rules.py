@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orchestrator.schema import Device, Offload, Place, Resources, Zero
+from orchestrator.schema import Device, Offload, Place, Resources, StepTime, Zero
 from orchestrator.strict import Broken
 from orchestrator.training import Optimizer, OptimizerKind
 
@@ -34,29 +34,36 @@ def params_rest_with_the_optimizer(scene: Scene, offload: Offload) -> Broken | N
     return Broken(rule, str(offload.optimizer), ("offload.optimizer=nvme", "offload.params=device"))
 
 
-def optimizer_can_rest(scene: Scene, offload: Offload, optimizer: Optimizer) -> Broken | None:
-    if offload.optimizer is not Place.nvme or optimizer.kind in ONE_BY_ONE:
+def optimizer_can_rest(scene: Scene, offload: Offload, optimizer: Optimizer, resources: Resources) -> Broken | None:
+    places = [place for place in (offload.optimizer, offload.params) if _moves(scene, place, resources)]
+    if not places or optimizer.kind in ONE_BY_ONE:
         return None
-    fitting = ", ".join(ONE_BY_ONE[:-1])
-    rule = (
-        f"offload.optimizer=nvme needs an optimizer that updates one unit after another: {fitting} or {ONE_BY_ONE[-1]}"
-    )
+    fitting = f"{', '.join(ONE_BY_ONE[:-1])} or {ONE_BY_ONE[-1]}"
+    rule = f"offload to {places[0]} needs an optimizer that updates one unit after another: {fitting}"
     return Broken(rule, str(optimizer.kind), ("offload.optimizer=device offload.params=device",))
-
-
-def host_is_the_device(scene: Scene, offload: Offload, resources: Resources) -> Broken | None:
-    """On a CPU the host's memory is the device's. From a GPU the way there is not written yet."""
-    if Place.cpu not in (offload.params, offload.optimizer) or scene.device(resources) is not Device.cuda:
-        return None
-    rule = "offload to the host's memory is not here yet for GPUs"
-    return Broken(rule, "resources.device=cuda", ("offload.optimizer=device offload.params=device",))
 
 
 def scratch_is_for_a_cpu(scene: Scene, offload: Offload, resources: Resources) -> Broken | None:
     if not offload.uses_nvme or scene.device(resources) is not Device.cuda:
         return None
-    rule = "offload to a scratch file is not here yet for GPUs"
-    return Broken(rule, "resources.device=cuda", ("offload.optimizer=device offload.params=device",))
+    rule = "offload to a scratch file is not here yet for GPUs, whose states can rest in the host's memory"
+    return Broken(rule, "resources.device=cuda", ("offload.optimizer=cpu offload.params=device",))
+
+
+def guesses_need_a_tier(scene: Scene, offload: Offload, resources: Resources) -> Broken | None:
+    """A step during backward works on second copies of what rests elsewhere."""
+    if offload.step is not StepTime.speculative or _moves(scene, offload.optimizer, resources):
+        return None
+    on_cuda = scene.device(resources) is Device.cuda
+    away = "cpu" if on_cuda else "nvme"
+    rule = f"offload.step=speculative needs an optimizer that rests away from the device: here offload.optimizer={away}"
+    return Broken(rule, str(offload.optimizer), (f"offload.optimizer={away}", "offload.step=after_backward"))
+
+
+def _moves(scene: Scene, place: Place, resources: Resources) -> bool:
+    """Whether what rests there is moved: on a CPU the host's memory is the device's."""
+    on_cuda = scene.device(resources) is Device.cuda
+    return place is Place.nvme or (place is Place.cpu and on_cuda)
 
 
 def offload_keys_are_used(scene: Scene, offload: Offload) -> Broken | None:

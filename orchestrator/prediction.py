@@ -66,6 +66,7 @@ def _prediction(config: RunConfig, shapes: dict[str, Any]) -> Prediction:
             is_root=unit["is_root"],
             params_rest=unit["rests"] and config.offload.params in away,
             optimizer_rests=unit["rests"] and config.offload.optimizer in away,
+            apart=on_cuda,
         )
         units.append((size, MixedPrecision(**unit["precision"])))
     peak = step_peak_bytes(

@@ -31,6 +31,11 @@ class Place(Word):
     nvme = "nvme"
 
 
+class StepTime(Word):
+    after_backward = "after_backward"
+    speculative = "speculative"
+
+
 class DataKind(Word):
     stdlib = "stdlib"
     text = "text"
@@ -146,14 +151,16 @@ class Precision:
 class Offload:
     """Where the shards of the parameters, and masters and optimizer states, rest between their uses.
 
-    `ratio`: the share of the trained elements whose unit rests elsewhere. The rest is for nvme alone: `folder` of the
-    scratch files (null: in the output folder), the size of a request, how many are in flight, how many units are read
-    ahead and written behind, and whether what comes back is compared with the checksum of what was written.
+    `ratio`: the share of the trained elements whose unit rests elsewhere. `step`: whether units are updated when the
+    norm is known, or during backward, which is undone where the norm says so. The rest is for nvme alone: `folder` of
+    the scratch files (null: in the output folder), the size of a request, how many are in flight, how many units are
+    read ahead and written behind, and whether what comes back is compared with the checksum of what was written.
     """
 
     params: Place = Place.device
     optimizer: Place = Place.device
     ratio: float = 1.0
+    step: StepTime = StepTime.after_backward
     folder: str | None = None
     block_mib: int = 4
     requests: int = 4

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orchestrator.paths import program
-from orchestrator.schema import AdapterKind, DataKind, Offload, Place, RunConfig, Tokenizer
+from orchestrator.schema import AdapterKind, DataKind, Offload, Place, RunConfig, StepTime, Tokenizer
 from orchestrator.units import ABSENT, count, difference, digits, loss, percent, size
 
 PHASES = (
@@ -85,7 +85,8 @@ def _offload_text(offload: Offload) -> str:
         else "the host's memory (on CPU ranks: where they are)"
     )
     share = "" if offload.ratio == 1 else f"{offload.ratio:.0%} of the units: "
-    return f"{share}{moved} rest in {where}"
+    early = ", updated during backward" if offload.step is StepTime.speculative else ""
+    return f"{share}{moved} rest in {where}{early}"
 
 
 def _data_text(config: RunConfig) -> str:
@@ -158,6 +159,9 @@ def memory_table(result: Mapping[str, Any]) -> Table:
         rows.append(_memory_row("  of which padding", memory["padding_bytes"], None))
     if memory.get("scratch_bytes"):
         rows.append(_memory_row("  in the scratch file", memory["scratch_bytes"], None))
+    host = memory.get("host") or {}
+    if host.get("predicted_bytes"):
+        rows.append(_memory_row("offload: host memory", host["measured_bytes"], host["predicted_bytes"]))
     rows.append(_memory_row("activations", memory["activations_bytes"], None))
     if memory.get("activations_host_bytes"):
         rows.append(_memory_row("  at rest on the host", memory["activations_host_bytes"], None))

@@ -45,7 +45,7 @@ def look(units: list[Unit], loss: float) -> Finding:
         bad_grad = bad_grad or unit.first_non_finite()
     bad_param, largest = None, 0.0
     for unit in units:
-        shard = unit.param_shard if unit.master_shard is None else unit.master_shard
+        shard = unit.weights_shard
         largest = max(largest, float(torch.nan_to_num(shard.abs(), nan=0.0).max()) if shard.numel() else 0.0)
         if bad_param is None and not bool(torch.isfinite(shard).all()):
             bad_param = unit.name

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import torch
 
-from kernels import ops
-from zero_runtime.collectives import Collectives
 from zero_runtime.unit import Unit
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same
 
 
-def local_sum_of_squares(units: list[Unit], collectives: Collectives, device: torch.device) -> torch.Tensor:
+def local_sum_of_squares(units: list[Unit], device: torch.device) -> torch.Tensor:
     """0-dim fp64: this rank's part of the squared norm. See [Note: each element once]."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for unit in units:
-        if unit.grad_shard is None:
-            continue
-        part_numel = unit.layout.shard_numel // collectives.replica_count
-        part = unit.grad_shard.narrow(0, collectives.replica_rank * part_numel, part_numel)
-        total += ops.sum_of_squares(part)
+        squares = unit.grad_squares()
+        if squares is not None:
+            total += squares
     return total
 
 

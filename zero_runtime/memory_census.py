@@ -15,13 +15,15 @@ from zero_runtime.runtime import ZeroRuntime
 
 @dataclass(frozen=True)
 class Census:
-    """Bytes of distinct live storages. `other` is every live tensor that is neither a model state nor a buffer."""
+    """Bytes of distinct live storages. `host` is what offload holds in the host's memory; `other` every live tensor
+    that is neither that nor a model state nor a buffer."""
 
     params: int
     grads: int
     optimizer: int
     buffers: int
     other: int
+    host: int = 0
 
     @property
     def states(self) -> int:
@@ -32,9 +34,10 @@ def take_census(runtime: ZeroRuntime) -> Census:
     """Count what is alive now. A storage that several components use counts once, for the first that names it."""
     seen: set[int] = set()
     by_component = {name: _count_new(tensors, seen) for name, tensors in runtime.state_tensors().items()}
+    host = _count_new((tensor for found in runtime.host_tensors().values() for tensor in found), seen)
     buffers = _count_new(runtime.model.buffers(), seen)
     other = _count_new(_live_tensors(runtime.device.type), seen)
-    return Census(**by_component, buffers=buffers, other=other)
+    return Census(**by_component, buffers=buffers, other=other, host=host)
 
 
 class ActivationCensus:
@@ -53,6 +56,7 @@ class ActivationCensus:
     def __enter__(self) -> ActivationCensus:
         for tensors in self._runtime.state_tensors().values():
             _count_new(tensors, self._seen)
+        _count_new((one for found in self._runtime.host_tensors().values() for one in found), self._seen)
         _count_new(self._runtime.model.buffers(), self._seen)
         _count_new(_live_tensors(self._runtime.device.type), self._seen)
         self._hooks.__enter__()

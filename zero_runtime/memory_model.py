@@ -7,7 +7,7 @@ counts there: 2Ψ + 2Ψ + 12Ψ for mixed-precision Adam). Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.plan import Partition, ZeroPlan
@@ -24,8 +24,9 @@ class UnitSize:
     padded_numel: int
     trainable: bool
     is_root: bool = False  # what no block, embedding or head owns: its life is a whole pass
-    params_rest: bool = False  # in a scratch file between their uses, as far as the plan shards them
+    params_rest: bool = False  # away from the device between their uses, as far as the plan shards them
     optimizer_rests: bool = False  # the same of a master of its own and the optimizer's states
+    apart: bool = False  # in the host's memory while a device of its own computes: gradients leave for it too
 
     @classmethod
     def of(
@@ -36,8 +37,15 @@ class UnitSize:
         is_root: bool = False,
         params_rest: bool = False,
         optimizer_rests: bool = False,
+        apart: bool = False,
     ) -> UnitSize:
-        return cls(layout.numel, layout.padded_numel, trainable, is_root, params_rest, optimizer_rests)
+        return cls(layout.numel, layout.padded_numel, trainable, is_root, params_rest, optimizer_rests, apart)
+
+    def is_away(self, component: str) -> bool:
+        """Whether this component of the model states is not with the device between backward and step."""
+        if component == "params":
+            return self.params_rest
+        return self.optimizer_rests and (component == "optimizer" or self.apart)
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ def model_state_bytes(
         for component, terms in components.items():
             if component != "params" and not unit.trainable:
                 continue
-            if (component == "params" and unit.params_rest) or (component == "optimizer" and unit.optimizer_rests):
+            if unit.is_away(component):
                 continue
             for size_bytes, partition in terms:
                 totals[component] += round(unit.padded_numel // ranks[partition] * size_bytes)
@@ -140,19 +148,30 @@ def step_peak_bytes(
 ) -> StepPeak:
     """The peak of a step; `units` in the order of registration. Activations and the collectives' own buffers are not in
     it. Whole at once are the root, whose parameters are used at both ends of the model, and of the parameters 1 +
-    prefetch neighbours, of the gradients the unit that is filled and the one before it, which is being reduced."""
+    prefetch neighbours, of the gradients the unit that is filled and the one before it, which is being reduced. Shards
+    that come from the host are here for one neighbour more."""
     units = list(units)
-    states = [
-        model_state_bytes(plan, kind, [size], world=world, micro_batches=micro_batches, state_bytes=state_bytes)
-        for size, kind in units
-    ]
+
+    def states_of(size: UnitSize, kind: MixedPrecision) -> StateBytes:
+        return model_state_bytes(plan, kind, [size], world=world, micro_batches=micro_batches, state_bytes=state_bytes)
+
+    away = [states_of(size, kind).total for size, kind in units]
+    # Gradients that leave are here until then: as if they stayed.
+    states = [states_of(replace(size, apart=False), kind) for size, kind in units]
+    leaving = sum(one.total for one in states) - sum(away)
     params = [size.padded_numel * _whole_param_bytes(kind) for size, kind in units]
     grads = [size.padded_numel * ITEMSIZE_BYTES[kind.reduce] * size.trainable for size, kind in units]
     roots = [size.is_root for size, _ in units]
+    shards = [
+        size.padded_numel // plan.shard_count(world) * ITEMSIZE_BYTES[kind.param] * (size.params_rest and size.apart)
+        for size, kind in units
+    ]
+    brought = _neighbours_peak(shards, roots, 2 + prefetch)
     return StepPeak(
-        sum(one.total for one in states),
-        _neighbours_peak(params, roots, 1 + prefetch) if plan.params is Partition.SHARDED else 0,
-        _backward_peak(grads, [one.grads for one in states], roots) if plan.grads is Partition.SHARDED else 0,
+        sum(away),
+        _neighbours_peak(params, roots, 1 + prefetch) + brought if plan.params is Partition.SHARDED else 0,
+        leaving
+        + (_backward_peak(grads, [one.grads for one in states], roots) if plan.grads is Partition.SHARDED else 0),
     )
 
 

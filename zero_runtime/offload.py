@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import torch
+
 from zero_runtime.errors import PlanError
 from zero_runtime.plan import Partition, ZeroPlan
+from zero_runtime.tiers.copies import Copies
 from zero_runtime.tiers.scratch import ScratchSettings
 
 
@@ -26,12 +29,18 @@ class OffloadPlan:
 
     ratio: the share of the trained elements whose unit rests elsewhere; the rest stays with the device.
     scratch: of tier NVME alone. On a CPU the host is the device, so HOST changes nothing there.
+    speculative: units are updated as their gradients come, as if nothing would be clipped and all were finite, and what
+        was current is kept until the norm has told; then the step is as it would have been otherwise, to the last bit.
+    copies: how shards move between a device and the host; None is what the device needs. With one of its own the host
+        is apart on a CPU too: the same way with other means.
     """
 
     params: Tier = Tier.DEVICE
     optimizer: Tier = Tier.DEVICE
     ratio: float = 1.0
     scratch: ScratchSettings | None = None
+    speculative: bool = False
+    copies: Callable[[torch.device], Copies] | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -47,14 +56,31 @@ class OffloadPlan:
     def uses_nvme(self) -> bool:
         return Tier.NVME in (self.params, self.optimizer)
 
+    @property
+    def uses_host(self) -> bool:
+        return Tier.HOST in (self.params, self.optimizer)
+
+    def is_apart(self, device: str) -> bool:
+        """Whether something rests in the host's memory that a device of this type would otherwise hold."""
+        return self.uses_host and (device == "cuda" or self.copies is not None)
+
     def check(self, plan: ZeroPlan, device: str) -> None:
-        """PlanError where `plan` keeps whole parameters, whose shards there is no use in moving away, and on any device
-        (by its type) but a CPU, from which nothing is moved yet."""
-        if device != "cpu" and (self.params, self.optimizer) != (Tier.DEVICE, Tier.DEVICE):
+        """PlanError where `plan` keeps whole parameters, whose shards there is no use in moving away, and on devices
+        (by type) from which nothing is moved yet: files are read and written for CPUs alone."""
+        if (device != "cpu" and self.uses_nvme) or (device not in ("cpu", "cuda") and self.uses_host):
+            expected = "a CPU for a scratch file" if self.uses_nvme else "a CPU or a CUDA device"
             raise PlanError(
-                f"offload: expected a CPU, found {device}: moving states away from another device is not here yet; "
-                "leave RuntimeSettings.offload out, or set offload=none"
+                f"offload: expected {expected}, found {device}, from which nothing is moved there yet; use "
+                "offload=optimizer_cpu on CUDA, or offload=none"
             )
+        rests = self.optimizer is Tier.NVME or (self.optimizer is Tier.HOST and self.is_apart(device))
+        if self.speculative and not rests:
+            raise PlanError(
+                f"offload.step=speculative: expected masters and states that rest away from {device}, found them with "
+                "it; use optimizer_nvme, or optimizer_cpu on a GPU, or offload.step=after_backward"
+            )
+        if self.copies is not None and self.uses_nvme:
+            raise PlanError("offload.copies: expected no scratch file beside them, found one; leave one of them out")
         if self.params is not Tier.DEVICE and plan.params is Partition.REPLICATED:
             raise PlanError(
                 f"offload.params={self.params.value}: expected a plan that shards parameters, found one that keeps "

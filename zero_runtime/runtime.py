@@ -22,13 +22,15 @@ from zero_runtime.loss_scaler import LossScaler
 from zero_runtime.lr_schedule import Rates
 from zero_runtime.memory_model import StateBytes, StepPeak, UnitSize, model_state_bytes, step_peak_bytes
 from zero_runtime.module_hooks import ModuleHooks
+from zero_runtime.offload_memory import OffloadBytes, host_bytes, nvme_bytes
 from zero_runtime.optimizers import OptimizerConfig
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.schedule import Schedule
-from zero_runtime.settings import RuntimeSettings
-from zero_runtime.tiers.nvme import MASTER, PARAM, residence
+from zero_runtime.settings import RuntimeSettings, moves_of
+from zero_runtime.tiers.nvme import NvmeTier
+from zero_runtime.tiers.resting import MASTER, PARAM, residence
 from zero_runtime.unit import Unit
 from zero_runtime.unit_builder import UnitBuilder
 
@@ -87,6 +89,8 @@ class ZeroRuntime:
         self._hooks = ModuleHooks(model, self.units, self._schedule)
         self.collectives.journal.begin("forward")
         self._backwards = 0
+        self._expected: float | Rates | None = None  # the rate of the step under way
+        self._warned = False
         self._synced = True
         self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its graph ended with its backward
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -108,11 +112,8 @@ class ZeroRuntime:
     def read_resting(self, unit: Unit, state: str) -> Callable[[int, int], torch.Tensor] | None:
         """How elements [start, stop) of a shard (`master` or one of the optimizer's states) are read where it rests
         elsewhere; None where it is in memory."""
-        tier = self._tier
         name = PARAM if state == MASTER and (unit.master_shard is None or not unit.master_rests) else state
-        if tier is None or not tier.rests(unit, name):
-            return None
-        return lambda start, stop: tier.read(unit, name, start, stop)
+        return None if self._tier is None else self._tier.reader(unit, name)
 
     def __getattr__(self, name: str) -> Any:
         """What the runtime does not have itself is the model's: `runtime.config`, `runtime.blocks`."""
@@ -159,10 +160,32 @@ class ZeroRuntime:
         self._backwards += 1
         self._loss += loss.detach()
         self.collectives.journal.begin("backward")
-        self._schedule.begin_backward(boundary=self._backwards == self.settings.micro_batches, synced=self._synced)
+        boundary = self._backwards == self.settings.micro_batches
+        if boundary and self._synced and self.settings.offload.speculative:
+            self._guess()
+        self._schedule.begin_backward(boundary=boundary, synced=self._synced)
         (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
         self._schedule.end_backward()
         self.collectives.journal.begin("forward")
+
+    def expect_rate(self, lr: float | Rates) -> None:
+        """What `step` will be called with, told before the step's last backward: OffloadPlan.speculative needs it.
+
+        A step that is called with another rate is made again with that, and has the same bits.
+        """
+        self._expected = lr
+
+    def _guess(self) -> None:
+        """Have units updated as their gradients come: with the rate that was told, and no clipping."""
+        if self._expected is not None:
+            self.optimizer.guess(self._expected, torch.ones(()) / self.scaler.scale)
+        elif not self._warned:
+            self._warned = True
+            warnings.warn(
+                "offload.step=speculative: expected the rate of the step before its last backward, found none, so "
+                "units are updated after backward; call runtime.expect_rate(lr) first",
+                stacklevel=3,
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -194,13 +217,21 @@ class ZeroRuntime:
             self._drop_gradients()
             raise NonFiniteError(diagnosis.non_finite_message(report, self.updates, self.scaler))
         if not overflow:
-            self.optimizer.step(lr, clip_coefficient(norm, self.settings.clip_norm) / self.scaler.scale)
+            self.optimizer.step(lr, self._grad_scale(norm), self._host_scale(report))
         self._drop_gradients()
         if not overflow:
             self._schedule.after_step()
         self.scaler = self.scaler.after(overflow=overflow)
         self.collectives.journal.next_step()
         return report
+
+    def _grad_scale(self, norm: torch.Tensor) -> torch.Tensor:
+        """0-dim fp32: what the update multiplies gradients by."""
+        return clip_coefficient(norm, self.settings.clip_norm) / self.scaler.scale
+
+    def _host_scale(self, report: StepReport) -> torch.Tensor | None:
+        """The same on the host, from the norm as it was read: where nothing is updated there, nobody asks."""
+        return None if self._tier is None else self._grad_scale(torch.tensor(report.grad_norm, dtype=torch.float64))
 
     def _check_step(self) -> None:
         if self._backwards != self.settings.micro_batches:
@@ -213,7 +244,7 @@ class ZeroRuntime:
 
     def _agree(self) -> tuple[StepReport, torch.Tensor]:
         """Sum the loss, the squared norm, the fingerprints and the wishes to stop in one message, read all."""
-        squares = local_sum_of_squares(self.units, self.collectives, self.device)
+        squares = local_sum_of_squares(self.units, self.device)
         asked = self.settings.stop_asked
         wish = [] if asked is None else [float(asked())]
         told = torch.cat([self.collectives.fingerprint(), torch.tensor(wish, dtype=torch.float64)]).to(self.device)
@@ -238,6 +269,7 @@ class ZeroRuntime:
         for unit in self.units:
             unit.free_grads()
         self._backwards = 0
+        self._expected = None
         self._loss.zero_()
 
     def find_non_finite(self, backwards: Callable[[], None]) -> str:
@@ -283,6 +315,7 @@ class ZeroRuntime:
         Every rank must call it. The result is a copy in the dtype in which the gradient rests.
         """
         ((unit, _),) = self._units_of([name])
+        unit.settle()
         if unit.grad_shard is None:
             raise CallOrderError(
                 f"full_grad({name!r}): expected to be called after the step's last backward and before step(), on a "
@@ -352,10 +385,17 @@ class ZeroRuntime:
         ]
         return StateBytes(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
 
+    def predicted_offload_bytes(self) -> OffloadBytes:
+        """What `offload_memory` predicts for this rank, in the host's memory and in the scratch file."""
+        units = list(zip(self.unit_sizes(), (unit.precision for unit in self.units), strict=True))
+        offload = self.settings.offload
+        moves = moves_of(self.settings, self.optimizer.config, self.collectives.shard_count)
+        return (nvme_bytes if offload.uses_nvme else host_bytes)(units, moves)
+
     @property
     def scratch_bytes(self) -> int:
         """Bytes of this rank's scratch file; 0 where nothing rests in one."""
-        return 0 if self._tier is None else self._tier.nbytes
+        return self._tier.nbytes if isinstance(self._tier, NvmeTier) else 0
 
     def predicted_peak(self, plan: ZeroPlan | None = None) -> StepPeak:
         """The most that `memory_model` lets this rank hold in a step, in this plan or in another."""
@@ -392,18 +432,24 @@ class ZeroRuntime:
                 is_root=self.model in unit.modules,
                 params_rest=unit.params_rest,
                 optimizer_rests=unit.states_rest,
+                apart=self.settings.offload.is_apart(self.device.type),
             )
             for unit in self.units
         ]
 
+    def host_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """What the tier holds in the host's memory, by component (params, grads, optimizer, staging)."""
+        return {} if self._tier is None else self._tier.tensors()
+
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Live flat tensors by component; aliases share a storage."""
+        """Live flat tensors by component but for those in `host_tensors`; aliases share a storage."""
         tensors: dict[str, list[torch.Tensor]] = {"params": [], "grads": [], "optimizer": []}
         for unit in self.units:
             for component, found in unit.state_tensors().items():
                 tensors[component] += found
         tensors["optimizer"] += self.optimizer.state_tensors()
-        return tensors
+        elsewhere = {_storage(tensor) for found in self.host_tensors().values() for tensor in found}
+        return {name: [one for one in found if _storage(one) not in elsewhere] for name, found in tensors.items()}
 
     def reset_ledger(self) -> Ledger:
         """What was sent since the last call; counting starts anew."""
@@ -418,3 +464,7 @@ class ZeroRuntime:
         self.optimizer.free()
         self._close_tier()
         self.collectives.free()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

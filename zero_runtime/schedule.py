@@ -32,6 +32,7 @@ class Schedule:
         self._complete: set[Unit] = set()
         self._reduced = 0
         self._reduces = True
+        self._boundary = False
         self.backwards = 0  # how many have begun
 
     @property
@@ -63,6 +64,7 @@ class Schedule:
             self._recorded.add(Phase.FORWARD)
         self._phase = Phase.BACKWARD
         self.backwards += 1
+        self._boundary = boundary
         self._reduces = synced and (boundary or self._plan.reduces_every_backward)
         self._complete.clear()
         self._reduced = 0
@@ -137,4 +139,6 @@ class Schedule:
     def _wait_reduce(self) -> None:
         if self._reducing is not None:
             self._reducing.wait_reduce()
+            if self._boundary:
+                self._reducing.send_grad()
             self._reducing = None

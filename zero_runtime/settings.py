@@ -11,6 +11,8 @@ from zero_runtime.birth import Initialise
 from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.offload import OffloadPlan
+from zero_runtime.offload_memory import Moves
+from zero_runtime.optimizers import STATE_ITEMSIZE_BYTES, OptimizerConfig
 from zero_runtime.rank_watch import RankWatch
 
 NO_OFFLOAD = OffloadPlan()
@@ -48,3 +50,16 @@ class RuntimeSettings:
     read_host: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
     watch: RankWatch | None = None
     stop_asked: Callable[[], bool] | None = None
+
+
+def moves_of(settings: RuntimeSettings, config: OptimizerConfig, shard_count: int) -> Moves:
+    """What decides how much offload has under way at once."""
+    offload = settings.offload
+    return Moves(
+        shard_count,
+        settings.prefetch,
+        settings.micro_batches,
+        tuple(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in config.held_states),
+        1 if offload.scratch is None else offload.scratch.ahead,
+        offload.speculative,
+    )

@@ -14,6 +14,7 @@ import torch
 from zero_runtime.errors import PlanError
 from zero_runtime.optimizers import TORCH_WITHOUT_DECAY, TorchConfig
 from zero_runtime.param_groups import Run
+from zero_runtime.unit import Unit
 from zero_runtime.update_rules import Held, StepNumbers
 
 
@@ -37,6 +38,7 @@ class TorchRule:
                 shard.grad = None
                 if numbers.step == 1:
                     self._take_states(held, run.start, run.stop, optimizer.state[shard])
+            assert isinstance(held.unit, Unit), "what rests elsewhere has no torch optimizer"
             held.unit.refresh_param_shard()
 
     def counters(self, helds: Sequence[Held]) -> dict[str, float]:

@@ -12,8 +12,7 @@ Tensors that autograd saved for backward alias unsharded_param's storage. So a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from enum import Enum
 
 import torch
@@ -27,6 +26,7 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Segment
 from zero_runtime.plan import Partition, Phase, ZeroPlan
+from zero_runtime.residency import HOME, Place, Rests
 from zero_runtime.unit_planner import UnitSpec
 
 READ_NUMEL = 4 << 20  # elements read from a source at a time: bounds the memory beside the shards
@@ -63,18 +63,6 @@ _GRAD_MOVES = {
     (GradState.REDUCED, GradState.EMPTY),
     (GradState.LOCAL, GradState.EMPTY),
 }
-
-
-@dataclass(frozen=True)
-class Rests:
-    """Which shards have no memory here between their uses: param_shard, and master and states."""
-
-    params: bool = False
-    optimizer: bool = False
-
-
-def _nothing() -> None:
-    """What there is to do for parameters that do not rest elsewhere."""
 
 
 class Unit:
@@ -115,15 +103,17 @@ class Unit:
         self.uses = 0  # running calls of modules that read the parameters
         self._gathering: Pending | None = None
         self._gathered: torch.Tensor | None = None  # [P] param_dtype, while UNSHARDING
+        self._gathered_from: torch.Tensor | None = None  # [S] param_dtype, while UNSHARDING
         self._reducing: Pending | None = None
         self._reduce_out: torch.Tensor | None = None  # [S] reduce_dtype, while REDUCING
         self._filled: set[int] = set()  # parameters (by index) with a gradient in unsharded_grad
         self._arrived: set[int] = set()  # parameters whose gradient came in the backward under way
         self.unsharded_grad: torch.Tensor | None = None  # [P] grad_dtype (R grads) or reduce_dtype (S grads)
         self.grad_shard: torch.Tensor | None = None  # [S] grad_dtype
+        self._squares: torch.Tensor | None = None  # of a gradient that has left, see `grad_squares`
         self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # drawn, and not yet bound to their views
         self._rests = rests or Rests()
-        self._begin_fetch = self._fetch = self._drop = _nothing  # what a tier of resting parameters has done
+        self._place: Place = HOME
         self._allocate()
 
     # ---- birth -------------------------------------------------------------------------------------------------
@@ -147,7 +137,7 @@ class Unit:
         if self._plan.params is Partition.SHARDED:
             self.unsharded_param.untyped_storage().resize_(0)  # nothing is whole before `materialize`
         self.master_shard: torch.Tensor | None = None  # [S]
-        if self.trainable and self._master_dtype != self._param_dtype:
+        if self.trainable and not self.master_is_param:
             self.master_shard = self._empty(0 if self.master_rests else self.layout.shard_numel, self._master_dtype)
         elif self.trainable:
             self.master_shard = self.param_shard
@@ -165,9 +155,28 @@ class Unit:
         return self._rests.optimizer and self.trainable
 
     @property
+    def master_is_param(self) -> bool:
+        """Whether master_shard is param_shard itself: where dtype and memory agree."""
+        parted = self._rests.apart and self._rests.optimizer and not self._rests.params
+        return self.trainable and self._master_dtype == self._param_dtype and not parted
+
+    @property
     def master_rests(self) -> bool:
         """Whether the master has none; one that is param_shard itself goes where that goes."""
-        return self.states_rest and self._master_dtype != self._param_dtype
+        return self.states_rest and not self.master_is_param
+
+    def settle(self) -> None:
+        """Block until no update or copy of the shards is under way."""
+        self._place.settle()
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes, whatever rests elsewhere."""
+        return self._device
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        return self._grad_dtype
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -177,23 +186,22 @@ class Unit:
     def master_dtype(self) -> torch.dtype:
         return self._master_dtype
 
-    def rest_params(self, begin_fetch: Callable[[], None], fetch: Callable[[], None], drop: Callable[[], None]) -> None:
-        """How a tier brings param_shard before a gather (`begin_fetch` does not block) and takes it away after."""
-        self._begin_fetch, self._fetch, self._drop = begin_fetch, fetch, drop
+    def rest_in(self, place: Place) -> None:
+        """Shards of this unit rest there from here on."""
+        self._place = place
 
     def bind_shards(self, param: torch.Tensor | None, master: torch.Tensor | None) -> None:
         """Take what is not None for its shards: memory of a tier, which keeps it, or nothing at all."""
-        aliased = self.master_shard is not None and self._master_dtype == self._param_dtype
         if param is not None:
             self.param_shard = param
-            self.master_shard = param if aliased else self.master_shard
+            self.master_shard = param if self.master_is_param else self.master_shard
         if master is not None:
             self.master_shard = master
 
     def begin_fetch(self) -> None:
         """Parameters that rest elsewhere set out; nothing for all others. Does not block."""
         if self.data_state is DataState.SHARDED:
-            self._begin_fetch()
+            self._place.begin_fetch()
 
     def materialize(self, birth: Birth, given: Collection[str] = ()) -> None:
         """Take the parameters' values and make them views of unsharded_param; their old storages end here.
@@ -268,12 +276,13 @@ class Unit:
             return
         self._move_data(DataState.UNSHARDING)
         with torch.no_grad():
-            self._fetch()
+            fetched = self._place.fetch()
+            self._gathered_from = self.param_shard if fetched is None else fetched
             self._fill_storage()
             self._gathered = self.unsharded_param
             if self._compute_dtype != self._param_dtype:
                 self._gathered = self._empty(self.layout.padded_numel, self._param_dtype)
-            self._gathering = self._collectives.all_gather(self._gathered, self.param_shard, self.name)
+            self._gathering = self._collectives.all_gather(self._gathered, self._gathered_from, self.name)
 
     def _fill_storage(self) -> None:
         """Take memory for the full parameters; a no-op while there is some. See [Note: release by storage]."""
@@ -289,17 +298,20 @@ class Unit:
             self._gathering.wait()
             if self._gathered is not self.unsharded_param and self._gathered is not None:
                 self.unsharded_param.copy_(self._gathered)
-            self._gathering = self._gathered = None
-            self._drop()
+            self._gathering = self._gathered = self._gathered_from = None
+            self._place.drop()
             self._move_data(DataState.UNSHARDED)
 
     @property
     def is_current(self) -> bool:
-        """Whether the full parameters hold this step's values and may be read."""
+        """Whether the full parameters hold this step's values and may be read; waits for those on their way here."""
         if self.data_state is DataState.UNSHARDED:
             return True
         whole = self.layout.shard_count == 1 and self.data_state is DataState.SHARDED and not self.params_rest
-        return whole and self.param_shard.data_ptr() == self.unsharded_param.data_ptr()
+        if not whole or self.param_shard.data_ptr() != self.unsharded_param.data_ptr():
+            return False
+        self._place.fetch()
+        return True
 
     def begin_use(self) -> None:
         """A call that reads the parameters has begun."""
@@ -428,10 +440,35 @@ class Unit:
 
     # ---- step --------------------------------------------------------------------------------------------------
 
+    def send_grad(self) -> None:
+        """grad_shard is complete: this step adds no more to it. It leaves if the update runs elsewhere."""
+        if self._place is not HOME:
+            self._squares = self.grad_squares()
+            self._place.send_grad()
+
+    def give_grad_away(self, elsewhere: torch.Tensor) -> None:
+        """grad_shard is `elsewhere` from here on; what it was, whole or not, ends here."""
+        self.grad_shard, self.unsharded_grad = elsewhere, None
+
+    def grad_squares(self) -> torch.Tensor | None:
+        """0-dim fp64 on the device: the sum of the squares of this rank's part of the gradient; None without one.
+
+        See [Note: each element once] in grad_norm.py.
+        """
+        if self._squares is not None or self.grad_shard is None:
+            return self._squares
+        part_numel = self.layout.shard_numel // self._collectives.replica_count
+        part = self.grad_shard.narrow(0, self._collectives.replica_rank * part_numel, part_numel)
+        return ops.sum_of_squares(part)
+
     def refresh_param_shard(self) -> None:
         """Round the updated master into param_shard; a no-op where they are one tensor."""
-        if self.master_shard is not None and self.master_shard is not self.param_shard:
+        if self.master_shard is None or self.master_shard is self.param_shard:
+            return
+        if self.master_shard.device == self.param_shard.device:
             ops.cast_copy_(self.param_shard, self.master_shard)
+        else:
+            self.param_shard.copy_(self.master_shard)
 
     def free_grads(self) -> None:
         """End the gradients of this step, reduced or not."""
@@ -439,13 +476,15 @@ class Unit:
         if self.grad_state is not GradState.EMPTY:
             self._move_grad(GradState.EMPTY)
         self._filled.clear()
-        self.unsharded_grad = self.grad_shard = None
+        self.unsharded_grad = self.grad_shard = self._squares = None
 
     # ---- values from outside -----------------------------------------------------------------------------------
 
     @property
     def weights_shard(self) -> torch.Tensor:
-        """[S]: what the weights are kept in: the master, or the parameters themselves where they are frozen."""
+        """[S]: what the weights are kept in: the master, or the parameters themselves where they are frozen. Waits for
+        an update that is under way."""
+        self.settle()
         return self.param_shard if self.master_shard is None else self.master_shard
 
     @property
@@ -469,8 +508,8 @@ class Unit:
 
         The result is the caller's: a copy.
         """
-        full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=shard.device)
-        self._collectives.all_gather_uncounted(full, shard)
+        full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self._device)
+        self._collectives.all_gather_uncounted(full, shard.to(self._device))
         return {
             segment.name: full[segment.offset : segment.offset + segment.numel].view(segment.shape)
             for segment in self.layout.segments

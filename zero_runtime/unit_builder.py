@@ -13,15 +13,22 @@ from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.checkpoint.together import agree, trouble_of
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CheckpointError, OffloadError, PlanError
+from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.memory_model import UnitSize, model_state_bytes
 from zero_runtime.offload import Tier, resting
+from zero_runtime.offload_memory import host_bytes, nvme_bytes
 from zero_runtime.optimizers import OptimizerConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
-from zero_runtime.settings import RuntimeSettings
+from zero_runtime.residency import Rests
+from zero_runtime.settings import RuntimeSettings, moves_of
 from zero_runtime.sharded_optimizer import ShardedOptimizer
-from zero_runtime.tiers.nvme import NvmeTier, residence
+from zero_runtime.tiers.copies import copies_for
+from zero_runtime.tiers.host import HostTier
+from zero_runtime.tiers.nvme import NvmeTier
 from zero_runtime.tiers.preflight import check_room
-from zero_runtime.unit import Rests, Unit
+from zero_runtime.tiers.resting import StateTier, residence
+from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
 
 
@@ -30,7 +37,7 @@ class Built(NamedTuple):
 
     units: list[Unit]
     optimizer: ShardedOptimizer
-    tier: NvmeTier | None
+    tier: StateTier | None
 
 
 class UnitBuilder:
@@ -81,7 +88,7 @@ class UnitBuilder:
             raise
         return Built(units, optimizer, tier)
 
-    def _fill(self, model: nn.Module, units: Sequence[Unit], tier: NvmeTier | None) -> None:
+    def _fill(self, model: nn.Module, units: Sequence[Unit], tier: StateTier | None) -> None:
         """Values for buffers and parameters: those that the model has, drawn, or read."""
         settings = self._settings
         birth = Birth(model, seed=settings.seed, initialise=settings.initialise)
@@ -120,7 +127,7 @@ class UnitBuilder:
         born = {segment.name for unit in units for segment, param in unit.placed() if param.is_meta}
         return frozenset(source.names()) & born
 
-    def _read(self, units: Sequence[Unit], tier: NvmeTier | None, source: TensorSource, given: frozenset[str]) -> None:
+    def _read(self, units: Sequence[Unit], tier: StateTier | None, source: TensorSource, given: frozenset[str]) -> None:
         """Fill the shards of the given parameters. Whoever cannot read tells all: they would wait for it for ever."""
 
         def read_all() -> None:
@@ -133,50 +140,79 @@ class UnitBuilder:
     # ---- what rests elsewhere --------------------------------------------------------------------------------------
 
     def _rests(self, specs: Sequence[UnitSpec]) -> list[Rests]:
-        """What of each unit has no memory on this rank between its uses."""
-        offload = self._settings.offload
-        chosen = resting(specs, offload.ratio) if offload.uses_nvme else [False] * len(specs)
-        return [
-            Rests(offload.params is Tier.NVME, offload.optimizer is Tier.NVME) if rests else Rests() for rests in chosen
-        ]
+        """What of each unit has no memory with this rank's device between its uses."""
+        offload, device = self._settings.offload, self._device.type
+        apart = offload.is_apart(device)
+        moves = {Tier.DEVICE: False, Tier.HOST: apart, Tier.NVME: True}
+        if not moves[offload.params] and not moves[offload.optimizer]:
+            return [Rests()] * len(specs)
+        rests = Rests(moves[offload.params], moves[offload.optimizer], apart)
+        return [rests if chosen else Rests() for chosen in resting(specs, offload.ratio)]
 
     def _check_room(self, specs: Sequence[UnitSpec], config: OptimizerConfig) -> None:
-        """Refuse a plan whose scratch files or memory this machine has no room for, before any of it is taken."""
-        offload = self._settings.offload
-        if offload.scratch is None:
+        """Refuse what this machine has no room for, in memory or on the drive, before any of it is taken."""
+        offload, settings = self._settings.offload, self._settings
+        units = [
+            (self._size(spec, rests, config), spec.precision)
+            for spec, rests in zip(specs, self._rests(specs), strict=True)
+        ]
+        if not any(size.params_rest or size.optimizer_rests for size, _ in units):
             return
-        elsewhere = memory = whole = largest = 0
-        for spec, rests in zip(specs, self._rests(specs), strict=True):
-            kind, numel = spec.precision, spec.numel
-            shard = -(-numel // self._collectives.shard_count)
-            param = ITEMSIZE_BYTES[kind.param] * shard
-            master = 0 if kind.master == kind.param else ITEMSIZE_BYTES[kind.master] * shard
-            optimizer = (master + round(config.state_bytes * shard)) if spec.trainable else 0
-            grads = ITEMSIZE_BYTES[kind.grad(self._settings.micro_batches)] * shard if spec.trainable else 0
-            record = optimizer * rests.optimizer + param * rests.params
-            elsewhere += record
-            largest = max(largest, record)
-            whole = max(whole, numel * ITEMSIZE_BYTES[kind.compute or kind.param])
-            memory += grads + optimizer + param - record
-        slots = (2 * offload.scratch.ahead + 1) * largest
-        check_room(self._collectives, offload.scratch.folder, scratch=elsewhere, memory=memory + slots + whole)
+        moves = moves_of(settings, config, self._collectives.shard_count)
+        needed = (nvme_bytes if offload.uses_nvme else host_bytes)(units, moves)
+        memory = needed.host
+        if self._device.type == "cpu":  # then what stays is the host's too, and one unit is whole at a time
+            memory += sum(self._state_bytes(size, kind, config.state_bytes) for size, kind in units)
+            memory += max(size.numel * ITEMSIZE_BYTES[kind.compute or kind.param] for size, kind in units)
+        folder = offload.scratch.folder if offload.scratch is not None and offload.uses_nvme else None
+        check_room(self._collectives, folder, scratch=needed.scratch, memory=memory)
 
-    def _open_tier(self, units: Sequence[Unit], optimizer: ShardedOptimizer) -> NvmeTier | None:
-        """The scratch file of the units that rest, on every rank or on none."""
-        scratch = self._settings.offload.scratch
-        if scratch is None:
+    def _size(self, spec: UnitSpec, rests: Rests, config: OptimizerConfig) -> UnitSize:
+        layout = FlatLayout.build(
+            [(name, tuple(param.shape)) for name, param in spec.params],
+            shard_count=self._collectives.shard_count,
+            world=self._collectives.world,
+            block_numel=config.block_numel if spec.trainable else 1,
+        )
+        return UnitSize.of(
+            layout,
+            trainable=spec.trainable,
+            params_rest=rests.params,
+            optimizer_rests=rests.optimizer,
+            apart=rests.apart,
+        )
+
+    def _state_bytes(self, size: UnitSize, kind: MixedPrecision, state_bytes: float) -> int:
+        found = model_state_bytes(
+            self._plan,
+            kind,
+            [size],
+            world=self._collectives.world,
+            micro_batches=self._settings.micro_batches,
+            state_bytes=state_bytes,
+        )
+        return found.total
+
+    def _open_tier(self, units: Sequence[Unit], optimizer: ShardedOptimizer) -> StateTier | None:
+        """The tier of the units that rest, on every rank or on none."""
+        held = [unit for unit in units if unit.params_rest or unit.states_rest]
+        if not held:
             return None
-        opened: list[NvmeTier] = []
-
-        def open_it() -> None:
-            held = [unit for unit in units if unit.params_rest or unit.states_rest]
-            opened.append(NvmeTier(held, optimizer.states_of, scratch, self._collectives.rank))
-
+        opened: list[StateTier] = []
         try:
-            agree(self._collectives, trouble_of(open_it))
+            agree(self._collectives, trouble_of(lambda: opened.append(self._tier_of(held, optimizer))))
         except CheckpointError as error:
             for tier in opened:
                 tier.close()
             raise OffloadError(str(error)) from None
         optimizer.rest_in(opened[0])
         return opened[0]
+
+    def _tier_of(self, held: Sequence[Unit], optimizer: ShardedOptimizer) -> StateTier:
+        offload = self._settings.offload
+        if offload.scratch is not None and offload.uses_nvme:
+            rank, speculative = self._collectives.rank, offload.speculative
+            return NvmeTier(held, optimizer.states_of, offload.scratch, rank, speculative=speculative)
+        copies = (offload.copies or copies_for)(self._device)
+        assert copies is not None, "a host that is the device holds nothing apart"
+        return HostTier(held, optimizer.states_of, copies, speculative=offload.speculative)

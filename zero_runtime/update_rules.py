@@ -23,14 +23,18 @@ from zero_runtime.optimizers import (
     SgdConfig,
 )
 from zero_runtime.param_groups import GroupSettings, Run
+from zero_runtime.tiers.resting import Shards
 from zero_runtime.unit import Unit
 
 
 @dataclass(frozen=True)
 class Held:
-    """One trainable unit's part in the optimizer on this rank: its runs, and its held states by name."""
+    """One trainable unit's part in the optimizer on this rank: its runs, and its held states by name.
 
-    unit: Unit
+    unit: the unit itself, or what a tier lends of it for one update.
+    """
+
+    unit: Unit | Shards
     runs: tuple[Run, ...]
     states: dict[str, torch.Tensor]
 

@@ -54,7 +54,7 @@ def peaks(device: torch.device) -> dict[str, int | None]:
 
 def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> dict[str, Any]:
     """Model states by component: bytes on one rank, predicted and, where there is one, measured."""
-    predicted = runtime.predicted_state_bytes()
+    predicted, away = runtime.predicted_state_bytes(), runtime.predicted_offload_bytes()
     micro_batches = runtime.settings.micro_batches
     return {
         "states": [
@@ -69,8 +69,9 @@ def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> di
             state_bytes=runtime.optimizer.config.state_bytes,
             with_frozen=not all(unit.trainable for unit in runtime.units),
         )
-        + (" less what rests in a scratch file" if runtime.scratch_bytes else ""),
-        "scratch_bytes": runtime.scratch_bytes,
+        + (" less what rests elsewhere" if away.host or away.scratch else ""),
+        "scratch_bytes": away.scratch,
+        "host": {"predicted_bytes": away.host, "measured_bytes": measured.get("host")},
         "padding_bytes": predicted.padding,
     }
 
@@ -78,7 +79,7 @@ def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> di
 def memory(runtime: ZeroRuntime, worst: Mapping[str, int | None]) -> dict[str, Any]:
     """The result's memory from the largest readings over the ranks (a census, activations and `peaks`)."""
     states = model_states(runtime, worst)
-    components = {one["component"] for one in states["states"]}
+    components = {"host", *(one["component"] for one in states["states"])}
     rest = {key: value for key, value in worst.items() if key not in components}
     other = (rest.pop("other") or 0) + (rest.pop("buffers") or 0)
     return {**states, "other_tensors_bytes": other, **rest}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from orchestrator.schema import AdapterKind, DType, Offload, Place, Precision, RunConfig, Tokenizer
+from orchestrator.schema import AdapterKind, DType, Offload, Place, Precision, RunConfig, StepTime, Tokenizer
 from orchestrator.worker.training import build_optimizer
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_unborn_model
@@ -144,7 +144,8 @@ def _offload(offload: Offload) -> OffloadPlan:
             ahead=offload.ahead,
             verify=offload.verify,
         )
-    return OffloadPlan(tiers[offload.params], tiers[offload.optimizer], offload.ratio, scratch)
+    speculative = offload.step is StepTime.speculative
+    return OffloadPlan(tiers[offload.params], tiers[offload.optimizer], offload.ratio, scratch, speculative)
 
 
 def _loss_scale(precision: Precision) -> LossScaleRule:

@@ -128,11 +128,12 @@ class RankRun:
         with clock.phase("data"):
             batches = self._micro_batches()
             tokens = runtime.sum_over_ranks(sum(_count(labels) for _, labels in batches)).clamp(min=1)
+        # A skipped step does not advance it; what another library had done before this run does not either.
+        rates = self._schedule.rates(runtime.updates - self._saving.first_update)
+        runtime.expect_rate(rates)
         self._backwards(batches, tokens, counting=step == self._census_step)
         if step == self._census_step:
             self._readings.census = take_census(runtime)
-        # A skipped step does not advance it; what another library had done before this run does not either.
-        rates = self._schedule.rates(runtime.updates - self._saving.first_update)
         assert isinstance(rates.lr, float)
         try:
             with clock.phase("optimizer"):

@@ -10,7 +10,6 @@ from harness.models import TinyTransformer, batch, token_loss_sum
 from harness.oracle import ADAMW, LR, Case, step_tokens
 from harness.plain_optimizers import plain_optimizer
 
-from zero_runtime.collectives import join_world, leave_world
 from zero_runtime.memory_census import take_census
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -22,15 +21,6 @@ pytestmark = [
 ]
 STAGES = (0, 1, 2, 3)
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory):
-    cuda = torch.device("cuda", 0)
-    torch.cuda.set_device(cuda)
-    join_world(f"file://{tmp_path_factory.mktemp('world')}/rendezvous", 0, 1, cuda)
-    yield cuda
-    leave_world()
 
 
 def plain_losses(case: Case, device: torch.device) -> list[float]:

@@ -19,7 +19,7 @@ FILES = sorted(
     for top in ("kernels", "zero_runtime", "orchestrator", "run.py")
     for path in ([ROOT / top] if top.endswith(".py") else (ROOT / top).rglob("*.py"))
 )
-PURE = ("plan", "precision", "flat_layout", "memory_model", "lr_schedule", "errors")
+PURE = ("plan", "precision", "flat_layout", "memory_model", "offload_memory", "lr_schedule", "errors")
 STANDARD = set(sys.stdlib_module_names)
 
 IMPORTERS = {

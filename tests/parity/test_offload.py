@@ -34,8 +34,8 @@ def runtime_of(
     offload: OffloadPlan | None,
     optimizer: OptimizerConfig = ADAMW,
     loss_scale: LossScaleRule = UNSCALED,
+    clip_norm: float | None = None,
 ) -> ZeroRuntime:
-    case = setting.case(model=SPEC)
     return ZeroRuntime(
         TinyTransformer(SPEC),
         ZeroPlan.from_stage(setting.stage, shard_ranks=setting.shard_ranks if setting.stage else None),
@@ -43,7 +43,7 @@ def runtime_of(
         optimizer,
         RuntimeSettings(
             micro_batches=setting.micro_batches,
-            clip_norm=case.clip_norm,
+            clip_norm=clip_norm,
             offload=offload or OffloadPlan(),
             loss_scale=loss_scale,
         ),
@@ -145,11 +145,13 @@ def _refusals(folder: Path) -> None:
         runtime_of(Setting(2, 1), offload_to(folder, params=True))
     with pytest.raises(ValueError, match=r"one unit after another .* found Lamb"):
         runtime_of(Setting(2, 1), offload_to(folder, params=False), LambConfig())
-    for tier in (Tier.HOST, Tier.NVME):
-        plan = OffloadPlan(optimizer=tier, scratch=ScratchSettings(folder))
-        with pytest.raises(ValueError, match="expected a CPU, found cuda"):
-            plan.check(ZeroPlan.from_stage(2), "cuda")
-    OffloadPlan().check(ZeroPlan.from_stage(2), "cuda")
+    resting = {tier: OffloadPlan(optimizer=tier, scratch=ScratchSettings(folder)) for tier in Tier}
+    with pytest.raises(ValueError, match="expected a CPU for a scratch file, found cuda"):
+        resting[Tier.NVME].check(ZeroPlan.from_stage(2), "cuda")
+    with pytest.raises(ValueError, match="expected a CPU or a CUDA device, found mps"):
+        resting[Tier.HOST].check(ZeroPlan.from_stage(2), "mps")
+    resting[Tier.HOST].check(ZeroPlan.from_stage(2), "cuda")
+    resting[Tier.DEVICE].check(ZeroPlan.from_stage(2), "cuda")
     with pytest.raises(ValueError, match="expected a folder for the scratch file"):
         OffloadPlan(optimizer=Tier.NVME)
     with pytest.raises(ValueError, match="several times as large"):

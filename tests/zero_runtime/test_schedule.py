@@ -36,6 +36,9 @@ class FakeUnit:
     def unshard(self) -> None:
         self.log.append(f"unshard {self.name}")
 
+    def send_grad(self) -> None:
+        """Nothing of it is updated elsewhere."""
+
     def begin_fetch(self) -> None:
         self.log.append(f"fetch {self.name}")
 

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from zero_runtime.errors import OffloadError
-from zero_runtime.tiers.scratch import aligned, aligned_buffer
+from zero_runtime.offload_memory import aligned
+from zero_runtime.tiers.scratch import aligned_buffer
 
 
 class Mark(Protocol):

@@ -1,62 +1,26 @@
 """Units whose shards rest in a scratch file, and come into buffers of the host while they are used.
 
-[Note: records]
-Each resting unit has a record in the file: the master where it is a tensor of its own, then the optimizer's states,
-each at a multiple of ALIGN_BYTES. Where parameters rest too, param_shard lies behind them, apart, since gathers read it
-alone. A slot is a buffer of the host laid out like a record; a resident unit has its shards as views of a slot.
+See [Note: records] in records.py.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
 
+from zero_runtime.errors import OffloadError
+from zero_runtime.offload_memory import ALIGN_BYTES, aligned
+from zero_runtime.residency import Home
+from zero_runtime.tiers.nvme_guess import Guess, Try
 from zero_runtime.tiers.pipeline import pipeline
-from zero_runtime.tiers.scratch import ALIGN_BYTES, ScratchFile, ScratchSettings, Transfer, aligned, aligned_buffer
+from zero_runtime.tiers.records import Record, Region
+from zero_runtime.tiers.resting import PARAM, Compute, Shards
+from zero_runtime.tiers.scratch import ScratchFile, ScratchSettings, Transfer, aligned_buffer
 from zero_runtime.unit import Unit
-
-PARAM, MASTER = "param", "master"
-
-
-@dataclass(frozen=True)
-class Region:
-    """One tensor of a record: `numel` elements of `dtype` from byte `offset` of the record."""
-
-    offset: int
-    numel: int
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    def of(self, slot: torch.Tensor) -> torch.Tensor:
-        """This tensor as a view of a slot."""
-        return slot[self.offset : self.offset + self.nbytes].view(self.dtype)
-
-
-@dataclass
-class Record:
-    """One resting unit. `param_at`: where the part that gathers read begins; `size`: bytes of all of it."""
-
-    unit: Unit
-    states: dict[str, torch.Tensor]  # the optimizer's, by name: empty while they rest
-    offset: int
-    regions: dict[str, Region]
-    param_at: int
-    size: int
-    slot: torch.Tensor | None = None  # while resident, or while only its parameters are here
-    is_whole: bool = False  # all of it is in the slot
-    is_written_back: bool = False
-    reading: Transfer | None = None  # of its parameters alone
-
-    @property
-    def name(self) -> str:
-        return self.unit.name
 
 
 class NvmeTier:
@@ -68,28 +32,35 @@ class NvmeTier:
         states_of: Callable[[Unit], dict[str, torch.Tensor]],
         settings: ScratchSettings,
         rank: int,
+        *,
+        speculative: bool = False,
     ) -> None:
-        self._records: dict[str, Record] = {}
-        offset = 0
-        for unit in units:
-            record = _record(unit, states_of(unit), offset)
-            self._records[unit.name] = record
-            offset += record.size
-        self.nbytes = offset
+        self._records = {unit.name: Record.of(unit, states_of(unit)) for unit in units}
+        self.nbytes = self._place(doubled=speculative)
         self._settings = settings
-        self._file = ScratchFile(settings, offset, rank)
+        self._file = ScratchFile(settings, self.nbytes, rank)
         self._slot_bytes = max((record.size for record in self._records.values()), default=0)
+        self._guess: Guess | None = None
         self._early: dict[str, _Moving] = {}  # reads that have begun before their update, by unit
+        self._lock = threading.Lock()
+        self._slots: list[torch.Tensor] = []  # all of both kinds
         self._free: list[torch.Tensor] = []
         self._free_params: list[torch.Tensor] = []
         self._param_bytes = max((record.size - record.param_at for record in self._records.values()), default=0)
         for record in self._records.values():
-            if PARAM in record.regions:
-                record.unit.rest_params(
-                    partial(self._begin_params, record),
-                    partial(self._fetch_params, record),
-                    partial(self._drop_params, record),
-                )
+            record.unit.rest_in(_Place(self, record))
+
+    def _place(self, *, doubled: bool) -> int:
+        """Give every record its place in the file, and a second one where a step may guess; the bytes of all."""
+        offset = 0
+        for record in self._records.values():
+            unit = record.unit
+            record.offset, offset = offset, offset + record.size
+            if doubled and unit.states_rest:
+                record.other, offset = offset, offset + record.size
+                if not unit.params_rest:
+                    record.staging = torch.zeros(unit.layout.shard_numel, dtype=unit.param_dtype)
+        return offset
 
     def holds(self, unit: Unit) -> bool:
         """Whether some of the unit's shards rest here."""
@@ -103,9 +74,11 @@ class NvmeTier:
         read first, and states are zero. It nests; what writes must not be inside what does not."""
         record = self._records[unit.name]
         if record.is_whole:
-            assert record.is_written_back or not writes, f"{self._what(record)}: what is written here would be lost"
+            assert record.is_written_back or not writes, f"{record.what}: what is written here would be lost"
             yield
             return
+        if writes:
+            self.reject()
         if fresh:
             self._bind(record)
             for state in record.states.values():
@@ -122,7 +95,7 @@ class NvmeTier:
             else:
                 self._release(record)
 
-    def update(self, units: Sequence[Unit], compute: Callable[[Unit], None]) -> None:
+    def update(self, units: Sequence[Unit], compute: Compute) -> None:
         """`compute` each unit while it is resident, in order; the next are read and the last written meanwhile."""
         records = [self._records[unit.name] for unit in units]
         for record in records:
@@ -131,7 +104,7 @@ class NvmeTier:
         pipeline(
             records,
             self._fetch_for_update,
-            lambda record: compute(record.unit),
+            lambda record: compute(record.unit, Shards.of(record.unit, record.states)),
             self._flush,
             depth=self._settings.ahead,
         )
@@ -140,23 +113,23 @@ class NvmeTier:
         """No gather may still read the parameters' own buffer, and none may be about to."""
         if PARAM in record.regions:
             record.unit.drop_full()
-            self._drop_params(record)
+            self.drop_params(record)
 
-    def read(self, unit: Unit, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of one resting tensor (param, master, or a state), in memory of their own."""
-        record = self._records[unit.name]
-        region = record.regions[name]
+    def reader(self, unit: Unit, name: str) -> Callable[[int, int], torch.Tensor] | None:
+        """How elements [start, stop) of one tensor (param, master or a state) are read where it rests here."""
+        record = self._records.get(unit.name)
+        if record is None or name not in record.regions:
+            return None
+        return partial(self._read, record, record.regions[name])
+
+    def _read(self, record: Record, region: Region, start: int, stop: int) -> torch.Tensor:
+        """In memory of their own."""
         low = region.offset + start * region.dtype.itemsize
         high = region.offset + stop * region.dtype.itemsize
         first = low // ALIGN_BYTES * ALIGN_BYTES
         buffer = aligned_buffer(aligned(high - first))
-        self._file.read(record.offset + first, buffer, self._what(record)).wait()
+        self._file.read(record.offset + first, buffer, record.what).wait()
         return buffer[low - first : high - first].view(region.dtype).clone()
-
-    def rests(self, unit: Unit, name: str) -> bool:
-        """Whether this tensor of the unit rests here."""
-        record = self._records.get(unit.name)
-        return record is not None and name in record.regions
 
     def begin_update(self, units: Sequence[Unit]) -> None:
         """Start reading what `update` needs first; nothing may use the parameters until it or `forget_update`."""
@@ -177,8 +150,7 @@ class NvmeTier:
         if record.name in self._early:
             return self._early.pop(record.name)
         self._bind(record)
-        is_master = record.unit.master_shard is record.unit.param_shard
-        return self._reading(record, record.size if is_master else record.param_at)
+        return self._reading(record, record.update_end)
 
     def _fetch(self, record: Record) -> _Moving:
         """Bind the unit to a slot and start reading all of it."""
@@ -187,57 +159,62 @@ class NvmeTier:
 
     def _reading(self, record: Record, end: int) -> _Moving:
         assert record.slot is not None
-        return _Moving(self._moves(self._file.read, record, record.slot, end))
+        return _Moving(self._moves(self._file.read, record, record.slot, end, record.offset))
 
     def _flush(self, record: Record) -> _Moving:
         """Start writing all of it back; the slot is free when that is done."""
         assert record.slot is not None
-        moves = self._moves(self._file.write, record, record.slot, record.size)
+        moves = self._moves(self._file.write, record, record.slot, record.size, record.offset)
         return _Moving(moves, lambda: self._release(record))
 
     def _moves(
-        self, move: Callable[[int, torch.Tensor, str], Transfer], record: Record, slot: torch.Tensor, end: int
+        self, move: Callable[[int, torch.Tensor, str], Transfer], record: Record, slot: torch.Tensor, end: int, at: int
     ) -> list[Transfer]:
-        """The two parts of a record up to `end`, each always in the same blocks."""
+        """The two parts of a record up to `end`, each always in the same blocks, to or from its place `at`."""
         parts = [(0, min(record.param_at, end)), (record.param_at, end)]
-        what = self._what(record)
-        return [move(record.offset + low, slot[low:high], what) for low, high in parts if low < high]
+        return [move(at + low, slot[low:high], record.what) for low, high in parts if low < high]
 
     def _bind(self, record: Record) -> None:
-        record.slot = self._free.pop() if self._free else aligned_buffer(self._slot_bytes)
+        record.slot = self._slot(self._free, self._slot_bytes)
         record.is_whole = True
-        views = {name: region.of(record.slot) for name, region in record.regions.items()}
-        record.unit.bind_shards(views.get(PARAM), views.get(MASTER))
-        for name in record.states:
-            record.states[name] = views[name]
+        record.bind(record.slot)
+
+    def _slot(self, free: list[torch.Tensor], size: int) -> torch.Tensor:
+        with self._lock:  # a guess takes slots in a thread of its own
+            if not free:
+                free.append(aligned_buffer(size))
+                self._slots.append(free[-1])
+            return free.pop()
 
     def _release(self, record: Record) -> None:
         assert record.slot is not None
         self._free.append(record.slot)
         record.slot, record.is_whole = None, False
-        _unbind(record)
+        record.unbind()
 
     # ---- parameters alone --------------------------------------------------------------------------------------
 
-    def _begin_params(self, record: Record) -> None:
+    def begin_params(self, record: Record) -> None:
         """Start reading the unit's param_shard; a no-op while it is here or on its way."""
         if record.slot is not None:
             return
-        record.slot = self._free_params.pop() if self._free_params else aligned_buffer(self._param_bytes)
+        record.slot = self._slot(self._free_params, self._param_bytes)
         part = record.slot[: record.size - record.param_at]
-        record.reading = self._file.read(record.offset + record.param_at, part, self._what(record))
+        record.reading = self._file.read(record.offset + record.param_at, part, record.what)
 
-    def _fetch_params(self, record: Record) -> None:
-        """Block until the unit's param_shard is in memory; a no-op while it is."""
-        self._begin_params(record)
-        if record.reading is None or record.slot is None:
-            return
-        record.reading.wait()
-        record.reading = None
+    def fetch_params(self, record: Record) -> torch.Tensor:
+        """[S] the unit's param_shard in memory; blocks until it is there."""
+        if record.is_whole:
+            return record.unit.param_shard
+        self.begin_params(record)
+        assert record.slot is not None
+        if record.reading is not None:
+            record.reading.wait()
+            record.reading = None
         region = record.regions[PARAM]
-        record.unit.bind_shards(record.slot[: region.nbytes].view(region.dtype), None)
+        return record.slot[: region.nbytes].view(region.dtype)
 
-    def _drop_params(self, record: Record) -> None:
+    def drop_params(self, record: Record) -> None:
         """The gather has read them, or nobody will."""
         if record.is_whole or record.slot is None:
             return
@@ -246,26 +223,97 @@ class NvmeTier:
             record.reading = None
         self._free_params.append(record.slot)
         record.slot = None
-        _unbind(record)
 
-    def _what(self, record: Record) -> str:
-        return f"unit {record.unit.name}"
+    # ---- a step that guesses: see nvme_guess.py ----------------------------------------------------------------
+
+    def guess(self, units: Sequence[Unit], compute: Compute) -> None:
+        """Reads ahead in the order in which the units' gradients come: against that of `units`."""
+        assert self._guess is None, "a step guesses once"
+        records = [self._records[unit.name] for unit in reversed(units)]
+        self._guess = Guess(records, compute, self._read_try, self._write_try, depth=self._settings.ahead)
+
+    def arrived(self, record: Record) -> None:
+        """The gradient of this step is complete."""
+        if self._guess is not None:
+            self._guess.arrived(record)
+
+    def adopt(self) -> list[Unit]:
+        guess, right = self._guess, self._end_guess()
+        if guess is None or not right:
+            return [record.unit for record in self._records.values() if record.unit.states_rest]
+        for record in (one.record for one in guess.tries.values()):
+            assert record.other is not None
+            self._settle(record)
+            record.offset, record.other = record.other, record.offset
+            if record.staging is not None:
+                record.unit.param_shard.copy_(record.staging)
+        return []
+
+    def reject(self) -> None:
+        self._end_guess()
+
+    def _end_guess(self) -> bool:
+        """Nothing of a guess is under way; whether there was one, and all of it was done."""
+        guess, self._guess = self._guess, None
+        if guess is None:
+            return False
+        try:
+            return guess.end()
+        finally:
+            self._free += [one.slot for one in guess.tries.values() if one.slot is not None]
+
+    def _read_try(self, one: Try) -> _Moving:
+        one.slot = self._slot(self._free, self._slot_bytes)
+        return _Moving(self._moves(self._file.read, one.record, one.slot, one.record.update_end, one.record.offset))
+
+    def _write_try(self, one: Try) -> _Moving:
+        slot, other = one.slot, one.record.other
+        assert slot is not None
+        assert other is not None
+
+        def free() -> None:
+            one.slot = None
+            self._free.append(slot)
+
+        return _Moving(self._moves(self._file.write, one.record, slot, one.record.size, other), free)
+
+    # ---- the rest ----------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        staged = [record.staging for record in self._records.values() if record.staging is not None]
+        return {"staging": [*self._slots, *staged]}
 
     def close(self) -> None:
         """Give file and buffers back. Idempotent."""
+        with suppress(OffloadError):  # told before, or of a step that nobody made
+            self.reject()
         self._file.close()
+        self._slots.clear()
         self._free.clear()
         self._free_params.clear()
 
 
-@contextmanager
-def residence(tier: NvmeTier | None, unit: Unit, *, writes: bool = False, fresh: bool = False) -> Iterator[None]:
-    """NvmeTier.resident for a unit that may rest nowhere: then nothing is done."""
-    if tier is None or not tier.holds(unit):
-        yield
-        return
-    with tier.resident(unit, writes=writes, fresh=fresh):
-        yield
+class _Place(Home):
+    """Where one unit's shards rest, as the unit sees it."""
+
+    def __init__(self, tier: NvmeTier, record: Record) -> None:
+        self._tier, self._record = tier, record
+        self._params_rest = PARAM in record.regions
+
+    def begin_fetch(self) -> None:
+        if self._params_rest:
+            self._tier.begin_params(self._record)
+
+    def fetch(self) -> torch.Tensor | None:
+        return self._tier.fetch_params(self._record) if self._params_rest else None
+
+    def drop(self) -> None:
+        if self._params_rest:
+            self._tier.drop_params(self._record)
+
+    def send_grad(self) -> None:
+        """It stays; what waits for it may go on."""
+        self._tier.arrived(self._record)
 
 
 class _Moving:
@@ -283,32 +331,3 @@ class _Moving:
             for transfer in self._transfers:
                 transfer.settle()
             self._then()
-
-
-def _record(unit: Unit, states: dict[str, torch.Tensor], offset: int) -> Record:
-    regions: dict[str, Region] = {}
-    end = 0
-
-    def add(name: str, dtype: torch.dtype, numel: int = unit.layout.shard_numel) -> None:
-        nonlocal end
-        regions[name] = Region(end, numel, dtype)
-        end = aligned(end + regions[name].nbytes)
-
-    if unit.master_rests:
-        add(MASTER, unit.master_dtype)
-    for name, state in states.items():
-        add(name, state.dtype, state.numel())
-    param_at = end
-    if unit.params_rest:
-        add(PARAM, unit.param_dtype)
-    return Record(unit, states, offset, regions, param_at, end)
-
-
-def _unbind(record: Record) -> None:
-    """While it rests the unit has empty tensors: using them is an error of shape, not of value."""
-    record.unit.bind_shards(
-        torch.empty(0, dtype=record.unit.param_dtype) if PARAM in record.regions else None,
-        torch.empty(0, dtype=record.unit.master_dtype) if MASTER in record.regions else None,
-    )
-    for name in record.states:
-        record.states[name] = torch.empty(0, dtype=record.regions[name].dtype)

@@ -19,18 +19,21 @@ class Need(NamedTuple):
 
     host: str
     device: int  # of the folder's file system
-    folder: str
+    folder: str | None
     scratch: int
     memory: int
 
 
-def check_room(collectives: Collectives, folder: Path, *, scratch: int, memory: int) -> None:
+def check_room(collectives: Collectives, folder: Path | None, *, scratch: int, memory: int) -> None:
     """OffloadError, the same on every rank, where the ranks of a machine need more than it has. A collective.
 
-    scratch, memory: this rank's bytes in the folder, and on the host beside what it holds already.
+    scratch, memory: this rank's bytes in the folder, where there is one, and on the host beside what it holds already.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    own = Need(platform.node(), os.stat(folder).st_dev, str(folder), scratch, memory)
+    device = 0
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        device = os.stat(folder).st_dev
+    own = Need(platform.node(), device, None if folder is None else str(folder), scratch, memory)
     everyone = collectives.gather_objects(own)
     here = [need for need in everyone if need.host == own.host]
     trouble = [*_disk_trouble(own, here), *_memory_trouble(own, here)]
@@ -40,6 +43,8 @@ def check_room(collectives: Collectives, folder: Path, *, scratch: int, memory: 
 
 
 def _disk_trouble(own: Need, here: list[Need]) -> list[str]:
+    if own.folder is None:
+        return []
     needed = sum(need.scratch for need in here if need.device == own.device)
     stats = os.statvfs(own.folder)
     free = stats.f_bavail * stats.f_frsize
@@ -58,8 +63,8 @@ def _memory_trouble(own: Need, here: list[Need]) -> list[str]:
     needed = sum(need.memory for need in here)
     limits = {name: room for name, room in (*_rooms(own.memory, needed),) if room is not None}
     return [
-        f"{own.host}: expected {wanted:,} bytes of memory for what does not rest elsewhere, found {room:,} left of "
-        f"{name}; use fewer ranks there, offload more, or a smaller model"
+        f"{own.host}: expected {wanted:,} bytes of memory for what this run keeps there, found {room:,} left of "
+        f"{name}; use fewer ranks there, another offload, or a smaller model"
         for name, (wanted, room) in limits.items()
         if wanted > room
     ]

@@ -24,8 +24,7 @@ from uuid import uuid4
 import torch
 
 from zero_runtime.errors import OffloadError
-
-ALIGN_BYTES = 4096  # what direct I/O asks of offsets, sizes and addresses on every common file system
+from zero_runtime.offload_memory import ALIGN_BYTES, aligned, buffer_bytes
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,9 @@ class ScratchSettings:
     verify: bool = True
 
 
-def aligned(size: int) -> int:
-    """The next multiple of ALIGN_BYTES."""
-    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
-
-
 def aligned_buffer(size: int) -> torch.Tensor:
     """[size] uint8 on the host at an address that direct I/O takes."""
-    whole = torch.empty(size + ALIGN_BYTES, dtype=torch.uint8)
+    whole = torch.empty(buffer_bytes(size), dtype=torch.uint8)
     start = -whole.data_ptr() % ALIGN_BYTES
     return whole[start : start + size]
 

@@ -1,0 +1,50 @@
+"""Copies that come as late as they may: what does not wait for one reads noise."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from zero_runtime.tiers.copies import Mark, PlainCopies
+
+
+class _Late:
+    """A copy whose source has been read and whose target is filled when somebody waits for it, and not before."""
+
+    def __init__(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        self._lock = threading.Lock()
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = (target, values)
+
+    def wait(self) -> None:
+        with self._lock, torch.no_grad():
+            if self._pending is not None:
+                target, values = self._pending
+                target.copy_(values)
+                self._pending = None
+
+    hold_device = wait
+
+
+class LateCopies(PlainCopies):
+    """As CUDA's are allowed to be: until a mark is waited for, the target is not a number."""
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        return self._late(target, source)
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Mark] = ()) -> Mark:
+        for mark in after:
+            mark.wait()
+        return self._late(target, source)
+
+    def on_device(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((numel,), torch.nan, dtype=dtype, device=self._device)
+
+    def _late(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        assert target.shape == source.shape
+        assert target.dtype == source.dtype, "the two are one memory's bytes in another"
+        values = source.detach().clone()
+        with torch.no_grad():
+            target.fill_(torch.nan)
+        return _Late(target, values)

@@ -1,0 +1,81 @@
+"""Counted bytes of offload, on the device, in the host's memory and in the file, equal the formulas."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness.checkpoints import Setting
+from harness.oracle import LR
+from harness.ranks import run_ranks
+from harness.trainee import backwards_of_step
+from test_bytes import SCALARS_BYTES
+from test_offload import FP32, SPEC, offload_to, runtime_of
+
+from zero_runtime.memory_census import take_census
+from zero_runtime.memory_model import UnitSize, step_peak_bytes
+from zero_runtime.offload import OffloadPlan, Tier
+from zero_runtime.offload_memory import Moves, host_bytes
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.tiers.copies import PlainCopies
+
+PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="fp32")
+HOST = OffloadPlan(optimizer=Tier.HOST, copies=PlainCopies)
+
+
+def plans_of(stage: int, folder: Path) -> list[OffloadPlan]:
+    nvme = offload_to(folder, params=False)
+    plans = [HOST, replace(HOST, ratio=0.5), replace(HOST, speculative=True)]
+    plans += [nvme, replace(nvme, ratio=0.5), replace(nvme, speculative=True)]
+    plans += [offload_to(folder, params=False, ahead=0)]
+    if stage == 3:
+        plans += [replace(plan, params=plan.optimizer) for plan in plans]
+        plans += [replace(HOST, optimizer=Tier.DEVICE, params=Tier.HOST)]
+    return plans
+
+
+def _counts(folder: Path, setting: Setting) -> None:
+    """Between the last backward of the fourth step and its update, when every slot has been used."""
+    case = setting.case(model=SPEC)
+    for plan in plans_of(setting.stage, folder):
+        runtime = runtime_of(setting, plan, clip_norm=1.0)
+        for step in range(3):
+            runtime.expect_rate(LR)
+            backwards_of_step(runtime, case, step)
+            runtime.step(LR)
+        backwards_of_step(runtime, case, 3)
+        census, predicted = take_census(runtime), runtime.predicted_state_bytes()
+        counted = (census.params, census.grads, census.optimizer)
+        assert counted == (predicted.params, predicted.grads, predicted.optimizer), plan
+        away, tensors = runtime.predicted_offload_bytes(), runtime.host_tensors()
+        by_component = {
+            name: sum(one.untyped_storage().nbytes() for one in found) for name, found in tensors.items() if found
+        }
+        assert by_component == {name: size for name, size in vars(away).items() if name != "scratch" and size}
+        assert census.host == away.host > 0
+        assert runtime.scratch_bytes == away.scratch
+        assert census.other <= SCALARS_BYTES, f"{plan}: something is kept that is nobody's"
+        runtime.close()
+        del runtime, tensors
+        gc.collect()
+
+
+@pytest.mark.parametrize("precision", [FP32, PAPER], ids=["fp32", "paper"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_counted_bytes_of_offload_equal_the_memory_model(stage: int, precision: MixedPrecision, tmp_path: Path) -> None:
+    run_ranks(_counts, 2, tmp_path, Setting(stage, 2, precision))
+
+
+def test_a_device_without_its_optimizer_holds_its_parameters_alone() -> None:
+    """ZeRO-Offload's claim (arXiv 2101.06840): 2 bytes an element with the device of the paper's 16, the rest with the
+    host; and ZeRO-Infinity's, that these two rest there as well."""
+    numel, kind = 1 << 20, PAPER
+    for stage, params_rest, device, host in ((2, False, 2 * numel, 14 + 2), (3, True, 0, 16)):
+        size = UnitSize(numel, numel, True, params_rest=params_rest, optimizer_rests=True, apart=True)
+        peak = step_peak_bytes(ZeroPlan.from_stage(stage), [(size, kind)], world=1, prefetch=0)
+        found = host_bytes([(size, kind)], Moves(shard_count=1, prefetch=0))
+        assert peak.states == device
+        assert 0 <= found.host - host * numel < 6 * 2 * 4096, "pages at the ends of at most six tensors"

@@ -1,0 +1,181 @@
+"""Rows whose states rest in the host's memory have the bits of the same row without.
+
+A CPU's memory is the host's, so the tier is given copies of its own and moves shards between two places of that memory
+as it does between a GPU's and the host's. `LateCopies` fill their targets when they are waited for and not before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness.checkpoints import SAVED_AFTER, Setting, assert_states, train, whole
+from harness.copies import LateCopies
+from harness.oracle import ADAMW
+from harness.ranks import run_ranks
+from harness.trainee import backwards_of_step
+from test_offload import BF16, FP32, SPEC, runtime_of
+
+from zero_runtime.checkpoint.background import BackgroundSaver
+from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
+from zero_runtime.loss_scaler import LossScaleRule
+from zero_runtime.offload import OffloadPlan, Tier
+from zero_runtime.optimizers import AdamW8bitConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.tiers.copies import PlainCopies
+
+FP16 = MixedPrecision(param="fp16", reduce="fp16", master="fp32")
+PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="fp32")
+OPTIMIZER = OffloadPlan(optimizer=Tier.HOST, copies=LateCopies)
+PARAMS = OffloadPlan(params=Tier.HOST, copies=LateCopies)
+BOTH = OffloadPlan(Tier.HOST, Tier.HOST, copies=LateCopies)
+CLIP = 0.3  # below the norms of every step of these rows
+
+
+def plans_of(stage: int) -> list[OffloadPlan]:
+    plans = [OPTIMIZER, replace(OPTIMIZER, ratio=0.5), replace(OPTIMIZER, copies=PlainCopies)]
+    return plans + ([PARAMS, BOTH, replace(BOTH, ratio=0.5)] if stage == 3 else [])
+
+
+def _rows(setting: Setting, optimizer: OptimizerConfig, plans: list[OffloadPlan], clip_norm: float | None) -> None:
+    case = setting.case(model=SPEC)
+    plain = runtime_of(setting, None, optimizer, clip_norm=clip_norm)
+    losses, states = train(plain, case, 0, 4), whole(plain)
+    plain.close()
+    for plan in plans:
+        runtime = runtime_of(setting, plan, optimizer, clip_norm=clip_norm)
+        assert train(runtime, case, 0, 4) == losses, plan
+        assert_states(whole(runtime), states)
+        with runtime.full_params(["blocks.0.mix.weight"], write=True) as values:
+            values["blocks.0.mix.weight"].fill_(0.5)
+        with runtime.full_params(["blocks.0.mix.weight", "norm.bias"]) as values:
+            assert bool((values["blocks.0.mix.weight"] == 0.5).all())
+            assert torch.equal(values["norm.bias"], states["master/norm.bias"].to(values["norm.bias"].dtype))
+        train(runtime, case, 4, 1)
+        runtime.close()
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16, PAPER], ids=["fp32", "bf16", "paper"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_row_with_its_states_on_the_host_has_the_same_bits(stage: int, world: int, precision: MixedPrecision) -> None:
+    run_ranks(_rows, world, Setting(stage, world, precision), ADAMW, plans_of(stage), CLIP)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [SgdConfig(momentum=0.9), LionConfig(), AdamW8bitConfig()], ids=lambda config: config.name
+)
+def test_other_optimizers_rest_on_the_host_too(optimizer: OptimizerConfig) -> None:
+    run_ranks(_rows, 2, Setting(3, 2, BF16, micro_batches=1), optimizer, [BOTH, PARAMS], None)
+
+
+def test_shards_on_the_host_may_have_replicas() -> None:
+    run_ranks(_rows, 2, Setting(3, 2, BF16, shard_ranks=1), ADAMW, [OPTIMIZER, BOTH], CLIP)
+
+
+def _saves(folder: Path, precision: MixedPrecision) -> None:
+    setting = Setting(3, 2, precision)
+    case = setting.case(model=SPEC)
+    runtime = runtime_of(setting, BOTH)
+    train(runtime, case, 0, SAVED_AFTER)
+    saver = BackgroundSaver(folder)
+    path = saver.save(runtime, step=SAVED_AFTER, trainer={})  # behind training: the update of its step may still run
+    wanted = train(runtime, case, SAVED_AFTER, 3)
+    saver.wait(runtime)
+    runtime.close()
+    for plan in (None, BOTH, PARAMS, OPTIMIZER):
+        again = runtime_of(setting, plan)
+        load_checkpoint(again, Checkpoint.open(path, verify=False))
+        assert train(again, case, SAVED_AFTER, 3) == wanted
+        again.close()
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_what_rests_on_the_host_is_saved_and_loaded_like_the_rest(precision: MixedPrecision, tmp_path: Path) -> None:
+    run_ranks(_saves, 2, tmp_path, precision)
+
+
+def _skips() -> None:
+    """The scale starts where the first steps overflow."""
+    case = Setting(3, 2, FP16).case(model=SPEC)
+    found = []
+    for offload in (None, OPTIMIZER, BOTH):
+        scale = LossScaleRule(initial_power=32, hysteresis=1)
+        runtime = runtime_of(Setting(3, 2, FP16), offload, loss_scale=scale)
+        reports = []
+        for step in range(24):
+            backwards_of_step(runtime, case, step)
+            reports.append(runtime.step(1e-2))
+        found.append(([(report.skipped, report.loss_scale) for report in reports], reports[-1].loss, whole(runtime)))
+        runtime.close()
+    plain, *others = found
+    assert plain[0][0][0]
+    assert not plain[0][-1][0]
+    for other in others:
+        assert other[:2] == plain[:2]
+        assert_states(other[2], plain[2])
+
+
+def test_a_skipped_step_leaves_what_rests_on_the_host_as_it_was() -> None:
+    run_ranks(_skips, 2)
+
+
+def _gradients() -> None:
+    """full_grad finds them where they went, and a unit that is used by hand has what came back."""
+    setting = Setting(1, 1, FP32, micro_batches=1)
+    case, found = setting.case(model=SPEC), []
+    for offload in (None, OPTIMIZER):
+        runtime = runtime_of(setting, offload)
+        backwards_of_step(runtime, case, 0)
+        gradient = runtime.full_grad("blocks.0.mix.weight")
+        runtime.step(1e-2)
+        found.append((gradient, runtime.model.blocks[0].mix.weight.clone()))
+        runtime.close()
+    (gradient, weight), (sent, returned) = found
+    assert torch.equal(gradient, sent)
+    assert torch.equal(weight, returned)
+
+
+def test_gradients_and_weights_are_found_where_they_are() -> None:
+    run_ranks(_gradients, 1)
+
+
+class BrokenCopies(LateCopies):
+    """The third copy to the device fails."""
+
+    count = 0
+
+    def to_device(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        self.count += 1
+        if self.count == 3:
+            raise RuntimeError("the bus is gone")
+        return super().to_device(*args, **kwargs)
+
+
+def _fails() -> None:
+    setting = Setting(2, 1, BF16)
+    runtime = runtime_of(setting, replace(OPTIMIZER, copies=BrokenCopies))
+    with pytest.raises(RuntimeError, match="the bus is gone"):
+        train(runtime, setting.case(model=SPEC), 0, 2)
+    runtime.close()
+
+
+def test_what_fails_in_the_hosts_thread_ends_the_run() -> None:
+    run_ranks(_fails, 1)
+
+
+def _refusals() -> None:
+    with pytest.raises(ValueError, match=r"one unit after another .* found Lamb"):
+        runtime_of(Setting(2, 1), OPTIMIZER, LambConfig())
+    with pytest.raises(ValueError, match="expected a plan that shards parameters"):
+        runtime_of(Setting(2, 1), BOTH)
+    plain = OffloadPlan(optimizer=Tier.HOST)  # on a CPU without copies of its own: the same tier
+    runtime = runtime_of(Setting(2, 1), plain, LambConfig())
+    assert runtime.host_tensors() == {}
+    runtime.close()
+
+
+def test_what_the_host_cannot_update_is_refused_where_it_is_apart() -> None:
+    run_ranks(_refusals, 1)

@@ -1,0 +1,243 @@
+"""A step that is made during backward, before the norm is known, has the bits of one that is made after it: when the
+guess was right, when it is undone because of clipping, an overflow, another rate or a write in between."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness.checkpoints import Setting, assert_states
+from harness.copies import LateCopies
+from harness.oracle import ADAMW, LR
+from harness.ranks import run_ranks
+from harness.trainee import backwards_of_step
+from test_offload import BF16, FP32, SPEC, offload_to, runtime_of
+
+from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
+from zero_runtime.checkpoint.save import save_checkpoint
+from zero_runtime.errors import NonFiniteError
+from zero_runtime.loss_scaler import LossScaleRule
+from zero_runtime.offload import OffloadPlan, Tier
+from zero_runtime.optimizers import OptimizerConfig, SgdConfig
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.runtime import StepReport, ZeroRuntime
+
+FP16 = MixedPrecision(param="fp16", reduce="fp16", master="fp32")
+OVERFLOWS = LossScaleRule(initial_power=32, hysteresis=1)
+HOST = OffloadPlan(optimizer=Tier.HOST, speculative=True, copies=LateCopies)
+
+
+def plans_of(stage: int, folder: Path) -> list[OffloadPlan]:
+    """Of both tiers, with the parameters too where the row shards them."""
+    nvme = replace(offload_to(folder, params=False), speculative=True)
+    plans = [
+        HOST,
+        replace(HOST, ratio=0.5),
+        nvme,
+        replace(offload_to(folder, params=False, ratio=0.5), speculative=True),
+    ]
+    if stage == 3:
+        plans += [replace(plan, params=plan.optimizer) for plan in (HOST, nvme)]
+    return plans
+
+
+@dataclass
+class Outcomes:
+    """What became of a runtime's guesses: steps of which nothing had to be updated again, and those undone."""
+
+    right: int = 0
+    wrong: int = 0
+    reports: list[str] = field(default_factory=list)  # as text, in which nan is nan
+    norms: list[float] = field(default_factory=list)
+
+
+def watch(runtime: ZeroRuntime) -> Outcomes:
+    outcomes, tier = Outcomes(), runtime._tier
+    if tier is not None:
+        adopt, reject = tier.adopt, tier.reject
+
+        def counting_adopt() -> list:
+            left = adopt()
+            outcomes.right += not left
+            outcomes.wrong += bool(left)
+            return left
+
+        def counting_reject() -> None:
+            outcomes.wrong += 1
+            reject()
+
+        tier.adopt, tier.reject = counting_adopt, counting_reject  # type: ignore[method-assign]
+    return outcomes
+
+
+def states_of(runtime: ZeroRuntime) -> dict[str, torch.Tensor]:
+    found = {}
+    for unit in runtime.units:
+        with runtime.resident(unit):
+            shards = {"master": unit.weights_shard, **runtime.optimizer.states_of(unit)}
+            for state, shard in shards.items():
+                found |= {f"{state}/{name}": values.clone() for name, values in unit.full_of(shard).items()}
+    return found
+
+
+def train(runtime: ZeroRuntime, setting: Setting, steps: range, lr: float = LR) -> Outcomes:
+    case, outcomes = setting.case(model=SPEC), watch(runtime)
+    for step in steps:
+        runtime.expect_rate(lr)
+        backwards_of_step(runtime, case, step)
+        report = runtime.step(lr)
+        outcomes.reports.append(str(report))
+        outcomes.norms.append(report.grad_norm)
+    return outcomes
+
+
+def _clipping(folder: Path, setting: Setting, optimizer: OptimizerConfig) -> None:
+    plain = runtime_of(setting, None, optimizer)
+    norms = sorted(train(plain, setting, range(6)).norms)
+    plain.close()
+    for clip_norm in ((norms[2] + norms[3]) / 2, None):  # some steps are clipped; none is
+        plain = runtime_of(setting, None, optimizer, clip_norm=clip_norm)
+        without, states = train(plain, setting, range(6)), states_of(plain)
+        plain.close()
+        clipped = sum(clip_norm is not None and norm > clip_norm for norm in without.norms)
+        assert (0 < clipped < 6) if clip_norm is not None else not clipped
+        for plan in plans_of(setting.stage, folder):
+            runtime = runtime_of(setting, plan, optimizer, clip_norm=clip_norm)
+            found = train(runtime, setting, range(6))
+            assert (found.reports, found.wrong, found.right) == (without.reports, clipped, 6 - clipped), plan
+            assert_states(states_of(runtime), states)
+            runtime.close()
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_guess_that_clipping_undoes_leaves_nothing_behind(
+    stage: int, precision: MixedPrecision, tmp_path: Path
+) -> None:
+    run_ranks(_clipping, 2, tmp_path, Setting(stage, 2, precision), ADAMW)
+
+
+def test_one_rank_and_another_optimizer_guess_too(tmp_path: Path) -> None:
+    run_ranks(_clipping, 1, tmp_path, Setting(3, 1, FP32, micro_batches=1), SgdConfig(momentum=0.9))
+
+
+def _overflowing(folder: Path) -> None:
+    setting = Setting(3, 2, FP16)
+    plain = runtime_of(setting, None, loss_scale=OVERFLOWS)
+    wanted, states = train(plain, setting, range(24)).reports, states_of(plain)
+    plain.close()
+    skipped = sum("skipped=True" in report for report in wanted)
+    assert 0 < skipped < 24
+    for plan in plans_of(3, folder):
+        runtime = runtime_of(setting, plan, loss_scale=OVERFLOWS)
+        found = train(runtime, setting, range(24))
+        assert (found.reports, found.wrong, found.right) == (wanted, skipped, 24 - skipped), plan
+        assert_states(states_of(runtime), states)
+        runtime.close()
+
+
+def test_a_guess_that_overflowed_is_skipped_with_the_step(tmp_path: Path) -> None:
+    run_ranks(_overflowing, 2, tmp_path)
+
+
+def _other_ways(folder: Path) -> None:
+    """Another rate than was told, a weight that is written between backward and step, and no rate told at all."""
+    setting, name = Setting(3, 2, BF16), "blocks.0.mix.weight"
+    case = setting.case(model=SPEC)
+
+    def run(plan: OffloadPlan | None) -> tuple[list[StepReport], dict[str, torch.Tensor]]:
+        runtime, reports = runtime_of(setting, plan), []
+        for step in range(4):
+            if step:
+                runtime.expect_rate(2 * LR if step == 1 else LR)
+            backwards_of_step(runtime, case, step)
+            if step == 2:
+                with runtime.full_params([name], write=True) as values:
+                    values[name].mul_(0.5)
+            reports.append(runtime.step(LR))
+        states = states_of(runtime)
+        runtime.close()
+        return reports, states
+
+    wanted, states = run(None)
+    for plan in plans_of(3, folder):
+        with pytest.warns(UserWarning, match=r"call runtime\.expect_rate\(lr\) first"):
+            reports, found = run(plan)
+        assert reports == wanted
+        assert_states(found, states)
+
+
+def test_what_was_not_foreseen_is_stepped_over_alike(tmp_path: Path) -> None:
+    run_ranks(_other_ways, 2, tmp_path)
+
+
+def _saved(folder: Path) -> None:
+    """Between two swaps of what is current: saved, and gone on from."""
+    setting = Setting(3, 2, BF16)
+    for number, plan in enumerate(plans_of(3, folder / "scratch")):
+        runtime = runtime_of(setting, plan)
+        train(runtime, setting, range(3))
+        path = save_checkpoint(runtime, folder / str(number), step=3, trainer={})
+        wanted = train(runtime, setting, range(3, 6)).reports
+        runtime.close()
+        for other in (None, plan):
+            again = runtime_of(setting, other)
+            load_checkpoint(again, Checkpoint.open(path, verify=False))
+            assert train(again, setting, range(3, 6)).reports == wanted
+            again.close()
+
+
+def test_a_checkpoint_holds_what_is_current(tmp_path: Path) -> None:
+    run_ranks(_saved, 2, tmp_path)
+
+
+def _not_finite(folder: Path) -> None:
+    setting = Setting(2, 2, FP32, micro_batches=1)
+    case = setting.case(model=SPEC)
+    for plan in plans_of(2, folder):
+        runtime = runtime_of(setting, plan)
+        train(runtime, setting, range(2))
+        before = states_of(runtime)
+        runtime.expect_rate(LR)
+        hooked = runtime.model.blocks[0].register_forward_hook(lambda _m, _i, out: out * torch.inf)
+        backwards_of_step(runtime, case, 2)
+        hooked.remove()
+        with pytest.raises(NonFiniteError, match="nothing was updated"):
+            runtime.step(LR)
+        assert_states(states_of(runtime), before)
+        train(runtime, setting, range(2, 3))
+        runtime.close()
+
+
+def test_a_step_that_is_not_finite_ends_with_everything_as_it_was(tmp_path: Path) -> None:
+    run_ranks(_not_finite, 2, tmp_path)
+
+
+def _forgotten(folder: Path) -> None:
+    """Closing in the middle of a step waits for no gradient that will not come."""
+    setting = Setting(3, 1, BF16, micro_batches=1)
+    for plan in plans_of(3, folder):
+        runtime = runtime_of(setting, plan)
+        runtime.expect_rate(LR)
+        runtime._guess()
+        runtime.close()
+
+
+def test_a_guess_without_gradients_ends_with_its_runtime(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_ranks(_forgotten, 1, tmp_path)
+
+
+def test_there_is_nothing_to_guess_with_where_nothing_rests_elsewhere() -> None:
+    row = ZeroPlan.from_stage(3)
+    for plan in (OffloadPlan(speculative=True), OffloadPlan(optimizer=Tier.HOST, speculative=True)):
+        with pytest.raises(ValueError, match="expected masters and states that rest away from cpu, found them with it"):
+            plan.check(row, "cpu")
+    OffloadPlan(optimizer=Tier.HOST, speculative=True).check(row, "cuda")
+    with pytest.raises(ValueError, match="rest away from cuda, found them with it"):
+        OffloadPlan(params=Tier.HOST, speculative=True).check(row, "cuda")
