@@ -28,12 +28,15 @@ HOST = OffloadPlan(optimizer=Tier.HOST, copies=PlainCopies)
 
 def plans_of(stage: int, folder: Path) -> list[OffloadPlan]:
     nvme = offload_to(folder, params=False)
-    plans = [HOST, replace(HOST, ratio=0.5), replace(HOST, speculative=True)]
-    plans += [nvme, replace(nvme, ratio=0.5), replace(nvme, speculative=True)]
-    plans += [offload_to(folder, params=False, ahead=0)]
+    plans = [
+        replace(HOST, ratio=0.5),
+        replace(HOST, speculative=True),
+        nvme,
+        replace(nvme, ratio=0.5, speculative=True),
+    ]
     if stage == 3:
-        plans += [replace(plan, params=plan.optimizer) for plan in plans]
-        plans += [replace(HOST, optimizer=Tier.DEVICE, params=Tier.HOST)]
+        plans = [replace(plan, params=plan.optimizer) for plan in plans]
+        plans += [replace(HOST, optimizer=Tier.DEVICE, params=Tier.HOST), offload_to(folder, params=True, ahead=0)]
     return plans
 
 
@@ -63,8 +66,7 @@ def _counts(folder: Path, setting: Setting) -> None:
         gc.collect()
 
 
-@pytest.mark.parametrize("precision", [FP32, PAPER], ids=["fp32", "paper"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "precision"), [(1, PAPER), (3, FP32), (3, PAPER)])
 def test_counted_bytes_of_offload_equal_the_memory_model(stage: int, precision: MixedPrecision, tmp_path: Path) -> None:
     run_ranks(_counts, 2, tmp_path, Setting(stage, 2, precision))
 

@@ -27,7 +27,7 @@ from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import StepReport, ZeroRuntime
 
 FP16 = MixedPrecision(param="fp16", reduce="fp16", master="fp32")
-OVERFLOWS = LossScaleRule(initial_power=32, hysteresis=1)
+OVERFLOWS = LossScaleRule(initial_power=20, hysteresis=1)
 HOST = OffloadPlan(optimizer=Tier.HOST, speculative=True, copies=LateCopies)
 
 
@@ -97,24 +97,23 @@ def train(runtime: ZeroRuntime, setting: Setting, steps: range, lr: float = LR) 
 
 def _clipping(folder: Path, setting: Setting, optimizer: OptimizerConfig) -> None:
     plain = runtime_of(setting, None, optimizer)
-    norms = sorted(train(plain, setting, range(6)).norms)
+    norms = sorted(train(plain, setting, range(4)).norms)
     plain.close()
-    for clip_norm in ((norms[2] + norms[3]) / 2, None):  # some steps are clipped; none is
+    for clip_norm in ((norms[1] + norms[2]) / 2, None):  # some steps are clipped; none is
         plain = runtime_of(setting, None, optimizer, clip_norm=clip_norm)
-        without, states = train(plain, setting, range(6)), states_of(plain)
+        without, states = train(plain, setting, range(4)), states_of(plain)
         plain.close()
         clipped = sum(clip_norm is not None and norm > clip_norm for norm in without.norms)
-        assert (0 < clipped < 6) if clip_norm is not None else not clipped
+        assert (0 < clipped < 4) if clip_norm is not None else not clipped
         for plan in plans_of(setting.stage, folder):
             runtime = runtime_of(setting, plan, optimizer, clip_norm=clip_norm)
-            found = train(runtime, setting, range(6))
-            assert (found.reports, found.wrong, found.right) == (without.reports, clipped, 6 - clipped), plan
+            found = train(runtime, setting, range(4))
+            assert (found.reports, found.wrong, found.right) == (without.reports, clipped, 4 - clipped), plan
             assert_states(states_of(runtime), states)
             runtime.close()
 
 
-@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision"), [(0, FP32), (1, BF16), (2, FP32), (3, FP32), (3, BF16)])
 def test_a_guess_that_clipping_undoes_leaves_nothing_behind(
     stage: int, precision: MixedPrecision, tmp_path: Path
 ) -> None:
@@ -128,14 +127,14 @@ def test_one_rank_and_another_optimizer_guess_too(tmp_path: Path) -> None:
 def _overflowing(folder: Path) -> None:
     setting = Setting(3, 2, FP16)
     plain = runtime_of(setting, None, loss_scale=OVERFLOWS)
-    wanted, states = train(plain, setting, range(24)).reports, states_of(plain)
+    wanted, states = train(plain, setting, range(16)).reports, states_of(plain)
     plain.close()
     skipped = sum("skipped=True" in report for report in wanted)
-    assert 0 < skipped < 24
-    for plan in plans_of(3, folder):
+    assert 0 < skipped < 16
+    for plan in plans_of(3, folder)[1:]:
         runtime = runtime_of(setting, plan, loss_scale=OVERFLOWS)
-        found = train(runtime, setting, range(24))
-        assert (found.reports, found.wrong, found.right) == (wanted, skipped, 24 - skipped), plan
+        found = train(runtime, setting, range(16))
+        assert (found.reports, found.wrong, found.right) == (wanted, skipped, 16 - skipped), plan
         assert_states(states_of(runtime), states)
         runtime.close()
 
