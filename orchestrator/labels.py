@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from orchestrator.compose import Composed
 
 # Where a run goes and how it is recorded does not tell it from another.
-UNTOLD = ("output", "tracking", "hydra.mode")
+UNTOLD = ("output", "tracking", "cluster", "hydra.mode")
 
 
 def label(composed: Composed, axes: Sequence[str]) -> str:

@@ -8,10 +8,13 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sending import variables
+from sending import GPUS, LONG, Sent, send, stub_config, train, trained, variables
+
+from orchestrator.schema import Checkpoint
 
 SCRIPTS = Path(__file__).parent / "cluster"
 
@@ -32,6 +35,9 @@ def running_cluster(**environment: str) -> Iterator[Path]:
             yield folder
     finally:
         subprocess.run([SCRIPTS / "down.sh", folder], check=True, timeout=60)
+        crashes = folder / "crashes"
+        if crashes.exists():
+            print(f"SLURM itself crashed; jobs that it was starting then have failed with it: {crashes.read_text()}")
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -40,3 +46,26 @@ def cluster() -> Iterator[Path]:
     """Without accounting: sacct has no answer there."""
     with running_cluster() as folder:
         yield folder
+
+
+@pytest.fixture(scope="session")
+def sent(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sent]:
+    """All at once, since most of the time they wait; each test then follows its own to the end."""
+    root = tmp_path_factory.mktemp("sent")
+    hang = {"ZLAB_FAULT": "hang@step2:rank0"}
+    unsaved = replace(trained(), checkpoint=Checkpoint())
+    return {
+        # Here SLURM sends the signal between 40 and 70 s after the start; a step takes a second.
+        "long": train(root / "long", trained(LONG, limit_min=2.0), ZLAB_FAULT="slow@step1:rank0"),
+        "timeout": send(root / "timeout", [stub_config(root, limit_min=1.0)], **hang),
+        "preempted": train(
+            root / "preempted", trained(partition="spare", additional=GPUS), ZLAB_FAULT="slow@step1:rank1"
+        ),
+        "unbroken": train(root / "unbroken", trained()),
+        "killed": train(root / "killed", unsaved, ZLAB_FAULT="sigkill@step3:rank1"),
+        "array": send(root / "array", [stub_config(root, throttle=2)] * 6, STUB_STEP_S="0.3"),
+        "raised": send(root / "raised", [stub_config(root, ranks=2, nodes=2)], ZLAB_FAULT="raise@step2:rank1"),
+        "cancelled": send(root / "cancelled", [stub_config(root, ranks=2, nodes=2)], **hang),
+        "stopped": train(root / "stopped", trained(), ZLAB_FAULT="slow@step1:rank0"),
+        "memory": train(root / "memory", trained(memory_gib=0.1)),
+    }

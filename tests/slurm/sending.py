@@ -25,7 +25,11 @@ sys.path.insert(0, str(OTHERS))
 from points import STUB, make_config  # noqa: E402
 from test_resume import config_of  # noqa: E402
 
-__all__ = ["Sent", "config_of", "in_slurm", "send", "stub_config", "train", "until", "variables"]
+__all__ = ["STEPS", "Sent", "config_of", "in_slurm", "send", "stub_config", "train", "trained", "until", "variables"]
+
+STEPS = 10
+LONG = 75
+GPUS = {"gres": "gpu:toy:2"}  # all of a node
 
 
 def in_slurm(config: RunConfig, *, ranks: int, nodes: int, limit_min: float = 5.0, **cluster: Any) -> RunConfig:
@@ -39,6 +43,11 @@ def in_slurm(config: RunConfig, *, ranks: int, nodes: int, limit_min: float = 5.
 
 def stub_config(output: Path, *, ranks: int = 1, nodes: int = 1, **settings: Any) -> RunConfig:
     return in_slurm(make_config(output), ranks=ranks, nodes=nodes, **settings)
+
+
+def trained(steps: int = STEPS, **settings: Any) -> RunConfig:
+    """Two ranks on two nodes; saves where it is asked to stop, and at the end."""
+    return in_slurm(config_of(steps, every=None, resume="none"), ranks=2, nodes=2, **settings)
 
 
 @dataclass

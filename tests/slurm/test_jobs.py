@@ -1,7 +1,4 @@
-"""Points sent to a real SLURM of two nodes: each way in which a job can end ends in the right outcome.
-
-All are sent at once, since most of the time they wait; each test then follows its own to the end.
-"""
+"""Points sent to a real SLURM of two nodes: each way in which a job can end ends in the right outcome."""
 
 from __future__ import annotations
 
@@ -9,47 +6,15 @@ import stat
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from sending import Sent, config_of, in_slurm, send, stub_config, train, until
+from sending import STEPS, Sent, config_of, in_slurm, send, stub_config, trained, until
 
 from orchestrator import slurm, slurm_site, slurm_verdict
 from orchestrator.record import read_json
 from orchestrator.run_state import RunState
-from orchestrator.schema import Checkpoint, Device, RunConfig
-from orchestrator.slurm_tools import Phase, SlurmError, ask
-
-STEPS = 10
-LONG = 75
-GPUS = {"gres": "gpu:toy:2"}  # all of a node
-
-
-def trained(steps: int = STEPS, **settings: Any) -> RunConfig:
-    """Two ranks on two nodes; saves where it is asked to stop, and at the end."""
-    return in_slurm(config_of(steps, every=None, resume="none"), ranks=2, nodes=2, **settings)
-
-
-@pytest.fixture(scope="module")
-def sent(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sent]:
-    root = tmp_path_factory.mktemp("sent")
-    hang = {"ZLAB_FAULT": "hang@step2:rank0"}
-    unsaved = replace(trained(), checkpoint=Checkpoint())
-    return {
-        # Here SLURM sends the signal between 40 and 70 s after the start; a step takes a second.
-        "long": train(root / "long", trained(LONG, limit_min=2.0), ZLAB_FAULT="slow@step1:rank0"),
-        "timeout": send(root / "timeout", [stub_config(root, limit_min=1.0)], **hang),
-        "preempted": train(
-            root / "preempted", trained(partition="spare", additional=GPUS), ZLAB_FAULT="slow@step1:rank1"
-        ),
-        "unbroken": train(root / "unbroken", trained()),
-        "killed": train(root / "killed", unsaved, ZLAB_FAULT="sigkill@step3:rank1"),
-        "array": send(root / "array", [stub_config(root, throttle=2)] * 6, STUB_STEP_S="0.3"),
-        "raised": send(root / "raised", [stub_config(root, ranks=2, nodes=2)], ZLAB_FAULT="raise@step2:rank1"),
-        "cancelled": send(root / "cancelled", [stub_config(root, ranks=2, nodes=2)], **hang),
-        "stopped": train(root / "stopped", trained(), ZLAB_FAULT="slow@step1:rank0"),
-        "memory": train(root / "memory", trained(memory_gib=0.1)),
-    }
+from orchestrator.schema import Device, RunConfig
+from orchestrator.slurm_tools import Phase, SlurmError
 
 
 def test_sending_returns_ids_in_order_and_leaves_files_to_their_owner(sent: dict[str, Sent], cluster: Path) -> None:
@@ -204,36 +169,3 @@ def test_a_refused_submission_leaves_nothing_in_the_queue(cluster: Path, tmp_pat
     attempt = tmp_path / "refused" / "point0" / "attempts" / "01" / "job.json"
     job = (read_json(attempt) or {})["job"]
     until(lambda: slurm.look([job])[job].slurm_state == "CANCELLED", "the first one is cancelled")
-
-
-def test_a_job_that_reaches_its_time_limit_timed_out(sent: dict[str, Sent]) -> None:
-    (verdict,) = sent["timeout"].ends(150)
-    assert verdict.state is RunState.timeout
-    assert "time limit" in verdict.message
-
-
-def test_a_run_longer_than_its_time_limit_ends_in_several_lives(sent: dict[str, Sent]) -> None:
-    job = sent["long"]
-    (verdict,) = job.ends(200)
-    assert verdict.state is RunState.ok
-    assert "restart 1" in job.attempts[0].rank_log(0).read_text()
-    assert list(job.curve()) == list(range(1, LONG + 1))
-    result = read_json(job.attempts[0].result)
-    assert result is not None
-    assert 20 <= result["checkpoints"]["resumed_from_step"] < LONG
-
-
-def test_a_job_whose_node_failed_runs_on_another(cluster: Path, tmp_path: Path) -> None:
-    """The last one: it takes a node away from all jobs on it."""
-    job = send(tmp_path / "moved", [stub_config(tmp_path)], STUB_STEP_S="1")
-    until(job.attempts[0].metrics.exists, "the job runs")
-    node = job.look()[0][0].nodes
-    for state in ("drain", "down"):  # drained, it does not come back by itself
-        ask(["scontrol", "update", f"nodename={node}", f"state={state}", "reason=test"])
-    until(lambda: job.look()[0][0].restarts == 1, "the job is back in the queue")
-    (verdict,) = job.ends()
-    assert verdict.state is RunState.ok
-    first, second = (line for line in job.attempts[0].rank_log(0).read_text().splitlines() if " pid " in line)
-    assert f"on {node}," in first
-    assert f"on {node}," not in second
-    assert "restart 1" in second

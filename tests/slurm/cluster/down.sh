@@ -7,12 +7,12 @@ for _ in $(seq 20); do
   [ -z "$(timeout 5 squeue --noheader 2>/dev/null)" ] && break
   sleep 0.5
 done
+touch "$dir/stopping"
 pids=()
 for file in "$dir"/slurmd.*.pid "$dir/slurmctld.pid" "$dir/slurmdbd.pid" "$dir/database/pid" "$dir/munge/pid"; do
   [ -s "$file" ] || continue
   pid=$(cat "$file")
-  # A file may outlive its daemon, and the number be used again: the command line must still name this folder or a
-  # daemon of these.
+  # A file may outlive its daemon, and the number be used again.
   case "$(ps --no-headers -o comm "$pid" 2>/dev/null)" in
     slurmd* | slurmctld* | mariadbd* | munged*) kill "$pid" 2>/dev/null && pids+=("$pid") ;;
   esac

@@ -20,7 +20,9 @@ free_ports() { # the first of COUNT ports that nobody listens on, all below the 
   return 1
 }
 
+ulimit -c 0
 mkdir -p "$dir/state" "$dir/munge"
+rm -f "$dir/stopping"
 for number in $(seq "$nodes"); do mkdir -p "$dir/spool.node$number"; done
 chmod 755 "$dir" "$dir/munge"
 first_port=$(free_ports $((nodes + 3)))
@@ -37,7 +39,17 @@ munged --key-file="$dir/munge/key" --socket="$dir/munge/socket" --pid-file="$dir
   --seed-file="$dir/munge/seed" --log-file="$dir/munge/log" --num-threads=2
 if [ -n "${ACCOUNTING:-}" ]; then "$here/accounting.sh" "$dir" $((first_port + nodes + 1)); fi
 slurmctld -i
-for number in $(seq "$nodes"); do slurmd -N "node$number"; done
+# slurmd of 22.05 has been seen to crash when several steps start at once. Started again at once it takes up its jobs;
+# down.sh makes the file that ends this.
+keep_slurmd() {
+  until [ -e "$dir/stopping" ]; do
+    code=0
+    slurmd -D -N "$1" </dev/null >/dev/null 2>&1 || code=$?
+    [ -e "$dir/stopping" ] || echo "slurmd of $1 ended with $code" >>"$dir/crashes"
+    sleep 0.2
+  done
+}
+for number in $(seq "$nodes"); do keep_slurmd "node$number" </dev/null >/dev/null 2>&1 & done
 
 for _ in $(seq 60); do
   idle=$(timeout 5 sinfo --noheader --partition=main --states=idle --format=%D || true)

@@ -1,0 +1,44 @@
+"""Jobs that take their time to end: at their time limit, in several lives, on another node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sending import LONG, Sent, send, stub_config, until
+
+from orchestrator.record import read_json
+from orchestrator.run_state import RunState
+from orchestrator.slurm_tools import ask
+
+
+def test_a_job_that_reaches_its_time_limit_timed_out(sent: dict[str, Sent]) -> None:
+    (verdict,) = sent["timeout"].ends(150)
+    assert verdict.state is RunState.timeout
+    assert "time limit" in verdict.message
+
+
+def test_a_run_longer_than_its_time_limit_ends_in_several_lives(sent: dict[str, Sent]) -> None:
+    job = sent["long"]
+    (verdict,) = job.ends(200)
+    assert verdict.state is RunState.ok
+    assert "restart 1" in job.attempts[0].rank_log(0).read_text()
+    assert list(job.curve()) == list(range(1, LONG + 1))
+    result = read_json(job.attempts[0].result)
+    assert result is not None
+    assert 20 <= result["checkpoints"]["resumed_from_step"] < LONG
+
+
+def test_a_job_whose_node_failed_runs_on_another(cluster: Path, tmp_path: Path) -> None:
+    """The last one: it takes a node away from all jobs on it."""
+    job = send(tmp_path / "moved", [stub_config(tmp_path)], STUB_STEP_S="1")
+    until(job.attempts[0].metrics.exists, "the job runs")
+    node = job.look()[0][0].nodes
+    for state in ("drain", "down"):  # drained, it does not come back by itself
+        ask(["scontrol", "update", f"nodename={node}", f"state={state}", "reason=test"])
+    until(lambda: job.look()[0][0].restarts == 1, "the job is back in the queue")
+    (verdict,) = job.ends()
+    assert verdict.state is RunState.ok
+    first, second = (line for line in job.attempts[0].rank_log(0).read_text().splitlines() if " pid " in line)
+    assert f"on {node}," in first
+    assert f"on {node}," not in second
+    assert "restart 1" in second
