@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?= zero=stage2 precision=bf16
+# Two processes take the files of tests/ between them: ranks wait for each other, and one process leaves cores idle.
+WORKERS ?= -n 2 --dist loadfile
 
 .PHONY: install run test test-full test-slurm check format bench gpu ui clean
 
@@ -23,10 +25,10 @@ run: .venv/.installed
 
 # Under 12 minutes on 2 cores. Each file of tests/ says in its first line what it proves.
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 test-full: .venv/.installed-dev
-	$(BIN)/python -m pytest -m "full or not full"
+	$(BIN)/python -m pytest $(WORKERS) -m "full or not full"
 
 # Jobs on a real SLURM, started on this machine for the tests and ended after them: root and SLURM's packages needed.
 test-slurm: .venv/.installed-dev

@@ -117,6 +117,12 @@ def test_out_of_memory_is_an_answer_and_larger_ones_of_its_family_are_left_out(
     assert (code, states(sweep)) == (0, ["oom", "ok"])
 
 
+def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZLAB_FAULT", "slow@step6:rank0")
+    code, _, sweep = run(tmp_path, [1])
+    assert (code, states(sweep)) == (0, ["ok"])
+
+
 def test_where_nothing_fits_the_code_is_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUB_LACKING_MICRO", "4")
     code, shown, _ = run(tmp_path, [4])
