@@ -1,4 +1,4 @@
-"""The command line with cluster=slurm: sent and left, looked at from elsewhere, kept when typed again, cancelled."""
+"""A sweep from the command line to a real SLURM and back: sent, left, watched, kept, cancelled, gone on with."""
 
 from __future__ import annotations
 
@@ -11,86 +11,79 @@ import pytest
 from sending import until, variables
 
 ROOT = Path(__file__).resolve().parents[2]
-WHERE = "cluster=slurm resources.device=cpu resources.ranks=2 resources.nodes=2 cluster.memory_gib=2"
-SHORT = "tracking=none measure.warmup_steps=1 measure.steps=3 measure.validation_batches=0"
+LINE = (
+    "cluster=slurm cluster.memory_gib=2 resources.device=cpu resources.ranks=2 resources.nodes=2 resources.threads=1 "
+    "resources.time_limit_min=5 model=llama_tiny data=synthetic precision=fp32 batch.seq=16 batch.micro=1 "
+    "measure.validation_batches=0 measure.warmup_steps=1 measure.steps=3 tracking=none"
+)
 
 
 class Terminal:
-    """Types commands about one output folder."""
+    """Types commands in a folder of its own, where the outputs are then."""
 
-    def __init__(self, output: Path) -> None:
-        self.output = output
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
-    def run(self, line: str) -> tuple[int, str]:
+    def type(self, line: str) -> tuple[int, str]:
         """The exit code and the screen."""
-        words = [sys.executable, "run.py", *line.split()]
-        told = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+        words = [sys.executable, str(ROOT / "run.py"), *line.split()]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        told = subprocess.run(words, cwd=self.folder, text=True, timeout=120, **streams)  # type: ignore[call-overload]
         return told.returncode, told.stdout
 
-    def send(self, line: str) -> tuple[int, str]:
-        return self.run(f"{line} {WHERE} {SHORT} output={self.output}")
-
-    def ask(self, line: str) -> tuple[int, str]:
-        return self.run(f"{line} --output {self.output}")
-
     def states(self) -> dict[str, str]:
-        _, told = self.ask("status --json")
+        _, told = self.type("status --json")
         return {one["label"]: one["state"] for one in json.loads(told)["points"]}
+
+    def attempts(self) -> int:
+        return len(list(self.folder.glob("outputs/points/*/attempts/*")))
 
 
 @pytest.fixture
 def terminal(cluster: Path, tmp_path: Path) -> Terminal:
-    return Terminal(tmp_path / "out")
+    return Terminal(tmp_path)
 
 
-def jobs_ever() -> int:
-    words = ["squeue", "--array", "--states=all", "--noheader"]
-    return len(subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines())
-
-
-def test_a_sweep_is_sent_watched_compared_and_kept(terminal: Terminal) -> None:
-    before = jobs_ever()
-    code, told = terminal.send("-m zero=stage0,stage3")
-    assert code == 0
+def test_a_sweep_is_sent_watched_and_compared_and_the_same_command_again_sends_nothing(terminal: Terminal) -> None:
+    command = f"-m zero=stage1,stage3 {LINE}"
+    code, told = terminal.type(command)
+    assert code == 0, told
     assert "sent 2 points as" in told
-    assert jobs_ever() == before + 2
+    assert "this terminal may be closed" in told
     assert set(terminal.states().values()) <= {"queued", "starting", "running"}
-    code, told = terminal.send("-m zero=stage0,stage3")
-    assert code == 0
-    assert "this sweep is with the cluster already" in told
-    assert terminal.ask("status")[0] == 3
-    code, told = terminal.ask("watch")
-    assert code == 0
+    assert "this sweep is with the cluster already" in terminal.type(command)[1]
+    assert terminal.type("status")[0] == 3
+    code, told = terminal.type("watch")
+    assert code == 0, told
     assert "sorted by median tokens/s" in told
-    assert terminal.states() == {"stage0": "ok", "stage3": "ok"}
-    code, told = terminal.ask("logs last stage3 --rank 1")
-    assert "on node2" in told
-    code, told = terminal.send("-m zero=stage0,stage3")
-    assert code == 0
+    assert terminal.states() == {"stage1": "ok", "stage3": "ok"}
+    assert "rank 1 of 2" in terminal.type("logs last stage3 --rank 1")[1]
+    code, told = terminal.type(command)
+    assert code == 0, told
     assert "measured before" in told
-    assert jobs_ever() == before + 2
+    assert terminal.attempts() == 2
+    assert list(terminal.folder.glob("outputs/sweeps/*/report.md"))
 
 
-def test_a_point_that_is_cancelled_is_taken_up_again_by_the_same_command(terminal: Terminal) -> None:
+def test_a_sweep_is_cancelled_while_it_runs_and_gone_on_with_by_name(terminal: Terminal) -> None:
     with variables(ZLAB_FAULT="slow@step1:rank0"):
-        terminal.send("zero=stage2")
-    until(lambda: set(terminal.states().values()) == {"running"}, "it runs", 120)
-    code, told = terminal.ask("cancel")
-    assert code == 0
-    assert "cancelled 1 points" in told
+        terminal.type(f"-m zero=stage0,stage2 {LINE} measure.steps=60")
+    until(lambda: "running" in terminal.states().values(), "one runs", 120)
+    code, told = terminal.type("cancel")
+    assert code == 0, told
+    assert "cancelled 2 points" in told
     assert set(terminal.states().values()) == {"cancelled"}
-    code, told = terminal.ask("resume")
-    assert code == 0
-    assert "sent 1 points" in told
-    code, told = terminal.ask("watch")
-    assert code == 0
+    code, told = terminal.type("resume")
+    assert code == 0, told
+    assert "sent 2 points" in told
+    code, told = terminal.type("watch")
+    assert code == 0, told
     assert set(terminal.states().values()) == {"ok"}
 
 
-def test_what_the_cluster_cannot_give_is_refused_and_leaves_no_trace(terminal: Terminal) -> None:
-    before = jobs_ever()
-    code, told = terminal.send("zero=stage2 cluster.partition=mian")
+def test_what_the_cluster_cannot_give_is_refused_before_anything_is_sent(terminal: Terminal) -> None:
+    code, told = terminal.type(f"zero=stage2 {LINE} cluster.partition=mian")
     assert code == 2
     assert "fix: cluster.partition=main" in told
-    assert jobs_ever() == before
-    assert not (terminal.output / "sweeps").exists()
+    assert terminal.attempts() == 0
+    assert not (terminal.folder / "outputs" / "sweeps").exists()
