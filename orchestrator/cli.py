@@ -41,6 +41,12 @@ def console() -> None:
     sys.exit(main(sys.argv[1:]))
 
 
+def _end_quietly() -> int:
+    """Whoever read our output has enough, as `| head` has. Python would complain once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
 def main(argv: Sequence[str]) -> int:
     """0: every point has a result. 1: at least one failed. 2: nothing was started, the words were wrong."""
     try:
@@ -51,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
         return _answer(arguments.split(argv))
     except Refusal as refusal:
         return refuse(refusal.problems)
+    except BrokenPipeError:
+        return _end_quietly()
     except KeyboardInterrupt:
         return INTERRUPTED
 

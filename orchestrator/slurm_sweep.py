@@ -51,7 +51,7 @@ def send(sweep: SweepPaths, planned: Sequence[Planned], entry: str = ENTRY) -> l
         jobs = slurm.submit(
             [(attempt.paths, config) for attempt, config in zip(attempts, configs, strict=True)],
             sweep.root / "slurm",
-            name=f"zlab-{sweep.name[-20:]}",
+            name=f"zlab-{sweep.name.split('_', 2)[-1][:20]}",
             entry=entry,
         )
     except BaseException as error:

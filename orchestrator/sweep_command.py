@@ -29,7 +29,7 @@ from orchestrator.deciding import Refused, Wishes
 from orchestrator.hardware import Hardware
 from orchestrator.job import ENTRY
 from orchestrator.live import Choice, SweepWatch
-from orchestrator.paths import program, shown
+from orchestrator.paths import shown, verb
 from orchestrator.point import Point
 from orchestrator.record import read_json
 from orchestrator.run_state import RunState
@@ -276,7 +276,7 @@ def watch(
 
 
 def _left_running(sweep: SweepPaths) -> list[Row]:
-    return [Row("watch", f"{program()} watch {sweep.name}"), Row("stop", f"{program()} cancel {sweep.name}")]
+    return [Row("watch", verb("watch", sweep.root)), Row("stop", verb("cancel", sweep.root))]
 
 
 def _next(sweep: SweepPaths) -> list[Row]:

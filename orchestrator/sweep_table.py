@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator import comparison, report
-from orchestrator.paths import program
+from orchestrator.paths import verb
 from orchestrator.record import EventTail
 from orchestrator.run_state import RunState
 from orchestrator.summary import Row, Table
@@ -104,11 +104,11 @@ def next_row(sweep: SweepPaths, found: Sequence[Standing], *, runs: bool) -> Row
     failed = sorted({one.state.value for one in found if not one.state.answered and one.state.kept})
     left = [one for one in found if not one.state.answered and not one.state.kept]
     if runs:
-        return Row("next", f"{program()} watch {sweep.name}")
+        return Row("next", verb("watch", sweep.root))
     if left:
-        return Row("next", f"{program()} resume {sweep.name}     ({len(left)} points are left)")
+        return Row("next", f"{verb('resume', sweep.root)}     ({len(left)} points are left)")
     if failed:
-        return Row("next", f"{program()} retry {sweep.name} --retry {','.join(failed)}")
+        return Row("next", f"{verb('retry', sweep.root)} --retry {','.join(failed)}")
     return Row("next", report.next_after_sweep(comparison.ranked(sweep)))
 
 

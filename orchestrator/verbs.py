@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchestrator import comparison, deciding, slurm_sweep, sweep_record, sweep_table
-from orchestrator.paths import program, shown
+from orchestrator.paths import DEFAULT_OUTPUT, OUTPUT, program, shown, verb
 from orchestrator.record import AttemptPaths, read_json
 from orchestrator.run_state import RETRIED, RunState
 from orchestrator.strict import nearest
@@ -22,7 +22,6 @@ from orchestrator.sweep_record import Standing, SweepPaths
 
 BAD_USAGE = 2
 FOLLOW_S = 0.3
-DEFAULT_OUTPUT = "outputs"
 
 
 class VerbError(ValueError):
@@ -47,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, verb: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         one = verbs.add_parser(name, help=text, description=text)
         one.set_defaults(verb=verb)
-        one.add_argument("--output", default=os.environ.get("ZLAB_OUTPUT", DEFAULT_OUTPUT), help="default: outputs")
+        one.add_argument("--output", default=os.environ.get(OUTPUT, DEFAULT_OUTPUT), help="default: outputs")
         if name != "list":
             one.add_argument("sweep", nargs="?", default="last", help="default: last")
         if name in ("list", "status", "watch"):
@@ -219,7 +218,7 @@ def _cancel(asked: argparse.Namespace) -> int:
         now = {one.label: one.state for one in _standings(sweep)}
         if all(now[one.label].final for one in moving):
             print(f"cancelled {len(moving)} points of {sweep.name}, nothing of them is left running")
-            print(f"next      {program()} resume {sweep.name}")
+            print(f"next      {verb('resume', sweep.root)}")
             return 0
         time.sleep(FOLLOW_S)
     print(f"error: they have not ended within 30 s; see {shown(sweep.log)}, or ask again", file=sys.stderr)

@@ -93,7 +93,7 @@ def test_a_failed_point_is_a_row_and_is_tried_again_only_when_asked(
     monkeypatch.setenv("ZLAB_FAULT", "raise@step2:rank0")
     code, shown, sweep = run(tmp_path, [1])
     assert (code, states(sweep)) == (1, ["error"])
-    assert f"retry {sweep.name} --retry error" in shown
+    assert f"retry {sweep.name} --output {tmp_path} --retry error" in shown
     monkeypatch.delenv("ZLAB_FAULT")
     code, _, sweep = run(tmp_path, [1])
     assert (code, states(sweep), len(attempts(tmp_path))) == (1, ["error"], 1)
