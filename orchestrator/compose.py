@@ -65,6 +65,8 @@ class SweepsFolder(SearchPathPlugin):
             search_path.append(provider="zero-lab", path=f"{SweepsSource.scheme()}://{folder}")
 
 
+if folders.PLUGINS.is_dir():
+    sys.path.append(str(folders.PLUGINS))  # Hydra looks for plugins once, in the line below
 Plugins.instance().register(SweepsSource)
 Plugins.instance().register(SweepsFolder)
 
@@ -94,7 +96,7 @@ class Composition:
 def compose(arguments: Arguments) -> Composition:
     """All the points, their values not yet judged. ComposeError when Hydra or the sweep file is refused."""
     name = arguments.flags.get("--config-name") or "config"
-    searchpath = _added_folders(arguments)
+    searchpath = added_folders(arguments)
     try:
         with _our_hydra() as loader:
             found = _expansion(loader, name, searchpath, arguments)
@@ -277,6 +279,7 @@ def _read(path: Path) -> Any:
     return OmegaConf.to_container(OmegaConf.load(path))
 
 
-def _added_folders(arguments: Arguments) -> list[str]:
+def added_folders(arguments: Arguments) -> list[str]:
+    """The override that puts the user's own folders behind ours; none where there are none."""
     added = [f'"file://{folder}"' for folder in folders.config_folders(arguments.flags.get("--config-dir"))[1:]]
     return [f"hydra.searchpath=[{','.join(added)}]"] if added else []

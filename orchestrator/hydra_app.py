@@ -9,12 +9,9 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from orchestrator import arguments, cli
 
-# In a checkout the plugin's namespace lies here; an installed package has it among its site-packages.
-PLUGINS = Path(__file__).resolve().parent / "plugins"
 LAUNCHER = "hydra/launcher"
 OURS = (*arguments.SWEEPING, "--retry", "--prune")
 
@@ -24,21 +21,23 @@ def main(argv: Sequence[str]) -> int:
     asked = arguments.split(argv)
     problems = [*asked.problems]
     problems += [f"{flag} is not known to Hydra: see hydra.launcher.retry" for flag in OURS if flag in asked.flags]
+    if "--config-name" in asked.flags:
+        problems.append(
+            "--config-name is not read here: a study has a file of experiment/, chosen with experiment=NAME"
+        )
     others = [word for word in asked.overrides if word.startswith(f"{LAUNCHER}=") and word != f"{LAUNCHER}=zlab"]
     problems += [f"{word} would call a function that is not there: only {LAUNCHER}=zlab runs points" for word in others]
     if problems:
         return cli.refuse(problems)
     os.umask(0o077)  # what runs write is the user's alone
-    if PLUGINS.is_dir():
-        sys.path.append(str(PLUGINS))
-    from orchestrator import compose  # here: it imports Hydra, which looks for plugins when it is imported
+    from orchestrator import compose  # here: it imports Hydra, and the answers above are quicker without
 
     if not asked.shows and "--help" not in asked.flags:
         asked.flags["--multirun"] = None
     # In front, so that a folder that was typed wins.
     folder = f"hydra.sweep.dir=${{output}}/studies/{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     words = [word for word in asked.overrides if not word.startswith(f"{LAUNCHER}=")]
-    asked.overrides = [f"{LAUNCHER}=zlab", folder, *words]
+    asked.overrides = [f"{LAUNCHER}=zlab", folder, *compose.added_folders(asked), *words]
     try:
         return compose.hand_over(asked)
     except KeyboardInterrupt:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 
 from orchestrator import arguments, cli, report, sweep_command, sweep_record
 from orchestrator.cluster import ClusterKind
+from orchestrator.compose import Composition
 from orchestrator.deciding import Refused, Wishes, retry_states
 from orchestrator.labels import sweep_name
 from orchestrator.point import Point
 from orchestrator.rules import Scene
 from orchestrator.run_state import RunState
 from orchestrator.schema import to_dict
-from orchestrator.strict import Broken, nearest
+from orchestrator.strict import nearest
 from orchestrator.sweep_record import Standing
 
 
@@ -26,8 +28,8 @@ from orchestrator.sweep_record import Standing
 class Asked:
     """What is asked of every batch. rank_by: a name of report.METRICS. retry: ends to run again, as `--retry` has them.
 
-    flags: `--config-name` and `--config-dir`, where the lines were made with them. fixed: words that say the same in
-    every line of every batch, and are therefore no part of a point's short name.
+    flags: `--config-dir`, where the lines were made with it. fixed: words that say the same in every line of every
+    batch, and are therefore no part of a point's short name.
     """
 
     rank_by: str = report.DEFAULT_METRIC
@@ -67,8 +69,10 @@ def problems(asked: Asked) -> list[str]:
 
 
 def wrong_way(metric: str, direction: object) -> list[str]:
-    """A search for the worst of a metric, told before it starts. `direction` as Optuna's sweeper has it, or None."""
-    name = getattr(direction, "name", direction)
+    """A search for the worst of a metric, told before it starts. `direction`: Optuna's sweeper's, None for others."""
+    if direction is not None and not isinstance(direction, (str, Enum)):
+        return [f"hydra.sweeper.direction={direction}: one metric goes back, so a study here has one direction"]
+    name = direction.name if isinstance(direction, Enum) else direction
     right = "maximize" if report.METRICS[metric].higher_first else "minimize"
     if name in ("maximize", "minimize") and name != right:
         return [
@@ -80,13 +84,13 @@ def wrong_way(metric: str, direction: object) -> list[str]:
 def measure(lines: Sequence[Sequence[str]], asked: Asked) -> list[Trial]:
     """One trial a line, in the order of the lines; returns when all have ended. Two lines may be one point.
 
-    An interrupt cancels the batch and is raised again. cli.Refusal: nothing can be run from here at all.
+    An interrupt cancels the batch and is raised again. cli.Refusal: a line is no point, or nothing runs from here.
     """
     scene = cli.here()
     if scene.world is not None:
         raise cli.Refusal(["a sweep starts its own processes: run it without torchrun or srun"])
     axes = _axes(lines, asked.fixed)
-    judged = [_judged(line, axes, asked, scene) for line in lines]
+    judged = [_judged(composition, axes, scene) for composition in _composed(lines, asked)]
     points = {_key(one): one for one in judged if isinstance(one, Point)}
     labels = [one.label for one in cli.distinct(list(points.values()))]
     told = {key: replace(one, label=label) for (key, one), label in zip(points.items(), labels, strict=True)}
@@ -99,26 +103,35 @@ def measure(lines: Sequence[Sequence[str]], asked: Asked) -> list[Trial]:
 
 def _axes(lines: Sequence[Sequence[str]], fixed: Sequence[str]) -> tuple[str, ...]:
     """The keys that every line sets, and that not every batch sets to the same."""
-    keys = [[word.partition("=")[0] for word in line if word not in fixed] for line in lines]
+    keys = [[word.partition("=")[0].lstrip("+~") for word in line if word not in fixed] for line in lines]
     return tuple(key for key in dict.fromkeys(keys[0]) if all(key in others for others in keys))
 
 
-def _judged(line: Sequence[str], axes: tuple[str, ...], asked: Asked, scene: Scene) -> Point | Refused:
-    """The point of one line, resolved; or all that is wrong with the line."""
-    words = tuple(line)
-    name = " ".join(word for word in line if word not in asked.fixed)
-    try:
-        composition = cli.composed(arguments.split([*asked.flags, "--", *words]))
-    except cli.Refusal as refusal:
-        return Refused(name, words, tuple(Broken(problem) for problem in refusal.problems))
-    (first, *more), _ = cli.judged(replace(composition, axes=axes), scene)
-    if more:
-        return Refused(name, words, (Broken("one proposal must be one point, and this line is a sweep"),))
-    # Sending and leaving is what a cluster is for; nobody would be here to hear the answer.
-    if isinstance(first, Point) and first.config.cluster.kind is ClusterKind.slurm:
-        rule = "who proposes points waits for their answers, and cluster=slurm sends them and leaves"
-        return Refused(first.label, words, (Broken(rule, "", ("cluster=local",)),))
-    return first
+def _composed(lines: Sequence[Sequence[str]], asked: Asked) -> list[Composition]:
+    """Each line as one point, not yet judged. Refusal tells of every line that says none: a mistake of the study's."""
+    found: list[Composition] = []
+    wrong: list[str] = []
+    for line in lines:
+        try:
+            composition = cli.composed(arguments.split([*asked.flags, "--", *line]))
+        except cli.Refusal as refusal:
+            wrong += refusal.problems
+            continue
+        if len(composition.points) > 1:
+            wrong.append("a line that is proposed must be one point, and this is a sweep: leave out sweeps=")
+        # Sending and leaving is what a cluster is for; nobody would be here to hear the answer.
+        elif composition.points[0].values.get("cluster", {}).get("kind") == ClusterKind.slurm.value:
+            wrong.append("a sweeper waits for its answers, and cluster=slurm sends and leaves      fix: cluster=local")
+        found.append(composition)
+    if wrong:
+        raise cli.Refusal(list(dict.fromkeys(wrong)))
+    return found
+
+
+def _judged(composition: Composition, axes: tuple[str, ...], scene: Scene) -> Point | Refused:
+    """The point of one line, resolved; or the rules that it breaks."""
+    (found,), _ = cli.judged(replace(composition, axes=axes), scene)
+    return found
 
 
 def _key(point: Point) -> str:

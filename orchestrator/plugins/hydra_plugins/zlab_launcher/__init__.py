@@ -83,7 +83,7 @@ class ZlabLauncher(Launcher):
             NotMeasured(f"{trial.label}: {trial.state.value}: {trial.message}") if value is None else value
         )
         number_text = f"{self._rank_by} {value:,.6g}" if value is not None else "no value"
-        reason = f": {trial.message}" if trial.message else ""
+        reason = f": {trial.message}" if trial.message and trial.value is None else ""
         log.info(f"#{number} {trial.label}: {number_text} ({trial.state.value}{reason})")
         return told
 
@@ -91,9 +91,6 @@ class ZlabLauncher(Launcher):
         from orchestrator import trials
 
         hydra = self._config.hydra
-        flags = []
-        if hydra.job.config_name not in (None, "config"):
-            flags += ["--config-name", hydra.job.config_name]
         added = [one.path for one in hydra.runtime.config_sources if one.provider == "command-line"]
-        flags += ["--config-dir", added[-1]] if added else []
-        return trials.Asked(self._rank_by, self._retry, tuple(flags), tuple(hydra.overrides.task))
+        flags = ("--config-dir", added[-1]) if added else ()
+        return trials.Asked(self._rank_by, self._retry, flags, tuple(hydra.overrides.task))
