@@ -272,3 +272,17 @@ def test_optuna_gets_the_metric_of_what_it_proposes_and_is_told_of_what_failed(t
     # The point of each is what a command of ours would have asked for: typed words, declared words and the proposal.
     configs = [json.loads(path.read_text()) for path in tmp_path.glob("out/points/*/config.json")]
     assert {config["precision"]["param"] for config in configs} == {"fp32"}
+
+
+@needs_optuna
+def test_the_page_s_example_of_asking_and_telling_runs(
+    tmp_path: Path, stub: list[SweepRequest], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "optuna.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "docs/optuna.md", "exec"), {})
+    assert len(stub) == 4
+    shown = capsys.readouterr().out
+    assert "optimizer.lr" in shown
+    assert "4.9018" in shown
