@@ -7,8 +7,10 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -178,6 +180,19 @@ def test_a_failed_point_ends_the_basic_sweeper_with_its_reason_and_no_traceback(
     assert "stage 3 was told to fail" in done.stderr
     assert "Traceback" not in done.stderr
     assert f"#0 stage0: tokens_per_second {speed(0):,.6g} (ok)" in done.stdout
+
+
+def test_an_interrupt_cancels_the_batch(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", COMMAND, *TINY, "output=out", "zero=stage0,stage3"]
+    process = subprocess.Popen(line, cwd=tmp_path, env={**os.environ, "STUB_STEP_S": "5"})
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("out/points/*/attempts/*/state.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    (sweep,) = sweep_record.all_sweeps(tmp_path / "out")
+    assert {one.state for one in sweep_record.standings(sweep)} == {RunState.cancelled}
 
 
 @pytest.mark.parametrize(
