@@ -31,7 +31,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TINY = ("precision=fp32", "resources.device=cpu", "resources.ranks=1", "resources.threads=1", "tracking=none")
 needs_optuna = pytest.mark.skipif(
-    importlib.util.find_spec("optuna") is None, reason="needs the extra `optuna`, which `dev` has"
+    importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None,
+    reason="needs the extra `optuna`, which `dev` has",
 )
 
 
