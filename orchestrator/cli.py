@@ -104,7 +104,7 @@ def composed(asked: Arguments) -> Composition:
 
 def _run(composition: Composition, asked: Arguments) -> int:
     os.umask(0o077)  # what runs write is the user's alone
-    scene = _scene()
+    scene = here()
     # A cluster is sent points and left: one is a sweep of one.
     on_cluster = composition.points[0].values.get("cluster", {}).get("kind") == ClusterKind.slurm.value
     if composition.is_sweep or "--plan" in asked.flags or (on_cluster and scene.world is None):
@@ -130,7 +130,7 @@ def _run(composition: Composition, asked: Arguments) -> int:
 def sweep_request(argv: Sequence[str]) -> tuple[SweepRequest, hardware.Hardware]:
     """A sweep as the words of a command line ask for it, and this machine. Refusal tells what is wrong with them."""
     asked = arguments.split(argv)
-    scene = _scene()
+    scene = here()
     return _sweep_request(composed(asked), asked, scene), scene.hardware
 
 
@@ -176,7 +176,8 @@ def _wishes(asked: Arguments) -> Wishes:
     return Wishes(fresh="--fresh" in asked.flags, retry=states, prune=asked.flags.get("--prune") != "off")
 
 
-def _scene() -> rules.Scene:
+def here() -> rules.Scene:
+    """This machine as it is found; Refusal where a launcher's environment makes no sense."""
     try:
         return scene_of(os.environ)
     except ConfigError as error:

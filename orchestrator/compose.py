@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import copy
 import itertools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -23,6 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -63,6 +65,8 @@ class SweepsFolder(SearchPathPlugin):
             search_path.append(provider="zero-lab", path=f"{SweepsSource.scheme()}://{folder}")
 
 
+if folders.PLUGINS.is_dir():
+    sys.path.append(str(folders.PLUGINS))  # Hydra looks for plugins once, in the line below
 Plugins.instance().register(SweepsSource)
 Plugins.instance().register(SweepsFolder)
 
@@ -92,16 +96,27 @@ class Composition:
 def compose(arguments: Arguments) -> Composition:
     """All the points, their values not yet judged. ComposeError when Hydra or the sweep file is refused."""
     name = arguments.flags.get("--config-name") or "config"
-    searchpath = _added_folders(arguments)
+    searchpath = added_folders(arguments)
     try:
-        with hydra.initialize_config_dir(version_base=VERSION_BASE, config_dir=str(folders.CONF), job_name="run"):
-            loader = GlobalHydra.instance().config_loader()
+        with _our_hydra() as loader:
             found = _expansion(loader, name, searchpath, arguments)
             composer = Composer(loader, name, searchpath, arguments)
             points = tuple(composer.point(list(line.values())) for line in found.lines)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ComposeError(in_one_line(error)) from error
     return Composition(points, found.is_sweep, found.axes, found.sweep)
+
+
+@contextlib.contextmanager
+def _our_hydra() -> Iterator[ConfigLoader]:
+    """Hydra over our folders. An application of Hydra that we are called from has its own again afterwards."""
+    around = get_gh_backup()
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(version_base=VERSION_BASE, config_dir=str(folders.CONF), job_name="run"):
+            yield GlobalHydra.instance().config_loader()
+    finally:
+        restore_gh_from_backup(around)
 
 
 class _Lines(NamedTuple):
@@ -206,17 +221,22 @@ class Composer:
 
 def show(arguments: Arguments) -> NoReturn:
     """Hydra answers --cfg, --info, --hydra-help, --shell-completion and --version, and the process ends."""
+    raise SystemExit(2 if hand_over(arguments) else 0)
+
+
+def hand_over(arguments: Arguments) -> int:
+    """Hydra's own main over our configuration, with all that Hydra knows of flags and sweepers; its exit code."""
     sys.argv[1:] = arguments.for_hydra()
 
     @hydra.main(version_base=VERSION_BASE, config_path=str(folders.CONF), config_name="config")
     def nothing(config: DictConfig) -> None:
-        """Never called: each of these flags shows something instead."""
+        """Never called: a flag shows something instead, or a launcher runs the points itself."""
 
     try:
         nothing()
     except SystemExit as end:
-        raise SystemExit(2 if end.code else 0) from None
-    raise SystemExit(0)
+        return 1 if end.code else 0
+    return 0
 
 
 def in_one_line(error: BaseException) -> str:
@@ -259,6 +279,7 @@ def _read(path: Path) -> Any:
     return OmegaConf.to_container(OmegaConf.load(path))
 
 
-def _added_folders(arguments: Arguments) -> list[str]:
+def added_folders(arguments: Arguments) -> list[str]:
+    """The override that puts the user's own folders behind ours; none where there are none."""
     added = [f'"file://{folder}"' for folder in folders.config_folders(arguments.flags.get("--config-dir"))[1:]]
     return [f"hydra.searchpath=[{','.join(added)}]"] if added else []

@@ -8,6 +8,8 @@ _CHECKOUT = Path(__file__).resolve().parents[1]
 # An installed package carries both folders inside; a checkout has them beside.
 SHIPPED = _CHECKOUT if (_CHECKOUT / "conf").is_dir() else Path(__file__).resolve().parent / "shipped"
 CONF = SHIPPED / "conf"
+# Holds Hydra's namespace of plugins in a checkout; an installed package has ours among its site-packages.
+PLUGINS = Path(__file__).resolve().parent / "plugins"
 
 
 def config_folders(added: str | None) -> list[Path]:

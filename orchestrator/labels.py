@@ -34,6 +34,8 @@ def _part(composed: Composed, key: str, value: str) -> str:
     if key in composed.choices:
         return _clean(value)
     last = key.rpartition(".")[2]
+    if re.fullmatch(r"\d+\.\d{6,}(e[+-]?\d+)?", value):
+        value = f"{float(value):.4g}"  # a sampler's seventeen digits; the overrides have them all
     return _clean(f"{last}{value}" if re.match(r"^[\d.]", value) else f"{last}_{value}")
 
 

@@ -21,6 +21,7 @@ from orchestrator import (
     slots,
     slurm_site,
     slurm_sweep,
+    slurm_tools,
     sweep_record,
     sweep_table,
 )
@@ -147,6 +148,8 @@ def _cost(configs: Sequence[RunConfig]) -> str:
 def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
     """The same without a screen: returns when the sweep has ended. An interrupt cancels it and is raised again."""
     planned = _plan(request, hardware)
+    if _on_cluster(_runnable(request)):
+        return _await_cluster(request, planned)
     sweep, process = _start(request, planned)
     if process is not None:
         try:
@@ -155,6 +158,25 @@ def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
             sweep_record.ask(sweep, "cancel")
             process.wait()
             raise
+    comparison.write(sweep)
+    return sweep
+
+
+def _await_cluster(request: SweepRequest, planned: list[Planned]) -> SweepPaths:
+    """Sends what is to run and looks until all has ended. An interrupt cancels it and is raised again."""
+    configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
+    if problems := slurm_site.preflight(configs) if configs else []:
+        raise slurm_tools.SlurmError("; ".join(problems))
+    sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, _runnable(request)))
+    if configs:
+        slurm_sweep.send(sweep, planned, request.entry)
+    view = slurm_sweep.ClusterView(sweep)
+    try:
+        while not all(one.state.final for one in view.look()):
+            time.sleep(live.CLUSTER_LOOK_S)
+    except KeyboardInterrupt:
+        slurm_sweep.cancel(sweep, [one.label for one in sweep_record.standings(sweep)])
+        raise
     comparison.write(sweep)
     return sweep
 

@@ -22,6 +22,7 @@ from orchestrator.sweep_record import Standing, SweepPaths
 
 BAD_USAGE = 2
 FOLLOW_S = 0.3
+PROPOSED = "(a batch that a program proposed)"  # the sweep of no command
 
 
 class VerbError(ValueError):
@@ -131,7 +132,9 @@ def _list(asked: argparse.Namespace) -> int:
     if not rows:
         print(f"no sweeps in '{asked.output}'      start one: {program()} sweeps=stages")
     for row in rows:
-        print(f"{row['sweep']}{'  (runs)' if row['running'] else ''}  {row['points']}\n    {row['command']}")
+        print(
+            f"{row['sweep']}{'  (runs)' if row['running'] else ''}  {row['points']}\n    {row['command'] or PROPOSED}"
+        )
     return 0
 
 
@@ -244,6 +247,8 @@ def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
     facts = read_json(sweep.sweep) or {}
     if not Path(facts["folder"]).is_dir():
         raise VerbError(f"{sweep.name} was started in {facts['folder']}, which is gone")
+    if not facts["command"]:
+        raise VerbError(f"{sweep.name} is a batch that a program proposed: run that again, and answers are kept")
     os.chdir(facts["folder"])
     command = [*facts["command"], *more]
     print(f"{program()} {' '.join(command)}", file=sys.stderr)

@@ -22,9 +22,11 @@ FILES = sorted(
 PURE = ("plan", "precision", "flat_layout", "memory_model", "offload_memory", "lr_schedule", "errors")
 STANDARD = set(sys.stdlib_module_names)
 
+# A plugin is a subclass of Hydra's own, in the namespace where Hydra looks for it.
+PLUGIN = "orchestrator/plugins/hydra_plugins/zlab_launcher/__init__.py"
 IMPORTERS = {
     "torch.distributed": {"zero_runtime/collectives.py", "zero_runtime/messages.py", "zero_runtime/runtime.py"},
-    "hydra": {"orchestrator/compose.py"},
+    "hydra": {"orchestrator/compose.py", PLUGIN},
     "omegaconf": {"orchestrator/compose.py"},
     "submitit": {"orchestrator/launch.py", "orchestrator/job.py"},
     "mlflow": {"orchestrator/tracking.py"},

@@ -274,12 +274,15 @@ def test_a_sweep_whose_terminal_is_gone_ends_and_one_that_was_detached_goes_on(t
 def test_verbs_answer_from_another_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start(tmp_path, [1, 2, 3, 4, 5, 6], detach=True).communicate(timeout=30)
     wait_until(lambda: bool(running(tmp_path)))
+    first = running(tmp_path)[0]
+    wait_until(lambda: (first / "rank0.log").exists())
     there = ["--output", str(tmp_path)]
     assert verbs.main(["status", *there, "--json"]) == comparison.INCOMPLETE
     told = json.loads(capsys.readouterr().out)
     assert told["running"] is True
     assert [one["label"] for one in told["points"]] == [f"micro{micro}" for micro in range(1, 7)]
-    assert verbs.main(["logs", "last", "micro1", *there]) == 0
+    label = (read_json(first / "state.json") or {})["label"]
+    assert verbs.main(["logs", "last", label, *there]) == 0
     assert "rank 0 of 1, pid" in capsys.readouterr().out
     assert verbs.main(["cancel", "last", "micro6", *there]) == 0
     assert "cancelled 1 points" in capsys.readouterr().out

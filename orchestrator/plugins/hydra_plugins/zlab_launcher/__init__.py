@@ -1,0 +1,96 @@
+"""The Hydra launcher `zlab`: what a sweeper proposes is measured as points of ours, and the metric goes back to it.
+
+Hydra creates plugins of the namespace package hydra_plugins alone, and reads all of that whenever it starts: so nothing
+of ours is imported here before it is needed. It runs the file before it knows the module by name, and a dataclass whose
+annotations are text does not survive that: no `from __future__ import annotations`.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.errors import CompactHydraException
+from hydra.plugins.launcher import Launcher
+
+if TYPE_CHECKING:
+    from orchestrator.trials import Asked, Trial
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class ZlabLauncherConf:
+    """rank_by: the metric that goes back, as a declared sweep names it. retry: ends to run again, like `--retry`.
+
+    unfit: the value told of a point that is out of memory or breaks a rule; null makes it a failed job.
+    """
+
+    _target_: str = "hydra_plugins.zlab_launcher.ZlabLauncher"
+    rank_by: str = "tokens_per_second"
+    unfit: float | None = None
+    retry: str = ""
+
+
+ConfigStore.instance().store(group="hydra/launcher", name="zlab", node=ZlabLauncherConf, provider="zero-lab")
+
+
+class NotMeasured(CompactHydraException):
+    """A point without the metric, and why. Hydra prints it without a traceback."""
+
+
+class ZlabLauncher(Launcher):
+    """Runs each batch that a sweeper proposes as one sweep of ours. The application's task function is not called."""
+
+    def __init__(self, rank_by: str, unfit: float | None, retry: str) -> None:
+        self._rank_by, self._unfit, self._retry = rank_by, unfit, retry
+        self._config: Any = None
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
+        from orchestrator import trials
+
+        self._config = config
+        problems = trials.problems(self._asked())
+        if not problems:
+            problems = trials.wrong_way(self._rank_by, config.hydra.sweeper.get("direction"))
+        if problems:
+            raise CompactHydraException("\n".join(f"error: {problem}" for problem in problems))
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from orchestrator import cli, trials
+
+        Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)  # sweepers write what they found there
+        lines = [list(filter_overrides(line)) for line in job_overrides]
+        try:
+            found = trials.measure(lines, self._asked())
+        except cli.Refusal as refusal:
+            raise CompactHydraException("\n".join(f"error: {problem}" for problem in refusal.problems)) from None
+        numbers = range(initial_job_idx, initial_job_idx + len(lines))
+        return [self._told(*each) for each in zip(numbers, lines, found, strict=True)]
+
+    def _told(self, number: int, line: list[str], trial: "Trial") -> JobReturn:
+        """What the sweeper gets; reading the value of a failed job raises its exception."""
+        told = JobReturn(overrides=line, task_name=trial.label)
+        told.working_dir = str(trial.folder) if trial.folder else None
+        value = trial.value
+        if value is None and trial.fits_not:
+            value = self._unfit
+        told.status = JobStatus.FAILED if value is None else JobStatus.COMPLETED
+        told.return_value = (
+            NotMeasured(f"{trial.label}: {trial.state.value}: {trial.message}") if value is None else value
+        )
+        number_text = f"{self._rank_by} {value:,.6g}" if value is not None else "no value"
+        reason = f": {trial.message}" if trial.message and trial.value is None else ""
+        log.info(f"#{number} {trial.label}: {number_text} ({trial.state.value}{reason})")
+        return told
+
+    def _asked(self) -> "Asked":
+        from orchestrator import trials
+
+        hydra = self._config.hydra
+        added = [one.path for one in hydra.runtime.config_sources if one.provider == "command-line"]
+        flags = ("--config-dir", added[-1]) if added else ()
+        return trials.Asked(self._rank_by, self._retry, flags, tuple(hydra.overrides.task))

@@ -1,0 +1,304 @@
+"""Hydra's sweepers over our points: what they propose is run as ours are, and the metric, or the reason, comes back."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import yaml
+from points import STUB
+
+from orchestrator import compose, hydra_app, sweep_command, sweep_record, trials, verbs
+from orchestrator.cli import Refusal
+from orchestrator.hardware import Hardware
+from orchestrator.run_state import RunState
+from orchestrator.sweep_command import SweepRequest
+from orchestrator.sweep_record import SweepPaths
+from orchestrator.trials import Asked
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TINY = ("precision=fp32", "resources.device=cpu", "resources.ranks=1", "resources.threads=1", "tracking=none")
+needs_optuna = pytest.mark.skipif(
+    importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None,
+    reason="needs the extra `optuna`, which `dev` has",
+)
+
+
+@pytest.fixture(autouse=True)
+def scene(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(ROOT)]))
+    monkeypatch.setenv("STUB_STEP_S", "0.0")
+
+
+def speed(stage: int) -> float:
+    """What the stub worker tells as its tokens/s."""
+    return 9412.0 + 100 * stage**2
+
+
+# ---- a batch of lines ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> list[SweepRequest]:
+    """Points run the stub worker; what was asked for, sweep by sweep."""
+    asked: list[SweepRequest] = []
+    run_quietly = sweep_command.run_quietly
+
+    def run(request: SweepRequest, hardware: Hardware) -> SweepPaths:
+        asked.append(request)
+        return run_quietly(replace(request, entry=STUB, predicts=False), hardware)
+
+    monkeypatch.setattr(sweep_command, "run_quietly", run)
+    return asked
+
+
+def test_every_line_has_its_answer_in_order_and_a_batch_is_one_sweep(
+    tmp_path: Path, stub: list[SweepRequest], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STUB_FAILING_STAGE", "1")
+    monkeypatch.setenv("STUB_LACKING_MICRO", "8")
+    fixed = (*TINY, f"output={tmp_path}")
+    proposed = [
+        ("zero=stage3", "batch.micro=2"),
+        ("zero=stage1", "batch.micro=2"),  # raises
+        ("zero=stage2", "batch.micro=8"),  # out of memory
+        ("zero=stage2", "batch.micro=-1"),  # breaks a limit
+        ("zero=stage3", "batch.micro=2"),  # again
+        ("zero=stage3", "++batch.micro=2"),  # the first, said otherwise
+    ]
+    found = trials.measure([(*fixed, *line) for line in proposed], Asked(fixed=fixed))
+    assert [one.state for one in found] == [
+        RunState.ok,
+        RunState.error,
+        RunState.oom,
+        RunState.refused,
+        RunState.ok,
+        RunState.ok,
+    ]
+    assert [one.value for one in found] == [speed(3), None, None, None, speed(3), speed(3)]
+    assert [one.fits_not for one in found] == [False, False, True, True, False, False]
+    assert "stage 1 was told to fail" in found[1].message
+    assert "out of memory in forward" in found[2].message
+    assert "batch.micro" in found[3].message
+    (request,) = stub
+    assert len(request.points) == 3
+    assert found[0].label == "stage3-micro2"
+    # Another terminal sees the sweep, and is told who can go on with it.
+    assert verbs.main(["list", "--output", str(tmp_path)]) == 0
+    assert verbs.PROPOSED in capsys.readouterr().out
+    assert verbs.main(["resume", "last", "--output", str(tmp_path)]) == 2
+    assert "run that again" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_kept_and_what_failed_is_tried_again_where_asked(
+    tmp_path: Path, stub: list[SweepRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = (*TINY, f"output={tmp_path}", "zero=stage2")
+    monkeypatch.setenv("STUB_FAILING_STAGE", "2")
+    assert trials.measure([line], Asked())[0].state is RunState.error
+    monkeypatch.delenv("STUB_FAILING_STAGE")
+    assert trials.measure([line], Asked())[0].state is RunState.error
+    again = trials.measure([line], Asked(rank_by="loss_last", retry="error"))[0]
+    assert (again.state, again.value) == (RunState.ok, 4.9018)
+    kept = trials.measure([line], Asked(rank_by="loss_last"))[0]
+    assert (kept.state, kept.value) == (RunState.cached, 4.9018)
+    assert len(list(tmp_path.glob("points/*/attempts/*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["batch.micr=2"], "Did you mean 'batch.micro'"),
+        (["sweeps=stages"], "this is a sweep"),
+        (["cluster=slurm"], "cluster=slurm sends and leaves"),
+    ],
+)
+def test_a_line_that_is_no_point_to_wait_for_stops_the_study(
+    words: list[str], told: str, stub: list[SweepRequest]
+) -> None:
+    with pytest.raises(Refusal, match=told):
+        trials.measure([TINY, (*TINY, *words)], Asked())
+    assert stub == []
+
+
+# ---- Hydra around it -------------------------------------------------------------------------------------------------
+
+COMMAND = """
+import sys
+from dataclasses import replace
+from orchestrator import hydra_app, sweep_command
+run_quietly = sweep_command.run_quietly
+sweep_command.run_quietly = lambda request, hardware: run_quietly(
+    replace(request, entry="stub_worker:run_rank", predicts=False), hardware)
+raise SystemExit(hydra_app.main(sys.argv[1:]))
+"""
+
+
+def typed(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-c", COMMAND, *TINY, "output=out", *words]
+    return subprocess.run(line, capture_output=True, text=True, cwd=folder, env={**os.environ, **environ}, check=False)
+
+
+class Direction(Enum):
+    """As Optuna's sweeper types it."""
+
+    minimize = 1
+    maximize = 2
+
+
+def study_of(folder: Path) -> Path:
+    (found,) = folder.glob("out/studies/*")
+    return found
+
+
+def test_hydras_basic_sweeper_runs_our_points(tmp_path: Path) -> None:
+    done = typed(tmp_path, "zero=stage0,stage3", "hydra.launcher.rank_by=tokens_per_second")
+    assert done.returncode == 0, done.stderr
+    assert f"#0 stage0: tokens_per_second {speed(0):,.6g} (ok)" in done.stdout
+    assert f"#1 stage3: tokens_per_second {speed(3):,.6g} (ok)" in done.stdout
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out"]
+    (sweep,) = sweep_record.all_sweeps(tmp_path / "out")
+    assert sweep.name.endswith("_zero")
+    assert (study_of(tmp_path) / "multirun.yaml").exists()
+
+
+def test_a_failed_point_ends_the_basic_sweeper_with_its_reason_and_no_traceback(tmp_path: Path) -> None:
+    done = typed(tmp_path, "zero=stage0,stage3", STUB_FAILING_STAGE="3")
+    assert done.returncode == 1
+    assert "stage3: error: " in done.stderr
+    assert "stage 3 was told to fail" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"#0 stage0: tokens_per_second {speed(0):,.6g} (ok)" in done.stdout
+
+
+def test_an_interrupt_cancels_the_batch(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", COMMAND, *TINY, "output=out", "zero=stage0,stage3"]
+    process = subprocess.Popen(line, cwd=tmp_path, env={**os.environ, "STUB_STEP_S": "5"})
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("out/points/*/attempts/*/state.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    (sweep,) = sweep_record.all_sweeps(tmp_path / "out")
+    assert {one.state for one in sweep_record.standings(sweep)} == {RunState.cancelled}
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("hydra/launcher=basic", "only hydra/launcher=zlab runs points"),
+        ("--fresh", "--fresh is not known to Hydra"),
+        ("--config-name=own", "chosen with experiment=NAME"),
+        ("--bogus", "there is no flag '--bogus'"),
+    ],
+)
+def test_words_that_cannot_work_are_refused_before_hydra_starts(
+    word: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hydra_app.main(["zero=stage1,stage2", word]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sweeper", "launcher", "told"),
+    [
+        ({}, {"rank_by": "step_mss"}, "Did you mean 'step_ms'?"),
+        ({}, {"retry": "ok"}, "--retry ok: expected some of"),
+        ({"direction": "minimize"}, {}, "looks for the worst tokens_per_second      fix: hydra.sweeper.direction=max"),
+        ({"direction": Direction.maximize}, {"rank_by": "step_ms"}, "fix: hydra.sweeper.direction=minimize"),
+        ({"direction": ["minimize", "maximize"]}, {}, "one metric goes back"),
+    ],
+)
+def test_a_study_that_cannot_be_meant_is_refused_before_its_first_proposal(
+    sweeper: dict[str, object], launcher: dict[str, object], told: str
+) -> None:
+    plugin = importlib.import_module("hydra_plugins.zlab_launcher")
+    settings = compose.OmegaConf.merge(compose.OmegaConf.structured(plugin.ZlabLauncherConf), launcher)
+    sources = [{"provider": "main", "path": "conf"}]
+    hydra = {"job": {"config_name": "config"}, "runtime": {"config_sources": sources}, "overrides": {"task": []}}
+    config = compose.OmegaConf.create({"hydra": {"sweeper": sweeper, **hydra}})
+    made = plugin.ZlabLauncher(settings.rank_by, settings.unfit, settings.retry)
+    with pytest.raises(plugin.CompactHydraException) as refused:
+        made.setup(hydra_context=None, task_function=None, config=config)
+    assert told in str(refused.value)
+
+
+# ---- Optuna ----------------------------------------------------------------------------------------------------------
+
+
+@needs_optuna
+def test_optuna_gets_the_metric_of_what_it_proposes_and_is_told_of_what_failed(tmp_path: Path) -> None:
+    """Six proposals, two at a time: a stage that raises, a batch that does not fit, and a search that is declared."""
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    study = {
+        "defaults": [
+            {"override /hydra/launcher": "zlab"},
+            {"override /hydra/sweeper": "optuna"},
+            {"override /hydra/sweeper/sampler": "random"},
+        ],
+        "hydra": {
+            "sweeper": {
+                "direction": "maximize",
+                "n_trials": 6,
+                "n_jobs": 2,
+                "max_failure_rate": 1.0,
+                "sampler": {"seed": 3},
+                "params": {"zero": "choice(stage0,stage1,stage2,stage3)", "batch.micro": "choice(2,8)"},
+            },
+            "launcher": {"unfit": 0.0},
+        },
+    }
+    text = yaml.safe_dump(study, sort_keys=False)
+    (folder / "search.yaml").write_text(f"# @package _global_\n{text}")
+    done = typed(tmp_path, "experiment=search", STUB_FAILING_STAGE="1", STUB_LACKING_MICRO="8")
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"#(\d) (\S+): (.*)", done.stdout)
+    assert [int(number) for number, _, _ in lines] == list(range(6))
+    ends = {label: text for _, label, text in lines}
+    for label, text in ends.items():
+        stage, micro = int(label[5]), int(label[-1])
+        if stage == 1:
+            assert text.startswith("no value (error: ")
+        elif micro == 8:
+            assert text.startswith("tokens_per_second 0 (oom: ")
+        else:
+            assert text.startswith(f"tokens_per_second {speed(stage):,.6g} ")
+    measured = [int(label[5]) for label, text in ends.items() if "(ok)" in text]
+    assert measured, "the seed proposes points of every kind"
+    assert any("no value" in text for text in ends.values())
+    assert any("(oom" in text for text in ends.values())
+    best = yaml.safe_load((study_of(tmp_path) / "optimization_results.yaml").read_text())
+    assert best["best_value"] == speed(max(measured))
+    assert best["best_params"]["zero"] == f"stage{max(measured)}"
+    assert len(sweep_record.all_sweeps(tmp_path / "out")) == 3, "a batch is a sweep"
+    # The point of each is what a command of ours would have asked for: typed words, declared words and the proposal.
+    configs = [json.loads(path.read_text()) for path in tmp_path.glob("out/points/*/config.json")]
+    assert {config["precision"]["param"] for config in configs} == {"fp32"}
+
+
+@needs_optuna
+def test_the_page_s_example_of_asking_and_telling_runs(
+    tmp_path: Path, stub: list[SweepRequest], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "optuna.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "docs/optuna.md", "exec"), {})
+    assert len(stub) == 4
+    shown = capsys.readouterr().out
+    assert "optimizer.lr" in shown
+    assert "4.9018" in shown
