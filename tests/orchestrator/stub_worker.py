@@ -24,7 +24,7 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     if str(config.zero.stage) == os.environ.get("STUB_FAILING_STAGE"):
         raise RuntimeError(f"stage {config.zero.stage} was told to fail")
     if str(config.batch.micro) == os.environ.get("STUB_LACKING_MICRO"):
-        facts: dict[str, object] = {"phase": "forward", "step": 1, "unit": "", "wanted": "2.00 GiB", "held": {}}
+        facts: dict[str, object] = {"phase": "forward", "step": 1, "unit": "", "wanted": None, "held": {}}
         raise RankMemoryError(f"rank {rank.rank}: out of memory in forward of step 1", rank.rank, facts, on_host=False)
     faults = Faults.from_env()
     if rank.rank == 0:

@@ -8,6 +8,7 @@ import pytest
 
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
+from zero_runtime.optimizers import STATE_ITEMSIZE_BYTES
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 
 FIELDS = ("param", "reduce", "accumulate", "master")
@@ -49,4 +50,4 @@ def test_a_gradient_rests_as_it_is_sent_and_sums_as_it_is_accumulated(reduce: st
 
 
 def test_every_dtype_has_the_size_of_its_torch_dtype() -> None:
-    assert {name: dtype.itemsize for name, dtype in TORCH_DTYPE.items()} == ITEMSIZE_BYTES
+    assert {name: dtype.itemsize for name, dtype in TORCH_DTYPE.items()} == ITEMSIZE_BYTES | STATE_ITEMSIZE_BYTES
