@@ -10,15 +10,16 @@ if TYPE_CHECKING:
     from orchestrator.compose import Composed
 
 # Where a run goes and how it is recorded does not tell it from another.
-UNTOLD = ("output", "tracking", "cluster", "hydra.mode")
+UNTOLD = ("output", "tracking", "cluster", "hydra.mode", "resources.time_limit_min", "resources.stuck_s")
 
 
 def label(composed: Composed, axes: Sequence[str]) -> str:
     """What varies in a sweep ("stage2-bf16"); for one run the stage, the precision and what was asked for beside."""
     asked = dict(word.lstrip("+~").partition("=")[::2] for word in composed.overrides)
-    if axes:
-        return "-".join(_part(composed, key, asked[key]) for key in axes)
-    rest = [key for key in asked if key not in ("zero", "precision") and key.split(".")[0] not in UNTOLD]
+    # A point beside the product may lack a key that others have.
+    if told := [key for key in axes if key in asked]:
+        return "-".join(_part(composed, key, asked[key]) for key in told)
+    rest = [key for key in asked if key not in ("zero", "precision") and not _is_untold(key)]
     parts = [str(composed.choices["zero"]), str(composed.choices["precision"])]
     return "-".join(parts + [_part(composed, key, asked[key]) for key in rest])
 
@@ -27,6 +28,10 @@ def sweep_name(axes: Iterable[str], overrides: Sequence[str]) -> str:
     """The sweep file's name, else the keys that vary ("zero_precision")."""
     chosen = [word.removeprefix("sweeps=") for word in overrides if word.startswith("sweeps=")]
     return _clean(chosen[-1] if chosen else "_".join(axes) or "sweep")
+
+
+def _is_untold(key: str) -> bool:
+    return key in UNTOLD or key.split(".")[0] in UNTOLD
 
 
 def _part(composed: Composed, key: str, value: str) -> str:

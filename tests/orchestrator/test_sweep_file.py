@@ -58,6 +58,16 @@ def test_points_are_left_out_and_added() -> None:
     ]
 
 
+def test_a_point_beside_the_product_is_called_by_the_keys_that_it_has(tmp_path: Path) -> None:
+    (tmp_path / "sweeps").mkdir()
+    text = "axes: {zero: [stage0, stage1]}\nconcat: [{zero: stage3, batch.micro: 2}, {seed: 7}]"
+    (tmp_path / "sweeps" / "mine.yaml").write_text(text)
+    found = compose.compose(arguments.split(["sweeps=mine", "--config-dir", str(tmp_path)]))
+    points, problems = checked_points(found, LAPTOP)
+    assert problems == []
+    assert [point.label for point in points] == ["stage0", "stage1", "stage3-micro2", "seed7"]
+
+
 def test_some_points_have_other_resources_and_no_other_name() -> None:
     rule = {"if": {"zero": "stage3"}, "set": {"resources.ranks": 4}}
     sweep = SweepFile(axes={"zero": ["stage2", "stage3"]}, when=[rule])
