@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator import folders, merge, sweep_file
+from orchestrator import folders, merge, overrides, sweep_file
 from orchestrator.arguments import Arguments
 from orchestrator.merge import Merger
 from orchestrator.sweep_file import Line, SweepFile
@@ -135,6 +135,11 @@ def _expansion(loader: ConfigLoader, name: str, searchpath: list[str], arguments
         expansion = sweep_file.expand(declared, typed)
         if not expansion.lines:
             raise HydraException("the sweep has no points: exclude leaves none")
+        # What is typed was checked before; what the file says is checked here, with the same hints.
+        words = list(dict.fromkeys(word for line in expansion.lines for word in line.values()))
+        tree = overrides.read_tree(arguments.flags.get("--config-dir"))
+        if problems := overrides.check(words, tree, multirun=True):
+            raise HydraException("; ".join(problems))
         return _Lines(expansion.lines, expansion.axes, True, declared)
     params: Mapping[Any, Any] = {}
     is_sweep = arguments.multirun

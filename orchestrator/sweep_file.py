@@ -145,6 +145,7 @@ def expand(sweep: SweepFile, typed: Mapping[str, Sequence[str]]) -> Expansion:
     if sweep.seeds and "seed" not in typed:
         axes.append([{"seed": override("seed", seed)} for seed in sweep.seeds])
     lines = [_joined([base, *parts]) for parts in itertools.product(*filter(None, axes))]
+    _check_patterns(sweep, set(itertools.chain(*lines)))
     lines = [line for line in lines if not any(_matches(line, one) for one in sweep.exclude)]
     plain = {key: words[0] for key, words in typed.items() if len(words) == 1}
     for point in sweep.concat:
@@ -154,6 +155,16 @@ def expand(sweep: SweepFile, typed: Mapping[str, Sequence[str]]) -> Expansion:
     # What follows from another key by a condition says nothing that the other does not.
     implied = {key for rule in sweep.when for key in rule["set"]}
     return Expansion(tuple(lines), tuple(key for key in varying if key not in implied))
+
+
+def _check_patterns(sweep: SweepFile, keys: set[str]) -> None:
+    """A pattern with a key that no point has would never match, without a word."""
+    patterns = [("exclude", one) for one in sweep.exclude] + [("when: if", one["if"]) for one in sweep.when]
+    for where, pattern in patterns:
+        for key in pattern.keys() - keys:
+            near = nearest(key, keys)
+            hint = f"; did you mean '{near}'?" if near else f", which have {' '.join(sorted(keys))}"
+            raise SweepFileError(f"{where}: '{key}' is said by none of the sweep's points{hint}")
 
 
 def _joined(parts: Iterable[Line]) -> Line:

@@ -124,6 +124,27 @@ def test_a_file_that_cannot_be_meant_is_told_with_its_name(text: str, told: str,
     assert told in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("axes: {zero: [stge1]}", "zero has no option 'stge1'. Did you mean 'stage1'?"),
+        ("axes: {zeroo: [stage1]}", "'zeroo' is not a setting. Did you mean 'zero=stage1'?"),
+        ("axes: {batch.micro: [a]}", "batch.micro=a: expected a whole number"),
+        (
+            "axes: {zero: [stage1]}\nexclude: [{zeroo: stage1}]",
+            "'zeroo' is said by none of the sweep's points; did you",
+        ),
+        ("axes: {zero: [stage1]}\nexclude: [{zero: stage1}]", "exclude leaves none"),
+    ],
+)
+def test_a_typo_in_a_file_is_told_with_the_nearest_word(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "mine.yaml").write_text(text)
+    with pytest.raises(compose.ComposeError) as caught:
+        compose.compose(arguments.split(["sweeps=mine", "--config-dir", str(tmp_path)]))
+    assert told in str(caught.value)
+
+
 def test_a_file_in_hydras_own_form_still_works(tmp_path: Path) -> None:
     (tmp_path / "sweeps").mkdir()
     params = {"zero": "stage0,stage1", "precision": "fp32"}
