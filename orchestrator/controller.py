@@ -186,6 +186,7 @@ def main(argv: Sequence[str]) -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
+    os.umask(0o077)  # what it writes is the user's alone, also where a notebook started it
     signal.signal(signal.SIGTERM, stop)
     with only_controller(sweep) as alone:
         if not alone:

@@ -25,6 +25,11 @@ class RunState(str, Enum):
     cached = "cached"  # measured before under the same identity
     lost = "lost"  # whoever watched it is gone, and nothing tells how it ended
 
+    @classmethod
+    def _missing_(cls, value: object) -> RunState | None:
+        """Records of before this enum say "killed" of what nobody could tell more of."""
+        return cls.lost if value == "killed" else None
+
     @property
     def final(self) -> bool:
         """Whether nothing more will come of it by itself."""

@@ -145,7 +145,7 @@ def _new_folder(sweeps: Path, name: str) -> Path:
     while True:
         folder = sweeps / (f"{stamp}_{safe}" + (f"_{number}" if number > 1 else ""))
         try:
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
             return folder
         except FileExistsError:
             number += 1

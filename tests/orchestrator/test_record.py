@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from points import make_config
 
-from orchestrator.record import EventTail, append_event, new_attempt, point_id, read_json, write_json_atomic
+from orchestrator.record import EventTail, append_event, new_attempt, point_id, read_json, settle, write_json_atomic
 from orchestrator.run_state import MOVES, RunState
 from orchestrator.schema import to_dict
 
@@ -76,6 +76,35 @@ def test_a_tail_gives_every_event_once_and_never_half_a_line(tmp_path: Path) -> 
         file.write('ep", "text": "Ψ"}\n')
     assert tail.read_new() == [{"event": "step", "text": "Ψ"}]
     assert tail.read_new() == []
+
+
+def test_an_attempt_whose_owner_is_gone_is_lost_or_what_its_result_says(tmp_path: Path) -> None:
+    for result, state in ((False, RunState.lost), (True, RunState.ok)):
+        attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
+        attempt.move(RunState.starting)
+        attempt.move(RunState.running)
+        assert settle(attempt.paths) is RunState.running, "this process owns it"
+        facts = json.loads(attempt.paths.state.read_text())
+        facts["owner"]["started"] -= 1000
+        attempt.paths.state.write_text(json.dumps(facts))
+        if result:
+            write_json_atomic(attempt.paths.result, {})
+        assert settle(attempt.paths) is state
+
+
+def test_a_record_of_an_older_version_can_be_read(tmp_path: Path) -> None:
+    attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
+    write_json_atomic(attempt.paths.state, {"state": "killed", "time": 1.0, "label": "a", "point": attempt.point})
+    assert settle(attempt.paths) is RunState.lost
+
+
+def test_provenance_is_recorded_and_is_no_part_of_the_identity(tmp_path: Path) -> None:
+    attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
+    facts = json.loads(attempt.paths.provenance.read_text())
+    assert {"commit", "dirty", "packages", "command", "variables"} <= facts.keys()
+    assert "torch" in facts["packages"]
+    identity = json.loads((attempt.paths.root.parents[1] / "identity.json").read_text())
+    assert not identity.keys() & facts.keys()
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
