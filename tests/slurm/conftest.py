@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sending import GPUS, LONG, Sent, send, stub_config, train, trained, variables
+from sending import LONG, Sent, send, stub_config, train, trained, variables
 
 from orchestrator.schema import Checkpoint
 
@@ -50,7 +50,10 @@ def cluster() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def sent(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sent]:
-    """All at once, since most of the time they wait; each test then follows its own to the end."""
+    """All at once, since most of the time they wait; each test then follows its own to the end.
+
+    What must be met in its middle is sent by its own test: nobody knows how long the tests before it take.
+    """
     root = tmp_path_factory.mktemp("sent")
     hang = {"ZLAB_FAULT": "hang@step2:rank0"}
     unsaved = replace(trained(), checkpoint=Checkpoint())
@@ -58,14 +61,10 @@ def sent(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, S
         # Here SLURM sends the signal between 40 and 70 s after the start; a step takes a second.
         "long": train(root / "long", trained(LONG, limit_min=2.0), ZLAB_FAULT="slow@step1:rank0"),
         "timeout": send(root / "timeout", [stub_config(root, limit_min=1.0)], **hang),
-        "preempted": train(
-            root / "preempted", trained(partition="spare", additional=GPUS), ZLAB_FAULT="slow@step1:rank1"
-        ),
         "unbroken": train(root / "unbroken", trained()),
         "killed": train(root / "killed", unsaved, ZLAB_FAULT="sigkill@step3:rank1"),
         "array": send(root / "array", [stub_config(root, throttle=2)] * 6, STUB_STEP_S="0.3"),
         "raised": send(root / "raised", [stub_config(root, ranks=2, nodes=2)], ZLAB_FAULT="raise@step2:rank1"),
         "cancelled": send(root / "cancelled", [stub_config(root, ranks=2, nodes=2)], **hang),
-        "stopped": train(root / "stopped", trained(), ZLAB_FAULT="slow@step1:rank0"),
         "memory": train(root / "memory", trained(memory_gib=0.1)),
     }

@@ -25,9 +25,21 @@ sys.path.insert(0, str(OTHERS))
 from points import STUB, make_config  # noqa: E402
 from test_resume import config_of  # noqa: E402
 
-__all__ = ["STEPS", "Sent", "config_of", "in_slurm", "send", "stub_config", "train", "trained", "until", "variables"]
+__all__ = [
+    "GPUS",
+    "STEPS",
+    "Sent",
+    "config_of",
+    "in_slurm",
+    "send",
+    "stub_config",
+    "train",
+    "trained",
+    "until",
+    "variables",
+]
 
-STEPS = 10
+STEPS = 20  # a second each where a fault makes them slow: time for what comes from outside in their middle
 LONG = 75
 GPUS = {"gres": "gpu:toy:2"}  # all of a node
 

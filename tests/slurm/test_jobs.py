@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sending import STEPS, Sent, config_of, in_slurm, send, stub_config, trained, until
+from sending import GPUS, STEPS, Sent, config_of, in_slurm, send, stub_config, train, trained, until
 
 from orchestrator import slurm, slurm_site, slurm_verdict
 from orchestrator.record import read_json
@@ -74,9 +74,10 @@ def test_a_job_that_is_cancelled_is_cancelled(sent: dict[str, Sent]) -> None:
     slurm.cancel(job.ids)  # twice is no error
 
 
-def test_a_training_job_that_is_cancelled_saves_and_is_not_brought_back(sent: dict[str, Sent]) -> None:
+@pytest.mark.usefixtures("cluster")
+def test_a_training_job_that_is_cancelled_saves_and_is_not_brought_back(tmp_path: Path) -> None:
     """Its ranks get the same TERM as at a preemption."""
-    job = sent["stopped"]
+    job = train(tmp_path, trained(), ZLAB_FAULT="slow@step1:rank0")
     until(lambda: max(job.curve(), default=0) >= 2, "some steps")
     slurm.cancel(job.ids)
     until(lambda: "not put back into the queue" in job.attempts[0].rank_log(0).read_text(), "it stops by itself", 30)
@@ -121,7 +122,8 @@ def test_a_rank_that_is_killed_ends_the_job_in_seconds_and_is_named(sent: dict[s
 def test_a_preempted_job_saves_and_goes_on_with_the_losses_of_the_unbroken_one(
     sent: dict[str, Sent], tmp_path: Path
 ) -> None:
-    victim, unbroken = sent["preempted"], sent["unbroken"]
+    preempted = trained(partition="spare", additional=GPUS)
+    victim, unbroken = train(tmp_path / "victim", preempted, ZLAB_FAULT="slow@step1:rank1"), sent["unbroken"]
     until(lambda: max(victim.curve(), default=0) >= 2, "some steps")
     # A higher partition wants the GPUs that the victim holds.
     config = stub_config(tmp_path, ranks=2, nodes=1)
