@@ -21,7 +21,7 @@ from orchestrator.point_run import PointRun, signals_ignored
 from orchestrator.processes import is_alive, start_time
 from orchestrator.record import EventTail, new_attempt, read_json, write_json_atomic
 from orchestrator.run_state import RunState
-from orchestrator.schema import from_dict
+from orchestrator.schema import Device, from_dict
 from orchestrator.sweep_record import Planned, SweepPaths, only_controller, plan_of, tell
 from orchestrator.tracking_feed import Tracker, experiment_name, start_tracker
 
@@ -38,8 +38,9 @@ class Controller:
         facts = read_json(sweep.sweep) or {}
         self._prune, self._exclusive = bool(facts.get("prune", True)), bool(facts.get("exclusive", False))
         self._waiting = [one for one in plan_of(sweep) if one.decision is RunState.queued]
+        self._configs = {one.label: from_dict(one.config) for one in self._waiting}
         self._running: dict[str, tuple[Planned, PointRun, slots.Lease]] = {}
-        self._pools: dict[str, slots.SlotPool] = {}
+        self._pools: dict[Device, slots.SlotPool] = {}
         self._requests = EventTail(sweep.requests)
         self._failures: list[str] = []
         self._told_waiting = ""
@@ -48,8 +49,7 @@ class Controller:
     def run(self) -> None:
         """Until nothing waits and nothing runs. None of its processes is left then, nor when it is interrupted."""
         if self._waiting:
-            first = from_dict(self._waiting[0].config)
-            self._tracker = start_tracker(first, self._sweep.output)
+            self._tracker = start_tracker(self._configs[self._waiting[0].label], self._sweep.output)
             self._tracker.wait_for_store()
         try:
             while self._waiting or self._running:
@@ -120,19 +120,24 @@ class Controller:
         if state in (RunState.oom, RunState.oom_host) and self._prune:
             larger = [one for one in self._waiting if deciding.outgrown(one, planned.config)]
             self._drop(larger, deciding.smaller_failed(planned.label), RunState.pruned)
-        self._failures = [*self._failures, message] if state is RunState.error else []
-        if len(self._failures) >= SAME_FAILURES and len(set(self._failures)) == 1:
+        self._failures = [*self._failures, message][-SAME_FAILURES:] if state is RunState.error else []
+        if len(self._failures) == SAME_FAILURES and len(set(self._failures)) == 1:
             self._drop(self._waiting, f"{SAME_FAILURES} points in a row failed alike: {message}")
 
     def _start(self) -> None:
         """Every waiting point whose slots are free, in the order of the plan; in exclusive mode one at a time."""
+        too_many: dict[Device, int] = {}  # so many slots were not free a moment ago
         for planned in list(self._waiting):
             if self._exclusive and self._running:
                 return
-            resources = from_dict(planned.config).resources
-            pool = self._pools.setdefault(str(resources.device), slots.pool_of(resources.device))
-            lease = pool.take(slots.wanted(resources))
+            resources = self._configs[planned.label].resources
+            count = slots.wanted(resources)
+            if count >= too_many.get(resources.device, count + 1):
+                continue
+            pool = self._pool_of(resources.device)
+            lease = pool.take(count)
             if lease is None:
+                too_many[resources.device] = count
                 self._tell_waiting(pool)
                 continue
             busy = slots.busy_gpus(lease.slots) if lease.gpus is not None else []
@@ -143,6 +148,11 @@ class Controller:
                 continue
             self._begin(planned, lease)
 
+    def _pool_of(self, device: Device) -> slots.SlotPool:
+        if device not in self._pools:
+            self._pools[device] = slots.pool_of(device)  # asks nvidia-smi
+        return self._pools[device]
+
     def _tell_waiting(self, pool: slots.SlotPool) -> None:
         """Once for each set of holders that are not ours: a sweep that waits for another must say so."""
         told = "; ".join(pool.holders()) if not self._running else ""
@@ -152,7 +162,7 @@ class Controller:
 
     def _begin(self, planned: Planned, lease: slots.Lease) -> None:
         self._waiting.remove(planned)
-        config = from_dict(planned.config)
+        config = self._configs[planned.label]
         point = Point(planned.label, config, planned.overrides)
         attempt = new_attempt(
             self._sweep.output, planned.config, planned.label, hardware.detect().name(config.resources.device)

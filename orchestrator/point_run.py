@@ -57,9 +57,13 @@ class PointRun:
         return record(self.attempt, verdict)
 
     def cancel(self, why: str) -> None:
-        """Ends its processes and writes that it was stopped. A run that ended already stays as it is."""
+        """Ends its processes and writes that it was stopped. What was measured by then is kept."""
         self._end()
-        if not self.attempt.state.final:
+        if self.attempt.state.final:
+            return
+        if self.attempt.paths.result.exists():
+            record(self.attempt, Verdict(RunState.ok, note=f"{why} after the result was written"))
+        else:
             self.attempt.move(RunState.cancelled, message=why)
 
     def _end(self) -> None:

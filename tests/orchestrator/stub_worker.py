@@ -26,6 +26,8 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     if str(config.batch.micro) == os.environ.get("STUB_LACKING_MICRO"):
         facts: dict[str, object] = {"phase": "forward", "step": 1, "unit": "", "wanted": None, "held": {}}
         raise RankMemoryError(f"rank {rank.rank}: out of memory in forward of step 1", rank.rank, facts, on_host=False)
+    if str(config.batch.micro) == os.environ.get("STUB_ODD_MICRO"):
+        raise RuntimeError("an error of its own")
     faults = Faults.from_env()
     if rank.rank == 0:
         append_event(attempt.metrics, {"event": "ready", "parameters": 1_200_000, "data_hash": "c0ffee"})

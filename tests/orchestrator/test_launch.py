@@ -18,9 +18,11 @@ from points import STUB, make_config, make_point
 from rich.console import Console
 
 from orchestrator import launch
+from orchestrator.point_run import PointRun
 from orchestrator.processes import is_alive, session_members
-from orchestrator.record import AttemptPaths, read_json
-from orchestrator.schema import Device, RunConfig
+from orchestrator.record import AttemptPaths, new_attempt, read_json
+from orchestrator.run_state import RunState
+from orchestrator.schema import Device, RunConfig, to_dict
 from orchestrator.screen import Screen
 from orchestrator.study import run_point
 
@@ -186,6 +188,15 @@ def test_ctrl_c_ends_everything_and_the_run_is_recorded_as_cancelled(
     assert living(tmp_path) == []
     (state,) = tmp_path.glob("points/*/attempts/01/state.json")
     assert '"cancelled"' in state.read_text()
+
+
+def test_a_run_that_is_stopped_after_its_result_was_written_is_measured(tmp_path: Path, sessions: list[int]) -> None:
+    point = make_point(make_config(tmp_path))
+    attempt = new_attempt(tmp_path, to_dict(point.config), "a", "cpu")
+    run = PointRun(point, attempt, STUB)
+    wait_until(attempt.paths.result.exists)
+    run.cancel("somebody stopped it")
+    assert attempt.state is RunState.ok
 
 
 def test_nothing_survives_a_command_that_is_killed(command: subprocess.Popen[bytes], tmp_path: Path) -> None:

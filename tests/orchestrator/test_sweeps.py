@@ -138,6 +138,14 @@ def test_three_failures_alike_stop_the_queue(tmp_path: Path, monkeypatch: pytest
     assert "3 points in a row failed alike" in shown
 
 
+def test_failures_alike_stop_the_queue_also_after_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZLAB_FAULT", "raise@step1:rank0")
+    monkeypatch.setenv("STUB_ODD_MICRO", "1")
+    micros = [1, 2, 3, 4, 5]
+    code, _, sweep = run(tmp_path, micros, points=points(tmp_path, micros, exclusive=True))
+    assert (code, states(sweep)) == (1, ["error"] * 4 + ["cancelled"])
+
+
 def test_a_refused_point_is_a_row_with_its_fix(tmp_path: Path) -> None:
     refused = Refused("stage0-param", ("zero=stage0",), (Broken("offload.params=cpu needs zero=stage3", "", ("a=b",)),))
     code, shown, sweep = run(tmp_path, [1], points=(*points(tmp_path, [1]), refused))
