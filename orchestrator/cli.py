@@ -19,7 +19,8 @@ from orchestrator.deciding import Refused, Wishes, retry_states
 from orchestrator.labels import label, sweep_name
 from orchestrator.point import Point
 from orchestrator.schema import Device, RunConfig, root_limits, to_dict
-from orchestrator.strict import Broken, ConfigError, build_parts, nearest
+from orchestrator.slurm_tools import SlurmError
+from orchestrator.strict import Broken, ConfigError, build_parts
 
 if TYPE_CHECKING:
     from orchestrator.compose import Composition
@@ -57,6 +58,8 @@ def main(argv: Sequence[str]) -> int:
         return _answer(arguments.split(argv))
     except Refusal as refusal:
         return refuse(refusal.problems)
+    except SlurmError as error:
+        return refuse([str(error)])
     except BrokenPipeError:
         return _end_quietly()
     except KeyboardInterrupt:
@@ -142,13 +145,11 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: rules.Scen
     if scene.world is not None:
         problems.insert(0, "a sweep starts its own processes: run it without torchrun or srun")
     metric = composition.sweep.rank_by
-    if metric and metric not in report.METRICS:
-        near = nearest(metric, report.METRICS)
-        hint = f" Did you mean '{near}'?" if near else ""
-        problems.insert(0, f"rank_by: there is no metric '{metric}'.{hint}      known: {' '.join(report.METRICS)}")
     wishes = _wishes(asked)
     points = [one for one in found if isinstance(one, Point)]
-    if not points or scene.world is not None or (metric and metric not in report.METRICS):
+    whole = [report.metric_problem(metric) if metric else None, _places_problem(points)]
+    problems = [*filter(None, whole), *problems]
+    if not points or scene.world is not None or any(whole):
         raise Refusal(problems)
     for problem in problems:
         print(f"refused: {problem}", file=sys.stderr)
@@ -165,6 +166,17 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: rules.Scen
         detach="--detach" in asked.flags,
         as_json="--json" in asked.flags,
     )
+
+
+def _places_problem(points: Sequence[Point]) -> str | None:
+    """A sweep has one folder and one scheduler."""
+    for key, values in (
+        ("cluster", {str(one.config.cluster.kind) for one in points}),
+        ("output", {one.config.output for one in points}),
+    ):
+        if len(values) > 1:
+            return f"a sweep has one {key}, found {' and '.join(sorted(values))}      fix: one sweep for each"
+    return None
 
 
 def _wishes(asked: Arguments) -> Wishes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from orchestrator.paths import program
+from orchestrator.strict import nearest
 from orchestrator.summary import PHASES, Table, run_command, without_key
 from orchestrator.units import ABSENT, digits, loss, size
 
@@ -59,6 +60,15 @@ METRICS = {
     "loss_last": Metric("last training loss", False, _exact(lambda result: result["loss"]["last"])),
     "loss_validation": Metric("validation loss", False, _exact(lambda result: result["loss"]["validation"])),
 }
+
+
+def metric_problem(name: str) -> str | None:
+    """What is wrong with a name of a metric, with the nearest right one."""
+    if name in METRICS:
+        return None
+    near = nearest(name, METRICS)
+    hint = f" Did you mean '{near}'?" if near else ""
+    return f"rank_by: there is no metric '{name}'.{hint}      known: {' '.join(METRICS)}"
 
 
 def rule(metric: str) -> str:

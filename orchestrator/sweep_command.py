@@ -32,7 +32,8 @@ from orchestrator.job import ENTRY
 from orchestrator.live import Choice, SweepWatch
 from orchestrator.paths import shown, verb
 from orchestrator.point import Point
-from orchestrator.record import read_json
+from orchestrator.processes import start_time
+from orchestrator.record import read_json, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import Device, RunConfig, TrackingKind, from_dict
 from orchestrator.screen import Screen
@@ -148,6 +149,10 @@ def _cost(configs: Sequence[RunConfig]) -> str:
 def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
     """The same without a screen: returns when the sweep has ended. An interrupt cancels it and is raised again."""
     planned = _plan(request, hardware)
+    running = _running(request, planned)
+    if running is not None:  # another terminal's: its records are not ours to begin anew
+        _await(running)
+        return running
     if _on_cluster(_runnable(request)):
         return _await_cluster(request, planned)
     sweep, process = _start(request, planned)
@@ -170,15 +175,23 @@ def _await_cluster(request: SweepRequest, planned: list[Planned]) -> SweepPaths:
     sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, _runnable(request)))
     if configs:
         slurm_sweep.send(sweep, planned, request.entry)
-    view = slurm_sweep.ClusterView(sweep)
     try:
-        while not all(one.state.final for one in view.look()):
-            time.sleep(live.CLUSTER_LOOK_S)
+        _await(sweep)
     except KeyboardInterrupt:
         slurm_sweep.cancel(sweep, [one.label for one in sweep_record.standings(sweep)])
         raise
     comparison.write(sweep)
     return sweep
+
+
+def _await(sweep: SweepPaths) -> None:
+    """Returns when nothing of the sweep can come by itself any more."""
+    if slurm_sweep.is_on_cluster(sweep):
+        view = slurm_sweep.ClusterView(sweep)
+        while not all(one.state.final for one in view.look()):
+            time.sleep(live.CLUSTER_LOOK_S)
+    while sweep_record.controller_pid(sweep) is not None:
+        time.sleep(live.LOOK_S)
 
 
 def _plan(request: SweepRequest, hardware: Hardware) -> list[Planned]:
@@ -253,7 +266,7 @@ def _start_controller(sweep: SweepPaths, request: SweepRequest) -> subprocess.Po
     if not request.detach:
         line += ["--viewer", str(os.getpid())]
     with sweep.log.open("ab") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             line,
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
@@ -261,6 +274,9 @@ def _start_controller(sweep: SweepPaths, request: SweepRequest) -> subprocess.Po
             stderr=log,
             start_new_session=True,
         )
+    # It says so itself a moment later: until then nobody else may take the sweep for one without a controller.
+    write_json_atomic(sweep.controller, {"pid": process.pid, "started": start_time(process.pid)})
+    return process
 
 
 def watch(

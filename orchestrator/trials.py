@@ -20,7 +20,6 @@ from orchestrator.point import Point
 from orchestrator.rules import Scene
 from orchestrator.run_state import RunState
 from orchestrator.schema import to_dict
-from orchestrator.strict import nearest
 from orchestrator.sweep_record import Standing
 
 
@@ -57,10 +56,8 @@ class Trial:
 def problems(asked: Asked) -> list[str]:
     """What is wrong with what is asked of every batch; nothing is started."""
     found = []
-    if asked.rank_by not in report.METRICS:
-        near = nearest(asked.rank_by, report.METRICS)
-        hint = f" Did you mean '{near}'?" if near else ""
-        found.append(f"rank_by: there is no metric '{asked.rank_by}'.{hint}      known: {' '.join(report.METRICS)}")
+    if problem := report.metric_problem(asked.rank_by):
+        found.append(problem)
     try:
         retry_states(asked.retry) if asked.retry else None
     except ValueError as error:

@@ -15,6 +15,7 @@ from orchestrator import cli
 from orchestrator.deciding import Refused
 from orchestrator.point import Point
 from orchestrator.run_state import RunState
+from orchestrator.slurm_tools import SlurmError
 from orchestrator.sweep_command import SweepRequest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,6 +197,7 @@ def test_some_broken_points_are_refused_rows_and_all_broken_is_an_error(
         ("--retry ok -m zero=stage0", "--retry ok: expected some of"),
         ("--fresh zero=stage0", "--fresh belongs to a sweep"),
         ("--prune never -m zero=stage0", "--prune cannot be 'never'"),
+        ("-m output=/tmp/a,/tmp/b", "a sweep has one output, found /tmp/a and /tmp/b"),
     ],
 )
 def test_flags_of_a_sweep_are_checked(line: str, told: str, seam: Seam, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,6 +229,17 @@ def test_under_torchrun_what_cannot_join_is_refused(
     assert cli.main(line.split()) == 2
     assert told in capsys.readouterr().err
     assert (seam.calls, seam.joined) == ([], [])
+
+
+def test_a_scheduler_that_does_not_answer_is_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def silent(*_: object) -> int:
+        raise SlurmError("sinfo: expected an answer within 30 s; try `scontrol ping`")
+
+    monkeypatch.setattr("orchestrator.sweep_command.run_sweep", silent)
+    assert cli.main(["-m", "zero=stage0"]) == 2
+    assert "error: sinfo: expected an answer" in capsys.readouterr().err
 
 
 def test_run_py_is_short() -> None:

@@ -26,7 +26,7 @@ from orchestrator.run_state import RunState
 from orchestrator.schema import Cluster
 from orchestrator.screen import Screen
 from orchestrator.strict import Broken
-from orchestrator.sweep_command import SweepRequest, run_sweep
+from orchestrator.sweep_command import SweepRequest, run_quietly, run_sweep
 from orchestrator.sweep_record import SweepPaths
 
 HERE = Path(__file__).parent
@@ -177,7 +177,7 @@ import sys
 sys.path[:0] = [{here!r}, {root!r}]
 from pathlib import Path
 from orchestrator import hardware
-from orchestrator.sweep_command import SweepRequest, run_sweep
+from orchestrator.sweep_command import SweepRequest, run_quietly, run_sweep
 from points import STUB
 from test_sweeps import points
 output = Path({output!r})
@@ -277,6 +277,15 @@ def test_a_sweep_whose_terminal_is_gone_ends_and_one_that_was_detached_goes_on(t
     assert command.returncode == 0
     assert " watch " in shown
     wait_until(lambda: set(states(the_sweep(tmp_path / "b"))) == {"ok"})
+
+
+def test_who_asks_for_a_sweep_that_runs_waits_for_it_and_disturbs_nothing(tmp_path: Path) -> None:
+    start(tmp_path, [1, 2, 3], detach=True).communicate(timeout=30)
+    wait_until(lambda: bool(running(tmp_path)))
+    request = SweepRequest("batch", points(tmp_path, [1, 2, 3]), ("sweeps=batch",), predicts=False, entry=STUB)
+    sweep = run_quietly(request, hardware.detect())
+    assert set(states(sweep)) == {"ok"}
+    assert len(attempts(tmp_path)) == 3
 
 
 def test_verbs_answer_from_another_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

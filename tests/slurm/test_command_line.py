@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,11 @@ def test_what_the_cluster_cannot_give_is_refused_before_anything_is_sent(termina
     assert "fix: cluster.partition=main" in told
     assert terminal.attempts() == 0
     assert not (terminal.folder / "outputs" / "sweeps").exists()
+
+
+def test_python_waits_for_the_points_that_it_sent(terminal: Terminal) -> None:
+    code = f"import orchestrator; print(orchestrator.run(*{['zero=stage1', *LINE.split()]!r}).state.value)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", code]
+    told = subprocess.run(words, cwd=terminal.folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert told.stdout.split() == ["ok"], told.stderr
