@@ -61,17 +61,16 @@ class OffloadPlan:
         return Tier.HOST in (self.params, self.optimizer)
 
     def is_apart(self, device: str) -> bool:
-        """Whether something rests in the host's memory that a device of this type would otherwise hold."""
-        return self.uses_host and (device == "cuda" or self.copies is not None)
+        """Whether what rests is the host's, to keep and to update, beside a device of this type with its own memory."""
+        return (self.uses_host or self.uses_nvme) and (device == "cuda" or self.copies is not None)
 
     def check(self, plan: ZeroPlan, device: str) -> None:
         """PlanError where `plan` keeps whole parameters, whose shards there is no use in moving away, and on devices
-        (by type) from which nothing is moved yet: files are read and written for CPUs alone."""
-        if (device != "cpu" and self.uses_nvme) or (device not in ("cpu", "cuda") and self.uses_host):
-            expected = "a CPU for a scratch file" if self.uses_nvme else "a CPU or a CUDA device"
+        (by type) from which nothing is moved yet."""
+        if device not in ("cpu", "cuda") and (self.uses_nvme or self.uses_host):
             raise PlanError(
-                f"offload: expected {expected}, found {device}, from which nothing is moved there yet; use "
-                "offload=optimizer_cpu on CUDA, or offload=none"
+                f"offload: expected a CPU or a CUDA device, found {device}, from which nothing is moved yet; use "
+                "offload=none"
             )
         rests = self.optimizer is Tier.NVME or (self.optimizer is Tier.HOST and self.is_apart(device))
         if self.speculative and not rests:
@@ -79,8 +78,6 @@ class OffloadPlan:
                 f"offload.step=speculative: expected masters and states that rest away from {device}, found them with "
                 "it; use optimizer_nvme, or optimizer_cpu on a GPU, or offload.step=after_backward"
             )
-        if self.copies is not None and self.uses_nvme:
-            raise PlanError("offload.copies: expected no scratch file beside them, found one; leave one of them out")
         if self.params is not Tier.DEVICE and plan.params is Partition.REPLICATED:
             raise PlanError(
                 f"offload.params={self.params.value}: expected a plan that shards parameters, found one that keeps "

@@ -44,7 +44,8 @@ class OffloadBytes:
 
 @dataclass(frozen=True)
 class Moves:
-    """What decides how much is under way at once. state_bytes: an element of each of the optimizer's tensors."""
+    """What decides how much is under way at once. state_bytes: an element of each of the optimizer's tensors.
+    params_in_file: where there is a scratch file, parameters that rest do so in it, and not in the host's memory."""
 
     shard_count: int
     prefetch: int
@@ -52,6 +53,7 @@ class Moves:
     state_bytes: tuple[float, ...] = (4, 4)
     ahead: int = 1
     speculative: bool = False
+    params_in_file: bool = True
 
 
 Units = Iterable[tuple[UnitSize, MixedPrecision]]
@@ -78,27 +80,33 @@ def host_bytes(units: Units, moves: Moves) -> OffloadBytes:
 
 
 def nvme_bytes(units: Units, moves: Moves) -> OffloadBytes:
-    """Where it rests in a scratch file: the file, and the slots of a step and of gathers ahead."""
-    records, params = [], []
-    updated = staging = scratch = 0
+    """Where it rests in a scratch file: the file, and the slots of a step and of gathers ahead. Beside a device of its
+    own, also what crosses: gradients, and new parameters on their way up."""
+    records, param_parts = [], []
+    params = grads = updated = staging = scratch = 0
     for size, kind in units:
         shard = size.padded_numel // moves.shard_count
         rests = size.trainable and size.optimizer_rests
         param = aligned(shard * ITEMSIZE_BYTES[kind.param]) if size.params_rest else 0
-        record = param + (_record(shard, kind, moves.state_bytes) if rests else 0)
+        in_file = param if moves.params_in_file else 0
+        record = in_file + (_record(shard, size, kind, moves.state_bytes) if rests else 0)
         records.append(record)
-        params.append(param)
+        param_parts.append(in_file)
         updated += rests
         scratch += record * (2 if rests and moves.speculative else 1)
-        if rests and moves.speculative and not param:
-            staging += shard * ITEMSIZE_BYTES[kind.param]
+        params += buffer_bytes(param) if param and not in_file else 0
+        if rests and size.apart:
+            grads += buffer_bytes(shard * ITEMSIZE_BYTES[kind.grad(moves.micro_batches)])
+        if rests and not in_file and (moves.speculative or (size.apart and not param)):
+            staging += buffer_bytes(shard * ITEMSIZE_BYTES[kind.param])
     if any(records):
         staging += max(min(updated, 2 * moves.ahead + 1), 1) * buffer_bytes(max(records))
-    if any(params):  # the unit in use, those that are gathered ahead, and one that sets out before its gather
-        staging += min(sum(map(bool, params)), moves.prefetch + 2) * buffer_bytes(max(params))
-    return OffloadBytes(staging=staging, scratch=scratch)
+    if any(param_parts):  # the unit in use, those that are gathered ahead, and one that sets out before its gather
+        staging += min(sum(map(bool, param_parts)), moves.prefetch + 2) * buffer_bytes(max(param_parts))
+    return OffloadBytes(params, grads, staging=staging, scratch=scratch)
 
 
-def _record(shard: int, kind: MixedPrecision, state_bytes: Sequence[float]) -> int:
-    master = 0 if kind.master == kind.param else aligned(shard * ITEMSIZE_BYTES[kind.master])
+def _record(shard: int, size: UnitSize, kind: MixedPrecision, state_bytes: Sequence[float]) -> int:
+    is_param = kind.master == kind.param and (size.params_rest or not size.apart)
+    master = 0 if is_param else aligned(shard * ITEMSIZE_BYTES[kind.master])
     return master + sum(aligned(round(shard * each)) for each in state_bytes)

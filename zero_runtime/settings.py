@@ -10,7 +10,7 @@ import torch
 from zero_runtime.birth import Initialise
 from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
-from zero_runtime.offload import OffloadPlan
+from zero_runtime.offload import OffloadPlan, Tier
 from zero_runtime.offload_memory import Moves
 from zero_runtime.optimizers import STATE_ITEMSIZE_BYTES, OptimizerConfig
 from zero_runtime.rank_watch import RankWatch
@@ -62,4 +62,5 @@ def moves_of(settings: RuntimeSettings, config: OptimizerConfig, shard_count: in
         tuple(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in config.held_states),
         1 if offload.scratch is None else offload.scratch.ahead,
         offload.speculative,
+        offload.params is Tier.NVME,
     )

@@ -210,9 +210,16 @@ class UnitBuilder:
 
     def _tier_of(self, held: Sequence[Unit], optimizer: ShardedOptimizer) -> StateTier:
         offload = self._settings.offload
-        if offload.scratch is not None and offload.uses_nvme:
-            rank, speculative = self._collectives.rank, offload.speculative
-            return NvmeTier(held, optimizer.states_of, offload.scratch, rank, speculative=speculative)
         copies = (offload.copies or copies_for)(self._device)
+        if offload.scratch is not None and offload.uses_nvme:
+            return NvmeTier(
+                held,
+                optimizer.states_of,
+                offload.scratch,
+                self._collectives.rank,
+                copies=copies,
+                holds_params=offload.params is Tier.NVME,
+                speculative=offload.speculative,
+            )
         assert copies is not None, "a host that is the device holds nothing apart"
         return HostTier(held, optimizer.states_of, copies, speculative=offload.speculative)

@@ -33,9 +33,12 @@ def plans_of(stage: int, folder: Path) -> list[OffloadPlan]:
         replace(HOST, speculative=True),
         nvme,
         replace(nvme, ratio=0.5, speculative=True),
+        replace(nvme, copies=PlainCopies),
+        replace(nvme, ratio=0.5, speculative=True, copies=PlainCopies),
     ]
     if stage == 3:
-        plans = [replace(plan, params=plan.optimizer) for plan in plans]
+        plans += [replace(plan, params=Tier.HOST) for plan in plans[-2:]]
+        plans = [plan if plan.params is Tier.HOST else replace(plan, params=plan.optimizer) for plan in plans]
         plans += [replace(HOST, optimizer=Tier.DEVICE, params=Tier.HOST), offload_to(folder, params=True, ahead=0)]
     return plans
 

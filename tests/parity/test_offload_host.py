@@ -1,4 +1,4 @@
-"""Rows whose states rest in the host's memory have the bits of the same row without.
+"""Rows whose states rest in the host's memory, or behind it in a file, have the bits of the same row without.
 
 A CPU's memory is the host's, so the tier is given copies of its own and moves shards between two places of that memory
 as it does between a GPU's and the host's. `LateCopies` fill their targets when they are waited for and not before.
@@ -16,7 +16,7 @@ from harness.copies import LateCopies
 from harness.oracle import ADAMW
 from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step
-from test_offload import BF16, FP32, SPEC, runtime_of
+from test_offload import BF16, FP32, SPEC, offload_to, runtime_of
 
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
@@ -38,6 +38,19 @@ CLIP = 0.3  # below the norms of every step of these rows
 def plans_of(stage: int) -> list[OffloadPlan]:
     plans = [OPTIMIZER, replace(OPTIMIZER, ratio=0.5)]
     return plans + ([PARAMS, replace(BOTH, copies=PlainCopies), replace(BOTH, ratio=0.5)] if stage == 3 else [])
+
+
+def behind_it(stage: int, folder: Path) -> list[OffloadPlan]:
+    """The states rest in a file, and the parameters with the device, on the host, or in the file too."""
+    optimizer = replace(offload_to(folder, params=False), copies=LateCopies)
+    plans = [optimizer, replace(offload_to(folder, params=False, ratio=0.5, ahead=0), copies=LateCopies)]
+    if stage == 3:
+        plans += [replace(optimizer, params=Tier.HOST, ratio=ratio) for ratio in (1.0, 0.5)]
+        plans += [
+            replace(offload_to(folder, params=True, ahead=ahead), copies=copies)
+            for ahead, copies in ((1, LateCopies), (2, PlainCopies))
+        ]
+    return plans
 
 
 def _rows(setting: Setting, optimizer: OptimizerConfig, plans: list[OffloadPlan], clip_norm: float | None) -> None:
@@ -65,29 +78,39 @@ def test_a_row_with_its_states_on_the_host_has_the_same_bits(stage: int, world: 
     run_ranks(_rows, world, Setting(stage, world, precision), ADAMW, plans_of(stage), CLIP)
 
 
+@pytest.mark.parametrize("precision", [FP32, pytest.param(BF16, marks=pytest.mark.full), PAPER], ids=NAMES)
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_row_with_its_states_in_a_file_behind_the_host_has_the_same_bits(
+    stage: int, world: int, precision: MixedPrecision, tmp_path: Path
+) -> None:
+    run_ranks(_rows, world, Setting(stage, world, precision), ADAMW, behind_it(stage, tmp_path), CLIP)
+
+
 @pytest.mark.parametrize(
     "optimizer", [SgdConfig(momentum=0.9), LionConfig(), AdamW8bitConfig()], ids=lambda config: config.name
 )
-def test_other_optimizers_rest_on_the_host_too(optimizer: OptimizerConfig) -> None:
-    run_ranks(_rows, 2, Setting(3, 2, BF16, micro_batches=1), optimizer, [BOTH, PARAMS], None)
+def test_other_optimizers_rest_on_the_host_too(optimizer: OptimizerConfig, tmp_path: Path) -> None:
+    plans = [BOTH, PARAMS, *behind_it(3, tmp_path)[2:]]
+    run_ranks(_rows, 2, Setting(3, 2, BF16, micro_batches=1), optimizer, plans, None)
 
 
-def test_shards_on_the_host_may_have_replicas() -> None:
-    run_ranks(_rows, 2, Setting(3, 2, BF16, shard_ranks=1), ADAMW, [OPTIMIZER, BOTH], CLIP)
+def test_shards_on_the_host_may_have_replicas(tmp_path: Path) -> None:
+    run_ranks(_rows, 2, Setting(3, 2, BF16, shard_ranks=1), ADAMW, [OPTIMIZER, BOTH, *behind_it(3, tmp_path)], CLIP)
 
 
-def _saves(folder: Path, precision: MixedPrecision) -> None:
+def _saves(folder: Path, precision: MixedPrecision, plan: OffloadPlan) -> None:
     setting = Setting(3, 2, precision)
     case = setting.case(model=SPEC)
-    runtime = runtime_of(setting, BOTH)
+    runtime = runtime_of(setting, plan)
     train(runtime, case, 0, SAVED_AFTER)
-    saver = BackgroundSaver(folder)
+    saver = BackgroundSaver(folder / "saved")
     path = saver.save(runtime, step=SAVED_AFTER, trainer={})  # behind training: the update of its step may still run
     wanted = train(runtime, case, SAVED_AFTER, 3)
     saver.wait(runtime)
     runtime.close()
-    for plan in (None, BOTH, PARAMS, OPTIMIZER):
-        again = runtime_of(setting, plan)
+    for other in (None, BOTH, PARAMS, OPTIMIZER, plan):
+        again = runtime_of(setting, other)
         load_checkpoint(again, Checkpoint.open(path, verify=False))
         assert train(again, case, SAVED_AFTER, 3) == wanted
         again.close()
@@ -95,14 +118,19 @@ def _saves(folder: Path, precision: MixedPrecision) -> None:
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
 def test_what_rests_on_the_host_is_saved_and_loaded_like_the_rest(precision: MixedPrecision, tmp_path: Path) -> None:
-    run_ranks(_saves, 2, tmp_path, precision)
+    run_ranks(_saves, 2, tmp_path, precision, BOTH)
 
 
-def _skips() -> None:
+@pytest.mark.parametrize("kept", [0, 2, 4], ids=["device", "host", "file"])
+def test_what_rests_behind_the_host_is_saved_and_loaded_like_the_rest(kept: int, tmp_path: Path) -> None:
+    run_ranks(_saves, 2, tmp_path, BF16 if kept else FP32, behind_it(3, tmp_path / "scratch")[kept])
+
+
+def _skips(folder: Path) -> None:
     """The scale starts where the first steps overflow."""
     case = Setting(3, 2, FP16).case(model=SPEC)
     found = []
-    for offload in (None, replace(BOTH, ratio=0.5)):
+    for offload in (None, replace(BOTH, ratio=0.5), *behind_it(3, folder)):
         scale = LossScaleRule(initial_power=20, hysteresis=1)
         runtime = runtime_of(Setting(3, 2, FP16), offload, loss_scale=scale)
         reports = []
@@ -119,28 +147,29 @@ def _skips() -> None:
         assert_states(other[2], plain[2])
 
 
-def test_a_skipped_step_leaves_what_rests_on_the_host_as_it_was() -> None:
-    run_ranks(_skips, 2)
+def test_a_skipped_step_leaves_what_rests_on_the_host_as_it_was(tmp_path: Path) -> None:
+    run_ranks(_skips, 2, tmp_path)
 
 
-def _gradients() -> None:
+def _gradients(folder: Path) -> None:
     """full_grad finds them where they went, and a unit that is used by hand has what came back."""
     setting = Setting(1, 1, FP32, micro_batches=1)
     case, found = setting.case(model=SPEC), []
-    for offload in (None, OPTIMIZER):
+    for offload in (None, OPTIMIZER, behind_it(1, folder)[0]):
         runtime = runtime_of(setting, offload)
         backwards_of_step(runtime, case, 0)
         gradient = runtime.full_grad("blocks.0.mix.weight")
         runtime.step(1e-2)
         found.append((gradient, runtime.model.blocks[0].mix.weight.clone()))
         runtime.close()
-    (gradient, weight), (sent, returned) = found
-    assert torch.equal(gradient, sent)
-    assert torch.equal(weight, returned)
+    (gradient, weight), *others = found
+    for sent, returned in others:
+        assert torch.equal(gradient, sent)
+        assert torch.equal(weight, returned)
 
 
-def test_gradients_and_weights_are_found_where_they_are() -> None:
-    run_ranks(_gradients, 1)
+def test_gradients_and_weights_are_found_where_they_are(tmp_path: Path) -> None:
+    run_ranks(_gradients, 1, tmp_path)
 
 
 class BrokenCopies(LateCopies):
@@ -155,16 +184,17 @@ class BrokenCopies(LateCopies):
         return super().to_device(*args, **kwargs)
 
 
-def _fails() -> None:
+def _fails(folder: Path) -> None:
     setting = Setting(2, 1, BF16)
-    runtime = runtime_of(setting, replace(OPTIMIZER, copies=BrokenCopies))
-    with pytest.raises(RuntimeError, match="the bus is gone"):
-        train(runtime, setting.case(model=SPEC), 0, 2)
-    runtime.close()
+    for plan in (OPTIMIZER, behind_it(2, folder)[0]):
+        runtime = runtime_of(setting, replace(plan, copies=BrokenCopies))
+        with pytest.raises(RuntimeError, match="the bus is gone"):
+            train(runtime, setting.case(model=SPEC), 0, 2)
+        runtime.close()
 
 
-def test_what_fails_in_the_hosts_thread_ends_the_run() -> None:
-    run_ranks(_fails, 1)
+def test_what_fails_in_the_hosts_thread_ends_the_run(tmp_path: Path) -> None:
+    run_ranks(_fails, 1, tmp_path)
 
 
 def _refusals() -> None:

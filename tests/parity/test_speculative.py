@@ -39,9 +39,11 @@ def plans_of(stage: int, folder: Path) -> list[OffloadPlan]:
         replace(HOST, ratio=0.5),
         nvme,
         replace(offload_to(folder, params=False, ratio=0.5), speculative=True),
+        replace(nvme, copies=LateCopies),
     ]
     if stage == 3:
         plans += [replace(plan, params=plan.optimizer) for plan in (HOST, nvme)]
+        plans += [replace(nvme, params=tier, copies=LateCopies) for tier in (Tier.HOST, Tier.NVME)]
     return plans
 
 

@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from zero_runtime.residency import Home
 from zero_runtime.tiers.copies import Copies, Mark
+from zero_runtime.tiers.crossing import Crossing
 from zero_runtime.tiers.resting import MASTER, PARAM, Compute, Shards
 from zero_runtime.unit import Unit
 
@@ -103,7 +103,7 @@ class HostTier:
         self._places.clear()
 
 
-class HostPlace(Home):
+class HostPlace(Crossing):
     """One unit's shards on the host, and what is under way with them."""
 
     def __init__(
@@ -115,27 +115,18 @@ class HostPlace(Home):
         *,
         doubled: bool,
     ) -> None:
-        self._unit, self._states = unit, states
-        self._copies, self._worker = copies, worker
+        # A master in the parameters' dtype is sent as it is.
+        super().__init__(unit, copies, staged=not unit.params_rest and unit.master_dtype != unit.param_dtype)
+        self._states, self._worker = states, worker
         self._shards = self._allocate()
         self._second = self._allocate() if doubled and unit.states_rest else {}  # see [Note: guessing]
         self._guess: Compute | None = None  # what to do when the gradient has come
         self._guessing: Future[None] | None = None
-        self._grad: torch.Tensor | None = None  # [S] grad_dtype
-        self._staging: torch.Tensor | None = None  # [S] param_dtype: new parameters on their way to the device
-        if unit.states_rest:
-            self._grad = copies.on_host(unit.layout.shard_numel, unit.grad_dtype)
-            if not unit.params_rest and unit.master_dtype != unit.param_dtype:
-                self._staging = copies.on_host(unit.layout.shard_numel, unit.param_dtype).zero_()  # padding too
-        self._job: Future[None] | None = None  # the update, until it is done
-        self._moving: list[Mark] = []  # copies that read or write the host's tensors
-        self._back: Mark | None = None  # new parameters that the device has not waited for
-        self._brought: tuple[torch.Tensor, Mark] | None = None  # [S] on the device, for a gather
         self._bind(self._shards)
         unit.rest_in(self)
 
     def _allocate(self) -> dict[str, torch.Tensor]:
-        unit, found = self._unit, {}
+        unit, found = self.unit, {}
         if unit.master_rests:
             found[MASTER] = self._copies.on_host(unit.layout.shard_numel, unit.master_dtype)
         if unit.states_rest:
@@ -146,7 +137,7 @@ class HostPlace(Home):
         return found
 
     def _bind(self, shards: dict[str, torch.Tensor]) -> None:
-        self._unit.bind_shards(shards.get(PARAM), shards.get(MASTER))
+        self.unit.bind_shards(shards.get(PARAM), shards.get(MASTER))
         for name in self._states.keys() & shards.keys():
             self._states[name] = shards[name]
 
@@ -157,102 +148,58 @@ class HostPlace(Home):
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """See StateTier.tensors."""
         shards = self._shards
-        staging = [] if self._staging is None else [self._staging]
+        staging = [] if self.staging is None else [self.staging]
         return {
             "params": [shards[PARAM]] if PARAM in shards else [],
-            "grads": [] if self._grad is None else [self._grad],
+            "grads": [] if self.grad is None else [self.grad],
             "optimizer": [tensor for name, tensor in shards.items() if name != PARAM],
             "staging": [*staging, *self._second.values()],
         }
 
     # ---- what the unit asks ------------------------------------------------------------------------------------
 
-    def begin_fetch(self) -> None:
-        if PARAM not in self._shards or self._brought is not None or not self._is_updated:
-            return
-        source = self._shards[PARAM]
-        target = self._copies.on_device(source.numel(), source.dtype)
-        self._brought = target, self._copies.to_device(target, source, self._moving)
-
-    def fetch(self) -> torch.Tensor | None:
-        """Blocks until the unit is updated; the device waits for the copy."""
-        self._end_job()
-        if PARAM in self._shards:
-            self.begin_fetch()
-            assert self._brought is not None
-            buffer, mark = self._brought
-            mark.hold_device()
-            self._copies.used_here(buffer)
-            return buffer
-        if self._back is not None:
-            self._back.hold_device()
-            self._back = None
-        return None
-
-    def drop(self) -> None:
-        self._brought = None
+    def resting_params(self) -> torch.Tensor | None:
+        return self._shards.get(PARAM)
 
     def send_grad(self) -> None:
-        if self._grad is None:
-            return
-        self.settle()
-        assert self._unit.grad_shard is not None
-        self._moving.append(self._copies.to_host(self._grad, self._unit.grad_shard))
-        self._unit.give_grad_away(self._grad)
+        super().send_grad()
         if self._guess is not None:
             self._guessing = self._worker.submit(self._try, self._guess)
             self._guess = None
 
     def settle(self) -> None:
-        self._end_job()
+        self.end_job()
         if self._guessing is not None:
             wait([self._guessing])
-        for mark in self._moving:
-            mark.wait()
-        self._moving.clear()
-
-    @property
-    def _is_updated(self) -> bool:
-        return self._job is None or self._job.done()
-
-    def _end_job(self) -> None:
-        """Block until the unit is updated; raises what went wrong with it."""
-        if self._job is not None:
-            self._job.result()
-            self._job = None
+        self.end_copies()
 
     # ---- update ------------------------------------------------------------------------------------------------
 
     def begin_update(self, compute: Compute) -> None:
         """On the host in its own thread, or, where the states are with the device, at once and there."""
         self.drop()
-        if self._unit.states_rest:
-            self._job = self._worker.submit(self._update, compute, self._copies.here())
+        if self.unit.states_rest:
+            self.job = self._worker.submit(self._update, compute, self._copies.here())
         else:
             self._update_on_device(compute)
 
     def _update(self, compute: Compute, after: Mark) -> None:
         """`after`: all that reads the unit's parameters on the device."""
-        for mark in self._moving:
-            mark.wait()
+        self.end_copies()
         with torch.no_grad():
-            compute(self._unit, self._lent(self._shards))
-        self._send_params(self._shards, after)
+            compute(self.unit, self._lent(self._shards))
+        self._send_back(self._shards, after)
 
     def _lent(self, shards: dict[str, torch.Tensor]) -> Shards:
-        unit = self._unit
+        unit = self.unit
         master = shards[PARAM if unit.master_is_param else MASTER]
-        param = shards.get(PARAM, master if self._staging is None else self._staging)
-        return Shards(unit.layout, master, self._grad, param, {name: shards[name] for name in self._states})
+        param = shards.get(PARAM, master if self.staging is None else self.staging)
+        return Shards(unit.layout, master, self.grad, param, {name: shards[name] for name in self._states})
 
-    def _send_params(self, shards: dict[str, torch.Tensor], after: Mark) -> None:
+    def _send_back(self, shards: dict[str, torch.Tensor], after: Mark) -> None:
         """New parameters go to the device, unless they rest here."""
-        if PARAM in shards:
-            return
-        source = shards[MASTER] if self._staging is None else self._staging
-        with torch.no_grad():
-            self._back = self._copies.to_device(self._unit.param_shard, source, [after])
-        self._moving = [self._back]
+        if PARAM not in shards:
+            self.send_params(shards[MASTER] if self.staging is None else self.staging, after)
 
     # ---- guessing: see the note --------------------------------------------------------------------------------
 
@@ -266,34 +213,33 @@ class HostPlace(Home):
         if guessing is None:
             return False
         self.drop()
-        self._job = self._worker.submit(self._swap, guessing, self._copies.here())
+        self.job = self._worker.submit(self._swap, guessing, self._copies.here())
         return True
 
     def reject(self) -> None:
         """Forget what was tried, or is being tried."""
         self._guess = None
         if self._guessing is not None:
-            self._job, self._guessing = self._guessing, None  # what comes next waits for it to end
+            self.job, self._guessing = self._guessing, None  # what comes next waits for it to end
 
     def _try(self, compute: Compute) -> None:
-        for mark in self._moving:
-            mark.wait()
+        self.end_copies()
         with torch.no_grad():
             for name, tensor in self._second.items():
                 tensor.copy_(self._shards[name])
-            compute(self._unit, self._lent(self._second))
+            compute(self.unit, self._lent(self._second))
 
     def _swap(self, tried: Future[None], after: Mark) -> None:
         tried.result()
         self._shards, self._second = self._second, self._shards
         self._bind(self._shards)
-        self._send_params(self._shards, after)
+        self._send_back(self._shards, after)
 
     # ---- on the device -----------------------------------------------------------------------------------------
 
     def _update_on_device(self, compute: Compute) -> None:
         """The parameters alone rest here: they, or room for new ones, come to the device for as long as it takes."""
-        unit, home = self._unit, self._shards[PARAM]
+        unit, home = self.unit, self._shards[PARAM]
         self.settle()
         lent = Shards.of(unit, self._states)
         if unit.master_is_param:

@@ -2,18 +2,20 @@
 
 [Note: records]
 Each resting unit has a record in the file: the master where it is a tensor of its own, then the optimizer's states,
-each at a multiple of ALIGN_BYTES. Where parameters rest too, param_shard lies behind them, apart, since gathers read it
-alone. A slot is a buffer of the host laid out like a record; a resident unit has its shards as views of a slot.
+each at a multiple of ALIGN_BYTES. Where parameters rest in the file too, param_shard lies behind them, apart, since
+gathers read it alone. A slot is a buffer of the host laid out like a record. A resident unit has its shards as views of
+a slot; an update visits the record in one, and the unit has nothing to do with that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from zero_runtime.offload_memory import aligned
-from zero_runtime.tiers.resting import MASTER, PARAM
+from zero_runtime.tiers.resting import MASTER, PARAM, Shards
 from zero_runtime.tiers.scratch import Transfer
 from zero_runtime.unit import Unit
 
@@ -46,15 +48,14 @@ class Record:
     size: int
     offset: int = 0  # in the file
     other: int | None = None  # of a second place for what a speculative step writes
-    staging: torch.Tensor | None = None  # [S] param_dtype: such a step's parameters, where they do not rest
-    slot: torch.Tensor | None = None  # while resident, or while only its parameters are here
-    is_whole: bool = False  # all of it is in the slot
+    is_bound: bool = False  # all of it is in a slot that the unit's shards are views of
     is_written_back: bool = False
-    reading: Transfer | None = None  # of its parameters alone
+    param_slot: torch.Tensor | None = None  # while its parameters alone are here, or on their way
+    reading: Transfer | None = None  # of these
 
     @classmethod
-    def of(cls, unit: Unit, states: dict[str, torch.Tensor]) -> Record:
-        """A record without a place yet."""
+    def of(cls, unit: Unit, states: dict[str, torch.Tensor], *, holds_params: bool) -> Record:
+        """A record without a place yet. `holds_params`: those that rest do so in the file."""
         regions: dict[str, Region] = {}
         end = 0
 
@@ -68,7 +69,7 @@ class Record:
         for name, state in states.items():
             add(name, state.dtype, state.numel())
         param_at = end
-        if unit.params_rest:
+        if unit.params_rest and holds_params:
             add(PARAM, unit.param_dtype)
         return cls(unit, states, regions, param_at, end)
 
@@ -82,22 +83,58 @@ class Record:
         return f"unit {self.unit.name}"
 
     @property
+    def holds_params(self) -> bool:
+        """Whether the unit's param_shard rests in it."""
+        return PARAM in self.regions
+
+    @property
     def update_end(self) -> int:
         """Bytes that an update reads: parameters that are not the master are written by it alone."""
         return self.size if self.unit.master_is_param else self.param_at
 
+    def views(self, slot: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Its tensors in a slot, by name."""
+        return {name: region.of(slot) for name, region in self.regions.items()}
+
+    def lent(self, slot: torch.Tensor, grad: torch.Tensor | None, param: torch.Tensor) -> Shards:
+        """What an update of it works on. `param`: [S], for new parameters that do not rest in the record."""
+        views = self.views(slot)
+        param = views.get(PARAM, param)
+        master = param if self.unit.master_is_param else views[MASTER]
+        return Shards(self.unit.layout, master, grad, param, {name: views[name] for name in self.states})
+
     def bind(self, slot: torch.Tensor) -> None:
         """The unit's shards are views of the slot."""
-        views = {name: region.of(slot) for name, region in self.regions.items()}
+        self.is_bound = True
+        views = self.views(slot)
         self.unit.bind_shards(views.get(PARAM), views.get(MASTER))
         for name in self.states:
             self.states[name] = views[name]
 
     def unbind(self) -> None:
         """While it rests the unit has empty tensors: using them is an error of shape, not of value."""
+        self.is_bound = False
         self.unit.bind_shards(
-            torch.empty(0, dtype=self.unit.param_dtype) if PARAM in self.regions else None,
+            torch.empty(0, dtype=self.unit.param_dtype) if self.holds_params else None,
             torch.empty(0, dtype=self.unit.master_dtype) if MASTER in self.regions else None,
         )
         for name in self.states:
             self.states[name] = torch.empty(0, dtype=self.regions[name].dtype)
+
+
+@dataclass
+class Visit:
+    """One record in one slot, from the beginning of its reading to the end of its writing."""
+
+    record: Record
+    slot: torch.Tensor | None = None
+
+
+def lay_out(records: Iterable[Record], *, doubled: bool) -> int:
+    """Give every record its offset, and a second one where a step may guess; the bytes of all."""
+    end = 0
+    for record in records:
+        record.offset, end = end, end + record.size
+        if doubled and record.unit.states_rest:
+            record.other, end = end, end + record.size
+    return end
