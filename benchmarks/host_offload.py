@@ -1,11 +1,12 @@
-"""A training step whose optimizer rests in the host's memory, beside the same step without offload.
+"""A training step whose optimizer rests in the host's memory or behind it in a file, beside the same step without.
 
-`python benchmarks/host_offload.py [--rounds N] [--accumulation N] [sizes]`; writes benchmarks/results/. One GPU,
-AdamW, bf16 with fp32 masters. compute: a step without offload less its update. work: the update and the copies of
-gradients and new parameters, each run alone with nothing beside it. exposed: what a row's step takes longer than
-compute; hidden: the share of work that is not exposed. Where parameters rest on the host, their way to the device for
-each gather is in exposed and not in work. Rows are stepped in turn. `--device cpu` moves shards between two places of
-one memory: it tries the command, and its numbers say nothing.
+`python benchmarks/host_offload.py [--rounds N] [--accumulation N] [--folder DRIVE] [sizes]`; writes
+benchmarks/results/. One GPU, AdamW, bf16 with fp32 masters. compute: a step without offload less its update. work:
+the update and the copies of gradients and new parameters, each run alone with nothing beside it; with a file also its
+reading and writing. exposed: what a row's step takes longer than compute; hidden: the share of work that is not
+exposed. Where parameters rest too, their way to the device for each gather is in exposed and not in work. Rows with a
+file lie in --folder. Rows are stepped in turn. `--device cpu` moves shards between two places of one memory: it tries
+the command, and its numbers say nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -37,6 +39,7 @@ from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
 from zero_runtime.tiers.copies import Copies, PlainCopies, copies_for  # noqa: E402
+from zero_runtime.tiers.scratch import ScratchSettings  # noqa: E402
 
 LR = 1e-4
 STEPS = 3  # in a row, for one reading: the end of a step's work lies in the next step's forward
@@ -60,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--accumulation", type=int, default=4)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     for name, value in vars(GptSize(24, 1024, 16, 50304, 1024, 8)).items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -70,7 +74,7 @@ def main() -> None:
     join_alone(device)
     size = GptSize(args.layers, args.width, args.heads, args.vocab, args.seq, args.micro)
     ids = torch.randint(0, size.vocab, (size.micro, size.seq), device=device)
-    rows = build_rows(size, device, args.accumulation)
+    rows = build_rows(size, device, args.accumulation, args.folder)
     for round_index in range(args.rounds + 1):  # the first warms up
         for row in rows:
             measure(row, ids, keep=round_index > 0)
@@ -81,15 +85,19 @@ def main() -> None:
     report(rows, args, parameters)
 
 
-def build_rows(size: GptSize, device: torch.device, accumulation: int) -> list[Row]:
+def build_rows(size: GptSize, device: torch.device, accumulation: int, folder: Path) -> list[Row]:
     copies = PlainCopies if device.type == "cpu" else None
     optimizer = OffloadPlan(optimizer=Tier.HOST, copies=copies)
+    in_file = OffloadPlan(optimizer=Tier.NVME, scratch=ScratchSettings(folder), copies=copies)
     plans = {
         "none": (2, OffloadPlan()),
         "optimizer_cpu": (2, optimizer),
         "optimizer_cpu, speculative": (2, replace(optimizer, speculative=True)),
         "optimizer_param_cpu": (3, replace(optimizer, params=Tier.HOST)),
         "optimizer_param_cpu, speculative": (3, replace(optimizer, params=Tier.HOST, speculative=True)),
+        "optimizer_nvme": (2, in_file),
+        "optimizer_nvme, speculative": (2, replace(in_file, speculative=True)),
+        "optimizer_param_nvme": (3, replace(in_file, params=Tier.NVME)),
     }
     return [Row(name, build(size, device, accumulation, *plan)) for name, plan in plans.items()]
 

@@ -43,13 +43,6 @@ def optimizer_can_rest(scene: Scene, offload: Offload, optimizer: Optimizer, res
     return Broken(rule, str(optimizer.kind), ("offload.optimizer=device offload.params=device",))
 
 
-def scratch_is_for_a_cpu(scene: Scene, offload: Offload, resources: Resources) -> Broken | None:
-    if not offload.uses_nvme or scene.device(resources) is not Device.cuda:
-        return None
-    rule = "offload to a scratch file is not here yet for GPUs, whose states can rest in the host's memory"
-    return Broken(rule, "resources.device=cuda", ("offload.optimizer=cpu offload.params=device",))
-
-
 def guesses_need_a_tier(scene: Scene, offload: Offload, resources: Resources) -> Broken | None:
     """A step during backward works on second copies of what rests elsewhere."""
     if offload.step is not StepTime.speculative or _moves(scene, offload.optimizer, resources):

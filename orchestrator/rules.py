@@ -373,7 +373,6 @@ RULES = (
     Rule(offload_rules.offloaded_params_are_sharded, ("offload", "zero")),
     Rule(offload_rules.params_rest_with_the_optimizer, ("offload",)),
     Rule(offload_rules.optimizer_can_rest, ("offload", "optimizer", "resources")),
-    Rule(offload_rules.scratch_is_for_a_cpu, ("offload", "resources")),
     Rule(offload_rules.guesses_need_a_tier, ("offload", "resources")),
     Rule(offload_rules.offload_keys_are_used, ("offload",)),
     Rule(_optimizer_uses_its_keys, ("optimizer",)),

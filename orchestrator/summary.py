@@ -78,15 +78,15 @@ def _model_text(config: RunConfig) -> str:
 
 def _offload_text(offload: Offload) -> str:
     what = {"optimizer states": offload.optimizer, "parameters": offload.params}
-    moved = " and ".join(name for name, place in what.items() if place is not Place.device)
-    where = (
-        f"scratch files in {offload.folder}"
-        if offload.uses_nvme
-        else "the host's memory (on CPU ranks: where they are)"
-    )
+    places = {
+        Place.cpu: "the host's memory (on CPU ranks: where they are)",
+        Place.nvme: f"scratch files in {offload.folder}",
+    }
+    moved = {place: " and ".join(name for name in what if what[name] is place) for place in places}
+    rest = ", ".join(f"{names} rest in {places[place]}" for place, names in moved.items() if names)
     share = "" if offload.ratio == 1 else f"{offload.ratio:.0%} of the units: "
     early = ", updated during backward" if offload.step is StepTime.speculative else ""
-    return f"{share}{moved} rest in {where}{early}"
+    return f"{share}{rest}{early}"
 
 
 def _data_text(config: RunConfig) -> str:

@@ -115,7 +115,6 @@ BROKEN = [
         "offload=optimizer_cpu offload.step=speculative",
         "rests away from the device: here offload.optimizer=nvme",
     ),
-    (SERVER, "offload=optimizer_nvme", "offload to a scratch file is not here yet for GPUs"),
     (LAPTOP, "offload.folder=here", "offload.folder is for offload=optimizer_nvme"),
     (LAPTOP, "offload.ratio=0.5", "offload=none uses no offload.ratio"),
     (LAPTOP, "loss.tile=64", "loss=full uses no loss.tile"),
@@ -154,6 +153,12 @@ def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
 def _parts(rule: rules.Rule, line: str) -> list[Any]:
     built = vars(config(line))
     return [built[name] for name in rule.groups]
+
+
+def test_states_rest_in_a_file_on_every_device() -> None:
+    for line in ("offload=optimizer_nvme", "zero=stage3 offload=optimizer_param_nvme offload.step=speculative"):
+        for scene in (LAPTOP, SERVER):
+            assert not rules.check_rules(config(line), scene)
 
 
 def test_the_defaults_break_no_rule_anywhere() -> None:
