@@ -11,27 +11,28 @@ from zero_runtime.tiers.copies import Mark, PlainCopies
 
 
 class _Late:
-    """A copy whose source has been read and whose target is filled when somebody waits for it, and not before."""
+    """A copy that is made when somebody waits for it, and not before."""
 
-    def __init__(self, target: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._lock = threading.Lock()
-        self._pending: tuple[torch.Tensor, torch.Tensor] | None = (target, values)
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = (target, source)
 
     def wait(self) -> None:
         with self._lock, torch.no_grad():
             if self._pending is not None:
-                target, values = self._pending
-                target.copy_(values)
+                target, source = self._pending
+                target.copy_(source)
                 self._pending = None
 
     hold_device = wait
 
 
 class LateCopies(PlainCopies):
-    """As CUDA's are allowed to be: until a mark is waited for, the target is not a number."""
+    """As CUDA's are allowed to be: until a mark is waited for, the target is not a number and the host's memory has not
+    been read. (The device's is read in the order of what is issued there.)"""
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        return self._late(target, source)
+        return self._late(target, source.detach().clone())
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Mark] = ()) -> Mark:
         for mark in after:
@@ -44,7 +45,6 @@ class LateCopies(PlainCopies):
     def _late(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
         assert target.shape == source.shape
         assert target.dtype == source.dtype, "the two are one memory's bytes in another"
-        values = source.detach().clone()
         with torch.no_grad():
             target.fill_(torch.nan)
-        return _Late(target, values)
+        return _Late(target, source.detach())

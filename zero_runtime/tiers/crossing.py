@@ -93,6 +93,12 @@ class Crossing(Home):
             self.job.result()
             self.job = None
 
+    def end_bringing(self) -> None:
+        """Block until what was brought has left the host; before resting parameters change or go."""
+        if self._brought is not None:
+            _, mark = self._brought
+            mark.wait()
+
     def end_copies(self) -> None:
         """Block until no copy reads or writes the host's tensors; before an update, from any thread."""
         for mark in self._moving:

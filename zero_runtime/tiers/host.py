@@ -54,6 +54,7 @@ class HostTier:
         if fresh:
             place.zero_states()
         if writes:
+            place.end_bringing()
             unit.drop_full()
             place.drop()
             place.reject()
@@ -177,6 +178,7 @@ class HostPlace(Crossing):
 
     def begin_update(self, compute: Compute) -> None:
         """On the host in its own thread, or, where the states are with the device, at once and there."""
+        self.end_bringing()
         self.drop()
         if self.unit.states_rest:
             self.job = self._worker.submit(self._update, compute, self._copies.here())
@@ -212,6 +214,7 @@ class HostPlace(Crossing):
         self._guess, guessing, self._guessing = None, self._guessing, None
         if guessing is None:
             return False
+        self.end_bringing()
         self.drop()
         self.job = self._worker.submit(self._swap, guessing, self._copies.here())
         return True

@@ -86,7 +86,8 @@ class NvmeTier:
             return
         if writes:
             self.reject()
-        self._settle(record)
+        self._let_go(record)
+        self._places[record.name].settle()
         visit = Visit(record)
         record.bind(self._slots.take(visit))
         if fresh:
@@ -103,11 +104,11 @@ class NvmeTier:
             self._slots.give_back(visit)
             record.unbind()
 
-    def _settle(self, record: Record) -> None:
-        """Nothing of the unit is under way: no update, and no gather that reads resting parameters, or is about to."""
+    def _let_go(self, record: Record) -> None:
+        """No unit is being updated, and no gather reads this one's resting parameters, or is about to."""
         self._end_update()
-        self._places[record.name].settle()
         if record.unit.params_rest:
+            self._places[record.name].end_bringing()
             record.unit.drop_full()
             self._places[record.name].drop()
 
@@ -125,7 +126,7 @@ class NvmeTier:
         """Start reading what `update` needs first; nothing may use the parameters until it or `forget_update`."""
         for unit in units[: 1 + self._depth]:
             record = self._records[unit.name]
-            self._settle(record)
+            self._let_go(record)
             visit = Visit(record)
             self._early[record.name] = visit, self._slots.fetch(visit)
 
@@ -143,7 +144,7 @@ class NvmeTier:
             if record.name in self._early:
                 visits.append(self._early[record.name][0])
             else:
-                self._settle(record)
+                self._let_go(record)
                 visits.append(Visit(record))
         if self._worker is None:
             self._visit(visits, compute)
@@ -218,7 +219,8 @@ class NvmeTier:
             return [record.unit for record in self._records.values() if record.unit.states_rest]
         for record in guess.records:
             assert record.other is not None
-            self._settle(record)
+            self._let_go(record)
+            self._places[record.name].settle()
             record.offset, record.other = record.other, record.offset
             self._places[record.name].adopt()
         return []

@@ -36,6 +36,9 @@ class NearPlace(Home):
     def drop(self) -> None:
         self._slots.drop_params(self._record)
 
+    def end_bringing(self) -> None:
+        """A gather reads where they are."""
+
     def send_grad(self) -> None:
         """It stays; what waits for it may go on."""
         self._arrived()
@@ -89,19 +92,9 @@ class FarPlace(Crossing):
 
     def drop(self) -> None:
         if self._record.holds_params:
-            self._end_bringing()
+            self.end_bringing()
         super().drop()
         self._slots.drop_params(self._record)
-
-    def settle(self) -> None:
-        super().settle()
-        self._end_bringing()
-
-    def _end_bringing(self) -> None:
-        """Nothing is copied from a slot or the resting parameters any more."""
-        if self._brought is not None:
-            _, mark = self._brought
-            mark.wait()
 
     def send_grad(self) -> None:
         super().send_grad()
