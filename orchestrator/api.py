@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import cli, comparison, sweep_record
-from orchestrator.cli import Refusal
 from orchestrator.run_state import RunState
+from orchestrator.strict import Refusal
 
 __all__ = ["Record", "Refusal", "run", "sweep"]
 
@@ -49,6 +49,8 @@ def sweep(*words: str) -> list[Record]:
     paths = run_quietly(request, hardware)
     order = [one.entry.label for one in comparison.ranked(paths)]
     records = [_record(one) for one in sweep_record.standings(paths)]
+    if all(one.state is RunState.refused for one in records):
+        raise Refusal(list(dict.fromkeys(one.message for one in records)))
     return sorted(records, key=lambda one: order.index(one.label))
 
 

@@ -20,7 +20,7 @@ from orchestrator.labels import label, sweep_name
 from orchestrator.point import Point
 from orchestrator.schema import Device, RunConfig, root_limits, to_dict
 from orchestrator.slurm_tools import SlurmError
-from orchestrator.strict import Broken, ConfigError, build_parts
+from orchestrator.strict import Broken, ConfigError, Refusal, build_parts
 
 if TYPE_CHECKING:
     from orchestrator.compose import Composition
@@ -64,14 +64,6 @@ def main(argv: Sequence[str]) -> int:
         return _end_quietly()
     except KeyboardInterrupt:
         return INTERRUPTED
-
-
-class Refusal(ValueError):
-    """Nothing can be started; every problem of what was typed."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
 
 
 def _answer(asked: Arguments) -> int:
@@ -125,7 +117,11 @@ def _run(composition: Composition, asked: Arguments) -> int:
         from orchestrator import job
 
         return job.join_from_environment(points[0])
+    from orchestrator import prediction
     from orchestrator.study import run_point
+
+    if wrong := prediction.problems(points):
+        raise Refusal(list(wrong.values()))
 
     return run_point(points[0])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from types import UnionType
@@ -37,6 +37,14 @@ class ConfigError(ValueError):
     def __init__(self, broken: list[Broken]) -> None:
         super().__init__("\n".join(str(one) for one in broken))
         self.broken = broken
+
+
+class Refusal(ValueError):
+    """Nothing can be started; every problem of what was typed."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
 
 
 class Limits:

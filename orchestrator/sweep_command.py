@@ -37,6 +37,7 @@ from orchestrator.record import read_json, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import Device, RunConfig, TrackingKind, from_dict
 from orchestrator.screen import Screen
+from orchestrator.strict import Broken, Refusal
 from orchestrator.summary import Row
 from orchestrator.sweep_record import Planned, SweepPaths
 
@@ -65,6 +66,8 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
     if request.predicts and not request.as_json:
         screen.say(f"{len(request.points)} points: predicting their memory", "dim")
     planned = _plan(request, hardware)
+    if all(one.decision is RunState.refused for one in planned):
+        raise Refusal(list(dict.fromkeys(one.reason for one in planned)))
     if request.plan_only:
         return _show_plan_only(request, planned, screen)
     running = _running(request, planned)
@@ -195,10 +198,17 @@ def _await(sweep: SweepPaths) -> None:
 
 
 def _plan(request: SweepRequest, hardware: Hardware) -> list[Planned]:
-    predicted = prediction.predict(_runnable(request)) if request.predicts else {}
     points = _runnable(request)
+    predicted = prediction.predict(points) if request.predicts else {}
+    wrong = prediction.problems(points) if request.predicts else {}
+    for problem, count in Counter(wrong.values()).items():
+        print(f"refused: {problem}      ({count} of {len(request.points)} points)", file=sys.stderr)
+    judged = [
+        Refused(one.label, one.overrides, (Broken(wrong[one.label]),)) if one.label in wrong else one
+        for one in request.points
+    ]
     name_of = slurm_sweep.names() if _on_cluster(points) else lambda config: hardware.name(config.resources.device)
-    return deciding.decide(request.points, _output(request), name_of, request.wishes, predicted)
+    return deciding.decide(judged, _output(request), name_of, request.wishes, predicted)
 
 
 def _on_cluster(points: Sequence[Point]) -> bool:

@@ -20,6 +20,7 @@ from orchestrator.point import Point
 from orchestrator.rules import Scene
 from orchestrator.run_state import RunState
 from orchestrator.schema import to_dict
+from orchestrator.strict import Refusal
 from orchestrator.sweep_record import Standing
 
 
@@ -81,11 +82,11 @@ def wrong_way(metric: str, direction: object) -> list[str]:
 def measure(lines: Sequence[Sequence[str]], asked: Asked) -> list[Trial]:
     """One trial a line, in the order of the lines; returns when all have ended. Two lines may be one point.
 
-    An interrupt cancels the batch and is raised again. cli.Refusal: a line is no point, or nothing runs from here.
+    An interrupt cancels the batch and is raised again. Refusal: a line is no point, or nothing runs from here.
     """
     scene = cli.here()
     if scene.world is not None:
-        raise cli.Refusal(["a sweep starts its own processes: run it without torchrun or srun"])
+        raise Refusal(["a sweep starts its own processes: run it without torchrun or srun"])
     axes = _axes(lines, asked.fixed)
     judged = [_judged(composition, axes, scene) for composition in _composed(lines, asked)]
     points = {_key(one): one for one in judged if isinstance(one, Point)}
@@ -111,7 +112,7 @@ def _composed(lines: Sequence[Sequence[str]], asked: Asked) -> list[Composition]
     for line in lines:
         try:
             composition = cli.composed(arguments.split([*asked.flags, "--", *line]))
-        except cli.Refusal as refusal:
+        except Refusal as refusal:
             wrong += refusal.problems
             continue
         if len(composition.points) > 1:
@@ -121,7 +122,7 @@ def _composed(lines: Sequence[Sequence[str]], asked: Asked) -> list[Composition]
             wrong.append("a sweeper waits for its answers, and cluster=slurm sends and leaves      fix: cluster=local")
         found.append(composition)
     if wrong:
-        raise cli.Refusal(list(dict.fromkeys(wrong)))
+        raise Refusal(list(dict.fromkeys(wrong)))
     return found
 
 

@@ -1,6 +1,7 @@
 """A child process of the command line: the units of models by shape, so that the command needs no torch.
 
-Reads a JSON list of configurations on stdin, writes a JSON list of what `units_of` makes of each on stdout.
+Reads a JSON list of configurations on stdin, writes a JSON list of what `units_of` makes of each on stdout; of a model
+that cannot be built the problem, and null where something else went wrong.
 """
 
 from __future__ import annotations
@@ -40,16 +41,20 @@ def units_of(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _or_none(config: RunConfig) -> dict[str, Any] | None:
+def _answer(config: RunConfig) -> dict[str, Any] | None:
     try:
         return units_of(config)
+    except (
+        ValueError
+    ) as error:  # the person's mistake, by what is promised of every builder; the job would say the same
+        return {"problem": "; ".join(str(error).splitlines())}
     except Exception as error:  # the others are still wanted, and the run itself will tell what is wrong
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return None
 
 
 def main() -> None:
-    json.dump([_or_none(from_dict(one)) for one in json.load(sys.stdin)], sys.stdout)
+    json.dump([_answer(from_dict(one)) for one in json.load(sys.stdin)], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ import yaml
 from points import STUB
 
 from orchestrator import compose, hydra_app, sweep_command, sweep_record, trials, verbs
-from orchestrator.cli import Refusal
 from orchestrator.hardware import Hardware
 from orchestrator.run_state import RunState
+from orchestrator.strict import Refusal
 from orchestrator.sweep_command import SweepRequest
 from orchestrator.sweep_record import SweepPaths
 from orchestrator.trials import Asked

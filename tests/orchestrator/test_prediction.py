@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import arguments, cli, compose, deciding, prediction
+from orchestrator import api, arguments, cli, compose, deciding, prediction
 from orchestrator.deciding import Prediction, Wishes
 from orchestrator.hardware import Hardware
 from orchestrator.point import Point
 from orchestrator.rules import Scene
 from orchestrator.run_state import RunState
+from orchestrator.strict import Refusal
 
 LAPTOP = Hardware(cores=4, cpu="cpu")
 LLAMA_TINY = 1_869_504
@@ -71,3 +73,47 @@ def test_what_cannot_fit_is_left_out_with_its_arithmetic_and_runs_where_asked(tm
 
 def test_the_cache_is_the_users_alone(cache: None) -> None:
     assert os.stat(prediction.cache_folder()).st_mode & 0o077 == 0
+
+
+def test_a_model_that_cannot_be_built_is_refused_before_a_run_starts(
+    cache: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["+model.config.bogus=1", "resources.device=cpu", f"output={tmp_path / 'out'}"]) == 2
+    told = "error: 'model.config.bogus' is not a setting of this architecture; known: "
+    assert capsys.readouterr().err.startswith(told)
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_point_of_a_sweep_is_refused_with_what_is_wrong_in_its_model(
+    cache: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = "model.config.num_attention_heads=5,6"
+    assert cli.main(["-m", heads, "resources.device=cpu", f"output={tmp_path}", "--plan", "--json"]) == 0
+    shown = capsys.readouterr()
+    refused, queued = json.loads(shown.out)
+    assert (refused["decision"], queued["decision"]) == ("refused", "queued")
+    assert refused["reason"].startswith("model.config is not a llama: ")
+    assert f"refused: {refused['reason']}      (1 of 2 points)" in shown.err
+
+
+def test_a_sweep_whose_every_model_is_wrong_is_an_error_with_the_nearest_word(
+    cache: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = [
+        "-m",
+        "zero=stage1,stage2",
+        "+model.config.num_hidden_layer=2",
+        "resources.device=cpu",
+        f"output={tmp_path}",
+    ]
+    assert cli.main(line) == 2
+    assert "did you mean 'num_hidden_layers'?" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # the answer is kept: the second command needs no child
+    with pytest.raises(Refusal, match="did you mean 'num_hidden_layers'"):
+        api.sweep(*line)
+    assert not list(tmp_path.glob("points/*"))
+
+
+def test_models_that_ship_start_no_child_before_a_run(cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "_ask_child", lambda _: pytest.fail("a child was started"))
+    assert prediction.problems(points("-m model=llama_tiny,gpt2 zero=stage1,stage3 resources.device=cpu")) == {}

@@ -60,13 +60,14 @@ class ZlabLauncher(Launcher):
             raise CompactHydraException("\n".join(f"error: {problem}" for problem in problems))
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from orchestrator import cli, trials
+        from orchestrator import trials
+        from orchestrator.strict import Refusal
 
         Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)  # sweepers write what they found there
         lines = [list(filter_overrides(line)) for line in job_overrides]
         try:
             found = trials.measure(lines, self._asked())
-        except cli.Refusal as refusal:
+        except Refusal as refusal:
             raise CompactHydraException("\n".join(f"error: {problem}" for problem in refusal.problems)) from None
         numbers = range(initial_job_idx, initial_job_idx + len(lines))
         return [self._told(*each) for each in zip(numbers, lines, found, strict=True)]
