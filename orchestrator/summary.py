@@ -237,10 +237,12 @@ def checkpoint_rows(result: Mapping[str, Any]) -> list[Row]:
     if told.get("resumed_from_step"):
         rows.append(Row("resumed", f"after step {told['resumed_from_step']}; speed is of the steps since"))
     if told.get("saved"):
-        text = (
-            f"{told['saved']} saved in {told['folder']}, each held training up {digits(told['stall_ms'])} ms (median)"
-        )
-        rows.append(Row("checkpoints", text))
+        stall = told["stall_ms"]
+        cost = "" if stall is None else f", each held training up {digits(stall)} ms (median)"
+        rows.append(Row("checkpoints", f"{told['saved']} saved in {told['folder']}{cost}"))
+    if told.get("measured_by"):
+        text = f"by {told['measured_by']}, which made and saved every step; checkpoint.resume=none measures anew"
+        rows.append(Row("measured", text))
     if told.get("weights"):
         rows.append(Row("weights", f"{told['weights']}: a Hugging Face folder"))
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -57,6 +58,7 @@ class Saving:
         self._stalls_s: list[float] = []
         self.first_update = 0  # updates that another library had made before this run began
         self.curve: list[float] = []  # losses of the steps before the one that it goes on from, on rank 0
+        self.earlier_result: dict[str, Any] | None = None  # of a run that made and saved every step of this one
 
     # ---- going on ----------------------------------------------------------------------------------------------
 
@@ -72,7 +74,9 @@ class Saving:
             return Progress()
         trainer = checkpoint.index.trainer
         progress = Progress(trainer["step"], trainer["samples"])
-        self._check(checkpoint.path, trainer, progress)
+        self._check_data(checkpoint.path, trainer)
+        if progress.step >= self._steps:
+            self.earlier_result = self._result_in(checkpoint.path, trainer)
         load_checkpoint(self._runtime, checkpoint)
         self.first_update = trainer.get("first_update", 0)
         self._last = progress.step
@@ -89,18 +93,32 @@ class Saving:
             self._tell("resumed", step=0, path=str(found.path), kind=found.kind, updates=found.updates)
         return Progress()
 
-    def _check(self, path: Path, trainer: Mapping[str, Any], progress: Progress) -> None:
+    def _check_data(self, path: Path, trainer: Mapping[str, Any]) -> None:
         """What makes no sense to go on from is refused before anything is read."""
         if trainer["data_hash"] != self._data_hash:
             raise CheckpointError(
                 f"{path}: expected the data that it was trained on (hash {trainer['data_hash']}), found hash "
                 f"{self._data_hash}; give the same data group and batch.seq, or checkpoint.resume=none"
             )
-        if progress.step >= self._steps:
+
+    def _result_in(self, path: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
+        """What was measured by the run that saved its last step here, where that run is this one or one like it."""
+        is_own = path.parent == self._attempt.checkpoints
+        if trainer["step"] > self._steps or not is_own or "result" not in trainer:
             raise CheckpointError(
-                f"{path}: expected a checkpoint from before the last step, {self._steps}, found step {progress.step}: "
-                "nothing is left to train; give more measure.steps, or checkpoint.resume=none to start anew"
+                f"{path}: expected a checkpoint from before the last step, {self._steps}, found step "
+                f"{trainer['step']}: nothing is left to train; give more measure.steps, or checkpoint.resume=none to "
+                "start anew"
             )
+        found: dict[str, Any] = trainer["result"]
+        told = found["checkpoints"]
+        # It could not count itself.
+        saved = {
+            "saved": told["saved"] + 1,
+            "folder": str(path.parent),
+            "measured_by": str(Path(trainer["metrics"]).parent),
+        }
+        return {**found, "checkpoints": {**told, **saved, "weights": self._weights_folder()}}
 
     def _own(self) -> Checkpoint | None:
         """What this attempt saved before its job was put back into the queue, whatever `resume` says of others'."""
@@ -137,9 +155,9 @@ class Saving:
     # ---- saving ------------------------------------------------------------------------------------------------
 
     def after_step(self, progress: Progress) -> None:
-        """Save where `every` says so."""
+        """Save where `every` says so; the last step's is saved by `finish`, which has a result to put in."""
         every = self._config.every
-        if every is not None and progress.step % every == 0:
+        if every is not None and progress.step % every == 0 and progress.step < self._steps:
             self._save(progress)
 
     def stop(self, progress: Progress) -> bool:
@@ -149,11 +167,16 @@ class Saving:
         self._saver.wait(self._runtime)
         return self._config.kind is not CheckpointKind.none
 
-    def finish(self, progress: Progress) -> None:
-        """The last state is saved, and everything is on the disk."""
-        if progress.step > self._last:
-            self._save(progress)
+    def finish(self, progress: Progress, result: Callable[[], dict[str, Any]]) -> None:
+        """The last state is saved with the result, so that an end before that is written loses no number; and
+        everything is on the disk. `result`: a collective; every rank calls it where there is something to save."""
+        if self._config.kind is not CheckpointKind.none:
+            self._save(progress, {"result": json.loads(json.dumps(result()), parse_constant=lambda _: None)})
         self._saver.wait(self._runtime)
+        self.write_weights()
+
+    def write_weights(self) -> None:
+        """The trained weights as a Hugging Face folder, where it is asked for."""
         dtype = str(self._config.weights)
         if self._config.weights is WeightsFolder.none:
             return
@@ -161,7 +184,10 @@ class Saving:
         if self._rank == 0:
             write_companions(self._attempt.weights, self._run, dtype)
 
-    def _save(self, progress: Progress) -> None:
+    def _weights_folder(self) -> str | None:
+        return str(self._attempt.weights) if self._config.weights is not WeightsFolder.none else None
+
+    def _save(self, progress: Progress, more: Mapping[str, Any] | None = None) -> None:
         if self._config.kind is CheckpointKind.none:
             return
         trainer = {
@@ -171,6 +197,7 @@ class Saving:
             "first_update": self.first_update,
             "metrics": str(self._attempt.metrics),
             "config": self._run,
+            **(more or {}),
         }
         start = time.perf_counter()
         self._saver.save(self._runtime, step=progress.step, trainer=trainer)
@@ -192,5 +219,5 @@ class Saving:
             "stall_ms": 1e3 * statistics.median(stalls) if stalls else None,
             "folder": str(self._attempt.checkpoints) if stalls else None,
             "resumed_from_step": resumed_from or None,
-            "weights": str(self._attempt.weights) if self._config.weights is not WeightsFolder.none else None,
+            "weights": self._weights_folder(),
         }

@@ -102,6 +102,9 @@ class RankRun:
         """To the last step, or to the one after which all ranks know that one was asked to stop."""
         self._tell_ready()
         self._progress = self._saving.resume()
+        if self._saving.earlier_result is not None:
+            self._tell_earlier(self._saving.earlier_result)
+            return None
         self._first = self._progress.step
         self._readings.losses += self._saving.curve
         # The census walks all of Python's objects, so it is taken in a step that is not counted, where there is one;
@@ -117,8 +120,8 @@ class RankRun:
                 return Stopped(self._progress.step, self._saving.stop(self._progress))
             self._runtime.clock.lap()  # what saving held up is told apart
         self._readings.validation_loss = self._validate()
-        self._saving.finish(self._progress)
-        self._finish()
+        self._saving.finish(self._progress, self._result)
+        self._write(self._result())
         return None
 
     # ---- one step ----------------------------------------------------------------------------------------------
@@ -253,8 +256,22 @@ class RankRun:
     def _parameters(self) -> int:
         return sum(unit.layout.numel for unit in self._runtime.units)
 
-    def _finish(self) -> None:
-        """Put the ranks' readings together; rank 0 writes them down."""
+    def _tell_earlier(self, result: dict[str, Any]) -> None:
+        """The numbers of a run that saved its last step and ended before it could write them; none is of now."""
+        self._readings.validation_loss = result["loss"]["validation"]
+        self._saving.write_weights()
+        self._write(result)
+
+    def _write(self, result: dict[str, Any]) -> None:
+        if self._rank.rank != 0:
+            return
+        if self._readings.validation_loss is not None:
+            self._tell("validation", step=self._steps, loss=self._readings.validation_loss)
+        write_json_atomic(self._attempt.result, result)
+        self._tell("finish")
+
+    def _result(self) -> dict[str, Any]:
+        """All that was measured by now; the ranks' readings are put together on rank 0, and others get nothing."""
         readings = self._readings
         assert readings.census is not None
         local = {
@@ -264,14 +281,9 @@ class RankRun:
             **measure.peaks(self._device),
         }
         memory = measure.worst_of(self._runtime.collectives.gather_objects(local))
-        if self._rank.rank != 0:
-            return
-        if readings.validation_loss is not None:
-            self._tell("validation", step=self._steps, loss=readings.validation_loss)
-        write_json_atomic(self._attempt.result, self._result(memory))
-        self._tell("finish")
+        return self._told(memory) if self._rank.rank == 0 else {}
 
-    def _result(self, memory: dict[str, Any]) -> dict[str, Any]:
+    def _told(self, memory: dict[str, Any]) -> dict[str, Any]:
         config, readings, runtime = self._config, self._readings, self._runtime
         # A resumed run may have fewer steps left than it would warm up.
         warmup = min(config.measure.warmup_steps, self._steps - self._first - 1)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from harness.ranks import prepare_fork_server, run_alone
 
+from orchestrator import summary
 from orchestrator.job import RankInfo
 from orchestrator.record import AttemptPaths, EventTail, read_json, write_json_atomic
 from orchestrator.schema import (
@@ -161,6 +162,28 @@ def test_a_checkpoint_resumes_at_another_stage_and_more_steps(tmp_path: Path) ->
     assert second.wait() == [0, 0]
     assert list(second.curve()) == list(range(1, 15))
     assert {step: loss for step, loss in second.curve().items() if step <= 10} == first.curve()
+
+
+def test_a_run_killed_between_its_last_save_and_its_result_has_the_result_that_it_measured(tmp_path: Path) -> None:
+    config = config_of(6, every=3)
+    config = replace(config, checkpoint=replace(config.checkpoint, weights=WeightsFolder.bf16))
+    first = Try(tmp_path / "point", config)
+    assert first.wait() == [0, 0]
+    measured = read_json(first.paths.result)
+    first.paths.result.unlink()
+    second = Try(tmp_path / "point", config)
+    assert second.wait() == [0, 0]
+    result = read_json(second.paths.result)
+    assert result is not None
+    assert measured is not None
+    for key in ("throughput", "phases_ms", "communication", "loss", "steps", "data", "batch", "environment"):
+        assert result[key] == measured[key]
+    states, told = result["memory"]["states"], result["checkpoints"]
+    assert states == measured["memory"]["states"]
+    assert (told["saved"], told["measured_by"], told["resumed_from_step"]) == (2, str(first.paths.root), None)
+    assert second.curve() == first.curve()
+    assert {one.name for one in second.paths.weights.iterdir()} == {one.name for one in first.paths.weights.iterdir()}
+    assert any(row.name == "measured" for row in summary.checkpoint_rows(result))
 
 
 @pytest.mark.parametrize(
