@@ -26,8 +26,8 @@ class Cluster:
     """Where the jobs are sent. exclusive: one point of a sweep at a time, or on nodes of its own, so that none disturbs
     another's numbers. The rest is for slurm; null leaves a choice to the site's defaults.
 
-    setup: shell lines of the job before its ranks start ("module load cuda"). throttle: points of one array that run at
-    once. memory_gib: of each node. cpus_per_rank: null = resources.threads. signal_delay_s: how long before the time
+    setup: shell lines of the job before its ranks start ("module load cuda"). throttle: points of one sweep that run
+    at once. memory_gib: of each node. cpus_per_rank: null = resources.threads. signal_delay_s: how long before the time
     limit SLURM asks the ranks to save; sites may send the signal up to a minute earlier. usd_per_gpu_hour: for the cost
     that a plan tells. additional: any other option of sbatch, by its long name.
     """

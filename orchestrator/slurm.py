@@ -39,28 +39,72 @@ ALL = 1 << 20  # submitit's own throttle is 256 where it is told none
 def submit(jobs: Sequence[Sent], folder: Path, *, name: str = "zlab", entry: str = ENTRY) -> list[str]:
     """Sends each attempt out as a job; their ids, in order. Returns at once.
 
-    Attempts of one shape are one array, in as many parts as the site's MaxArraySize asks for. Scripts, pickled calls
-    and SLURM's own logs lie in `folder`, which only their owner may read and which the nodes must see; each attempt's
-    job.json says which are its. Where SLURM refuses one, all are cancelled and SlurmError tells why.
+    Attempts of one shape are one array, in as many parts as the site's MaxArraySize asks for; cluster.throttle holds
+    for all of them together. Scripts, pickled calls and SLURM's own logs lie in `folder`, which only their owner may
+    read and which the nodes must see; each attempt's job.json says which are its. Where SLURM refuses one, all are
+    cancelled and SlurmError tells why.
     """
     ids: dict[int, str] = {}
-    largest = slurm_tools.max_array_size()
-    shapes: dict[str, list[int]] = {}
-    for index, (_, config) in enumerate(jobs):
-        shapes.setdefault(shape_of(config), []).append(index)
+    waves = Waves()
     with _for_the_owner_alone():
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
         try:
-            for members in shapes.values():
-                for start in range(0, len(members), largest):
-                    part = members[start : start + largest]
-                    ids |= zip(part, _send([jobs[index] for index in part], folder, name, entry), strict=True)
+            for part in _arrays(jobs, slurm_tools.max_array_size()):
+                members = [jobs[index] for index in part]
+                after = waves.before(len(part), members[0][1].cluster.throttle)
+                sent = _send(members, folder, name, entry, after)
+                waves.sent(sent[0].partition("_")[0])
+                ids |= zip(part, sent, strict=True)
         except SlurmError:
             with suppress(SlurmError):
                 cancel(list(ids.values()))
             raise
     return [ids[index] for index in range(len(jobs))]
+
+
+def _arrays(jobs: Sequence[Sent], largest: int) -> list[list[int]]:
+    """The places of the attempts that share an array, in the order of sending: throttled ones wait for each other, and
+    what asks for most waits longest for its nodes, so that comes last."""
+    shapes: dict[str, list[int]] = {}
+    for index, (_, config) in enumerate(jobs):
+        shapes.setdefault(shape_of(config), []).append(index)
+    parts = [
+        members[start : start + largest] for members in shapes.values() for start in range(0, len(members), largest)
+    ]
+
+    def asks_for(part: list[int]) -> float:
+        config = jobs[part[0]][1]
+        return config.resources.nodes * config.resources.time_limit_min if config.cluster.throttle else 0.0
+
+    return sorted(parts, key=asks_for)
+
+
+class Waves:
+    """SLURM's throttle is of one array. So that it holds for a sweep of several, arrays that fill it together are a
+    wave, and each wave waits until the one before has ended, however it ended."""
+
+    def __init__(self) -> None:
+        self._before: list[str] = []
+        self._wave: list[str] = []
+        self._beside = 0  # points of this wave that may run at once
+        self._throttled = False
+
+    def before(self, points: int, throttle: int | None) -> list[str]:
+        """The jobs that an array of so many points must wait for."""
+        self._throttled = throttle is not None
+        if throttle is None:
+            return []
+        wanted = min(points, throttle)
+        if self._wave and self._beside + wanted > throttle:
+            self._before, self._wave, self._beside = self._wave, [], 0
+        self._beside += wanted
+        return self._before
+
+    def sent(self, job: str) -> None:
+        """The job that the array of the last question became."""
+        if self._throttled:
+            self._wave.append(job)
 
 
 def shape_of(config: RunConfig) -> str:
@@ -70,10 +114,10 @@ def shape_of(config: RunConfig) -> str:
     return json.dumps([*map(str, told), to_dict(config)["cluster"]], sort_keys=True)
 
 
-def _send(jobs: Sequence[Sent], folder: Path, name: str, entry: str) -> list[str]:
+def _send(jobs: Sequence[Sent], folder: Path, name: str, entry: str, after: Sequence[str]) -> list[str]:
     config = jobs[0][1]
     executor = launch.BatchExecutor(folder, launch.job_settings(config, os.environ))
-    executor.update_parameters(**parameters(config, name))
+    executor.update_parameters(**parameters(config, name, after))
     ids = executor.send([SlurmRank(str(attempt.root), entry) for attempt, _ in jobs])
     for (attempt, _), job in zip(jobs, ids, strict=True):
         facts = {"job": job, "script": str(executor.script(job)), "log": str(executor.log(job)), "time": time.time()}
@@ -81,8 +125,8 @@ def _send(jobs: Sequence[Sent], folder: Path, name: str, entry: str) -> list[str
     return ids
 
 
-def parameters(config: RunConfig, name: str) -> dict[str, Any]:
-    """The configuration in the words of submitit's executor."""
+def parameters(config: RunConfig, name: str, after: Sequence[str] = ()) -> dict[str, Any]:
+    """The configuration in the words of submitit's executor. `after`: jobs that must have ended before it starts."""
     resources, cluster = config.resources, config.cluster
     assert resources.ranks is not None
     assert resources.threads is not None
@@ -111,6 +155,9 @@ def parameters(config: RunConfig, name: str) -> dict[str, Any]:
     }
     signal = f"{STOP_SIGNAL.name.removeprefix('SIG')}@{cluster.signal_delay_s}"
     additional = {"requeue": True, "signal": signal, **cluster.additional}
+    if after:
+        own = [str(cluster.additional["dependency"])] if "dependency" in cluster.additional else []
+        additional["dependency"] = ",".join([*own, f"afterany:{':'.join(after)}"])
     kept = {key: value for key, value in wanted.items() if value is not None}
     return {**kept, "wckey": None, "additional_parameters": additional}
 

@@ -97,6 +97,37 @@ def test_ids_come_in_the_order_of_the_attempts_whatever_the_arrays(slurm_tools: 
     assert [slurm.job_of(attempt) for attempt, _ in sent][2:] == ["44111_2", "44112", "44113"]
 
 
+def dependencies(sent: list[tuple[AttemptPaths, RunConfig]]) -> list[str]:
+    """Of each array, in the order of its first attempt."""
+    scripts = dict.fromkeys((read_json(attempt.job) or {})["script"] for attempt, _ in sent)
+    lines = [Path(script).read_text().splitlines() for script in scripts]
+    return [next((line.partition("dependency=")[2] for line in one if "dependency=" in line), "") for one in lines]
+
+
+def test_arrays_that_fill_the_throttle_together_wait_until_those_before_have_ended(slurm_tools: Path) -> None:
+    shapes = [jobs(slurm_tools, count, throttle=3, partition=name) for count, name in ((2, "a"), (1, "b"), (5, "c"))]
+    sent = [one for shape in shapes for one in shape]
+    slurm.submit(sent, slurm_tools / "jobs")
+    assert dependencies(sent) == ["", "", "afterany:44111:44112", "afterany:44113"]
+
+
+def test_without_a_throttle_arrays_wait_for_nobody_and_an_own_dependency_stays(slurm_tools: Path) -> None:
+    free = jobs(slurm_tools, 2) + jobs(slurm_tools, 1, partition="long")
+    slurm.submit(free, slurm_tools / "jobs")
+    assert dependencies(free) == ["", ""]
+    own = {"additional": {"dependency": "afterok:7"}, "throttle": 1}
+    sent = jobs(slurm_tools, 1, partition="a", **own) + jobs(slurm_tools, 1, partition="b", **own)
+    slurm.submit(sent, slurm_tools / "jobs")
+    assert dependencies(sent) == ["afterok:7", "afterok:7,afterany:44113"]
+
+
+def test_what_asks_for_most_is_sent_last_where_arrays_wait_for_each_other(slurm_tools: Path) -> None:
+    (large,) = jobs(slurm_tools, 1, partition="large", throttle=1)
+    (small,) = jobs(slurm_tools, 1, partition="small", throttle=1)
+    large = (large[0], replace(large[1], resources=replace(large[1].resources, time_limit_min=600)))
+    assert slurm.submit([large, small], slurm_tools / "jobs") == ["44112", "44111"]
+
+
 def test_where_one_is_refused_none_stays(slurm_tools: Path) -> None:
     sent = jobs(slurm_tools, 2) + jobs(slurm_tools, 1, partition="nowhere")
     with pytest.raises(SlurmError, match="sbatch --parsable: sbatch: error: invalid partition specified: nowhere"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from sending import LONG, Sent, send, stub_config, train, trained, variables
 
-from orchestrator.schema import Checkpoint
+from orchestrator.schema import Checkpoint, RunConfig
 
 SCRIPTS = Path(__file__).parent / "cluster"
 
@@ -48,6 +48,11 @@ def cluster() -> Iterator[Path]:
         yield folder
 
 
+def _two_shapes(root: Path) -> list[RunConfig]:
+    """Two arrays, so that a throttle of SLURM's own would let twice as many run."""
+    return [stub_config(root, throttle=1, limit_min=limit) for limit in (5.0, 6.0) for _ in range(2)]
+
+
 @pytest.fixture(scope="session")
 def sent(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sent]:
     """All at once, since most of the time they wait; each test then follows its own to the end.
@@ -64,6 +69,7 @@ def sent(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, S
         "unbroken": train(root / "unbroken", trained()),
         "killed": train(root / "killed", unsaved, ZLAB_FAULT="sigkill@step3:rank1"),
         "array": send(root / "array", [stub_config(root, throttle=2)] * 6, STUB_STEP_S="0.3"),
+        "shapes": send(root / "shapes", _two_shapes(root), STUB_STEP_S="0.3"),
         "raised": send(root / "raised", [stub_config(root, ranks=2, nodes=2)], ZLAB_FAULT="raise@step2:rank1"),
         "cancelled": send(root / "cancelled", [stub_config(root, ranks=2, nodes=2)], **hang),
         "memory": train(root / "memory", trained(memory_gib=0.1)),

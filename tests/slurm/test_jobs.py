@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,16 +34,8 @@ def test_sending_returns_ids_in_order_and_leaves_files_to_their_owner(sent: dict
 
 def test_at_most_as_many_points_of_an_array_run_at_once_as_throttle_says(sent: dict[str, Sent]) -> None:
     array = sent["array"]
-    most = 0
-    deadline = time.monotonic() + 120
-    seen = array.look()
-    while any(verdict is None for _, verdict in seen):
-        most = max(most, sum(sight.slurm_state == "RUNNING" for sight, _ in seen))
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-        seen = array.look()
+    assert 1 <= most_at_once(array) <= 2
     assert [verdict.state for verdict in array.ends()] == [RunState.ok] * 6
-    assert 1 <= most <= 2
     environment = read_json(array.attempts[5].root / "environment0.json")
     assert environment is not None
     # The allocator reads it when the process starts; up to 2.38 glibc cuts it short in every process on the way.
@@ -51,6 +44,32 @@ def test_at_most_as_many_points_of_an_array_run_at_once_as_throttle_says(sent: d
     assert environment["at_exec"]["OMP_NUM_THREADS"] == "1"
     (config,) = {stat.S_IMODE(one.result.stat().st_mode) for one in array.attempts}
     assert config == 0o600
+
+
+def most_at_once(sent: Sent) -> int:
+    """How many jobs were seen running at once, looked at until all have a verdict."""
+    most = 0
+    deadline = time.monotonic() + 120
+    seen = sent.look()
+    while any(verdict is None for _, verdict in seen):
+        most = max(most, sum(sight.slurm_state == "RUNNING" for sight, _ in seen))
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+        seen = sent.look()
+    return most
+
+
+def test_the_throttle_holds_over_arrays_of_two_shapes(sent: dict[str, Sent]) -> None:
+    shapes = sent["shapes"]
+    assert len({job.partition("_")[0] for job in shapes.ids}) == 2
+    assert most_at_once(shapes) == 1
+    assert [verdict.state for verdict in shapes.ends()] == [RunState.ok] * 4
+    spans = sorted((_written(one.root / "environment0.json"), _written(one.result)) for one in shapes.attempts)
+    assert all(end < start for (_, end), (start, _) in pairwise(spans)), spans
+
+
+def _written(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def test_a_rank_that_raises_ends_the_job_and_is_named_as_the_cause(sent: dict[str, Sent]) -> None:
