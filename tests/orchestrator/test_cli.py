@@ -206,6 +206,18 @@ def test_flags_of_a_sweep_are_checked(line: str, told: str, seam: Seam, capsys: 
     assert (seam.calls, seam.sweeps) == ([], [])
 
 
+def test_a_sweep_whose_points_name_two_clusters_is_refused(
+    seam: Seam, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert cli.main(["-m", "cluster=local,slurm", "resources.device=cpu", "resources.ranks=2"]) == 2
+    told = "error: a sweep has one cluster, found local and slurm      fix: one sweep for each"
+    assert told in capsys.readouterr().err
+    assert seam.sweeps == []
+
+
 def test_under_torchrun_it_joins(seam: Seam, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
