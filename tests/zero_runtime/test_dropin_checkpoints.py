@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +19,13 @@ from zero_runtime.errors import CheckpointError, PlanError
 MADE = Path(__file__).resolve().parents[1] / "foreign" / "deepspeed"
 
 
-def _engine(stage: int, seed: int, model: nn.Module | None = None):
+def _engine(stage: int, seed: int, model: nn.Module | None = None, zero: dict[str, Any] | None = None):
     torch.manual_seed(seed)
     config = {
         "train_batch_size": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 20}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **(zero or {})},
     }
     return initialize_quietly(model=model or nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), config=config)[0]
 
@@ -98,8 +99,8 @@ def test_weights_alone_leave_the_optimizer_and_the_counters(tmp_path: Path) -> N
     run_ranks(_weights_only, 1, tmp_path)
 
 
-def _from_deepspeed() -> None:
-    engine = _engine(3, 2, Model())
+def _from_deepspeed(zero: dict[str, Any]) -> None:
+    engine = _engine(3, 2, Model(), zero)
     path, _ = engine.load_checkpoint(MADE / "stage2")
     assert path == str(MADE / "stage2" / "global_step3")
     assert engine.global_steps == engine.runtime.updates == STEPS
@@ -110,5 +111,7 @@ def _from_deepspeed() -> None:
     engine.destroy()
 
 
-def test_deepspeeds_own_checkpoint_loads_with_the_call_that_it_was_saved_for() -> None:
-    run_ranks(_from_deepspeed, 2)
+@pytest.mark.parametrize("device", ["none", "nvme"])
+def test_deepspeeds_own_checkpoint_loads_with_the_call_that_it_was_saved_for(device: str, tmp_path: Path) -> None:
+    section = {"device": device, "nvme_path": str(tmp_path)}
+    run_ranks(_from_deepspeed, 2, {"offload_optimizer": section, "offload_param": section})

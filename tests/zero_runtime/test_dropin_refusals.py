@@ -31,7 +31,6 @@ TENSOR_PARALLEL = (
     "tensor_parallel.tp_size: found 4: tensor parallelism is not here yet; set it to 1, and shard the model by "
     "zero_optimization instead (3 shards the parameters too)"
 )
-NOT_YET = 'offloading is not here yet; set device to "none" or leave the section out'
 
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     (
@@ -70,30 +69,6 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         "both fp16 and bf16",
         config(fp16={"enabled": True}, bf16={"enabled": True}),
         ["fp16.enabled, bf16.enabled: expected at most one of them, found both; disable one"],
-    ),
-    (
-        "offload_param below 3",
-        zero(2, offload_param={"device": "cpu", "pin_memory": True}),
-        [
-            "zero_optimization.offload_param.device: found 'cpu': it needs stage 3 or more, found stage 2; and "
-            + NOT_YET,
-        ],
-    ),
-    (
-        "offload to the CPU",
-        zero(3, offload_param={"device": "cpu"}, offload_optimizer={"device": "nvme"}),
-        [
-            f"zero_optimization.offload_param.device: found 'cpu': {NOT_YET}",
-            f"zero_optimization.offload_optimizer.device: found 'nvme': {NOT_YET}",
-        ],
-    ),
-    (
-        "ratio below 1 below 3",
-        zero(2, offload_optimizer={"device": "none", "ratio": 0.3}),
-        [
-            "zero_optimization.offload_optimizer.ratio: found 0.3: a part of the optimizer on the CPU needs stage 3, "
-            "found stage 2; and " + NOT_YET
-        ],
     ),
     (
         "key with a digit for a letter",

@@ -17,7 +17,7 @@ from test_offload import SPEC, offload_to, runtime_of
 
 from orchestrator import cli
 from zero_runtime.collectives import Collectives
-from zero_runtime.errors import OffloadError
+from zero_runtime.errors import OffloadError, PlanError
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.tiers.drive import BLOCK_MIB, REQUESTS, measure_drive
@@ -134,6 +134,36 @@ def test_what_the_ranks_of_a_machine_need_together_is_compared_with_what_it_has(
     assert "expected 2,000,000,000,000,000,000 bytes free for the scratch files of 2 ranks, found" in disk
     assert "expected 2,000,000,000,000,000,000 bytes of memory" in memory
     assert "left of the machine's memory" in memory
+
+
+def _no_folder(folder: Path) -> str:
+    """Only rank 1 cannot make its folder."""
+    collectives = Collectives(2, PhaseClock(torch.device("cpu")))
+    with pytest.raises(OffloadError) as error:
+        check_room(collectives, folder / ("file" if dist.get_rank() else "new") / "scratch", scratch=1, memory=1)
+    return str(error.value)
+
+
+def test_a_folder_that_one_rank_cannot_make_is_told_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    told = run_ranks(_no_folder, 2, tmp_path)
+    text = f"{tmp_path}/file/scratch: expected a folder for scratch files, found Not a directory; give another"
+    assert told == [f"{text} offload.folder"] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"block_bytes": 0}, "expected a multiple of 4,096, which direct I/O needs, found 0; set it to 4,096"),
+        ({"block_bytes": 5000}, "expected a multiple of 4,096, which direct I/O needs, found 5,000; set it to 8,192"),
+        ({"requests": 0}, "expected at least 1 in flight, found 0"),
+        ({"ahead": -1}, "expected at least 0 units, found -1"),
+    ],
+)
+def test_settings_that_no_file_can_have_are_refused(settings: dict[str, int], told: str, tmp_path: Path) -> None:
+    (name,) = settings
+    with pytest.raises(PlanError, match=f"^scratch.{name}: {told}$"):
+        ScratchSettings(tmp_path, **settings)
 
 
 def test_a_drive_is_measured_at_every_setting(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 from zero_runtime.dropin.batch import BatchSizes, read_batch
 from zero_runtime.dropin.json_text import load
 from zero_runtime.dropin.keys import HOMES, TOP
+from zero_runtime.dropin.offload_section import read_offload
 from zero_runtime.dropin.optimizer_section import ChosenOptimizer, choose_optimizer
 from zero_runtime.dropin.schedules import ScheduleOf, choose_schedule
 from zero_runtime.dropin.schema import Reader
-from zero_runtime.dropin.zero_section import read_plan
+from zero_runtime.dropin.zero_section import read_plan, with_new_names
 from zero_runtime.errors import PlanError
 from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
+from zero_runtime.offload import OffloadPlan
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 
@@ -26,6 +28,7 @@ class DropinConfig:
     `optimizer` and `schedule` are None where it has no such section."""
 
     plan: ZeroPlan
+    offload: OffloadPlan
     precision: MixedPrecision
     loss_scale: LossScaleRule
     batch: BatchSizes
@@ -38,14 +41,17 @@ class DropinConfig:
     notes: tuple[str, ...]
 
 
-def read_config(source: Mapping[str, Any] | str | Path, world: int) -> DropinConfig:
-    """From a dict or a file, for `world` ranks. One PlanError tells all that is wrong with it."""
+def read_config(source: Mapping[str, Any] | str | Path, world: int, device: str = "cpu") -> DropinConfig:
+    """From a dict or a file, for `world` ranks with a device of this type. One PlanError tells all that is wrong."""
     reader = Reader(HOMES)
     values = reader.read(TOP, load(source))
     _check_tensor_parallel(values.get("tensor_parallel", {}), reader)
     precision = _precision(values, reader)
+    zero = with_new_names(values.get("zero_optimization", {}), reader)
+    plan = read_plan(zero, reader)
     config = DropinConfig(
-        plan=read_plan(values.get("zero_optimization", {}), reader),
+        plan=plan,
+        offload=read_offload(zero, values.get("aio", {}), plan, device, reader),
         precision=precision,
         loss_scale=_loss_scale(values.get("fp16", {}), reader),
         batch=read_batch(values, world, reader),

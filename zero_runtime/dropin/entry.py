@@ -80,7 +80,8 @@ def initialize(
 
     config: a dict or the path of a DeepSpeed JSON; `args.deepspeed_config` where it is not given. Joins the world
     first where nobody has. dataloader and scheduler are None without training_data and without a schedule. PlanError
-    for what cannot be, before the model is touched; one warning names what has no effect.
+    for what cannot be, and OffloadError where a drive or the host has no room for what is offloaded, before the model
+    is touched; one warning names what has no effect.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"initialize: expected model to be a torch.nn.Module, found {type(model).__name__}")
@@ -90,7 +91,7 @@ def initialize(
     init_distributed(dist_init_required=dist_init_required)
     if not is_joined():
         raise PlanError("initialize: expected a process group with dist_init_required=False, found none; make one")
-    read = read_config(_source(args, config, config_params), world_size())
+    read = read_config(_source(args, config, config_params), world_size(), own_device().type)
     trained, notes = _train_with(model, optimizer, model_parameters, read)
     view = EngineOptimizer(trained)
     schedule = _schedule(lr_scheduler, view, optimizer, read)
@@ -173,7 +174,11 @@ def _compose(
 ) -> Engine:
     watch = watch_world()
     settings = RuntimeSettings(
-        micro_batches=read.batch.accumulation, clip_norm=read.clip_norm, loss_scale=read.loss_scale, watch=watch
+        micro_batches=read.batch.accumulation,
+        clip_norm=read.clip_norm,
+        loss_scale=read.loss_scale,
+        offload=read.offload,
+        watch=watch,
     )
     try:
         runtime = ZeroRuntime(model, read.plan, read.precision, trained.config, settings, own_device())

@@ -78,8 +78,8 @@ _COMMS_LOGGER = {
     "debug": idle(BOOL),
 }
 _AIO = {
-    "block_size": idle(WHOLE),
-    "queue_depth": idle(WHOLE),
+    "block_size": mapped(WHOLE),
+    "queue_depth": mapped(WHOLE),
     "thread_count": idle(WHOLE),
     "intra_op_parallelism": idle(WHOLE),
     "single_submit": idle(BOOL),

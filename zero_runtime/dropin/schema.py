@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,11 @@ class Key:
 def mapped(kind: str) -> Key:
     """It decides something here."""
     return Key(kind, acts=True)
+
+
+def choice(*values: str, reason: str) -> Key:
+    """One of these texts, which decides something here."""
+    return Key(TEXT, acts=True, only=values, reason=reason)
 
 
 def idle(kind: str) -> Key:
@@ -109,6 +114,10 @@ class Reader:
                 else:
                     self.idle.append(where)
         return values
+
+    def unused(self, path: str, found: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Those of these keys that act elsewhere but not beside what this configuration says: they are idle."""
+        self.idle += [f"{path}.{name}" for name in names if name in found]
 
     def _fits(self, key: Key, value: Any, where: str) -> bool:
         problem = ""

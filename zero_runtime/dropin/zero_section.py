@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_runtime.dropin.schema import (
-    ANY,
     BOOL,
     NUMBER,
     OBJECT,
     TEXT,
     WHOLE,
     Reader,
+    choice,
     feature,
     idle,
     mapped,
@@ -25,28 +25,29 @@ from zero_runtime.dropin.schema import (
 from zero_runtime.errors import PlanError
 from zero_runtime.plan import ZeroPlan
 
-_NOT_YET = 'offloading is not here yet; set device to "none" or leave the section out'
+_DEVICE = choice("none", "cpu", "nvme", reason="states rest with the device, in the host's memory, or in a file")
 _QUANTISED = "quantised communication is not here; set it to false"
-_OLD_OFFLOAD = "offloading is not here yet, and this name of it is deprecated; leave it out"
+_OLD_NAMES = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 OFFLOAD_PARAM = {
-    "device": mapped(TEXT),
+    "device": _DEVICE,
     "pin_memory": idle(BOOL),
-    "nvme_path": idle(TEXT),
+    "nvme_path": mapped(TEXT),
     "buffer_count": idle(WHOLE),
     "buffer_size": idle(WHOLE),
     "max_in_cpu": idle(WHOLE),
 }
 OFFLOAD_OPTIMIZER = {
-    "device": mapped(TEXT),
+    "device": _DEVICE,
     "ratio": mapped(NUMBER),
     "pin_memory": idle(BOOL),
-    "nvme_path": idle(TEXT),
+    "nvme_path": mapped(TEXT),
     "buffer_count": idle(WHOLE),
-    "pipeline_read": idle(BOOL),
-    "pipeline_write": idle(BOOL),
+    "pipeline_read": mapped(BOOL),
+    "pipeline_write": mapped(BOOL),
     "fast_init": idle(BOOL),
-    "super_offload": only(False, kind=BOOL, reason="offloading is not here yet"),
+    "super_offload": only(False, kind=BOOL, reason="SuperOffload is not here; set it to false"),
+    "convert_grad_on_cpu": idle(BOOL),
     "cpuadam_cores_perc": idle(NUMBER),
 }
 ZERO = {
@@ -94,42 +95,55 @@ ZERO = {
     "zero_quantized_gradients": only(False, kind=BOOL, reason=_QUANTISED),
     "zeropp_loco_param": feature(_QUANTISED),
     "zenflow": feature("ZenFlow is not here; leave it out"),
-    "cpu_offload": only(False, kind=BOOL, reason=_OLD_OFFLOAD),
-    "cpu_offload_param": only(False, kind=BOOL, reason=_OLD_OFFLOAD),
+    "cpu_offload": mapped(BOOL),
+    "cpu_offload_param": mapped(BOOL),
     "cpu_offload_use_pin_memory": idle(BOOL),
 }
 # true and false were the whole section once; the table above reads objects alone.
 SECTION = section(ZERO)
-__all__ = ["ANY", "SECTION", "ZERO", "read_plan"]
+__all__ = ["SECTION", "ZERO", "read_plan", "with_new_names"]
+
+
+def with_new_names(values: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
+    """A section that was read by ZERO, in which a deprecated name is the section that replaced it."""
+    renamed = {name: value for name, value in values.items() if name not in _OLD_NAMES}
+    for old, new in _OLD_NAMES.items():
+        if old in values and new in values:
+            reader.problems.append(
+                f"zero_optimization.{old}: expected it or {new}, which replaced it, found both; keep {new}"
+            )
+        elif values.get(old, False):
+            renamed[new] = {"device": "cpu"}
+    return renamed
 
 
 def read_plan(values: Mapping[str, Any], reader: Reader) -> ZeroPlan:
-    """The plan of a section that was read by ZERO; what cannot be is added to the reader's problems."""
+    """The plan of a section that `with_new_names` gave; what cannot be is added to the reader's problems."""
     stage = values.get("stage", 0)
-    _check_offload(values, stage, reader)
+    _check_offload(values.get("offload_optimizer", {}), stage, reader)
     shard_ranks = values.get("mics_shard_size", -1)
     if shard_ranks > 0 and stage != 3:
         reader.problems.append(
             f"zero_optimization.mics_shard_size: expected stage 3 beside it, found stage {stage}; leave it out"
         )
-        return ZeroPlan.from_stage(0)
+        shard_ranks = -1
     try:
         return ZeroPlan.from_stage(stage, shard_ranks=shard_ranks if shard_ranks > 0 else None)
     except PlanError as error:
         reader.problems.append(f"zero_optimization: {error}")
-        return ZeroPlan.from_stage(0)
+        return ZeroPlan.from_stage(3)  # refused by now; this one adds no problem of its own
 
 
-def _check_offload(values: Mapping[str, Any], stage: int, reader: Reader) -> None:
-    for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
-        device = values.get(name, {}).get("device", "none")
-        where = f"zero_optimization.{name}"
-        if device not in ("none", "cpu", "nvme"):
-            reader.problems.append(f'{where}.device: expected "none", found {device!r}')
-        elif device != "none":
-            below = f"it needs stage {least} or more, found stage {stage}; and " if stage < least else ""
-            reader.problems.append(f"{where}.device: found {device!r}: {below}{_NOT_YET}")
-    ratio = values.get("offload_optimizer", {}).get("ratio", 1)
-    if ratio != 1:
-        below = f"a part of the optimizer on the CPU needs stage 3, found stage {stage}; and " if stage < 3 else ""
-        reader.problems.append(f"zero_optimization.offload_optimizer.ratio: found {ratio!r}: {below}{_NOT_YET}")
+def _check_offload(optimizer: Mapping[str, Any], stage: int, reader: Reader) -> None:
+    """DeepSpeed has no run of these values at these stages, so no script can mean one; the runtime could make one."""
+    where = "zero_optimization.offload_optimizer"
+    device, ratio = optimizer.get("device", "none"), optimizer.get("ratio", 1)
+    if device != "none" and stage < 1:
+        reader.problems.append(
+            f"{where}.device: {device!r} needs stage 1 or more, found stage {stage}; set it, or leave the section out"
+        )
+    if ratio != 1 and stage < 3:
+        reader.problems.append(
+            f"{where}.ratio: {ratio!r}, a part of the optimizer's states, needs stage 3, found stage {stage}; set it, "
+            "or leave the ratio out"
+        )

@@ -29,17 +29,25 @@ def check_room(collectives: Collectives, folder: Path | None, *, scratch: int, m
 
     scratch, memory: this rank's bytes in the folder, where there is one, and on the host beside what it holds already.
     """
-    device = 0
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        device = os.stat(folder).st_dev
-    own = Need(platform.node(), device, None if folder is None else str(folder), scratch, memory)
+    device, trouble = (0, []) if folder is None else _make(folder)
+    own = Need(platform.node(), device, None if folder is None or trouble else str(folder), scratch, memory)
     everyone = collectives.gather_objects(own)
     here = [need for need in everyone if need.host == own.host]
-    trouble = [*_disk_trouble(own, here), *_memory_trouble(own, here)]
+    trouble += [*_disk_trouble(own, here), *_memory_trouble(own, here)]
     found = [text for texts in collectives.gather_objects(trouble) for text in texts]
     if found:
         raise OffloadError("; ".join(dict.fromkeys(found)))
+
+
+def _make(folder: Path) -> tuple[int, list[str]]:
+    """The device of the folder's file system, and why there is no such folder where there is none: told by the caller,
+    since ranks that can make theirs wait for those that cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.stat(folder).st_dev, []
+    except OSError as error:
+        found = error.strerror or str(error)
+        return 0, [f"{folder}: expected a folder for scratch files, found {found}; give another offload.folder"]
 
 
 def _disk_trouble(own: Need, here: list[Need]) -> list[str]:

@@ -23,13 +23,13 @@ from uuid import uuid4
 
 import torch
 
-from zero_runtime.errors import OffloadError
+from zero_runtime.errors import OffloadError, PlanError
 from zero_runtime.offload_memory import ALIGN_BYTES, aligned, buffer_bytes
 
 
 @dataclass(frozen=True)
 class ScratchSettings:
-    """folder: on the drive to use. block_bytes: of one request. requests: of each kind in flight at once.
+    """folder: on the drive to use. block_bytes: of one request, whole pages. requests: of each kind in flight at once.
 
     ahead: units that are read before and written behind the one that is updated. verify: see [Note: checksums].
     """
@@ -39,6 +39,17 @@ class ScratchSettings:
     requests: int = 4
     ahead: int = 1
     verify: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_bytes < 1 or self.block_bytes % ALIGN_BYTES:
+            raise PlanError(
+                f"scratch.block_bytes: expected a multiple of {ALIGN_BYTES:,}, which direct I/O needs, found "
+                f"{self.block_bytes:,}; set it to {max(aligned(self.block_bytes), ALIGN_BYTES):,}"
+            )
+        if self.requests < 1:
+            raise PlanError(f"scratch.requests: expected at least 1 in flight, found {self.requests}")
+        if self.ahead < 0:
+            raise PlanError(f"scratch.ahead: expected at least 0 units, found {self.ahead}")
 
 
 def aligned_buffer(size: int) -> torch.Tensor:
