@@ -32,11 +32,12 @@ def read(level: int, aio: dict[str, Any] | None = None, **zero: Any) -> DropinCo
         (2, {"cpu_offload": False}, OffloadPlan()),
         (3, {"cpu_offload": True, "cpu_offload_param": True}, OffloadPlan(Tier.HOST, Tier.HOST)),
         (3, {"offload_param": CPU}, OffloadPlan(params=Tier.HOST)),
+        (3, {"offload_param": CPU, "offload_optimizer": {"ratio": 0.3}}, OffloadPlan(params=Tier.HOST)),
         (3, {"offload_optimizer": {**CPU, "ratio": 0.3}}, OffloadPlan(optimizer=Tier.HOST, ratio=0.3)),
         (1, {"offload_optimizer": NVME}, OffloadPlan(optimizer=Tier.NVME, scratch=ScratchSettings(FOLDER))),
         (
             3,
-            {"offload_optimizer": NVME, "offload_param": CPU},
+            {"offload_optimizer": NVME, "offload_param": {**CPU, "nvme_path": "/of/no/use"}},
             OffloadPlan(Tier.HOST, Tier.NVME, scratch=ScratchSettings(FOLDER)),
         ),
         (
