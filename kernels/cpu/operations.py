@@ -21,6 +21,8 @@ class CpuKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self.root = _torchs_root(library)  # None: neither is torch's, and updates differ from it in last bits
+        self.has_checksum = bool(library.zlab_has_checksum())
+        library.zlab_checksum.restype = ctypes.c_uint32
 
     @property
     def _root(self) -> _Argument:
@@ -177,6 +179,11 @@ class CpuKernels:
             return
         tensors = (*_typed(target), _pointer(codes), _pointer(scales))
         self._library.zlab_dequantise(*tensors, ctypes.c_int32(bits), *_extent(target))
+
+    def checksum(self, data: torch.Tensor) -> int:
+        """See checksum.py; only where `has_checksum`."""
+        assert data.is_contiguous()
+        return int(self._library.zlab_checksum(_pointer(data), ctypes.c_int64(data.nbytes)))
 
 
 def _torchs_root(library: ctypes.CDLL) -> int | None:

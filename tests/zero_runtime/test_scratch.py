@@ -23,7 +23,7 @@ from zero_runtime.precision import MixedPrecision
 from zero_runtime.tiers.drive import BLOCK_MIB, REQUESTS, measure_drive
 from zero_runtime.tiers.pipeline import pipeline
 from zero_runtime.tiers.preflight import check_room
-from zero_runtime.tiers.scratch import ALIGN_BYTES, ScratchFile, ScratchSettings, aligned_buffer
+from zero_runtime.tiers.scratch import ALIGN_BYTES, HUGE_BYTES, ScratchFile, ScratchSettings, aligned_buffer
 
 WHAT = "unit blocks.3"
 
@@ -71,6 +71,27 @@ def test_a_file_system_without_direct_io_is_used_with_one_warning(
     file.close()
 
 
+def _flags_of(address: int) -> list[str]:
+    """What the kernel says of the mapping that holds it."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(maxsplit=1)[0]
+        if "-" in first:
+            low, high = (int(end, 16) for end in first.split("-"))
+            inside = low <= address < high
+        elif inside and first == "VmFlags:":
+            return line.split()[1:]
+    raise AssertionError(hex(address))
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
+def test_large_buffers_ask_for_huge_pages() -> None:
+    buffer = aligned_buffer(2 * HUGE_BYTES)
+    assert "hg" in _flags_of(buffer.data_ptr())
+    assert "hg" in _flags_of(buffer.data_ptr() + buffer.nbytes - 1)
+    assert aligned_buffer(5).numel() == 5
+
+
 def test_a_flipped_bit_is_found_unless_nobody_looks(tmp_path: Path) -> None:
     for verify in (True, False):
         file = scratch(tmp_path, verify=verify)
@@ -85,6 +106,20 @@ def test_a_flipped_bit_is_found_unless_nobody_looks(tmp_path: Path) -> None:
         else:
             moving.wait()
         file.close()
+
+
+def test_two_blocks_that_changed_places_are_found(tmp_path: Path) -> None:
+    file = scratch(tmp_path)
+    block = file.settings.block_bytes
+    values = noise(2 * block)
+    file.write(0, values, WHAT).wait()
+    swapped = aligned_buffer(2 * block)
+    swapped[:block], swapped[block:] = values[block:], values[:block]
+    os.pwritev(file._fd, [memoryview(swapped.numpy().data)], 0)
+    for offset in (0, block):
+        with pytest.raises(OffloadError, match=rf"read {block} bytes at {offset} of .* other bytes than were written"):
+            file.read(offset, aligned_buffer(block), WHAT).wait()
+    file.close()
 
 
 def test_a_short_file_and_a_full_disk_are_told_with_unit_and_file(tmp_path: Path) -> None:

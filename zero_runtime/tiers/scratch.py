@@ -4,16 +4,22 @@ What lies in it is only worth something while its run lives: it is unlinked as s
 killed leaves nothing behind. Offsets and sizes are multiples of ALIGN_BYTES, and so are the buffers' addresses.
 
 [Note: checksums]
-Each block's CRC-32 is kept in memory from its writing to its reading. It is summed by the thread that moves the block,
+Each block's checksum is kept in memory from its writing to its reading. The thread that moves the block sums it,
 beside the other threads' I/O. A block that comes back otherwise ends the run: a silently wrong moment would train on.
+
+[Note: huge pages]
+A request to a drive is a list of pieces of physical memory, and drives take a few hundred pieces at most. In pages of
+4 KiB a block of 4 MiB is a thousand of them: it is sent as several requests, and each page is pinned for itself. So
+large buffers ask for huge pages, which also spares the update most of its address translations.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import warnings
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -23,8 +29,13 @@ from uuid import uuid4
 
 import torch
 
+from kernels.checksum import checksum_function
 from zero_runtime.errors import OffloadError, PlanError
 from zero_runtime.offload_memory import ALIGN_BYTES, aligned, buffer_bytes
+
+HUGE_BYTES = 2 << 20  # the smallest huge page
+HUGE_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux's
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -53,10 +64,19 @@ class ScratchSettings:
 
 
 def aligned_buffer(size: int) -> torch.Tensor:
-    """[size] uint8 on the host at an address that direct I/O takes."""
+    """[size] uint8 on the host at an address that direct I/O takes; its memory is not touched yet."""
     whole = torch.empty(buffer_bytes(size), dtype=torch.uint8)
     start = -whole.data_ptr() % ALIGN_BYTES
-    return whole[start : start + size]
+    buffer = whole[start : start + size]
+    _ask_for_huge_pages(buffer)
+    return buffer
+
+
+def _ask_for_huge_pages(buffer: torch.Tensor) -> None:
+    """See [Note: huge pages]. A wish: where the kernel has none, nothing else changes."""
+    size = buffer.nbytes // ALIGN_BYTES * ALIGN_BYTES
+    if HUGE_ADVICE is not None and size >= HUGE_BYTES:
+        _libc.madvise(ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(size), HUGE_ADVICE)
 
 
 class Transfer:
@@ -84,7 +104,8 @@ class ScratchFile:
         self.size = aligned(size)
         self.path = settings.folder / f".zero-lab-{os.getpid()}-rank{rank}-{uuid4().hex[:8]}.scratch"
         self.direct = True
-        self._sums: dict[tuple[int, int], int] = {}
+        self._sums: dict[tuple[int, int], int] = {}  # by offset and size
+        self._checksum = checksum_function() if settings.verify else None
         self._fd = self._open()
         # Reads and writes do not queue behind each other: drives do both at once faster than one after the other.
         self._readers = ThreadPoolExecutor(settings.requests, thread_name_prefix="scratch-read")
@@ -146,7 +167,7 @@ class ScratchFile:
     def _start(
         self,
         pool: ThreadPoolExecutor,
-        move: Callable[[int, memoryview, str], None],
+        move: Callable[[int, torch.Tensor, str], None],
         offset: int,
         tensor: torch.Tensor,
         what: str,
@@ -154,43 +175,43 @@ class ScratchFile:
         assert offset % ALIGN_BYTES == 0, offset
         assert tensor.numel() % ALIGN_BYTES == 0, tensor.numel()
         assert tensor.data_ptr() % ALIGN_BYTES == 0, "the buffer is not aligned"
-        data, step = _bytes(tensor), self.settings.block_bytes
+        step, end = self.settings.block_bytes, offset + tensor.numel()
         # Blocks lie at multiples of the block size in the file, so any range meets the same ones as their writing did.
-        bounds = [offset, *range((offset // step + 1) * step, offset + len(data), step), offset + len(data)]
+        bounds = [offset, *range((offset // step + 1) * step, end, step), end]
         return Transfer(
             [
-                pool.submit(move, low, data[low - offset : high - offset], what)
+                pool.submit(move, low, tensor[low - offset : high - offset], what)
                 for low, high in pairwise(bounds)
                 if low < high
             ]
         )
 
-    def _read_block(self, offset: int, block: memoryview, what: str) -> None:
-        rest, place = block, offset
+    def _read_block(self, offset: int, block: torch.Tensor, what: str) -> None:
+        rest, place = _bytes(block), offset
         while rest:
             try:
                 count = os.preadv(self._fd, [rest], place)
             except OSError as error:
-                raise self._failed("read", offset, len(block), what, error.strerror or str(error)) from error
+                raise self._failed("read", offset, block.nbytes, what, error.strerror or str(error)) from error
             if count == 0:
-                raise self._failed("read", offset, len(block), what, f"the file's end at {place}")
+                raise self._failed("read", offset, block.nbytes, what, f"the file's end at {place}")
             rest, place = rest[count:], place + count
-        if not self.settings.verify:
+        if self._checksum is None:
             return
-        wanted = self._sums.get((offset, len(block)))
-        if wanted is not None and zlib.crc32(block) != wanted:
-            raise self._failed("read", offset, len(block), what, "other bytes than were written there")
+        wanted = self._sums.get((offset, block.nbytes))
+        if wanted is not None and self._checksum(block) != wanted:
+            raise self._failed("read", offset, block.nbytes, what, "other bytes than were written there")
 
-    def _write_block(self, offset: int, block: memoryview, what: str) -> None:
-        rest, place = block, offset
+    def _write_block(self, offset: int, block: torch.Tensor, what: str) -> None:
+        rest, place = _bytes(block), offset
         while rest:
             try:
                 count = os.pwritev(self._fd, [rest], place)
             except OSError as error:
-                raise self._failed("write", offset, len(block), what, error.strerror or str(error)) from error
+                raise self._failed("write", offset, block.nbytes, what, error.strerror or str(error)) from error
             rest, place = rest[count:], place + count
-        if self.settings.verify:
-            self._sums[offset, len(block)] = zlib.crc32(block)
+        if self._checksum is not None:
+            self._sums[offset, block.nbytes] = self._checksum(block)
 
     def _failed(self, verb: str, offset: int, size: int, what: str, found: str) -> OffloadError:
         return OffloadError(

@@ -1,0 +1,105 @@
+"""The compiled checksum is what its note says, and either one finds what a drive may do to a block."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import pytest
+import torch
+
+from kernels import backends
+from kernels.checksum import Checksum, checksum_function
+from kernels.cpu.build import BuildError, load_library
+from kernels.cpu.operations import CpuKernels
+
+CPU = torch.device("cpu")
+PAGE = 4096
+
+
+def crc32c(data: bytes) -> int:
+    """By its definition, bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def wanted_of(data: bytes) -> int:
+    """See [Note: three lanes] in checksum.cpp."""
+    lane = len(data) // 24 * 8
+    sums = [crc32c(data[start : start + lane]) for start in (0, lane, 2 * lane)]
+    return crc32c(struct.pack("<3I", *sums) + data[3 * lane :])
+
+
+def noise(size: int) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+
+
+@pytest.fixture(params=["compiled", "zlib"])
+def checksum(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Checksum:
+    if request.param == "compiled":
+        return compiled()
+    monkeypatch.setenv(backends.VARIABLE, "reference")
+    return checksum_function()
+
+
+def compiled() -> Checksum:
+    try:
+        kernels = CpuKernels(load_library())
+    except BuildError as error:
+        pytest.skip(f"no C++ on this machine: {error}")
+    if not kernels.has_checksum:
+        pytest.skip("this processor has no instruction for CRC-32C")
+    return kernels.checksum
+
+
+def test_the_definition_has_the_published_check_value() -> None:
+    assert crc32c(b"123456789") == 0xE3069283
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 23, 24, 25, 31, 47, 48, 49, 1000, PAGE, 10007])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_the_compiled_one_has_the_bits_of_its_definition(size: int, offset: int) -> None:
+    data = noise(size + offset)[offset:]
+    assert compiled()(data) == wanted_of(data.numpy().tobytes())
+
+
+def test_every_flipped_bit_of_a_page_is_found(checksum: Checksum) -> None:
+    page = noise(PAGE)
+    right, seen = checksum(page), set()
+    for place in range(PAGE):
+        for bit in range(8):
+            page[place] ^= 1 << bit
+            seen.add(checksum(page))
+            page[place] ^= 1 << bit
+    assert right not in seen
+    assert checksum(page) == right
+
+
+def test_bytes_that_change_places_are_found(checksum: Checksum) -> None:
+    pages = noise(3 * PAGE).view(3, PAGE)
+    sums = {checksum(pages[list(order)].flatten()) for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0))}
+    assert len(sums) == 5
+    zeros, one = torch.zeros(PAGE, dtype=torch.uint8), torch.zeros(PAGE, dtype=torch.uint8)
+    one[0] = 1
+    assert len({checksum(torch.cat(pair)) for pair in ((zeros, one), (one, zeros), (zeros, zeros))}) == 3
+    assert checksum(zeros) != checksum(zeros[:-1]), "a block that ends early"
+
+
+def test_without_a_compiler_or_the_instruction_zlib_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = noise(PAGE)
+    compiled()
+    monkeypatch.setenv(backends.VARIABLE, "auto")
+    monkeypatch.setattr(backends.backend_for(CPU), "has_checksum", False)
+    assert checksum_function()(data) == zlib.crc32(data.numpy().tobytes())
+    monkeypatch.setattr(backends, "_compiled", lambda: BuildError("no compiler"))
+    assert checksum_function()(data) == zlib.crc32(data.numpy().tobytes())
+
+
+def test_what_runs_here_is_the_compiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = noise(PAGE)
+    monkeypatch.setenv(backends.VARIABLE, "auto")
+    assert compiled()(data) == checksum_function()(data) != zlib.crc32(data.numpy().tobytes())
