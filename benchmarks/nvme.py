@@ -1,9 +1,17 @@
 """The optimizer's step over a scratch file, beside raw direct reads and writes of as many bytes in the same file.
 
-`python benchmarks/nvme.py [--rounds N] [--folder PATH] [--block-mib N] [--requests N] [--ahead N]`; writes
-benchmarks/results/. One rank, 50 M parameters in bf16 with fp32 masters and moments at rest in the file: each step
-reads and writes 12 bytes a parameter. raw: the same file, block size and number of requests, each block read and
-written back, without checksums or arithmetic. in memory: the same step without offload.
+`python benchmarks/nvme.py [--rounds N] [--folder PATH] [--block-mib N] [--requests N] [--ahead N] [--threads N]`
+prints the table of docs/offload.md and writes benchmarks/results/. One rank, 50 M parameters in bf16 with fp32 masters
+and moments at rest in the file: each step reads and writes 12 bytes a parameter.
+
+Compared are the seconds of `runtime.step` (norm, reads, checksums, update, writes) and those of raw: every block of the
+same file read into memory and written back from there, with the block size of the step, as many requests of each kind
+in flight at once, and as many bytes of buffers, of the same kind of memory. raw has no checksums, no arithmetic and no
+units: a block is written as soon as it has been read. Both go past this machine's page cache (O_DIRECT; a folder
+without it is refused); what is behind a virtual drive has caches of its own, which serve both alike.
+
+A drive's speed drifts, so the two take turns: each round has one raw test right before or right after each step, by
+turns, and a share is the quotient of two such neighbours. in memory: the same step without offload.
 """
 
 from __future__ import annotations
@@ -16,10 +24,11 @@ import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -39,6 +48,9 @@ from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
 from zero_runtime.tiers.scratch import ScratchSettings, aligned_buffer  # noqa: E402
 
 WIDTH, BLOCKS = 2048, 12  # 50.3 M parameters in blocks of 4.2 M
+STATE_BYTES = 12  # a parameter: master and moments
+AIM = 0.85
+IN_MEMORY = "in memory"
 
 
 class Net(nn.Module):
@@ -53,8 +65,8 @@ class Net(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the drive to measure")
     parser.add_argument("--block-mib", type=int, default=4)
     parser.add_argument("--requests", type=int, default=4)
@@ -65,26 +77,52 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         scratch = ScratchSettings(Path(folder), args.block_mib << 20, args.requests, args.ahead)
-        rows = {
-            "step, verified": build(replace(scratch, verify=True)),
-            "step, not verified": build(replace(scratch, verify=False)),
-            "step in memory": build(None),
+        runtimes = {
+            "verified": build(replace(scratch, verify=True)),
+            "not verified": build(replace(scratch, verify=False)),
+            IN_MEMORY: build(None),
         }
-        parameters = sum(unit.layout.numel for unit in rows["step in memory"].units)
-        raws = {name: Raw(runtime, scratch) for name, runtime in rows.items() if runtime.scratch_bytes}
-        times: dict[str, list[float]] = {name: [] for name in rows}
-        limits: dict[str, list[float]] = {name: [] for name in raws}
-        for round_index in range(args.rounds + 1):  # the first warms up
-            for name, runtime in rows.items():
-                limit = raws[name].run() if name in raws else 0.0
-                seconds = step(runtime)
-                if round_index:
-                    times[name].append(seconds)
-                    limits.get(name, []).append(limit)
-        nbytes = rows["step, verified"].scratch_bytes
-        for runtime in rows.values():
+        raws = {name: Raw(runtime, scratch) for name, runtime in runtimes.items() if runtime.scratch_bytes}
+        measured = Measured({name: [] for name in runtimes}, {name: [] for name in raws})
+        for index in range(args.rounds + 1):
+            for name, runtime in runtimes.items():
+                measured.add(name, *neighbours(runtime, raws.get(name), raw_first=index % 2 == 0))
+            if index == 0:  # warms up
+                measured.clear()
+        nbytes = runtimes["verified"].scratch_bytes
+        for runtime in runtimes.values():
             runtime.close()
-    report(times, limits, args, parameters, nbytes)
+    report(measured, args, nbytes)
+
+
+@dataclass
+class Measured:
+    """Seconds by row, round by round: of the step, and of its neighbour where it has one."""
+
+    steps: dict[str, list[float]]
+    raws: dict[str, list[float]]
+
+    def add(self, name: str, step: float, raw: float | None) -> None:
+        self.steps[name].append(step)
+        if raw is not None:
+            self.raws[name].append(raw)
+
+    def clear(self) -> None:
+        for seconds in (*self.steps.values(), *self.raws.values()):
+            seconds.clear()
+
+    def shares(self, name: str) -> list[float]:
+        return [raw / step for raw, step in zip(self.raws[name], self.steps[name], strict=True)]
+
+
+def neighbours(runtime: ZeroRuntime, raw: Raw | None, *, raw_first: bool) -> tuple[float, float | None]:
+    """Seconds of a step and of the raw test beside it; forward and backward, of one row of input, are before both."""
+    runtime.backward(runtime(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().mean())
+    before = raw.run() if raw and raw_first else None
+    start = time.perf_counter()
+    runtime.step(1e-4)
+    seconds = time.perf_counter() - start
+    return seconds, raw.run() if raw and not raw_first else before
 
 
 def build(scratch: ScratchSettings | None) -> ZeroRuntime:
@@ -100,75 +138,80 @@ def build(scratch: ScratchSettings | None) -> ZeroRuntime:
     )
 
 
-def step(runtime: ZeroRuntime) -> float:
-    """Seconds of the update alone: forward and backward are of one row of input."""
-    runtime.backward(runtime(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().mean())
-    start = time.perf_counter()
-    runtime.step(1e-4)
-    return time.perf_counter() - start
-
-
 class Raw:
     """Direct reads and writes of every block of a runtime's own file, each written back as it was read."""
 
     def __init__(self, runtime: ZeroRuntime, settings: ScratchSettings) -> None:
         assert runtime._tier is not None
-        self._fd = runtime._tier._file._fd
-        self._settings = settings
-        self._buffers = [aligned_buffer(settings.block_bytes) for _ in range(settings.requests)]
-        self._places = range(0, runtime.scratch_bytes, settings.block_bytes)
-        self._size = runtime.scratch_bytes
+        file = runtime._tier._file
+        if not file.direct:
+            raise SystemExit(f"{settings.folder}: expected direct I/O, found none; give --folder on another drive")
+        self._fd, self._size, self._block = file._fd, runtime.scratch_bytes, settings.block_bytes
+        self._readers = ThreadPoolExecutor(settings.requests)
+        self._writers = ThreadPoolExecutor(settings.requests)
+        slots = (2 * settings.ahead + 1) * max(unit.layout.shard_numel for unit in runtime.units) * STATE_BYTES
+        buffer = aligned_buffer(slots // self._block * self._block).zero_()
+        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        for block in buffer.split(self._block):
+            self._free.put(block)
 
     def run(self) -> float:
+        """Seconds of all of it."""
         start = time.perf_counter()
-        with ThreadPoolExecutor(self._settings.requests) as pool:
-            for move in [pool.submit(self._move, place) for place in self._places]:
-                move.result()
+        for reading in [self._readers.submit(self._read, place) for place in range(0, self._size, self._block)]:
+            reading.result().result()
         return time.perf_counter() - start
 
-    def _move(self, place: int) -> None:
-        buffer = self._buffers.pop()
-        view = memoryview(buffer.numpy().data)[: self._size - place]
-        for move in (os.preadv, os.pwritev):
-            moved = move(self._fd, [view], place)
-            assert moved == len(view), (moved, len(view))
-        self._buffers.append(buffer)
+    def _read(self, place: int) -> Future[None]:
+        block = self._free.get()
+        part = memoryview(block.numpy().data)[: self._size - place]
+        moved = os.preadv(self._fd, [part], place)
+        assert moved == len(part), (moved, len(part))
+        return self._writers.submit(self._write, place, part, block)
+
+    def _write(self, place: int, part: memoryview, block: torch.Tensor) -> None:
+        moved = os.pwritev(self._fd, [part], place)
+        assert moved == len(part), (moved, len(part))
+        self._free.put(block)
 
 
-def report(
-    times: dict[str, list[float]],
-    limits: dict[str, list[float]],
-    args: argparse.Namespace,
-    parameters: int,
-    nbytes: int,
-) -> None:
+def report(measured: Measured, args: argparse.Namespace, nbytes: int) -> None:
     lines = [
         f"# The optimizer's step over a scratch file, {date.today()}",
         "",
-        f"One rank on {cpu_name()}, {args.threads} thread(s); torch {torch.__version__}, Python "
-        f"{platform.python_version()}; {parameters:,} parameters in bf16, AdamW with fp32 masters and moments, "
-        f"{nbytes / 2**20:.0f} MiB read and written each; blocks of {args.block_mib} MiB, {args.requests} requests, "
-        f"{args.ahead} unit(s) ahead; {args.rounds} rounds after 1, all rows in turn; load {os.getloadavg()[0]:.1f}.",
+        f"One rank on {cpu_name()} ({os.cpu_count()} cores), {args.threads} thread(s); torch {torch.__version__}, "
+        f"Python {platform.python_version()}; {nbytes // STATE_BYTES:,} parameters in bf16, AdamW with fp32 masters "
+        f"and moments, {nbytes / 2**20:.0f} MiB read and written each; blocks of {args.block_mib} MiB, {args.requests} "
+        f"requests of each kind, {args.ahead} unit(s) ahead; {args.rounds} rounds after 1; load "
+        f"{os.getloadavg()[0]:.1f}, of which this process is 1 to 2.",
         "",
-        f"Command: `python benchmarks/nvme.py {' '.join(sys.argv[1:])}`".rstrip(),
+        f"Command: `{' '.join(['python benchmarks/nvme.py', *sys.argv[1:]])}`",
         "",
-        "Seconds, median (least to most); the share is the median over the rounds of raw's time over the row's.",
+        "Medians with least and most in brackets. share: of raw's speed, of each step and the raw test beside it.",
         "",
-        "| row | s | raw, same file, s | share of raw |",
-        "|---|---|---|---|",
+        "| step | s | raw beside it, s | share, median | quartiles | least and most | rounds with 85 % or more |",
+        "|---|---|---|---|---|---|---|",
+        *(row(name, measured) for name in measured.steps),
     ]
-    for name, values in times.items():
-        raw = limits.get(name)
-        share = statistics.median(raw / own for raw, own in zip(raw, values, strict=True)) if raw else None
-        lines.append(
-            f"| {name} | {spread(values)} | {spread(raw) if raw else '-'} | {f'{share:.0%}' if share else '-'} |"
-        )
     stem = ROOT / "benchmarks" / "results" / f"nvme_cpu_{date.today()}"
     stem.parent.mkdir(exist_ok=True)
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    stem.with_suffix(".json").write_text(json.dumps({"times": times, "raw": limits}))
+    stem.with_suffix(".json").write_text(json.dumps({"times": measured.steps, "raw": measured.raws}))
     print("\n".join(lines))
     print(f"\nwritten: {stem.relative_to(ROOT)}.md")
+
+
+def row(name: str, measured: Measured) -> str:
+    seconds = spread(measured.steps[name])
+    if name not in measured.raws:
+        return f"| {name} | {seconds} | - | - | - | - | - |"
+    shares = measured.shares(name)
+    low, middle, high = statistics.quantiles(shares, n=4) if len(shares) > 1 else shares * 3
+    enough = sum(share >= AIM for share in shares)
+    return (
+        f"| {name} | {seconds} | {spread(measured.raws[name])} | {middle:.0%} | {low:.0%} to {high:.0%} | "
+        f"{min(shares):.0%} to {max(shares):.0%} | {enough} of {len(shares)} |"
+    )
 
 
 def spread(values: list[float]) -> str:

@@ -1,0 +1,223 @@
+"""A drive that is slow changes when things happen and nothing else: rows over it keep their bits, and ranks wait."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.checkpoints import Setting, assert_states
+from harness.late_scratch import ORDERS, LateDrive, late_scratch
+from harness.oracle import LR
+from harness.ranks import run_ranks
+from harness.trainee import backwards_of_step
+from test_offload import BF16, FP32, SPEC, offload_to, runtime_of
+from test_speculative import states_of, train
+
+from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
+from zero_runtime.checkpoint.save import save_checkpoint
+from zero_runtime.offload import OffloadPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.tiers.scratch import ALIGN_BYTES, ScratchFile, ScratchSettings, aligned_buffer
+
+STEPS = range(4)
+
+
+class Cell(NamedTuple):
+    order: str
+    ahead: int
+    speculative: bool
+    params: bool
+
+    def plan(self, folder: Path) -> OffloadPlan:
+        return replace(offload_to(folder, params=self.params, ahead=self.ahead), speculative=self.speculative)
+
+
+def cells_of(stage: int) -> list[Cell]:
+    """Every depth with and without guessing, the orders by turns; what rests by turns where there is a choice."""
+    orders = list(ORDERS)
+    return [
+        Cell(orders[(index + stage) % len(orders)], ahead, speculative, stage == 3 and index % 3 != 2)
+        for index, (speculative, ahead) in enumerate(product((False, True), (0, 1, 2)))
+    ]
+
+
+def all_cells_of(stage: int) -> list[Cell]:
+    return [Cell(*each) for each in product(ORDERS, (0, 1, 2), (False, True), (False, True)[: 1 + (stage == 3)])]
+
+
+def _late(folder: Path, setting: Setting, cells: list[Cell]) -> None:
+    """Steps of which some are clipped, so that guesses are undone too."""
+    plain = runtime_of(setting, None)
+    norms = sorted(train(plain, setting, STEPS).norms)
+    plain.close()
+    clip_norm = (norms[1] + norms[2]) / 2
+    plain = runtime_of(setting, None, clip_norm=clip_norm)
+    wanted, states = train(plain, setting, STEPS).reports, states_of(plain)
+    plain.close()
+    for cell in cells:
+        with late_scratch(cell.order) as drive:
+            runtime = runtime_of(setting, cell.plan(folder), clip_norm=clip_norm)
+            found = train(runtime, setting, STEPS)
+            assert found.reports == wanted, cell
+            assert not cell.speculative or (found.right and found.wrong), cell
+            assert_states(states_of(runtime), states)
+            runtime.close()
+        assert bool(drive.late_reads) is (cell.order != "writes late"), cell
+        assert bool(drive.late_writes) is (cell.order != "reads late"), cell
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, FP32), (1, BF16), (2, FP32), (3, BF16)])
+def test_a_row_keeps_its_bits_however_late_its_drive_is(stage: int, precision: MixedPrecision, tmp_path: Path) -> None:
+    run_ranks(_late, 2, tmp_path, Setting(stage, 2, precision), cells_of(stage))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_depth_and_order_keeps_the_bits(
+    stage: int, world: int, precision: MixedPrecision, tmp_path: Path
+) -> None:
+    run_ranks(_late, world, tmp_path, Setting(stage, world, precision), all_cells_of(stage), timeout_s=900)
+
+
+def _saves_late(folder: Path) -> None:
+    """Saved from a slow drive, gone on from on one: a checkpoint holds what had been written, late or not."""
+    setting = Setting(3, 2, BF16)
+    for order, speculative in (("all late", False), ("writes late", True)):
+        plan = Cell(order, 1, speculative, params=True).plan(folder / "scratch")
+        with late_scratch(order):
+            runtime = runtime_of(setting, plan)
+            train(runtime, setting, range(2))
+            path = save_checkpoint(runtime, folder / f"{speculative}", step=2, trainer={})
+            wanted, states = train(runtime, setting, range(2, 4)).reports, states_of(runtime)
+            runtime.close()
+        for other in (None, plan):
+            with late_scratch(order):
+                again = runtime_of(setting, other)
+                load_checkpoint(again, Checkpoint.open(path, verify=False))
+                assert train(again, setting, range(2, 4)).reports == wanted
+                assert_states(states_of(again), states)
+                again.close()
+
+
+def test_what_rests_on_a_slow_drive_is_saved_and_loaded(tmp_path: Path) -> None:
+    run_ranks(_saves_late, 2, tmp_path)
+
+
+# ---- one rank's drive ------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Where rank 1's drive stands until rank 0 has ended its step: a pipe with a byte a step in it."""
+
+    def __init__(self, path: Path) -> None:
+        self._pipe = os.open(path, os.O_RDWR)
+        self._closed = False
+        self.stops = 0
+
+    def close(self) -> None:
+        self._closed = True
+
+    def open(self) -> None:
+        os.write(self._pipe, b"x")
+
+    def passed(self) -> None:
+        """Blocks while it is closed."""
+        if self._closed:
+            self._closed = False
+            self.stops += 1
+            os.read(self._pipe, 1)
+
+
+def _one_rank_is_slow(pipe: Path, folder: Path, setting: Setting, cell: Cell) -> None:
+    plain = runtime_of(setting, None)
+    wanted, states = train(plain, setting, STEPS).reports, states_of(plain)
+    plain.close()
+    gate, case = Gate(pipe), setting.case(model=SPEC)
+    reports = []
+    with late_scratch(cell.order, gate.passed) if dist.get_rank() else nullcontext():
+        runtime = runtime_of(setting, cell.plan(folder))
+        for step in STEPS:
+            runtime.expect_rate(LR)
+            if dist.get_rank() and cell.speculative:
+                gate.close()  # the update begins during backward, and stands still
+            backwards_of_step(runtime, case, step)
+            if dist.get_rank() and not cell.speculative:
+                gate.close()
+            reports.append(str(runtime.step(LR)))
+            if not dist.get_rank():
+                gate.open()  # only now does rank 1's drive go on
+        assert_states(states_of(runtime), states)
+        runtime.close()
+    assert reports == wanted
+    assert gate.stops == (len(STEPS) if dist.get_rank() else 0)
+
+
+@pytest.mark.parametrize("speculative", [False, True], ids=["after_backward", "speculative"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_with_a_slow_drive_makes_the_others_wait_and_no_more(
+    stage: int, speculative: bool, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    cell = Cell("all late", 1, speculative, params=False)
+    run_ranks(_one_rank_is_slow, 2, tmp_path / "pipe", tmp_path / "scratch", Setting(stage, 2, BF16), cell)
+
+
+# ---- the harness can fail --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[ScratchFile]:
+    found = ScratchFile(ScratchSettings(tmp_path), 8 * ALIGN_BYTES, rank=0)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def drive() -> Iterator[LateDrive]:
+    with late_scratch("all late") as found:
+        yield found
+
+
+def page(value: int = 0) -> torch.Tensor:
+    return aligned_buffer(ALIGN_BYTES).fill_(value)
+
+
+def test_a_late_read_is_noise_until_it_is_waited_for(file: ScratchFile, drive: LateDrive) -> None:
+    file.write(0, page(7), "unit").wait()
+    target = page()
+    reading = file.read(0, target, "unit")
+    assert bool(target.view(torch.float32).isnan().all())
+    assert bool(target.view(torch.bfloat16).isnan().all())
+    reading.wait()
+    reading.wait()
+    assert bool((target == 7).all())
+
+
+def test_a_late_write_has_what_its_buffer_held_when_it_was_waited_for(file: ScratchFile, drive: LateDrive) -> None:
+    source, target = page(1), page()
+    writing = file.write(0, source, "unit")
+    source.fill_(2)
+    writing.settle()
+    file.read(0, target, "unit").wait()
+    assert bool((target == 2).all())
+
+
+def test_transfers_that_meet_are_told(file: ScratchFile, drive: LateDrive) -> None:
+    here, there = page(), page()
+    writing = file.write(0, here, "unit")
+    for move, offset, tensor in ((file.read, 0, there), (file.write, 0, there), (file.read, ALIGN_BYTES, here)):
+        with pytest.raises(AssertionError, match=r"begins while a write of bytes 0 to 4096 .* is under way"):
+            move(offset, tensor, "unit")
+    file.write(ALIGN_BYTES, here, "unit").wait()
+    writing.wait()
+    file.read(0, there, "unit").wait()
