@@ -88,7 +88,7 @@ class LateDrive:
         with self._lock:
             for other in self._under_way:
                 where = transfer.disturbs(other)
-                assert where is None, f"{transfer} begins while a {other} of {where} is under way"
+                assert where is None, f"{transfer} begins while a {other} is under way {where}"
             self._under_way.append(transfer)
         if not writes:
             tensor.fill_(POISON)
