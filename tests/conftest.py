@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -11,6 +12,8 @@ from harness import ranks
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's `&` has it ignored, and so would every child
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks.prepare_fork_server()
     # Slots of their own: what else runs on this machine neither waits for the tests nor keeps them waiting.
     os.environ["ZLAB_LOCKS"] = tempfile.mkdtemp(prefix="zlab-locks-")

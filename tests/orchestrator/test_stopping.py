@@ -137,9 +137,9 @@ def test_a_run_that_saves_nothing_goes_on_where_its_time_limit_is_near() -> None
         signals = StopSignals.of(slurm_config(saves=saves, limit_min=limit_min))
         assert signals is not None
         assert not signals.asked()
-        os.kill(os.getpid(), STOP_SIGNAL)
+        signal.raise_signal(STOP_SIGNAL)  # to this thread: it is handled before the next line
         assert signals.asked() is stops
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         assert signals.asked()
 
 

@@ -199,6 +199,7 @@ def test_merged_points_are_those_that_hydra_composes(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_every_pair_of_options_is_merged_as_hydra_composes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     same_as_hydra(every_pair(), monkeypatch)
 

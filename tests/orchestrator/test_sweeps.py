@@ -187,9 +187,9 @@ raise SystemExit(run_sweep(request, hardware.detect()))
 """
 
 
-def start(output: Path, micros: list[int], *, detach: bool = False) -> subprocess.Popen[str]:
+def start(output: Path, micros: list[int], *, detach: bool = False, step_s: float = 0.1) -> subprocess.Popen[str]:
     text = COMMAND.format(here=str(HERE), root=str(HERE.parents[1]), output=str(output), micros=micros, detach=detach)
-    environment = {**os.environ, "STUB_STEP_S": "0.1"}
+    environment = {**os.environ, "STUB_STEP_S": str(step_s)}
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, env=environment)
 
 
@@ -254,10 +254,10 @@ def test_a_sweep_killed_twice_in_the_middle_loses_no_result_and_repeats_none(tmp
 
 
 def test_an_interrupt_without_a_terminal_cancels_everything(tmp_path: Path) -> None:
-    command = start(tmp_path, [1, 2, 3, 4])
+    command = start(tmp_path, [1, 2, 3, 4], step_s=5)
     wait_until(lambda: bool(running(tmp_path)))
     command.send_signal(signal.SIGINT)
-    shown, _ = command.communicate(timeout=30)
+    shown, _ = command.communicate(timeout=60)
     assert command.returncode == 130
     assert left_behind(tmp_path) == []
     assert "cancelled" in states(the_sweep(tmp_path))

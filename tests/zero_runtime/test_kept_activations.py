@@ -150,16 +150,18 @@ def _left_on_the_device(kind: str, blocks: int) -> tuple[int, int]:
         gc.collect()
         before = _live_storages(copies)
         loss = model.loss_of(runtime(ids_of(0, 0)))
-        found.append(len(_live_storages(copies) - before))
-        del loss, recomputation
+        found.append(len(_live_storages(copies).keys() - before.keys()))
+        del loss, recomputation, before
         runtime.close()
     return found[0], found[1]
 
 
-def _live_storages(copies: LateCopies) -> set[int]:
+def _live_storages(copies: LateCopies) -> dict[int, torch.UntypedStorage]:
+    """By address, and held: one that died could give its address to another, which would pass for it."""
     gc.collect()
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor) and item.is_floating_point()]
-    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.untyped_storage().nbytes()} - copies.host
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return {one: storage for one, storage in storages.items() if storage.nbytes() and one not in copies.host}
 
 
 def _counts(kind: str) -> list[tuple[int, int]]:
