@@ -52,7 +52,7 @@ gpu:
 	$(PYTHON) benchmarks/gpu.py
 
 ui: .venv/.installed
-	$(BIN)/python -m orchestrator.tracking ui outputs
+	$(BIN)/python run.py ui
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

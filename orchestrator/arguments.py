@@ -7,6 +7,14 @@ from dataclasses import dataclass, field
 
 from orchestrator.strict import nearest
 
+# The words that are no run, and the module that answers each; imported when it is asked.
+VERBS = {
+    "export-weights": "export",
+    "io-bench": "io_bench",
+    "doctor": "doctor",
+    "ui": "dashboard",
+    **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), "verbs"),
+}
 SHORT = {
     "-h": "--help",
     "-m": "--multirun",
@@ -32,6 +40,7 @@ SHOWING = ("--cfg", "--info", "--hydra-help", "--shell-completion", "--version")
 REFUSED = {
     "--config-path": "add a folder of your own with --config-dir",
     "-cp": "add a folder of your own with --config-dir",
+    "--dry-run": "--plan shows the points of a sweep, and starts nothing",
     "--experimental-rerun": "give the overrides again: the same point has the same folder",
 }
 

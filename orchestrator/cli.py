@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator import arguments, folders, hardware, help_page, overrides, rules
-from orchestrator.arguments import Arguments
+from orchestrator.arguments import VERBS, Arguments
 from orchestrator.cluster import ClusterKind
 from orchestrator.deciding import Refused, Wishes, retry_states
 from orchestrator.labels import label, sweep_name
@@ -26,13 +26,6 @@ if TYPE_CHECKING:
     from orchestrator.compose import Composition
     from orchestrator.sweep_command import SweepRequest
 
-# The words that are no run, and the module that answers each; imported when it is asked.
-VERBS = {
-    "export-weights": "export",
-    "io-bench": "io_bench",
-    "doctor": "doctor",
-    **dict.fromkeys(("list", "status", "watch", "logs", "cancel", "resume", "retry"), "verbs"),
-}
 BAD_USAGE = 2
 INTERRUPTED = 130
 

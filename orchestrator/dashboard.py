@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import sqlite3
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 from orchestrator import chart_view
+from orchestrator.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
 from orchestrator.record import artifacts_path, store_path
 from orchestrator.screen import Screen
 
@@ -17,12 +20,24 @@ HOST = "127.0.0.1"
 FIRST_PORT = 5000
 
 
+def main(argv: Sequence[str]) -> int:
+    """The exit code of `zlab ui`, which otherwise ends with the server."""
+    about = "Opens the dashboard on the runs of an output folder."
+    parser = argparse.ArgumentParser(prog=f"{program()} ui", description=about)
+    default = os.environ.get(OUTPUT, DEFAULT_OUTPUT)
+    parser.add_argument("output", type=Path, nargs="?", default=Path(default), help=f"default: {default}")
+    parser.add_argument("--port", type=int, default=None, help=f"default: the first free one from {FIRST_PORT}")
+    asked = parser.parse_args(argv)
+    return serve(asked.output, asked.port)
+
+
 def serve(output: Path, port: int | None) -> int:
     """Becomes the server, until Ctrl-C; 2 where there is no store yet."""
     screen = Screen()
     store = store_path(output.absolute())
     if not store.exists():
-        screen.say(f"error: there is no {store}. Make one first: python run.py", "bold red")
+        made_by = "a run without tracking=none makes it"
+        screen.say(f"error: there is no {shown(store)}: {made_by}, or give the folder of one: {program()} ui FOLDER")
         return 2
     chosen = port or free_port()
     for name, link in links(store, chosen):

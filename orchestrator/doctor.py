@@ -31,7 +31,7 @@ class Finding(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Prints the findings; 0, or 1 where something is in the way of every run."""
-    parser = argparse.ArgumentParser(prog="zlab doctor", description="What is here, and what therefore works.")
+    parser = argparse.ArgumentParser(prog=f"{program()} doctor", description="What is here, and what therefore works.")
     parser.add_argument("--output", default="outputs", help="the folder that runs will write to")
     parser.add_argument("--json", action="store_true", help="for a program to read")
     asked = parser.parse_args(argv)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         for one in found:
             if one.advice:
                 screen.warn(f"{one.name}: {one.advice}")
-        screen.closing(what_works())
+        screen.closing(what_works(found))
     return int(any(one.name == "torch" and one.advice for one in found))
 
 
@@ -56,13 +56,14 @@ def findings(output: Path) -> list[Finding]:
     return [*machine, _slurm(), _disk(output), _compiler(), _loopback()]
 
 
-def what_works() -> list[Row]:
+def what_works(found: Sequence[Finding]) -> list[Row]:
     """The commands worth typing on this machine."""
+    in_the_way = {one.name for one in found if one.advice}
     machine = hardware.detect()
     ranks = f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cores} cores, gloo: its speed says nothing of GPUs"
     rows = [Row("works here", f"runs and sweeps on {ranks}")]
     rows += [Row("first", f"{program()} zero=stage2"), Row("then", f"{program()} sweeps=stages --plan")]
-    if shutil.which("sbatch"):
+    if shutil.which("sbatch") and "SLURM" not in in_the_way:
         rows.append(Row("cluster", f"{program()} -m zero=stage1,stage2,stage3 cluster=slurm --plan"))
     return rows
 
@@ -121,8 +122,11 @@ def _slurm() -> Finding:
         done = subprocess.run(
             ["sinfo", "--noheader", "--format=%P %l %D %G"], capture_output=True, text=True, timeout=15, check=True
         )
-    except (OSError, subprocess.SubprocessError) as error:
-        return Finding("SLURM", "sbatch is here", f"sinfo does not answer: {type(error).__name__}; is slurmctld up?")
+    except subprocess.CalledProcessError as error:
+        told = (error.stderr.strip().splitlines() or [f"sinfo ended with code {error.returncode}"])[-1]
+        return Finding("SLURM", "sbatch is here", f"{told}; is slurmctld up?")
+    except (OSError, subprocess.SubprocessError):
+        return Finding("SLURM", "sbatch is here", "sinfo does not answer within 15 s; is slurmctld up?")
     partitions = [line.split()[0].rstrip("*") for line in done.stdout.splitlines() if line.split()]
     return Finding("SLURM", f"partitions {', '.join(dict.fromkeys(partitions)) or 'none'}")
 

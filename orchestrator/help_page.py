@@ -20,8 +20,15 @@ Runs ZeRO training as an experiment: one point, or a sweep with one table at its
   python run.py export-weights CHECKPOINT OUT --dtype bf16                 a checkpoint as a Hugging Face folder
   python run.py io-bench FOLDER                                            a drive's speed, and what to set for offload
   python run.py doctor                                                     what this machine has, and what works on it
-  python run.py list | status | watch | logs | cancel | resume | retry     sweeps, from any terminal (VERB --help)
+  python run.py list | status | watch | logs | report | cancel | resume | retry    sweeps, from any terminal
+  python run.py ui                                                         the dashboard
 """
+# Keys that are another library's; a + adds one that the option's file does not have.
+OPEN = (
+    ("model.config.KEY", "the architecture's own: model.config.n_layer=4, +model.config.KEY=VALUE"),
+    ("optimizer.arguments.KEY", "those of torch.optim, with optimizer=torch"),
+    ("cluster.additional.KEY", "any other option of sbatch: +cluster.additional.reservation=friday"),
+)
 TAIL = """\
 Flags
   -m, --multirun       sweep: a=1,2  a=range(1,5)  a=choice(x,y) are lists of values
@@ -43,6 +50,7 @@ def page(primary: Path, tree: Tree) -> str:
     width = max(map(len, tree.groups))
     groups = [f"  {name:<{width}}  {_options(tree, name, chosen.get(name))}" for name in tree.groups]
     keys = [f"  {key:<26} {describe(hint)}" for key, hint in tree.keys.items() if _is_listed(key, hint)]
+    keys += [f"  {key:<26} {text}" for key, text in OPEN]
     return "\n".join(
         [HEAD, "Groups: group=option (* = default)", *groups, "", "Settings: group.key=value", *keys, "", TAIL]
     )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -35,8 +36,12 @@ class Choice(Enum):
 class SweepWatch:
     """Shows a sweep until all its points have ended."""
 
-    def __init__(self, sweep: SweepPaths, screen: Screen, alive: Callable[[], bool] | None = None) -> None:
-        """`alive`: whether the controller of a sweep on this machine is still there."""
+    def __init__(
+        self, sweep: SweepPaths, screen: Screen, alive: Callable[[], bool] | None = None, *, attached: bool = True
+    ) -> None:
+        """`alive`: whether the controller of a sweep on this machine is still there. `attached`: see
+        `sweep_command.watch`."""
+        self._leaving = "detach, wait or cancel" if attached else "leave it running"
         self._sweep, self._screen = sweep, screen
         self._alive = alive or (lambda: controller_pid(sweep) is not None)
         # A cluster's sweep has no controller: whoever looks asks the scheduler, and not too often.
@@ -62,8 +67,10 @@ class SweepWatch:
         """How the points stand; None when it is over."""
         # Before the records: what a controller that is gone left is all there will be.
         over = self._view is None and (self._ended or not self._alive())
-        for event in self._events.read_new():
-            if event["event"] == "warning":
+        events = self._events.read_new()
+        is_past = not self._shown and any(event["event"] == "end" for event in events)  # it had ended before we looked
+        for event in events:
+            if event["event"] == "warning" and not is_past:
                 self._screen.warn(event["text"])
             self._ended = self._ended or event["event"] == "end"
         found = self._view.look() if self._view else standings(self._sweep)
@@ -82,14 +89,14 @@ class SweepWatch:
                 self._said = now
         if now - self._said > SAY_EVERY_S:
             running = [f"{one.label} {sweep_table.note(one)}" for one in found if one.state is RunState.running]
-            self._screen.say(f"{sweep_table.counts(found)}: {', '.join(running)}")
+            self._screen.say(": ".join(filter(None, [sweep_table.counts(found), ", ".join(running)])))
             self._said = now
 
-    def _table(self, found: list[Standing]) -> RichTable:
+    def _table(self, found: list[Standing]) -> Group:
         done = sum(one.state.final for one in found)
         elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - self._begun))
-        title = f"{self._sweep.name}   done {done}/{len(found)}   {elapsed}   Ctrl-C: detach, wait or cancel"
-        table = RichTable(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+        title = f"{self._sweep.name}   done {done}/{len(found)}   {elapsed}   Ctrl-C: {self._leaving}"
+        table = RichTable(box=None, pad_edge=False, header_style="bold")
         for index, name in enumerate(sweep_table.HEADER):
             table.add_column(name, justify="right" if index in (3, 4, 5) else "left", no_wrap=index < 6)
         rows = found
@@ -98,7 +105,7 @@ class SweepWatch:
             rows = sorted(found, key=lambda one: (one.state.final, one.state is RunState.queued))[:room]
         for one in rows:
             table.add_row(*[Text(cell, style=sweep_table.STYLES.get(one.state, "red")) for cell in _row(one)])
-        return table
+        return Group(Text(title, style="italic"), table)  # a table's own title is cut at the table's width
 
 
 def _row(one: Standing) -> tuple[str, ...]:

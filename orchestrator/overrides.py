@@ -10,6 +10,7 @@ from typing import Any, get_origin
 
 import yaml
 
+from orchestrator.arguments import VERBS
 from orchestrator.folders import config_folders, sweep_parents
 from orchestrator.paths import program
 from orchestrator.schema import RunConfig
@@ -204,6 +205,8 @@ def _not_an_override(word: str, tree: Tree) -> str:
     homes = [f"{group}={word}" for group, options in tree.groups.items() if word in options]
     if homes:
         return f"'{word}' is not key=value. Did you mean '{homes[0]}'?"
+    if near := nearest(word, VERBS):
+        return f"'{word}' is not key=value. Did you mean '{program()} {near}'?"
     return f"'{word}' is not key=value.      see: --help"
 
 

@@ -18,7 +18,7 @@ from orchestrator.report import Ranked
 from orchestrator.schema import RunConfig
 from orchestrator.summary import Row, Table
 from orchestrator.sweep_record import Planned
-from orchestrator.units import digits, loss
+from orchestrator.units import digits, loss, many
 
 PLAIN_WIDTH = 140
 PLAIN_EVERY_S = 2.0
@@ -48,7 +48,7 @@ class Screen:
 
     def sweep_plan(self, planned: Sequence[Planned], folder: str) -> None:
         """What becomes of each point, before anything starts."""
-        self.say(f"{len(planned)} points, records in {folder}", "bold")
+        self.say(f"{many(len(planned), 'point')}, records in {folder}", "bold")
         self.rows(sweep_table.plan_rows(planned))
 
     def table(self, table: Table) -> None:
@@ -114,18 +114,22 @@ class Screen:
         self.say(report.conclusion(ranked), "bold")
 
     def closing(self, rows: Sequence[Row]) -> None:
-        """Where things lie and what to type next."""
+        """Where things lie and what to type next: a line each, also on a narrow terminal, since they are copied."""
         self.console.print()
-        self.rows(rows)
+        self._lines(rows)
 
     def rows(self, rows: Sequence[Row]) -> None:
         """Names on the left; without a terminal one line each, however long, for grep and for copying."""
         if self.live:
             self.console.print(_grid(rows))
-            return
+        else:
+            self._lines(rows)
+
+    def _lines(self, rows: Sequence[Row]) -> None:
         width = max((len(row.name) for row in rows), default=0)
         for row in rows:
-            self.console.print(Text(f"{row.name:<{width}}  {row.text}"), soft_wrap=True)
+            name = Text(f"{row.name:<{width}}  ", style="bold")
+            self.console.print(name.append(row.text, style="not bold"), soft_wrap=True)
 
 
 class _Bar:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from orchestrator import comparison, hardware, slots, summary, watch
 from orchestrator.job import ENTRY
-from orchestrator.paths import shown
+from orchestrator.paths import dashboard, shown
 from orchestrator.point import Point
 from orchestrator.point_run import PointRun, record
 from orchestrator.record import Attempt, new_attempt, read_json
@@ -119,7 +119,7 @@ def _close(point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> 
     """Where everything lies, and what to type next."""
     rows = [Row("records", shown(attempt.paths.root))]
     if point.config.tracking.kind is not TrackingKind.none:
-        rows.append(Row("dashboard", f"python -m orchestrator.tracking ui {shown(Path(point.config.output))}"))
+        rows.append(Row("dashboard", dashboard(Path(point.config.output))))
     measured = attempt.state.measured
     if attempt.state is not RunState.cancelled:
         rows.append(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from orchestrator.paths import program
 from orchestrator.schema import AdapterKind, DataKind, Offload, Place, RunConfig, StepTime, Tokenizer
-from orchestrator.units import ABSENT, count, difference, digits, loss, percent, size
+from orchestrator.units import ABSENT, count, difference, digits, loss, many, percent, size
 
 PHASES = (
     ("forward", "forward"),
@@ -40,7 +40,7 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
     precision, batch, resources = config.precision, config.batch, config.resources
     ranks = resources.ranks or 1
     tokens = (batch.global_size or 0) * batch.seq
-    threads = f", {_many(resources.threads or 1, 'thread')} each" if resources.device.value == "cpu" else ""
+    threads = f", {many(resources.threads or 1, 'thread')} each" if resources.device.value == "cpu" else ""
     steps = config.measure.steps + config.measure.warmup_steps
     return [
         Row("model", _model_text(config)),
@@ -61,10 +61,6 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
         Row("steps", f"{steps} = {config.measure.warmup_steps} of warm-up + {config.measure.steps} measured"),
         Row("outputs", folder),
     ]
-
-
-def _many(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _model_text(config: RunConfig) -> str:

@@ -30,7 +30,7 @@ from orchestrator.deciding import Refused, Wishes
 from orchestrator.hardware import Hardware
 from orchestrator.job import ENTRY
 from orchestrator.live import Choice, SweepWatch
-from orchestrator.paths import shown, verb
+from orchestrator.paths import dashboard, shown, verb
 from orchestrator.point import Point
 from orchestrator.processes import start_time
 from orchestrator.record import read_json, write_json_atomic
@@ -40,6 +40,7 @@ from orchestrator.screen import Screen
 from orchestrator.strict import Broken, Refusal
 from orchestrator.summary import Row
 from orchestrator.sweep_record import Planned, SweepPaths
+from orchestrator.units import many
 
 REFUSED, INTERRUPTED = 2, 130
 
@@ -64,7 +65,10 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
     """The exit code; see `comparison.exit_code`. 130 where it was stopped."""
     screen = screen or Screen()
     if request.predicts and not request.as_json:
-        screen.say(f"{len(request.points)} points: predicting their memory", "dim")
+        screen.say(
+            f"{many(len(request.points), 'point')}: predicting {'their' if len(request.points) > 1 else 'its'} memory",
+            "dim",
+        )
     planned = _plan(request, hardware)
     if all(one.decision is RunState.refused for one in planned):
         raise Refusal(list(dict.fromkeys(one.reason for one in planned)))
@@ -113,7 +117,7 @@ def _send(request: SweepRequest, planned: list[Planned], screen: Screen) -> int:
     screen.rows(_cost_rows(planned))
     jobs = slurm_sweep.send(sweep, planned, request.entry)
     arrays = ", ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
-    screen.say(f"sent {len(jobs)} points as {arrays}; this terminal may be closed", "bold")
+    screen.say(f"sent {many(len(jobs), 'point')} as {arrays}; this terminal may be closed", "bold")
     screen.closing(_left_running(sweep))
     return comparison.OK
 
@@ -133,7 +137,8 @@ def _cost_rows(planned: Sequence[Planned]) -> list[Row]:
     for (device, count), points in taken.items():
         word = "GPUs" if device is Device.cuda else "cores"
         beside = 1 if configs[0].cluster.exclusive else pools[device] // max(count, 1)
-        told.append(f"{points} points take {count} of {pools[device]} {word} each: {beside} at a time")
+        taking = f"{points} points take" if points > 1 else "1 point takes"
+        told.append(f"{taking} {count} of {pools[device]} {word} each: {beside} at a time")
     return [Row("slots", "; ".join(told))]
 
 
@@ -201,7 +206,8 @@ def _plan(request: SweepRequest, hardware: Hardware) -> list[Planned]:
     points = _runnable(request)
     predicted = prediction.predict(points) if request.predicts else {}
     wrong = prediction.problems(points) if request.predicts else {}
-    for problem, count in Counter(wrong.values()).items():
+    some = len(wrong) < len(points)  # else it is an error, and told as one
+    for problem, count in Counter(wrong.values()).items() if some else ():
         print(f"refused: {problem}      ({count} of {len(request.points)} points)", file=sys.stderr)
     judged = [
         Refused(one.label, one.overrides, (Broken(wrong[one.label]),)) if one.label in wrong else one
@@ -297,7 +303,8 @@ def watch(
     `process`: the controller, where this command started it. `attached`: leaving is a question; without it the sweep
     is another's, and goes on.
     """
-    view = SweepWatch(sweep, screen, (lambda: process.poll() is None) if process else None)
+    alive = (lambda: process.poll() is None) if process else None
+    view = SweepWatch(sweep, screen, alive, attached=attached)
     interrupted = False
     while True:
         try:
@@ -331,5 +338,5 @@ def _next(sweep: SweepPaths) -> list[Row]:
     """Where things lie and what to type next."""
     rows = [Row("report", shown(sweep.report)), Row("numbers", shown(sweep.results))]
     if (read_json(sweep.sweep) or {}).get("tracked"):
-        rows.append(Row("dashboard", f"python -m orchestrator.tracking ui {shown(sweep.output)}"))
+        rows.append(Row("dashboard", dashboard(sweep.output)))
     return [*rows, sweep_table.next_row(sweep, sweep_record.standings(sweep), runs=False)]

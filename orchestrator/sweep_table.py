@@ -12,7 +12,7 @@ from orchestrator.record import EventTail
 from orchestrator.run_state import RunState
 from orchestrator.summary import Row, Table
 from orchestrator.sweep_record import Planned, Standing, SweepPaths
-from orchestrator.units import ABSENT, digits, size
+from orchestrator.units import ABSENT, digits, many, size
 
 STYLES = {
     RunState.ok: "green",
@@ -106,7 +106,7 @@ def next_row(sweep: SweepPaths, found: Sequence[Standing], *, runs: bool) -> Row
     if runs:
         return Row("next", verb("watch", sweep.root))
     if left:
-        return Row("next", f"{verb('resume', sweep.root)}     ({len(left)} points are left)")
+        return Row("next", f"{verb('resume', sweep.root)}     ({many(len(left), 'point')} left)")
     if failed:
         return Row("next", f"{verb('retry', sweep.root)} --retry {','.join(failed)}")
     return Row("next", report.next_after_sweep(comparison.ranked(sweep)))

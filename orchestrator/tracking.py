@@ -274,14 +274,7 @@ def main(argv: list[str]) -> int:
     asked = actions.add_parser("follow", help="used by the command itself")
     asked.add_argument("--uri", required=True)
     asked.add_argument("output", type=Path)
-    shown = actions.add_parser("ui", help="open the dashboard on the store of an output folder")
-    shown.add_argument("output", type=Path, nargs="?", default=Path("outputs"))
-    shown.add_argument("--port", type=int, default=None, help="default: the first free one from 5000")
     found = parser.parse_args(argv)
-    if found.action == "ui":
-        from orchestrator.dashboard import serve
-
-        return serve(found.output, found.port)
     follow(found.uri, found.output)
 
 

@@ -60,3 +60,8 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s"
+
+
+def many(number: int, what: str) -> str:
+    """ "1 point", "2 points"."""
+    return f"{number} {what}" + ("" if number == 1 else "s")

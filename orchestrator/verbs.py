@@ -1,6 +1,6 @@
-"""What may be asked of sweeps from any terminal: list, status, watch, logs, cancel, resume, retry. Reads records only.
+"""What may be asked of sweeps from any terminal: list, status, watch, logs, report, cancel, resume, retry.
 
-`zlab VERB [SWEEP] ...`; a sweep is `last`, its folder's name, or a part of the name that no other has.
+Reads records only. A sweep is `last`, its folder's name, or a part of the name that no other has.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,9 @@ from orchestrator.paths import DEFAULT_OUTPUT, OUTPUT, program, shown, verb
 from orchestrator.record import AttemptPaths, read_json
 from orchestrator.run_state import RETRIED, RunState
 from orchestrator.strict import nearest
+from orchestrator.summary import Row
 from orchestrator.sweep_record import Standing, SweepPaths
+from orchestrator.units import many
 
 BAD_USAGE = 2
 FOLLOW_S = 0.3
@@ -41,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zlab")
+    parser = argparse.ArgumentParser(prog=program())
     verbs = parser.add_subparsers(required=True)
 
     def add(name: str, verb: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -61,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("point", nargs="?", help="its label; default: the one that runs, else the first that failed")
     logs.add_argument("--rank", type=int, default=None, help="default: the rank to blame, else 0")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the point ends")
+    add("report", _report, "The comparison of the points that have ended, and where it lies as a file.")
     cancel = add("cancel", _cancel, "Ends a sweep, or some of its points. What was measured stays.")
     cancel.add_argument("points", nargs="*", help="labels; default: all")
     add("resume", _resume, "The same command again: what has an answer is kept, the rest is run.")
@@ -73,8 +77,9 @@ def find_sweep(output: str, name: str) -> SweepPaths:
     """VerbError where there is none, or several."""
     sweeps = sweep_record.all_sweeps(output)
     if not sweeps:
+        single = " (the records of single runs lie in its folder points/)" if (Path(output) / "points").is_dir() else ""
         raise VerbError(
-            f"there is no sweep in '{output}'; give --output FOLDER, or start one: {program()} sweeps=stages"
+            f"there is no sweep in '{output}'{single}; give --output FOLDER, or start one: {program()} sweeps=stages"
         )
     if name == "last":
         return sweeps[0]
@@ -168,6 +173,18 @@ def _watch(asked: argparse.Namespace) -> int:
     return watch(sweep, Screen(), attached=False)
 
 
+def _report(asked: argparse.Namespace) -> int:
+    from orchestrator.live import conclude
+    from orchestrator.screen import Screen
+
+    sweep, screen = find_sweep(asked.output, asked.sweep), Screen()
+    found = _standings(sweep)  # of a cluster's sweep this brings the records up to date
+    code = conclude(sweep, screen)
+    rows = [Row("report", shown(sweep.report)), Row("numbers", shown(sweep.results))]
+    screen.closing([*rows, sweep_table.next_row(sweep, found, runs=_runs(sweep, found))])
+    return code
+
+
 def _logs(asked: argparse.Namespace) -> int:
     sweep = find_sweep(asked.output, asked.sweep)
     one = find_point(_standings(sweep), asked.point)
@@ -220,7 +237,7 @@ def _cancel(asked: argparse.Namespace) -> int:
     while time.monotonic() < deadline:
         now = {one.label: one.state for one in _standings(sweep)}
         if all(now[one.label].final for one in moving):
-            print(f"cancelled {len(moving)} points of {sweep.name}, nothing of them is left running")
+            print(f"cancelled {many(len(moving), 'point')} of {sweep.name}, nothing of it is left running")
             print(f"next      {verb('resume', sweep.root)}")
             return 0
         time.sleep(FOLLOW_S)
@@ -249,7 +266,8 @@ def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
         raise VerbError(f"{sweep.name} was started in {facts['folder']}, which is gone")
     if not facts["command"]:
         raise VerbError(f"{sweep.name} is a batch that a program proposed: run that again, and answers are kept")
+    where = "" if Path(facts["folder"]) == Path.cwd() else f"in {facts['folder']}: "
     os.chdir(facts["folder"])
     command = [*facts["command"], *more]
-    print(f"{program()} {' '.join(command)}", file=sys.stderr)
+    print(f"{where}{program()} {shlex.join(command)}", file=sys.stderr)
     return cli.main(command)

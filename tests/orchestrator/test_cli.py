@@ -55,6 +55,45 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(line: str, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("cancle last", "'cancle' is not key=value. Did you mean 'python run.py cancel'?"),
+        ("statsu --json", "Did you mean 'python run.py status'?"),
+        ("--dry-run zero=stage1", "--plan shows the points of a sweep, and starts nothing"),
+    ],
+)
+def test_a_verb_or_a_flag_of_another_program_is_led_to_ours(line: str, told: str) -> None:
+    done = typed(*line.split())
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
+def test_commands_are_told_as_they_can_be_typed_from_there(tmp_path: Path) -> None:
+    assert f"needs -m (sweep): python {ROOT / 'run.py'} -m zero=" in typed("zero=stage1,stage2", cwd=tmp_path).stderr
+    assert "needs -m (sweep): python run.py -m zero=" in typed("zero=stage1,stage2").stderr
+
+
+def test_the_doctor_tells_what_works_and_what_slurm_says(tmp_path: Path) -> None:
+    for name, text in (
+        ("sbatch", ""),
+        ("sinfo", "echo 'sinfo: error: first'; echo 'sinfo: fatal: no source' >&2; exit 1"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = typed("doctor", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 0
+    assert "SLURM: sinfo: fatal: no source; is slurmctld up?" in done.stdout
+    assert "first       python run.py zero=stage2" in done.stdout
+    assert "cluster=slurm" not in done.stdout
+
+
+def test_a_dashboard_of_no_runs_is_refused(tmp_path: Path) -> None:
+    done = typed("ui", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "there is no outputs/mlflow.db: a run without tracking=none makes it" in done.stdout
+
+
 def test_every_broken_rule_is_told_at_once(tmp_path: Path) -> None:
     line = "data=text data.path=missing batch.global_size=10 precision=fp32 precision.master=bf16 seed=-1"
     done = typed(*line.split(), cwd=tmp_path)
@@ -99,6 +138,7 @@ def test_help_lists_every_group_and_marks_the_defaults() -> None:
     done = typed("zero=stage1", "-h")
     assert done.returncode == 0
     assert "stage2*" in done.stdout
+    assert "model.config.KEY" in done.stdout
     for group in (ROOT / "conf").iterdir():
         assert group.stem in done.stdout or group.suffix
     assert max(map(len, done.stdout.splitlines())) <= 120

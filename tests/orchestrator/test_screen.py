@@ -13,6 +13,7 @@ from stub_worker import make_result, step_event
 from orchestrator import report
 from orchestrator.report import Entry
 from orchestrator.screen import Screen
+from orchestrator.summary import Row
 
 CONFIG = make_config(Path("outputs"))
 
@@ -81,6 +82,13 @@ def test_on_a_terminal_the_bar_shows_step_loss_speed_and_memory() -> None:
     screen.event(step_event(6, 2))
     screen.end()
     assert "6/6 loss 5.9400 9,406 tokens/s rss 512 MiB" in squeezed(out)
+
+
+def test_what_is_to_be_copied_is_one_line_on_a_narrow_terminal_too() -> None:
+    screen, out = show(terminal=True, width=60)
+    command = "python run.py -m zero=stage0,stage1,stage2,stage3 model.config.n_layer=3 --output a/folder/elsewhere"
+    screen.closing([Row("next", command), Row("dashboard", "make ui")])
+    assert f"{command}\n" in out.getvalue()
 
 
 def test_square_brackets_of_a_message_are_shown_as_they_are() -> None:

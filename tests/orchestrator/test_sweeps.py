@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -187,10 +191,13 @@ raise SystemExit(run_sweep(request, hardware.detect()))
 """
 
 
-def start(output: Path, micros: list[int], *, detach: bool = False, step_s: float = 0.1) -> subprocess.Popen[str]:
+def start(
+    output: Path, micros: list[int], *, detach: bool = False, step_s: float = 0.1, **streams: Any
+) -> subprocess.Popen[str]:
     text = COMMAND.format(here=str(HERE), root=str(HERE.parents[1]), output=str(output), micros=micros, detach=detach)
     environment = {**os.environ, "STUB_STEP_S": str(step_s)}
-    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, env=environment)
+    streams = streams or {"stdout": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", text], text=True, env=environment, **streams)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -264,6 +271,52 @@ def test_an_interrupt_without_a_terminal_cancels_everything(tmp_path: Path) -> N
     assert f"resume {the_sweep(tmp_path).name}" in shown
 
 
+class Person:
+    """At a terminal: sees what comes, and answers."""
+
+    def __init__(self) -> None:
+        self._end, self.terminal = pty.openpty()
+        self._seen = b""
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while chunk := os.read(self._end, 4096):
+                self._seen += chunk
+
+    @property
+    def seen(self) -> str:
+        return self._seen.decode(errors="replace")
+
+    def answers(self, text: str, question: int) -> None:
+        """Once the question has come so often."""
+        wait_until(lambda: self.seen.count("[d]etach") == question)
+        os.write(self._end, f"{text}\n".encode())
+
+
+@pytest.mark.parametrize("answer", ["detach", "wait", "cancel"])
+def test_at_a_terminal_an_interrupt_asks_and_what_is_answered_is_done(
+    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    person = Person()
+    monkeypatch.setenv("COLUMNS", "120")
+    command = start(tmp_path, [1, 2, 3, 4, 5], stdin=person.terminal, stdout=person.terminal, stderr=person.terminal)
+    wait_until(lambda: measured(tmp_path) >= 1 and bool(running(tmp_path)))
+    command.send_signal(signal.SIGINT)
+    person.answers("", 1)  # nothing: it goes on
+    wait_until(lambda: "Ctrl-C:" in person.seen.rpartition("[d]etach")[2])
+    command.send_signal(signal.SIGINT)
+    person.answers(answer, 2)
+    assert command.wait(timeout=30) == 130
+    wait_until(lambda: left_behind(tmp_path) == [])
+    found = states(the_sweep(tmp_path))
+    started = {(read_json(one / "state.json") or {})["state"] for one in attempts(tmp_path)}
+    assert "ok" in found
+    assert ("cancelled" in found) == (answer != "detach")
+    assert started == {"ok"} or answer == "cancel"
+    assert "Ctrl-C: detach, wait or cancel" in person.seen
+
+
 def test_a_sweep_whose_terminal_is_gone_ends_and_one_that_was_detached_goes_on(tmp_path: Path) -> None:
     command = start(tmp_path / "a", [1, 2, 3, 4])
     wait_until(lambda: bool(running(tmp_path / "a")))
@@ -302,14 +355,32 @@ def test_verbs_answer_from_another_terminal(tmp_path: Path, capsys: pytest.Captu
     assert verbs.main(["logs", "last", label, *there]) == 0
     assert "rank 0 of 1, pid" in capsys.readouterr().out
     assert verbs.main(["cancel", "last", "micro6", *there]) == 0
-    assert "cancelled 1 points" in capsys.readouterr().out
+    assert "cancelled 1 point of" in capsys.readouterr().out
     assert verbs.main(["cancel", *there]) == 0
     wait_until(lambda: left_behind(tmp_path) == [])
     assert states(the_sweep(tmp_path)).count("cancelled") >= 3
     assert verbs.main(["list", *there]) == 0
     assert "cancelled" in capsys.readouterr().out
+    assert verbs.main(["report", *there]) == comparison.INCOMPLETE
+    shown = capsys.readouterr().out
+    assert "sorted by median tokens/s" in shown
+    assert "report.md" in shown
     assert verbs.main(["status", *there]) == comparison.INCOMPLETE
-    assert "points are left" in capsys.readouterr().out
+    assert "points left)" in capsys.readouterr().out
+
+
+def test_a_sweep_that_was_typed_elsewhere_is_gone_on_with_there_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {"command": ["zero=stge1", "data.path=a b"], "folder": str(tmp_path)}
+    sweep = sweep_record.open_sweep(tmp_path / "out", "stages", [], facts)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert verbs.main(["resume", sweep.name, "--output", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert f"in {tmp_path}: python run.py zero=stge1 'data.path=a b'" in told
+    assert "Did you mean 'stage1'" in told
+    assert Path.cwd() == tmp_path
 
 
 @pytest.mark.parametrize(
