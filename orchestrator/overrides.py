@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -15,11 +15,13 @@ from orchestrator.folders import config_folders, sweep_parents
 from orchestrator.paths import program
 from orchestrator.schema import RunConfig
 from orchestrator.strict import convert, describe, hints_of, nearest
+from orchestrator.sweep_file import SweepFile
 
 WHOLE_FILES = ("experiment", "sweeps")  # groups whose files change the whole configuration
 # Mappings whose keys are not ours: the architecture's, known from the files of conf/model, and torch.optim's.
 ARCHITECTURE = "model.config"
 OPEN_KEYS = (ARCHITECTURE, "optimizer.arguments", "cluster.additional")
+SWEEP_KEYS = tuple(one.name for one in fields(SweepFile))
 SWEEP_CALL = re.compile(r"^(choice|range|interval|glob|shuffle|sort|tag)\(.*\)$", re.DOTALL)
 CALL = re.compile(r"^\w+\(.*\)$", re.DOTALL)
 WORD = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(?P<equals>=)?(?P<value>(?<==).*)?$", re.DOTALL)
@@ -76,6 +78,10 @@ def check(words: Sequence[str], tree: Tree, *, multirun: bool) -> list[str]:
 def _check_key(sign: str, key: str, value: str | None, tree: Tree) -> list[str]:
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return [f"'{key}' has no effect here: -m sweeps, and output=FOLDER says where results go"]
+    if key in SWEEP_KEYS:
+        beside = {"seeds": "-m seed=1,2,3", "prune": "--prune off"}.get(key, "")
+        hint = f"; on a line it is {beside}" if beside else ""
+        return [f"'{key}' is a key of a sweep's file: write it into sweeps/NAME.yaml{hint}"]
     if sign == "~" and (key in tree.groups or key in tree.keys) and key not in WHOLE_FILES:
         return [] if _is_open(key) else [f"~{key}: a run needs {key}; give it another value"]
     if key in tree.groups:

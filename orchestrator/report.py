@@ -231,11 +231,11 @@ def conclusion(ranked: Sequence[Ranked]) -> str:
     if not ties:
         return f"{word}: {best.label}"
     group = [best, *ties]
-    least = min(group, key=lambda entry: states_bytes(entry.result or {}))
     names = ", ".join(entry.label for entry in group)
-    return (
-        f"{word}: a tie of {names}: their spread does not tell them apart; {least.label} holds the least model states"
-    )
+    states = {entry.label: states_bytes(entry.result or {}) for entry in group}
+    least = [label for label, held in states.items() if held == min(states.values())]
+    smallest = f"; {least[0]} holds the least model states" if len(least) == 1 else ""
+    return f"{word}: a tie of {names}: their spread does not tell them apart{smallest}"
 
 
 def next_after_sweep(ranked: Sequence[Ranked]) -> str:

@@ -120,15 +120,21 @@ def _close(point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> 
     rows = [Row("records", shown(attempt.paths.root))]
     if point.config.tracking.kind is not TrackingKind.none:
         rows.append(Row("dashboard", dashboard(Path(point.config.output))))
-    measured = attempt.state.measured
-    if attempt.state is not RunState.cancelled:
-        rows.append(
-            Row("next", summary.next_after_run(point.overrides) if measured else summary.run_command(point.overrides))
-        )
-    screen.closing(rows)
+    screen.closing([*rows, *next_rows(point, attempt)])
     tracker.close()
     for warning in tracker.warnings():
         screen.warn(warning)
+
+
+def next_rows(point: Point, attempt: Attempt) -> list[Row]:
+    """What to type next. Who stopped a run knows what to type, unless the same would go on where it was."""
+    if attempt.state.measured:
+        return [Row("next", summary.next_after_run(point.overrides))]
+    again = summary.run_command(point.overrides)
+    if attempt.state is not RunState.cancelled:
+        return [Row("next", again)]
+    goes_on = point.config.checkpoint.resume == "auto" and any(attempt.paths.checkpoints.glob("step-*"))
+    return [Row("next", f"{again}     (goes on from its last checkpoint)")] if goes_on else []
 
 
 @contextmanager

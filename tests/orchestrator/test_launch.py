@@ -17,12 +17,12 @@ import pytest
 from points import STUB, make_config, make_point
 from rich.console import Console
 
-from orchestrator import launch
+from orchestrator import launch, study
 from orchestrator.point_run import PointRun
 from orchestrator.processes import is_alive, session_members
 from orchestrator.record import AttemptPaths, new_attempt, read_json
 from orchestrator.run_state import RunState
-from orchestrator.schema import Device, RunConfig, to_dict
+from orchestrator.schema import Checkpoint, CheckpointKind, Device, RunConfig, to_dict
 from orchestrator.screen import Screen
 from orchestrator.study import run_point
 
@@ -188,6 +188,17 @@ def test_ctrl_c_ends_everything_and_the_run_is_recorded_as_cancelled(
     assert living(tmp_path) == []
     (state,) = tmp_path.glob("points/*/attempts/01/state.json")
     assert '"cancelled"' in state.read_text()
+
+
+def test_a_run_that_was_stopped_says_how_to_go_on_where_it_saved(tmp_path: Path) -> None:
+    config = replace(make_config(tmp_path), checkpoint=Checkpoint(CheckpointKind.sharded, resume="auto"))
+    attempt = new_attempt(tmp_path, to_dict(config), "stage2", "cpu")
+    attempt.move(RunState.cancelled)
+    point = make_point(config)
+    assert study.next_rows(point, attempt) == []
+    (attempt.paths.checkpoints / "step-00000005").mkdir(parents=True)
+    (row,) = study.next_rows(point, attempt)
+    assert row.text.endswith("(goes on from its last checkpoint)")
 
 
 def test_a_run_that_is_stopped_after_its_result_was_written_is_measured(tmp_path: Path, sessions: list[int]) -> None:

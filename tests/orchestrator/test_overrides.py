@@ -37,6 +37,8 @@ def tree() -> Tree:
         ("experiment=nope", "experiment has no option 'nope'."),
         ("sweeps=nope", "sweeps has no option 'nope'."),
         ("sweeps=null", "sweeps has no option 'null'."),
+        ("rank_by=step_ms", "'rank_by' is a key of a sweep's file: write it into sweeps/NAME.yaml"),
+        ("seeds=[1,2]", "on a line it is -m seed=1,2,3"),
         ("stage2", "'stage2' is not key=value. Did you mean 'zero=stage2'?"),
         ("+zero=stage1", "write zero=stage1 without the +"),
         ("~zero", "a run needs zero"),

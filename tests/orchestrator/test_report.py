@@ -48,7 +48,10 @@ def test_the_ranking_does_not_depend_on_the_order_of_the_columns() -> None:
 
 def test_a_tie_names_no_winner_and_says_so() -> None:
     tied = report.rank([make_entry("a", 100), make_entry("b", 100.5)])
-    assert "tie of b, a" in report.conclusion(tied)
+    assert report.conclusion(tied) == "fastest: a tie of b, a: their spread does not tell them apart"
+    (smaller := make_entry("a", 100)).result["memory"]["states"][0]["measured_bytes"] -= 1  # type: ignore[index]
+    tied = report.rank([smaller, make_entry("b", 100.5)])
+    assert report.conclusion(tied).endswith("; a holds the least model states")
     assert report.conclusion(report.rank([make_entry("a", 100), FAILED])) == "fastest: a"
     assert report.conclusion(report.rank([FAILED])) == "no point has a result"
 
