@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orchestrator.schema import Device, Offload, Place, Resources, StepTime, Zero
+from orchestrator.schema import Device, Resources
+from orchestrator.state_groups import Offload, Place, StepTime, Zero
 from orchestrator.strict import Broken
 from orchestrator.training import Optimizer, OptimizerKind
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orchestrator.schema import Compute, Device, DType, Precision, Resources, Zero
+from orchestrator.schema import Device, Resources
+from orchestrator.state_groups import Compute, DType, Precision, Zero
 from orchestrator.strict import Broken
 
 if TYPE_CHECKING:

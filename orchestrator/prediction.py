@@ -25,7 +25,8 @@ from orchestrator.deciding import Prediction
 from orchestrator.folders import CONF
 from orchestrator.point import Point
 from orchestrator.record import read_json, write_json_atomic
-from orchestrator.schema import AdapterKind, Device, Place, RunConfig, to_dict
+from orchestrator.schema import AdapterKind, Device, RunConfig, to_dict
+from orchestrator.state_groups import Place
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.memory_model import UnitSize, step_peak_bytes
 from zero_runtime.plan import ZeroPlan

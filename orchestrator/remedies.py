@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from orchestrator.schema import Offload, Place, RunConfig
+from orchestrator.schema import RunConfig
+from orchestrator.state_groups import Offload, Place
 from orchestrator.units import size
 
 STATES = ("params", "grads", "optimizer")

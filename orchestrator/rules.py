@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orchestrator import cluster_rules, offload_rules, precision_rules, pretrained
+from orchestrator import cluster_rules, data_rules, offload_rules, precision_rules, pretrained, saving_rules
 from orchestrator.hardware import Hardware
 from orchestrator.schema import (
-    Adapter,
-    AdapterKind,
     Batch,
     Checkpoint,
-    CheckpointKind,
     Cluster,
-    Data,
-    DataKind,
     Device,
     Loss,
     LossKind,
-    Measure,
-    Model,
-    Offload,
     Resources,
     RunConfig,
-    Tokenizer,
     Tracking,
     TrackingKind,
-    WeightsFolder,
-    Zero,
 )
-from orchestrator.strict import Broken, nearest
+from orchestrator.state_groups import Offload, Zero
+from orchestrator.strict import Broken
 from orchestrator.training import Optimizer, Scheduler, momentum_problem, optimizer_problem, scheduler_problem
 
-BYTE_TOKENS = 256
 CPU_RANKS = 2
-LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 
 
 @dataclass(frozen=True)
@@ -78,7 +65,7 @@ def resolve(config: RunConfig, scene: Scene) -> RunConfig:
         data=replace(
             data,
             path=str(Path(data.path).expanduser().absolute()) if data.path else None,
-            tokenizer=_tokenizer(model, data),
+            tokenizer=data_rules.tokenizer_of(model, data),
         ),
         checkpoint=_with_absolute_path(config.checkpoint),
         offload=_with_folder(config),
@@ -94,14 +81,6 @@ def _threads(cluster: Cluster, ranks: int, scene: Scene) -> int:
     if cluster_rules.is_slurm(cluster):
         return cluster.cpus_per_rank or 1
     return max(1, scene.hardware.cores // (scene.local_world or ranks))
-
-
-def _tokenizer(model: Model, data: Data) -> Tokenizer:
-    """bytes or model: what `auto` comes to."""
-    if data.tokenizer is not Tokenizer.auto:
-        return data.tokenizer
-    has_one = model.path is not None and (Path(model.path).expanduser() / pretrained.TOKENIZER).exists()
-    return Tokenizer.model if has_one and data.kind is not DataKind.synthetic else Tokenizer.bytes
 
 
 def _with_folder(config: RunConfig) -> Offload:
@@ -201,85 +180,6 @@ def _divisible(batch: Batch, ranks: int) -> tuple[str, ...]:
     return tuple(fixes)
 
 
-def _path_belongs_to_text(scene: Scene, data: Data) -> Broken | None:
-    if data.kind is DataKind.text or data.path is None:
-        return None
-    return Broken(
-        f"data={data.kind} reads no data.path", data.path, (f"data=text data.path={data.path}", "data.path=null")
-    )
-
-
-def _text_has_a_path(scene: Scene, data: Data) -> Broken | None:
-    if data.kind is not DataKind.text or data.path is not None:
-        return None
-    return Broken("data=text needs data.path=FILE_OR_FOLDER", "none", ("data=stdlib",))
-
-
-def _text_is_there(scene: Scene, data: Data) -> Broken | None:
-    if data.kind is not DataKind.text or data.path is None:
-        return None
-    path = Path(data.path).expanduser()
-    if path.exists():
-        return None
-    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = nearest(path.name, beside)
-    fixes = (f"data.path={path.parent / near}",) if near else ()
-    return Broken("data.path must be a file or folder that is there", data.path, (*fixes, "data=stdlib data.path=null"))
-
-
-def _vocabulary_holds_bytes(scene: Scene, model: Model, data: Data) -> Broken | None:
-    size = model.config.get("vocab_size")
-    if _tokenizer(model, data) is Tokenizer.model:
-        return None
-    if data.kind is DataKind.synthetic or not isinstance(size, int) or size >= BYTE_TOKENS:
-        return None
-    rule = f"model.config.vocab_size must be at least {BYTE_TOKENS} for data={data.kind}: one token a byte"
-    return Broken(rule, str(size), (f"model.config.vocab_size={BYTE_TOKENS}", "data=synthetic"))
-
-
-def _model_holds_the_sequence(scene: Scene, model: Model, batch: Batch) -> Broken | None:
-    for key in LENGTH_KEYS:
-        longest = model.config.get(key)
-        if isinstance(longest, int) and batch.seq > longest:
-            rule = f"batch.seq must be at most the model's {key}, {longest}"
-            return Broken(rule, str(batch.seq), (f"batch.seq={longest}",))
-    return None
-
-
-def _weights_are_there(scene: Scene, model: Model) -> Broken | None:
-    return pretrained.problem(model)
-
-
-def _tokenizer_is_there(scene: Scene, model: Model, data: Data) -> Broken | None:
-    if data.tokenizer is not Tokenizer.model:
-        return None
-    if data.kind is DataKind.synthetic:
-        return Broken("data=synthetic makes tokens and reads no text", "data.tokenizer=model", ("data.tokenizer=auto",))
-    if model.path is None or not (Path(model.path).expanduser() / pretrained.TOKENIZER).exists():
-        found = f"no {pretrained.TOKENIZER} in {model.path}" if model.path else "no model.path"
-        return Broken("data.tokenizer=model needs a model.path with a tokenizer", found, ("data.tokenizer=bytes",))
-    return None
-
-
-def is_installed(package: str) -> bool:
-    """Whether a package can be imported, without importing it."""
-    return importlib.util.find_spec(package) is not None
-
-
-def _adapter_can_be_made(scene: Scene, adapter: Adapter) -> Broken | None:
-    if adapter.kind is AdapterKind.none or is_installed("peft"):
-        return None
-    rule = "adapter=lora needs the package peft: pip install 'zero-lab[lora]'"
-    return Broken(rule, "none", ("adapter=none",))
-
-
-def _validation_has_data(scene: Scene, data: Data, measure: Measure) -> Broken | None:
-    if data.validation_fraction > 0 or measure.validation_batches == 0:
-        return None
-    rule = f"measure.validation_batches={measure.validation_batches} needs data.validation_fraction above 0"
-    return Broken(rule, "0", ("data.validation_fraction=0.05", "measure.validation_batches=0"))
-
-
 def _optimizer_uses_its_keys(scene: Scene, optimizer: Optimizer) -> Broken | None:
     return optimizer_problem(optimizer)
 
@@ -299,40 +199,10 @@ def _store_belongs_to_mlflow(scene: Scene, tracking: Tracking) -> Broken | None:
     return None
 
 
-def _checkpoint_is_there(scene: Scene, checkpoint: Checkpoint) -> Broken | None:
-    if checkpoint.resume in ("none", "auto"):
-        return None
-    path = Path(checkpoint.resume).expanduser()
-    if path.is_dir():
-        return None
-    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = nearest(path.name, beside)
-    fixes = (f"checkpoint.resume={path.parent / near}",) if near else ()
-    rule = "checkpoint.resume must be none, auto or the folder of a checkpoint"
-    return Broken(rule, checkpoint.resume, (*fixes, "checkpoint.resume=none"))
-
-
-def _saving_keys_are_used(scene: Scene, checkpoint: Checkpoint) -> Broken | None:
-    if checkpoint.kind is not CheckpointKind.none:
-        return None
-    for key, value in (("every", checkpoint.every), ("keep_every", checkpoint.keep_every)):
-        if value is not None:
-            rule = f"checkpoint=none saves nothing and uses no checkpoint.{key}"
-            return Broken(rule, str(value), ("checkpoint=sharded", f"checkpoint.{key}=null"))
-    return None
-
-
 def _tile_is_used(scene: Scene, loss: Loss) -> Broken | None:
     if loss.kind is LossKind.tiled or loss.tile == Loss().tile:
         return None
     return Broken("loss=full uses no loss.tile", str(loss.tile), ("loss=tiled", f"loss.tile={Loss().tile}"))
-
-
-def _gathered_weights_are_whole(scene: Scene, checkpoint: Checkpoint, adapter: Adapter) -> Broken | None:
-    if checkpoint.weights is WeightsFolder.none or adapter.kind is AdapterKind.none:
-        return None
-    rule = "checkpoint.weights gathers a whole model; export-weights makes the folder of an adapter from a checkpoint"
-    return Broken(rule, str(checkpoint.weights), ("checkpoint.weights=none",))
 
 
 class Rule(NamedTuple):
@@ -354,15 +224,15 @@ RULES = (
     Rule(cluster_rules.ranks_spread_over_the_nodes, ("resources",)),
     Rule(cluster_rules.the_limit_leaves_time_before_the_signal, ("resources", "cluster")),
     Rule(_batch_divides, ("batch", "resources")),
-    Rule(_weights_are_there, ("model",)),
-    Rule(_tokenizer_is_there, ("model", "data")),
-    Rule(_adapter_can_be_made, ("adapter",)),
-    Rule(_path_belongs_to_text, ("data",)),
-    Rule(_text_has_a_path, ("data",)),
-    Rule(_text_is_there, ("data",)),
-    Rule(_vocabulary_holds_bytes, ("model", "data")),
-    Rule(_model_holds_the_sequence, ("model", "batch")),
-    Rule(_validation_has_data, ("data", "measure")),
+    Rule(data_rules.weights_are_there, ("model",)),
+    Rule(data_rules.tokenizer_is_there, ("model", "data")),
+    Rule(data_rules.adapter_can_be_made, ("adapter",)),
+    Rule(data_rules.path_belongs_to_text, ("data",)),
+    Rule(data_rules.text_has_a_path, ("data",)),
+    Rule(data_rules.text_is_there, ("data",)),
+    Rule(data_rules.vocabulary_holds_bytes, ("model", "data")),
+    Rule(data_rules.model_holds_the_sequence, ("model", "batch")),
+    Rule(data_rules.validation_has_data, ("data", "measure")),
     Rule(precision_rules.master_is_not_narrower, ("precision",)),
     Rule(precision_rules.master_is_not_fp16, ("precision",)),
     Rule(precision_rules.compute_is_param_or_fp32, ("precision",)),
@@ -378,9 +248,9 @@ RULES = (
     Rule(_optimizer_uses_its_keys, ("optimizer",)),
     Rule(_schedule_uses_its_keys, ("scheduler",)),
     Rule(_momentum_can_cycle, ("optimizer", "scheduler")),
-    Rule(_checkpoint_is_there, ("checkpoint",)),
-    Rule(_saving_keys_are_used, ("checkpoint",)),
+    Rule(saving_rules.checkpoint_is_there, ("checkpoint",)),
+    Rule(saving_rules.saving_keys_are_used, ("checkpoint",)),
     Rule(_tile_is_used, ("loss",)),
-    Rule(_gathered_weights_are_whole, ("checkpoint", "adapter")),
+    Rule(saving_rules.gathered_weights_are_whole, ("checkpoint", "adapter")),
     Rule(_store_belongs_to_mlflow, ("tracking",)),
 )

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orchestrator.paths import program
-from orchestrator.schema import AdapterKind, DataKind, Offload, Place, RunConfig, StepTime, Tokenizer
+from orchestrator.schema import AdapterKind, DataKind, RunConfig, Tokenizer
+from orchestrator.state_groups import Offload, Place, StepTime
 from orchestrator.units import ABSENT, count, difference, digits, loss, many, percent, size
 
 PHASES = (

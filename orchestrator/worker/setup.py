@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from orchestrator.schema import AdapterKind, DType, Offload, Place, Precision, RunConfig, StepTime, Tokenizer
+from orchestrator.schema import AdapterKind, RunConfig, Tokenizer
+from orchestrator.state_groups import DType, Offload, Place, Precision, StepTime
 from orchestrator.worker.training import build_optimizer
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_unborn_model

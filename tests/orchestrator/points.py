@@ -5,17 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchestrator.point import Point
-from orchestrator.schema import (
-    Batch,
-    Device,
-    Measure,
-    Model,
-    Resources,
-    RunConfig,
-    Tracking,
-    TrackingKind,
-    Zero,
-)
+from orchestrator.schema import Batch, Device, Measure, Model, Resources, RunConfig, Tracking, TrackingKind
+from orchestrator.state_groups import Zero
 
 STUB = "stub_worker:run_rank"
 

@@ -17,18 +17,15 @@ from orchestrator.schema import (
     Adapter,
     AdapterKind,
     Batch,
-    Compute,
     Data,
     Device,
-    DType,
     Model,
-    Precision,
     Resources,
     RunConfig,
     Tokenizer,
-    Zero,
     to_dict,
 )
+from orchestrator.state_groups import Compute, DType, Precision, Zero
 from orchestrator.workloads import sources
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint

@@ -9,7 +9,8 @@ import pytest
 from points import make_config
 
 from orchestrator import remedies
-from orchestrator.schema import Offload, Place, RunConfig
+from orchestrator.schema import RunConfig
+from orchestrator.state_groups import Offload, Place
 
 GIB = 1 << 30
 HELD = {"params": 2 * GIB, "grads": 2 * GIB, "optimizer": 8 * GIB, "buffers": 0, "other": 6 * GIB}

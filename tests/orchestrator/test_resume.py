@@ -20,20 +20,17 @@ from orchestrator.schema import (
     Batch,
     Checkpoint,
     CheckpointKind,
-    Compute,
     Data,
     DataKind,
     Device,
-    DType,
     Measure,
     Model,
-    Precision,
     Resources,
     RunConfig,
     WeightsFolder,
-    Zero,
     to_dict,
 )
+from orchestrator.state_groups import Compute, DType, Precision, Zero
 from orchestrator.training import Optimizer
 
 LLAMA = {

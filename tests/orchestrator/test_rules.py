@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator import hardware, rules
+from orchestrator import data_rules, hardware, rules
 from orchestrator.hardware import Hardware
 from orchestrator.overrides import scalar
 from orchestrator.rules import Scene, check_rules, resolve
@@ -133,7 +133,7 @@ def test_a_broken_rule_is_told_and_each_fix_mends_it(
     (tmp_path / "misssing").touch()
     (tmp_path / "here").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rules, "is_installed", lambda _: line != "adapter=lora")
+    monkeypatch.setattr(data_rules, "is_installed", lambda _: line != "adapter=lora")
     broken = check_rules(config(line), scene)
     assert len(broken) == 1
     assert told in broken[0].rule
@@ -143,7 +143,7 @@ def test_a_broken_rule_is_told_and_each_fix_mends_it(
 
 
 def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "is_installed", lambda _: False)
+    monkeypatch.setattr(data_rules, "is_installed", lambda _: False)
     told = " ".join(line for _, line, _ in BROKEN)
     assert len(rules.RULES) <= len(BROKEN)
     for rule in rules.RULES:

@@ -7,7 +7,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from orchestrator.schema import Batch, DType, Model, Optimizer, RunConfig, Zero, from_dict, to_dict
+from orchestrator.schema import Batch, Model, Optimizer, RunConfig, from_dict, to_dict
+from orchestrator.state_groups import DType, Zero
 from orchestrator.strict import ConfigError
 
 TINY = Model("tiny", "llama", {"vocab_size": 256})

@@ -12,7 +12,7 @@ from points import make_config
 
 from orchestrator import slurm, slurm_tools
 from orchestrator.cluster import Cluster, ClusterKind
-from orchestrator.schema import Device, RunConfig, Zero
+from orchestrator.schema import Device, RunConfig
 from orchestrator.slurm_site import cautions, problem_of, read_sinfo
 from orchestrator.slurm_tools import (
     DENIED,
@@ -26,6 +26,7 @@ from orchestrator.slurm_tools import (
     read_scontrol_job,
     read_squeue,
 )
+from orchestrator.state_groups import Zero
 
 SQUEUE = """\
 3|FAILED|NonZeroExitCode|0|1792|2026-11-21T11:49:34|node1|
