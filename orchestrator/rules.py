@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -205,6 +206,16 @@ def _tile_is_used(scene: Scene, loss: Loss) -> Broken | None:
     return Broken("loss=full uses no loss.tile", str(loss.tile), ("loss=tiled", f"loss.tile={Loss().tile}"))
 
 
+def _output_can_be_written(scene: Scene, output: str) -> Broken | None:
+    place = Path(output).expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+        return None
+    why = f"and {place} is {'not yours to write' if place.is_dir() else 'a file'}"
+    return Broken("output must be a folder that can be written to", f"{output}, {why}", ("output=outputs",))
+
+
 class Rule(NamedTuple):
     """A check and the groups that it is given, in this order."""
 
@@ -213,6 +224,7 @@ class Rule(NamedTuple):
 
 
 RULES = (
+    Rule(_output_can_be_written, ("output",)),
     Rule(_ranks_are_as_many_as_started, ("resources",)),
     Rule(_cuda_is_there, ("resources", "cluster")),
     Rule(_each_rank_has_a_gpu, ("resources", "cluster")),

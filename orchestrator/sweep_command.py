@@ -256,7 +256,11 @@ def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Scree
     else:
         screen.table(sweep_table.plan_table(planned))
         rows = [*sweep_table.plan_rows(planned), *_cost_rows(planned)]
-        screen.closing([*rows, Row("next", "the same line without --plan runs it")])
+        states = {one.decision for one in planned}
+        then = "the same line without --plan runs it" if RunState.queued in states else "nothing is left to run"
+        if RunState.pruned in states:
+            then += "; --prune off runs also what is pruned"
+        screen.closing([*rows, Row("next", then)])
     return comparison.OK
 
 

@@ -28,6 +28,7 @@ STYLES = {
     RunState.cancelled: "dim",
 }
 REASONS_SHOWN = 60
+PLAN_REASONS = 8
 
 
 def plan_table(planned: Sequence[Planned]) -> Table:
@@ -42,7 +43,7 @@ def word(state: RunState) -> str:
 
 
 def plan_rows(planned: Sequence[Planned]) -> list[Row]:
-    """How many points have which fate; a reason that is not the same for all is in the table."""
+    """How many points have which fate, and why: beside the count where it is one reason, else a row for each."""
     rows = []
     for state in RunState:
         found = [one for one in planned if one.decision is state]
@@ -52,7 +53,17 @@ def plan_rows(planned: Sequence[Planned]) -> list[Row]:
         names = ", ".join(one.label for one in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
         reason = f": {next(iter(reasons))}" if len(reasons) == 1 else ""
         rows.append(Row(word(state), f"{len(found)}   {names}{reason}"))
+        rows += _reason_rows(found) if len(reasons) > 1 else []
     return rows
+
+
+def _reason_rows(found: Sequence[Planned]) -> list[Row]:
+    by_reason: dict[str, list[str]] = {}
+    for one in found:
+        by_reason.setdefault(one.reason, []).append(one.label)
+    told = [Row("", f"    {', '.join(labels)}: {reason}") for reason, labels in by_reason.items() if reason]
+    more = len(told) - PLAN_REASONS
+    return told if more <= 0 else [*told[:PLAN_REASONS], Row("", f"    and {more} more; --json tells them all")]
 
 
 HEADER = ("point", "state", "slots", "states/rank", "peak/rank", "tokens/s", "note")

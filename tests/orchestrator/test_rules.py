@@ -60,6 +60,7 @@ BROKEN = [
     (LAPTOP, "batch.global_size=16 batch.accumulation=3", "micro 4 x accumulation 3 x 2 ranks = 24"),
     (LAPTOP, "batch.global_size=17 batch.accumulation=3", "micro 4 x accumulation 3 x 2 ranks = 24"),
     (LAPTOP, "data.path=here", "data=stdlib reads no data.path"),
+    (LAPTOP, "output=/dev/null/runs", "output must be a folder that can be written to"),
     (LAPTOP, "data=text", "data=text needs data.path"),
     (LAPTOP, "data=text data.path=missing", "data.path must be a file or folder that is there"),
     (LAPTOP, "data=text data.path=/nowhere/at/all", "data.path must be a file or folder that is there"),

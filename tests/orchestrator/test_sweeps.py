@@ -121,6 +121,17 @@ def test_out_of_memory_is_an_answer_and_larger_ones_of_its_family_are_left_out(
     assert (code, states(sweep)) == (0, ["oom", "ok"])
 
 
+def test_a_plan_tells_each_reason_and_what_would_run_what_it_leaves_out(tmp_path: Path) -> None:
+    found = points(tmp_path, [1, 2])
+    refused = [Refused(f"r{number}", (), (Broken(f"rule {number % 10}"),)) for number in range(12)]
+    code, shown, _ = run(tmp_path, [], points=(*found, *refused))
+    assert code == 0
+    code, shown, _ = run(tmp_path, [], points=(*found, *refused), plan_only=True)
+    assert "r0, r10: rule 0" in shown
+    assert "and 2 more; --json tells them all" in shown
+    assert "nothing is left to run" in shown
+
+
 def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZLAB_FAULT", "slow@step6:rank0")
     code, _, sweep = run(tmp_path, [1])
