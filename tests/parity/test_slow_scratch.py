@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.checkpoints import Setting, assert_states
+from harness.copies import LateCopies
 from harness.late_scratch import ORDERS, LateDrive, late_scratch
 from harness.oracle import LR
 from harness.ranks import run_ranks
@@ -32,26 +33,32 @@ STEPS = range(4)
 
 
 class Cell(NamedTuple):
+    """apart: as beside a GPU, with copies between two memories that are late too."""
+
     order: str
     ahead: int
     speculative: bool
     params: bool
+    apart: bool = False
 
     def plan(self, folder: Path) -> OffloadPlan:
-        return replace(offload_to(folder, params=self.params, ahead=self.ahead), speculative=self.speculative)
+        plan = offload_to(folder, params=self.params, ahead=self.ahead)
+        return replace(plan, speculative=self.speculative, copies=LateCopies if self.apart else None)
 
 
 def cells_of(stage: int) -> list[Cell]:
-    """Every depth with and without guessing, the orders by turns; what rests by turns where there is a choice."""
+    """Every depth with and without guessing, one depth of each apart; the orders by turns, and what rests too."""
     orders = list(ORDERS)
+    depths = [(0, False), (1, False), (2, False), (1, True)]
     return [
-        Cell(orders[(index + stage) % len(orders)], ahead, speculative, stage == 3 and index % 3 != 2)
-        for index, (speculative, ahead) in enumerate(product((False, True), (0, 1, 2)))
+        Cell(orders[(index + stage) % len(orders)], ahead, speculative, stage == 3 and index % 3 != 2, apart)
+        for index, (speculative, (ahead, apart)) in enumerate(product((False, True), depths))
     ]
 
 
 def all_cells_of(stage: int) -> list[Cell]:
-    return [Cell(*each) for each in product(ORDERS, (0, 1, 2), (False, True), (False, True)[: 1 + (stage == 3)])]
+    params = (False, True) if stage == 3 else (False,)
+    return [Cell(*each) for each in product(ORDERS, (0, 1, 2), (False, True), params, (False, True))]
 
 
 def _late(folder: Path, setting: Setting, cells: list[Cell]) -> None:

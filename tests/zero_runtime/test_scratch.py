@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,10 +22,18 @@ from zero_runtime.collectives import Collectives
 from zero_runtime.errors import OffloadError, PlanError
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.tiers import scratch as scratch_module
 from zero_runtime.tiers.drive import BLOCK_MIB, REQUESTS, measure_drive
 from zero_runtime.tiers.pipeline import pipeline
 from zero_runtime.tiers.preflight import check_room
-from zero_runtime.tiers.scratch import ALIGN_BYTES, HUGE_BYTES, ScratchFile, ScratchSettings, aligned_buffer
+from zero_runtime.tiers.scratch import (
+    ALIGN_BYTES,
+    HUGE_ADVICE,
+    HUGE_BYTES,
+    ScratchFile,
+    ScratchSettings,
+    aligned_buffer,
+)
 
 WHAT = "unit blocks.3"
 
@@ -89,7 +99,21 @@ def test_large_buffers_ask_for_huge_pages() -> None:
     buffer = aligned_buffer(2 * HUGE_BYTES)
     assert "hg" in _flags_of(buffer.data_ptr())
     assert "hg" in _flags_of(buffer.data_ptr() + buffer.nbytes - 1)
-    assert aligned_buffer(5).numel() == 5
+
+
+def test_every_page_of_a_large_buffer_is_asked_for_new_or_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def madvise(address: ctypes.c_void_p, size: ctypes.c_size_t, advice: int) -> int:
+        asked.append((address.value, size.value, advice))
+        return -1  # a kernel without them changes nothing
+
+    monkeypatch.setattr(scratch_module, "_libc", SimpleNamespace(madvise=madvise))
+    buffer = aligned_buffer(HUGE_BYTES + 5)
+    assert buffer.numel() == HUGE_BYTES + 5
+    assert asked == [(buffer.data_ptr(), HUGE_BYTES, advice) for advice in HUGE_ADVICE]
+    assert aligned_buffer(HUGE_BYTES - 1).numel() == HUGE_BYTES - 1
+    assert len(asked) == len(HUGE_ADVICE), "a small one is left alone"
 
 
 def test_a_flipped_bit_is_found_unless_nobody_looks(tmp_path: Path) -> None:
