@@ -29,5 +29,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     skip = pytest.mark.skip(reason="long form; run by `make test-full`")
     for item in items:
-        if "full" in item.keywords:
+        if item.get_closest_marker("full"):  # not by keyword: a folder of this name is one too
             item.add_marker(skip)

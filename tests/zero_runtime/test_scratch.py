@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.tiers import scratch as scratch_module
 from zero_runtime.tiers.drive import BLOCK_MIB, REQUESTS, measure_drive
+from zero_runtime.tiers.nvme import NvmeTier
 from zero_runtime.tiers.pipeline import pipeline
 from zero_runtime.tiers.preflight import check_room
 from zero_runtime.tiers.scratch import (
@@ -313,3 +315,29 @@ def test_a_spoilt_unit_ends_the_run_with_its_name(tmp_path: Path) -> None:
     _, told = run_ranks(_a_unit_comes_back_spoilt, 2, tmp_path)
     assert "other bytes than were written there; the run ends here, its checkpoints are as they were" in told
     assert told.startswith("unit ")
+
+
+def _a_part_is_read_of_a_spoilt_block(folder: Path) -> str:
+    """The last state of a unit is read, and the page of its first is not what was written: one block holds both."""
+    offload = offload_to(folder, params=True)
+    assert offload.scratch is not None
+    offload = replace(offload, scratch=replace(offload.scratch, block_bytes=1 << 20))
+    runtime = runtime_of(Setting(3, 1, MixedPrecision()), offload, ADAMW)
+    train(runtime, Setting(3, 1).case(model=SPEC), 0, 1)
+    tier, unit = runtime._tier, runtime.units[0]
+    assert isinstance(tier, NvmeTier)
+    read = tier.reader(unit, "exp_avg_sq")
+    assert read is not None
+    with runtime.resident(unit):
+        wanted = runtime.optimizer.states_of(unit)["exp_avg_sq"][3:7].clone()
+    assert torch.equal(read(3, 7), wanted)
+    os.pwritev(tier._file._fd, [memoryview(noise(ALIGN_BYTES).numpy().data)], tier._records[unit.name].offset)
+    with pytest.raises(OffloadError) as error:
+        read(3, 7)
+    runtime.close()
+    return str(error.value)
+
+
+def test_a_part_of_a_spoilt_block_is_not_taken_for_good(tmp_path: Path) -> None:
+    (told,) = run_ranks(_a_part_is_read_of_a_spoilt_block, 1, tmp_path)
+    assert "other bytes than were written there" in told

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zero_runtime.offload_memory import ALIGN_BYTES, aligned
 from zero_runtime.tiers.records import Record, Region, Visit
 from zero_runtime.tiers.resting import PARAM
 from zero_runtime.tiers.scratch import ScratchFile, Transfer, aligned_buffer
@@ -76,12 +75,14 @@ class Slots:
             return free.pop()
 
     def read_range(self, record: Record, region: Region, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of one tensor, in memory of their own."""
-        low = region.offset + start * region.dtype.itemsize
-        high = region.offset + stop * region.dtype.itemsize
-        first = low // ALIGN_BYTES * ALIGN_BYTES
-        buffer = aligned_buffer(aligned(high - first))
-        self._file.read(record.offset + first, buffer, record.what).wait()
+        """Elements [start, stop) of one tensor, in memory of their own. Whole blocks are read: they alone have sums."""
+        low = record.offset + region.offset + start * region.dtype.itemsize
+        high = record.offset + region.offset + stop * region.dtype.itemsize
+        step, middle = self._file.settings.block_bytes, record.offset + record.param_at
+        begin, end = (middle, record.offset + record.size) if low >= middle else (record.offset, middle)
+        first, last = max(begin, low // step * step), min(end, -(-high // step) * step)
+        buffer = aligned_buffer(last - first)
+        self._file.read(first, buffer, record.what).wait()
         return buffer[low - first : high - first].view(region.dtype).clone()
 
     # ---- parameters alone --------------------------------------------------------------------------------------
