@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from orchestrator.strict import nearest
 
@@ -15,6 +17,7 @@ VERBS = {
     "ui": "dashboard",
     **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), "verbs"),
 }
+HOME = re.compile(r"(?<=[=,])~(?=/)")
 SHORT = {
     "-h": "--help",
     "-m": "--multirun",
@@ -96,9 +99,14 @@ def split(argv: Sequence[str]) -> Arguments:
         if word.startswith("-"):
             _take_flag(found, word, words)
         else:
-            found.overrides.append(word)
+            found.overrides.append(_with_home(word))
     _check_together(found)
     return found
+
+
+def _with_home(word: str) -> str:
+    """A path of the home folder as the shell would have written it, which does so only for words that are paths."""
+    return HOME.sub(lambda _: str(Path.home()), word)
 
 
 def _take_flag(found: Arguments, word: str, words: list[str]) -> None:

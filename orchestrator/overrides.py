@@ -119,7 +119,9 @@ def _check_option(group: str, text: str, tree: Tree) -> str | None:
     option = _unquote(text).removesuffix(".yaml")
     if option in options or text.startswith("{"):
         return None
-    near = nearest(option, options) or next((one for one in options if option and one.endswith(option)), None)
+    near = nearest(Path(option).name, options) or next(
+        (one for one in options if option and one.endswith(option)), None
+    )
     hint = f" Did you mean '{near}'?" if near else ""
     return f"{group} has no option '{option}'.{hint}      options: {' '.join(options)}"
 
@@ -208,7 +210,8 @@ def _suggest(key: str, value: str | None, tree: Tree) -> str:
 
 
 def _not_an_override(word: str, tree: Tree) -> str:
-    homes = [f"{group}={word}" for group, options in tree.groups.items() if word in options]
+    named = Path(word).name.removesuffix(".yaml")  # a file is chosen by its name
+    homes = [f"{group}={named}" for group, options in tree.groups.items() if named in options]
     if homes:
         return f"'{word}' is not key=value. Did you mean '{homes[0]}'?"
     if near := nearest(word, VERBS):

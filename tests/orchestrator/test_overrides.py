@@ -39,6 +39,8 @@ def tree() -> Tree:
         ("sweeps=null", "sweeps has no option 'null'."),
         ("rank_by=step_ms", "'rank_by' is a key of a sweep's file: write it into sweeps/NAME.yaml"),
         ("seeds=[1,2]", "on a line it is -m seed=1,2,3"),
+        ("sweeps/stages.yaml", "Did you mean 'sweeps=stages'?"),
+        ("sweeps=../elsewhere/sweeps/stages.yaml", "Did you mean 'stages'?"),
         ("stage2", "'stage2' is not key=value. Did you mean 'zero=stage2'?"),
         ("+zero=stage1", "write zero=stage1 without the +"),
         ("~zero", "a run needs zero"),
@@ -152,3 +154,9 @@ def test_info_takes_its_value_only_when_it_is_one() -> None:
     found = arguments.split(["--info", "zero=stage1"])
     assert (found.flags, found.overrides) == ({"--info": "all"}, ["zero=stage1"])
     assert arguments.split(["-i", "defaults"]).flags == {"--info": "defaults"}
+
+
+def test_a_path_of_the_home_folder_is_one_also_where_the_shell_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    line = ["data.path=~/a,~/b", "~experiment", "model.path=x~/y"]
+    assert arguments.split(line).overrides == ["data.path=/home/me/a,/home/me/b", "~experiment", "model.path=x~/y"]
