@@ -4,7 +4,7 @@ for reading the records."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from orchestrator.schema import RunConfig, to_dict
 from orchestrator.strict import Broken
 from orchestrator.sweep_record import Planned
 from orchestrator.units import size
+from zero_runtime.activation_bytes import ActivationBytes
+from zero_runtime.memory_model import StateBytes, step_floor_bytes
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,42 @@ class Refused:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes of the model states of one rank, and what a rank, or all of them together, may hold at most."""
+    """Bytes on one rank, and what a rank, or all of them together, may hold at most.
 
-    states_bytes: int
+    activations: None where they cannot be counted, and `unknown` says why. remedies: settings with which it fits, where
+    somebody `advised` (asked for them).
+    """
+
+    states: StateBytes
     limit_bytes: int | None
     ranks_share: int = 1  # ranks that share the limit
+    micro_batches: int = 1
+    activations: ActivationBytes | None = None
+    unknown: str = ""
+    remedies: tuple[str, ...] = ()
+    advised: bool = False
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a rank holds at least at the worst moment of a step."""
+        peak = self.activations.peak if self.activations else 0
+        return step_floor_bytes(self.states, peak, micro_batches=self.micro_batches)
 
     @property
     def cannot_fit(self) -> bool:
-        return self.limit_bytes is not None and self.states_bytes * self.ranks_share > self.limit_bytes
+        return self.limit_bytes is not None and self.needed_bytes * self.ranks_share > self.limit_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for records and programs."""
+        states = {name: size for name, size in asdict(self.states).items() if name != "padding"}
+        return {
+            **states,
+            "activations": asdict(self.activations) if self.activations else None,
+            "activations_unknown": self.unknown,
+            "needed": self.needed_bytes,
+            "limit": self.limit_bytes,
+            "ranks_share": self.ranks_share,
+        }
 
 
 def retry_states(text: str) -> frozenset[RunState]:
@@ -83,8 +112,9 @@ def _decided(
 ) -> Planned:
     config = to_dict(point.config)
     identity = point_id(config, point.config.resources.ranks or 1, name_of(point.config))
-    predicted = prediction.states_bytes if prediction else None
-    plan = Planned(point.label, point.overrides, RunState.queued, identity, config, predicted_bytes=predicted)
+    plan = Planned(point.label, point.overrides, RunState.queued, identity, config)
+    if prediction is not None:
+        plan = replace(plan, predicted_bytes=prediction.states.total, predicted=prediction.to_dict())
     kept = None if wishes.fresh else _kept(output, identity)
     if kept is not None and kept[1] not in wishes.retry:
         attempt, state = kept
@@ -100,11 +130,23 @@ def _decided(
 
 
 def cannot_fit(prediction: Prediction) -> str:
-    """The arithmetic by which a point is left out."""
+    """The arithmetic by which a point is left out, and what would fit."""
     share = f"{prediction.ranks_share} x " if prediction.ranks_share > 1 else ""
-    return (
-        f"the model states alone, {share}{size(prediction.states_bytes)}, are more than {size(prediction.limit_bytes)}"
+    states, limit, found = prediction.states, size(prediction.limit_bytes), prediction.activations
+    text = f"the model states alone, {share}{size(states.total)}, are more than {limit}"
+    if found is not None and states.total < prediction.needed_bytes:
+        blocks = found.peak - found.peak_outside - found.peak_backward
+        text = (
+            f"needs at least {share}{size(prediction.needed_bytes)}, more than {limit}: activations at their peak "
+            f"{size(found.peak)} (blocks {size(blocks)}, embedding, head and loss {size(found.peak_outside)}, "
+            f"backward {size(found.peak_backward)}), the rest model states"
+        )
+    if not prediction.advised:
+        return text
+    would = (
+        f"would fit: {'   or   '.join(prediction.remedies[:3])}" if prediction.remedies else "no single setting fits"
     )
+    return f"{text}; {would}"
 
 
 def _kept(output: Path, identity: str) -> tuple[AttemptPaths, RunState] | None:

@@ -94,7 +94,7 @@ def record(attempt: Attempt, verdict: Verdict) -> Verdict:
     facts = {}
     if memory:
         config = from_dict(read_json(attempt.paths.config) or {})
-        facts = {"memory": memory, "remedies": remedies.told(config, memory, prediction.states_bytes)}
+        facts = {"memory": memory, "remedies": remedies.told(config, memory, prediction.needs)}
         verdict = verdict._replace(message=f"{verdict.message}; {facts['remedies']}".rstrip("; "))
     attempt.move(verdict.state, rank=verdict.rank, message=verdict.message, log=lines, **facts)
     return verdict

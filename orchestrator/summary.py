@@ -159,10 +159,12 @@ def memory_table(result: Mapping[str, Any]) -> Table:
     host = memory.get("host") or {}
     if host.get("predicted_bytes"):
         rows.append(_memory_row("offload: host memory", host["measured_bytes"], host["predicted_bytes"]))
-    rows.append(_memory_row("activations", memory["activations_bytes"], None))
+    rows.append(_memory_row("activations", memory["activations_bytes"], memory.get("activations_predicted_bytes")))
     if memory.get("activations_host_bytes"):
         rows.append(_memory_row("  at rest on the host", memory["activations_host_bytes"], None))
     rows.append(_memory_row("other tensors", memory["other_tensors_bytes"], None))
+    if memory.get("floor_predicted_bytes") is not None:
+        rows.append(_memory_row("worst moment of a step, at least", None, memory["floor_predicted_bytes"]))
     for key, name in (
         ("peak_allocated_bytes", "peak allocated"),
         ("peak_reserved_bytes", "peak reserved"),
@@ -170,6 +172,8 @@ def memory_table(result: Mapping[str, Any]) -> Table:
     ):
         if memory.get(key) is not None:
             rows.append(_memory_row(name, memory[key], None))
+    if memory.get("activations_unknown"):
+        rows.append((f"activations cannot be predicted: {memory['activations_unknown']}", "", "", ""))
     header = ("memory, largest over ranks", "predicted", "measured", "difference")
     return Table(header, tuple(rows))
 

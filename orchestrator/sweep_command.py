@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
             f"{many(len(request.points), 'point')}: predicting {'their' if len(request.points) > 1 else 'its'} memory",
             "dim",
         )
-    planned = _plan(request, hardware)
+    planned = _plan(request, hardware, screen)
     if all(one.decision is RunState.refused for one in planned):
         raise Refusal(list(dict.fromkeys(one.reason for one in planned)))
     if request.plan_only:
@@ -202,9 +203,10 @@ def _await(sweep: SweepPaths) -> None:
         time.sleep(live.LOOK_S)
 
 
-def _plan(request: SweepRequest, hardware: Hardware) -> list[Planned]:
+def _plan(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> list[Planned]:
     points = _runnable(request)
-    predicted = prediction.predict(points) if request.predicts else {}
+    tell = None if screen is None or request.as_json else partial(screen.say, style="dim")
+    predicted = prediction.predict(points, tell) if request.predicts else {}
     wrong = prediction.problems(points) if request.predicts else {}
     some = len(wrong) < len(points)  # else it is an error, and told as one
     for problem, count in Counter(wrong.values()).items() if some else ():

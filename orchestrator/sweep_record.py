@@ -74,7 +74,7 @@ class Planned:
     """A point of a sweep as it was decided: `decision` is queued (to run), or a state that needs no run.
 
     point: its id; empty where it was refused. attempt: the folder of the answer that is kept. predicted_bytes: of one
-    rank, by the memory model, model states alone; None where nobody predicted.
+    rank, by the memory model, model states alone; None where nobody predicted. predicted: all of the prediction.
     """
 
     label: str
@@ -85,6 +85,7 @@ class Planned:
     reason: str = ""
     attempt: str = ""
     predicted_bytes: int | None = None
+    predicted: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "decision": self.decision.value}

@@ -29,12 +29,21 @@ STYLES = {
 }
 REASONS_SHOWN = 60
 PLAN_REASONS = 8
+STATES = ("params", "grads", "optimizer")
+PLAN_HEADER = ("point", "decision", *STATES, "activations", "needs/rank")
+NAMED = 4  # points of a decision that are named
 
 
 def plan_table(planned: Sequence[Planned]) -> Table:
     """Every point with what was decided of it; the reasons are in `plan_rows`."""
-    rows = [(one.label, word(one.decision), size(one.predicted_bytes)) for one in planned]
-    return Table(("point", "decision", "states/rank"), tuple(rows), names=2)
+    return Table(PLAN_HEADER, tuple(_plan_row(one) for one in planned), names=2)
+
+
+def _plan_row(one: Planned) -> tuple[str, ...]:
+    known = one.predicted.get("activations")
+    sizes = [one.predicted.get(name) for name in (*STATES, "needed")]
+    *states, needed = map(size, sizes)
+    return (one.label, word(one.decision), *states, size(known["kept"]) if known else ABSENT, needed)
 
 
 def word(state: RunState) -> str:
@@ -50,10 +59,15 @@ def plan_rows(planned: Sequence[Planned]) -> list[Row]:
         if not found:
             continue
         reasons = Counter(one.reason for one in found if one.reason)
-        names = ", ".join(one.label for one in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        names = ", ".join(one.label for one in found[:NAMED])
+        names += f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
         reason = f": {next(iter(reasons))}" if len(reasons) == 1 else ""
         rows.append(Row(word(state), f"{len(found)}   {names}{reason}"))
         rows += _reason_rows(found) if len(reasons) > 1 else []
+    unknown = Counter(
+        one.predicted["activations_unknown"] for one in planned if one.predicted.get("activations_unknown")
+    )
+    rows += [Row("unknown", f"activations of {count} points: {reason}") for reason, count in unknown.items()]
     return rows
 
 
@@ -135,5 +149,6 @@ def as_json(one: Standing) -> dict[str, Any]:
         "slots": list(one.slots),
         "job": one.job or None,
         "predicted_states_bytes": one.planned.predicted_bytes,
+        "predicted": one.planned.predicted,
         "result": one.result(),
     }

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_runtime.tiers.copies import Copies, Mark
 
@@ -124,14 +125,14 @@ class Frame:
     def pack(self, tensor: torch.Tensor) -> View | torch.Tensor:
         """The tensor starts to leave; what stays is given back as it is."""
         storage = tensor.untyped_storage()
-        if tensor.device.type != self._memory.device.type or type(tensor) is not torch.Tensor:
+        if tensor.device.type != self._memory.device.type or type(tensor) not in (torch.Tensor, FakeTensor):
             return tensor
         if storage.nbytes() == 0 or storage._cdata in self._stays:
             return tensor
         key = storage._cdata, tensor._version
         if key not in self._seen:
             with torch.no_grad():
-                source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                source = tensor.new_empty(0, dtype=torch.uint8).set_(storage)
                 kept = Kept(self, self._memory, self._memory.take(source.numel()), source)
             self._kept.add(kept)
             self._seen[key] = tensor, kept
@@ -153,7 +154,7 @@ class Frame:
             before._fetch()
         with torch.no_grad():
             buffer = packed.kept.take()
-            empty = torch.empty(0, dtype=packed.dtype, device=buffer.device)
+            empty = buffer.new_empty(0, dtype=packed.dtype)
             return empty.set_(buffer.untyped_storage(), packed.offset, packed.size, packed.stride)
 
     def _fetch(self) -> None:

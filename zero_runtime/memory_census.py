@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from zero_runtime.activation_bytes import ONE_NUMBER_BYTES
 from zero_runtime.runtime import ZeroRuntime
 
 
@@ -43,22 +45,23 @@ def take_census(runtime: ZeroRuntime) -> Census:
 class ActivationCensus:
     """Around one forward: bytes that it leaves alive for backward, in storages that were not there before.
 
-    Counts what autograd saves and what Python still holds (the kept inputs of recomputed blocks are of this kind).
+    Counts what autograd saves and what Python still holds (the kept inputs of recomputed blocks are of this kind), but
+    for storages of one number (see activation_bytes.py, which predicts the same).
     """
 
     def __init__(self, runtime: ZeroRuntime) -> None:
         self.bytes = 0
         self._runtime = runtime
-        self._seen: set[int] = set()
+        self._there: list[StorageWeakRef] = []  # another storage may get the place of one that has gone
         self._saved: list[torch.Tensor] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def __enter__(self) -> ActivationCensus:
-        for tensors in self._runtime.state_tensors().values():
-            _count_new(tensors, self._seen)
-        _count_new((one for found in self._runtime.host_tensors().values() for one in found), self._seen)
-        _count_new(self._runtime.model.buffers(), self._seen)
-        _count_new(_live_tensors(self._runtime.device.type), self._seen)
+        runtime = self._runtime
+        states, host = runtime.state_tensors().values(), runtime.host_tensors().values()
+        named = [one for tensors in (*states, *host) for one in tensors]
+        found = [*named, *runtime.model.buffers(), *_live_tensors(runtime.device.type)]
+        self._there = [StorageWeakRef(one) for one in _storages(found)]
         self._hooks.__enter__()
         return self
 
@@ -66,9 +69,13 @@ class ActivationCensus:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
-        self.bytes = _count_new(self._saved, self._seen)
-        self.bytes += _count_new(_live_tensors(self._runtime.device.type), self._seen)
+        seen = {one.cdata for one in self._there if not one.expired()}
+        left = {
+            one._cdata: one.nbytes() for one in _storages([*self._saved, *_live_tensors(self._runtime.device.type)])
+        }
+        self.bytes = sum(size for key, size in left.items() if key not in seen and size > ONE_NUMBER_BYTES)
         self._saved.clear()
+        self._there.clear()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self._saved.append(tensor)
@@ -77,14 +84,17 @@ class ActivationCensus:
 
 def _count_new(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     total = 0
-    for tensor in tensors:
-        if isinstance(tensor, nn.parameter.UninitializedParameter) or tensor.is_meta:
-            continue
-        storage = tensor.untyped_storage()
+    for storage in _storages(tensors):
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             total += storage.nbytes()
     return total
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors:
+        if not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta:
+            yield tensor.untyped_storage()
 
 
 def _live_tensors(device_type: str) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ counts there: 2Ψ + 2Ψ + 12Ψ for mixed-precision Adam). Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.plan import Partition, ZeroPlan
@@ -119,6 +119,35 @@ def model_state_bytes(
                 totals[component] += round(unit.padded_numel // ranks[partition] * size_bytes)
                 exact += unit.numel * size_bytes / ranks[partition]
     return StateBytes(**totals, padding=round(sum(totals.values()) - exact))
+
+
+def total_state_bytes(
+    plan: ZeroPlan,
+    units: Iterable[tuple[UnitSize, MixedPrecision]],
+    *,
+    world: int,
+    micro_batches: int = 1,
+    state_bytes: float = ADAM_BYTES,
+) -> StateBytes:
+    """`model_state_bytes` of units of several precisions."""
+    by_kind: dict[MixedPrecision, list[UnitSize]] = {}
+    for size, kind in units:
+        by_kind.setdefault(kind, []).append(size)
+    parts = [
+        model_state_bytes(plan, kind, sizes, world=world, micro_batches=micro_batches, state_bytes=state_bytes)
+        for kind, sizes in by_kind.items()
+    ]
+    return StateBytes(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
+
+
+def step_floor_bytes(states: StateBytes, activations_peak: int, *, micro_batches: int = 1) -> int:
+    """What one rank holds at least at the worst moment of its second step, when optimizer states exist.
+
+    All model states, after the last backward; or the parameters, the optimizer's states and the activations of a
+    micro-batch at their peak, and where another micro-batch came before, its gradients.
+    """
+    during = states.params + states.optimizer + activations_peak + (states.grads if micro_batches > 1 else 0)
+    return max(states.total, during)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.grad_norm import clip_coefficient, local_sum_of_squares
 from zero_runtime.loss_scaler import LossScaler
 from zero_runtime.lr_schedule import Rates
-from zero_runtime.memory_model import StateBytes, StepPeak, UnitSize, model_state_bytes, step_peak_bytes
+from zero_runtime.memory_model import StateBytes, StepPeak, UnitSize, step_peak_bytes, total_state_bytes
 from zero_runtime.module_hooks import ModuleHooks
 from zero_runtime.offload_memory import OffloadBytes, host_bytes, nvme_bytes
 from zero_runtime.optimizers import OptimizerConfig
@@ -369,21 +369,13 @@ class ZeroRuntime:
 
     def predicted_state_bytes(self) -> StateBytes:
         """What `memory_model` predicts for this rank."""
-        found: dict[MixedPrecision, list[UnitSize]] = {}
-        for unit, size in zip(self.units, self.unit_sizes(), strict=True):
-            found.setdefault(unit.precision, []).append(size)
-        parts = [
-            model_state_bytes(
-                self.plan,
-                kind,
-                sizes,
-                world=self.collectives.world,
-                micro_batches=self.settings.micro_batches,
-                state_bytes=self.optimizer.config.state_bytes,
-            )
-            for kind, sizes in found.items()
-        ]
-        return StateBytes(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
+        return total_state_bytes(
+            self.plan,
+            zip(self.unit_sizes(), (unit.precision for unit in self.units), strict=True),
+            world=self.collectives.world,
+            micro_batches=self.settings.micro_batches,
+            state_bytes=self.optimizer.config.state_bytes,
+        )
 
     def predicted_offload_bytes(self) -> OffloadBytes:
         """What `offload_memory` predicts for this rank, in the host's memory and in the scratch file."""

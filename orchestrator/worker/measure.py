@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from zero_runtime import memory_model
+from zero_runtime.activation_bytes import ActivationBytes
 from zero_runtime.collectives import Ledger
 from zero_runtime.memory_census import Census
 from zero_runtime.runtime import ZeroRuntime
@@ -83,6 +84,16 @@ def memory(runtime: ZeroRuntime, worst: Mapping[str, int | None]) -> dict[str, A
     rest = {key: value for key, value in worst.items() if key not in components}
     other = (rest.pop("other") or 0) + (rest.pop("buffers") or 0)
     return {**states, "other_tensors_bytes": other, **rest}
+
+
+def predicted_activations(runtime: ZeroRuntime, counted: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an answer of activations.py: what a forward keeps, and what the rank needs at least at its worst moment."""
+    if "bytes" not in counted:
+        return {"activations_unknown": counted["unknown"]}
+    found = ActivationBytes(**counted["bytes"])
+    micro_batches = runtime.settings.micro_batches
+    floor = memory_model.step_floor_bytes(runtime.predicted_state_bytes(), found.peak, micro_batches=micro_batches)
+    return {"activations_predicted_bytes": found.kept, "floor_predicted_bytes": floor}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""A child process of the command line: the units of models by shape, so that the command needs no torch.
+"""A child process of the command line: what needs the models themselves, so that the command needs no torch.
 
-Reads a JSON list of configurations on stdin, writes a JSON list of what `units_of` makes of each on stdout; of a model
-that cannot be built the problem, and null where something else went wrong.
+Reads {"units": {key: configuration}, "activations": [{key: configuration}, ...]} as JSON on stdin, where those of one
+dictionary differ in the micro-batch alone. Writes a line of JSON for each answer on stdout as it comes: [key, answer],
+of `units_of` (of a model that cannot be built the problem, null where something else went wrong) or of activations.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from orchestrator.schema import RunConfig, from_dict
+from orchestrator.worker.activations import answers
 from orchestrator.worker.setup import build_precision, build_unborn
 from orchestrator.worker.training import build_optimizer
 from zero_runtime.offload import resting
@@ -44,17 +46,26 @@ def units_of(config: RunConfig) -> dict[str, Any]:
 def _answer(config: RunConfig) -> dict[str, Any] | None:
     try:
         return units_of(config)
-    except (
-        ValueError
-    ) as error:  # the person's mistake, by what is promised of every builder; the job would say the same
+    except ValueError as error:  # the person's mistake, by what is promised of every builder; a job would say the same
         return {"problem": "; ".join(str(error).splitlines())}
     except Exception as error:  # the others are still wanted, and the run itself will tell what is wrong
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return None
 
 
+def _tell(key: str, answer: Any) -> None:
+    print(json.dumps([key, answer]), flush=True)
+
+
 def main() -> None:
-    json.dump([_answer(from_dict(one)) for one in json.load(sys.stdin)], sys.stdout)
+    asked = json.load(sys.stdin)
+    for key, config in asked["units"].items():
+        _tell(key, _answer(from_dict(config)))
+    for family in asked["activations"]:
+        configs = {key: from_dict(one) for key, one in family.items()}
+        keys = {config.batch.micro: key for key, config in configs.items()}
+        for config, answer in answers(list(configs.values())):
+            _tell(keys[config.batch.micro], answer)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from orchestrator.job import RankInfo, RankRecord, Stopped
 from orchestrator.record import AttemptPaths, append_event, read_json, write_json_atomic
 from orchestrator.schema import RunConfig, from_dict
-from orchestrator.worker import measure
+from orchestrator.worker import activations, measure
 from orchestrator.worker.faults import Faults
 from orchestrator.worker.saving import Progress, Saving
 from orchestrator.worker.setup import build_data, build_runtime, cpu_model, prepare_process
@@ -267,6 +267,9 @@ class RankRun:
             return
         if self._readings.validation_loss is not None:
             self._tell("validation", step=self._steps, loss=self._readings.validation_loss)
+        write_json_atomic(self._attempt.result, result)
+        # Not before: what a rank needs to count would be in the peaks that were measured.
+        result["memory"] |= measure.predicted_activations(self._runtime, activations.known(self._config))
         write_json_atomic(self._attempt.result, result)
         self._tell("finish")
 

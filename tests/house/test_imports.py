@@ -19,7 +19,16 @@ FILES = sorted(
     for top in ("kernels", "zero_runtime", "orchestrator", "run.py")
     for path in ([ROOT / top] if top.endswith(".py") else (ROOT / top).rglob("*.py"))
 )
-PURE = ("plan", "precision", "flat_layout", "memory_model", "offload_memory", "lr_schedule", "errors")
+PURE = (
+    "plan",
+    "precision",
+    "flat_layout",
+    "memory_model",
+    "activation_bytes",
+    "offload_memory",
+    "lr_schedule",
+    "errors",
+)
 STANDARD = set(sys.stdlib_module_names)
 
 # A plugin is a subclass of Hydra's own, in the namespace where Hydra looks for it.

@@ -1,0 +1,158 @@
+"""What the memory of models was predicted from, kept in the user's cache by what decides it, and asked of a child
+process where it is not there: the child imports torch, this process does not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from orchestrator.record import read_json, write_json_atomic
+from orchestrator.schema import Device, RunConfig, to_dict
+
+# What decides a model's units and the optimizer's states. Anything else only decides what is made of them.
+DECIDING = ("model", "adapter", "optimizer", "precision")
+SILENCE_S = 120.0  # for which the child may work at one answer
+TELL_S = 2.0
+LIBRARIES = ("torch", "transformers", "peft")  # whose code decides what is kept
+Tell = Callable[[str], None]
+
+
+def units_key(config: RunConfig) -> str:
+    """Of the units of a model and the costs of its optimizer."""
+    plain = to_dict(config)
+    parts = {name: plain[name] for name in DECIDING}
+    return _hash(parts | {"unit_numel": config.zero.unit_numel, "ratio": config.offload.ratio})
+
+
+def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
+    """Of what a micro-batch keeps. `any_micro`: of the family of those that differ in its size alone."""
+    plain, precision = to_dict(config), config.precision
+    parts = {name: plain[name] for name in ("model", "adapter", "recompute", "loss")}
+    parts |= {"compute": str(precision.compute), "keep": precision.keep_dtype, "seq": config.batch.seq}
+    parts |= {"cuda": config.resources.device is Device.cuda, "micro": None if any_micro else config.batch.micro}
+    return "activations-" + _hash(parts)
+
+
+def _hash(parts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def folder() -> Path:
+    """The user's alone, and of this version of the code that makes what lies there."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    root = Path(__file__).resolve().parents[1]
+    parts = [
+        *sorted((root / "orchestrator/worker").glob("*.py")),
+        *sorted((root / "orchestrator/workloads").glob("*.py")),
+    ]
+    parts += [root / "zero_runtime" / f"{name}.py" for name in ("activation_bytes", "activation_count")]
+    parts += [root / "zero_runtime" / f"{name}.py" for name in ("recompute", "recompute_modes", "kept_activations")]
+    parts += [root / "zero_runtime" / f"{name}.py" for name in ("tiled_loss", "unit_planner")]
+    source = b"".join(one.read_bytes() for one in parts) + " ".join(map(_version, LIBRARIES)).encode()
+    found = Path(base) / "zero-lab" / f"shapes-{hashlib.sha256(source).hexdigest()[:8]}"
+    found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return found
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def stored(key: str) -> Any | None:
+    """The answer, where it is there."""
+    return read_json(folder() / f"{key}.json")
+
+
+def store(key: str, answer: Any) -> None:
+    write_json_atomic(folder() / f"{key}.json", answer)
+
+
+def answers(
+    units: Sequence[RunConfig], activations: Sequence[RunConfig], tell: Tell | None = None
+) -> dict[str, dict[str, Any]]:
+    """Of each distinct configuration by its key: from the cache or from the child; none for what could not be built,
+    or where the child failed. `tell` hears every two seconds how far the child is."""
+    wanted = {units_key(one): one for one in units}
+    counted = {activations_key(one): one for one in activations}
+    found = {key: answer for key in (*wanted, *counted) if (answer := stored(key)) is not None}
+    families: dict[str, dict[str, Any]] = {}
+    for key, config in counted.items():
+        if key not in found:
+            families.setdefault(activations_key(config, any_micro=True), {})[key] = to_dict(config)
+    asked = {
+        "units": {key: to_dict(config) for key, config in wanted.items() if key not in found},
+        "activations": list(families.values()),
+    }
+    total = len(asked["units"]) + sum(map(len, families.values()))
+    for key, answer in _ask_child(asked, total, tell) if total else ():
+        if answer is not None:
+            store(key, answer)
+            found[key] = answer
+    return found
+
+
+def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Iterator[tuple[str, Any]]:
+    """Its answers as they come; it is ended when it is silent for too long."""
+    lines: SimpleQueue[str | None] = SimpleQueue()
+    try:
+        child = _start_child()
+    except OSError:
+        return
+    threading.Thread(target=_talk, args=(child, json.dumps(asked), lines), daemon=True).start()
+    done, heard, told = 0, time.monotonic(), (-1, time.monotonic())
+    try:
+        while time.monotonic() < heard + SILENCE_S:
+            if tell is not None and done > told[0] and time.monotonic() >= told[1] + TELL_S:
+                told = done, time.monotonic()
+                tell(f"counting without running: {done} of {total} models and activations")
+            try:
+                line = lines.get(timeout=TELL_S)
+            except Empty:
+                continue
+            if line is None:
+                return
+            done, heard = done + 1, time.monotonic()
+            key, answer = json.loads(line)
+            yield key, answer
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _start_child() -> subprocess.Popen[str]:
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "orchestrator.worker.shapes"],
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def _talk(child: subprocess.Popen[str], asked: str, lines: SimpleQueue[str | None]) -> None:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        with child.stdin:
+            child.stdin.write(asked)
+        for line in child.stdout:
+            lines.put(line)
+    except (OSError, ValueError):
+        pass  # it has ended, or was ended
+    lines.put(None)
