@@ -42,14 +42,16 @@ class Refused:
 class Prediction:
     """Bytes on one rank, and what a rank, or all of them together, may hold at most.
 
-    activations: None where they cannot be counted, and `unknown` says why. remedies: settings with which it fits, where
-    somebody `advised` (asked for them).
+    whole_bytes: what of the states is whole beside the shards at the worst moment, at most. activations: None where
+    they cannot be counted, and `unknown` says why. remedies: settings with which it fits, where somebody asked
+    (`advised`).
     """
 
     states: StateBytes
     limit_bytes: int | None
     ranks_share: int = 1  # ranks that share the limit
     micro_batches: int = 1
+    whole_bytes: int = 0
     activations: ActivationBytes | None = None
     unknown: str = ""
     remedies: tuple[str, ...] = ()
@@ -60,6 +62,11 @@ class Prediction:
         """What a rank holds at least at the worst moment of a step."""
         peak = self.activations.peak if self.activations else 0
         return step_floor_bytes(self.states, peak, micro_batches=self.micro_batches)
+
+    @property
+    def ceiling_bytes(self) -> int | None:
+        """What it holds at most, kernels' and collectives' own buffers apart; None without a count of activations."""
+        return self.states.total + self.whole_bytes + self.activations.peak if self.activations else None
 
     @property
     def cannot_fit(self) -> bool:
@@ -73,6 +80,7 @@ class Prediction:
             "activations": asdict(self.activations) if self.activations else None,
             "activations_unknown": self.unknown,
             "needed": self.needed_bytes,
+            "at_most": self.ceiling_bytes,
             "limit": self.limit_bytes,
             "ranks_share": self.ranks_share,
         }

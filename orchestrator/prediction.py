@@ -20,7 +20,7 @@ from orchestrator.schema import AdapterKind, Device, RunConfig, to_dict
 from orchestrator.state_groups import Place
 from zero_runtime.activation_bytes import ActivationBytes
 from zero_runtime.flat_layout import FlatLayout
-from zero_runtime.memory_model import UnitSize, total_state_bytes
+from zero_runtime.memory_model import UnitSize, step_peak_bytes, total_state_bytes
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 
@@ -86,13 +86,9 @@ def _prediction(config: RunConfig, answers: Mapping[str, dict[str, Any]], gpu_by
         return None
     ranks, micro_batches = config.resources.ranks or 1, config.batch.accumulation or 1
     plan = ZeroPlan.from_stage(config.zero.stage, shard_ranks=config.zero.shard_ranks)
-    states = total_state_bytes(
-        plan,
-        _units(config, shapes, plan, ranks),
-        world=ranks,
-        micro_batches=micro_batches,
-        state_bytes=shapes["state_bytes"],
-    )
+    units, costs = _units(config, shapes, plan, ranks), {"world": ranks, "micro_batches": micro_batches}
+    states = total_state_bytes(plan, units, **costs, state_bytes=shapes["state_bytes"])
+    peak = step_peak_bytes(plan, units, **costs, prefetch=config.zero.prefetch, state_bytes=shapes["state_bytes"])
     counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
     activations = ActivationBytes(**counted["bytes"]) if "bytes" in counted else None
     limit, share = gpu_bytes, 1
@@ -100,7 +96,9 @@ def _prediction(config: RunConfig, answers: Mapping[str, dict[str, Any]], gpu_by
         limit = None  # nobody here knows the memory of a node
     elif config.resources.device is not Device.cuda:
         limit, share = hardware.memory_bytes(), ranks
-    return Prediction(states, limit, share, micro_batches, activations, counted.get("unknown", ""))
+    return Prediction(
+        states, limit, share, micro_batches, peak.params + peak.grads, activations, counted.get("unknown", "")
+    )
 
 
 def _units(

@@ -300,6 +300,8 @@ def _csv_row(ranked: Ranked) -> dict[str, object]:
     row |= {f"{phase}_ms": result["phases_ms"][phase] if result else None for phase, _ in PHASES}
     row |= {
         "states_measured_bytes": states_bytes(result) if result else None,
+        "activations_bytes": result["memory"]["activations_bytes"] if result else None,
+        "activations_predicted_bytes": result["memory"].get("activations_predicted_bytes") if result else None,
         "peak_bytes": peak_bytes(result) if result else None,
         "sent_bytes_per_step": sent_bytes(result) if result else None,
         "loss_first": result["loss"]["first"] if result else None,

@@ -101,6 +101,8 @@ def ready_text(event: Mapping[str, Any]) -> str:
     """What is known once the ranks have built the model and read the data."""
     states = _states(event.get("predicted"))
     predicted = f", model states predicted {size(_sum(states, 'predicted_bytes'))} a rank" if states else ""
+    kept = (event.get("predicted") or {}).get("activations_predicted_bytes")
+    predicted += f", activations {size(kept)}" if kept is not None else ""
     return f"{count(event.get('parameters'))} parameters{predicted}, data hash {event.get('data_hash', ABSENT)}"
 
 

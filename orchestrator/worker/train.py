@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from orchestrator import memory_cache
 from orchestrator.job import RankInfo, RankRecord, Stopped
 from orchestrator.record import AttemptPaths, append_event, read_json, write_json_atomic
 from orchestrator.schema import RunConfig, from_dict
@@ -236,9 +237,14 @@ class RankRun:
             "ready",
             parameters=self._parameters(),
             data_hash=self._data.hash,
-            predicted=measure.model_states(self._runtime, {}),
+            predicted=measure.model_states(self._runtime, {}) | self._planned_activations(),
             warning=self._runtime.saving_trouble(),
         )
+
+    def _planned_activations(self) -> dict[str, Any]:
+        """What was predicted of them, where a plan or a run before has counted them: counting now would be measured."""
+        counted = memory_cache.stored(memory_cache.activations_key(self._config)) if self._rank.rank == 0 else None
+        return {} if counted is None else measure.predicted_activations(self._runtime, counted)
 
     def _compare_data(self) -> None:
         """Ranks that read different data would train without any sign of it."""

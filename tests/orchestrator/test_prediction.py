@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import api, arguments, cli, compose, deciding, prediction
+from orchestrator import api, arguments, cli, compose, deciding, hardware, memory_cache, prediction, sweep_table
 from orchestrator.deciding import Prediction, Wishes
 from orchestrator.hardware import Hardware
 from orchestrator.point import Point
 from orchestrator.rules import Scene
 from orchestrator.run_state import RunState
 from orchestrator.strict import Refusal
+from orchestrator.sweep_record import Planned
+from zero_runtime.activation_bytes import ActivationBytes
+from zero_runtime.memory_model import StateBytes
 
 LAPTOP = Hardware(cores=4, cpu="cpu")
 LLAMA_TINY = 1_869_504
@@ -39,9 +42,9 @@ def test_states_are_those_of_the_papers_formulas_and_the_second_command_needs_no
     found = points("-m zero=stage0,stage3 precision=fp32,bf16 resources.ranks=2 resources.device=cpu")
     predicted = prediction.predict(found)
     # fp32: 4 + 4 + 8 bytes; bf16 on a CPU that may compute in fp32 keeps at least 2 + 4 + 12 of its own.
-    assert predicted["stage0-fp32"].states_bytes == 16 * LLAMA_TINY
-    assert 8 * LLAMA_TINY <= predicted["stage3-fp32"].states_bytes <= 8 * LLAMA_TINY + 4096
-    assert predicted["stage0-bf16"].states_bytes >= 18 * LLAMA_TINY
+    assert predicted["stage0-fp32"].states.total == 16 * LLAMA_TINY
+    assert 8 * LLAMA_TINY <= predicted["stage3-fp32"].states.total <= 8 * LLAMA_TINY + 4096
+    assert predicted["stage0-bf16"].states.total >= 18 * LLAMA_TINY
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert prediction.predict(found) == predicted
 
@@ -50,7 +53,7 @@ def test_states_of_8_bits_are_predicted_with_the_padding_of_their_blocks(cache: 
     line = "zero=stage0 precision=fp32 optimizer=adamw8bit resources.ranks=2 resources.device=cpu"
     (found,) = prediction.predict(points(line)).values()
     exact, padded_units = (4 + 4 + 2 * (1 + 4 / 256)) * LLAMA_TINY, 10
-    assert exact < found.states_bytes <= exact + padded_units * 2 * 256 * 10.03125
+    assert exact < found.states.total <= exact + padded_units * 2 * 256 * 10.03125
 
 
 def test_a_model_that_cannot_be_built_has_no_prediction_and_the_others_have(cache: None) -> None:
@@ -59,20 +62,87 @@ def test_a_model_that_cannot_be_built_has_no_prediction_and_the_others_have(cach
     assert set(prediction.predict([good, bad])) == {good.label}
 
 
+GIB = 1 << 30
+STATES = StateBytes(GIB, GIB, GIB, 0)
+LARGE = ActivationBytes(kept=2 * GIB, kept_outside=GIB, peak=3 * GIB, peak_outside=GIB, peak_backward=GIB)
+
+
 def test_what_cannot_fit_is_left_out_with_its_arithmetic_and_runs_where_asked(tmp_path: Path) -> None:
     (point,) = points(f"zero=stage0 resources.device=cpu output={tmp_path}")
-    huge = {point.label: Prediction(3 << 30, 4 << 30, ranks_share=2)}
-    (planned,) = deciding.decide([point], tmp_path, lambda _: "cpu", Wishes(), huge)
-    assert planned.decision is RunState.pruned
-    assert planned.reason == "the model states alone, 2 x 3.00 GiB, are more than 4.00 GiB"
-    (planned,) = deciding.decide([point], tmp_path, lambda _: "cpu", Wishes(prune=False), huge)
-    assert planned.decision is RunState.queued
-    fits = {point.label: Prediction(2 << 30, 4 << 30, ranks_share=2)}
-    assert deciding.decide([point], tmp_path, lambda _: "cpu", Wishes(), fits)[0].decision is RunState.queued
+
+    def decided(prediction: Prediction, **wishes: bool) -> Planned:
+        (planned,) = deciding.decide([point], tmp_path, lambda _: "cpu", Wishes(**wishes), {point.label: prediction})
+        return planned
+
+    huge = Prediction(STATES, 4 * GIB, ranks_share=2)
+    assert decided(huge).decision is RunState.pruned
+    assert decided(huge).reason == "the model states alone, 2 x 3.00 GiB, are more than 4.00 GiB"
+    assert decided(huge, prune=False).decision is RunState.queued
+    assert decided(Prediction(STATES, 6 * GIB, ranks_share=2)).decision is RunState.queued
+    # Parameters, optimizer and 3 GiB of activations: 5 GiB.
+    assert decided(Prediction(STATES, 5 * GIB, activations=LARGE)).decision is RunState.queued
+    advised = Prediction(STATES, 5 * GIB - 1, activations=LARGE, remedies=("batch.micro=2",), advised=True)
+    assert decided(advised).reason == (
+        "needs at least 5.00 GiB, more than 5.00 GiB: activations at their peak 3.00 GiB (blocks 1.00 GiB, embedding, "
+        "head and loss 1.00 GiB, backward 1.00 GiB), the rest model states; would fit: batch.micro=2"
+    )
+    assert decided(advised).predicted["needed"] == 5 * GIB
+
+
+def test_who_accumulates_needs_the_gradients_beside_the_activations() -> None:
+    one, two = (Prediction(STATES, None, micro_batches=count, activations=LARGE) for count in (1, 2))
+    assert (one.needed_bytes, two.needed_bytes) == (5 * GIB, 6 * GIB)
+    assert Prediction(STATES, None).needed_bytes == 3 * GIB
+
+
+def test_a_plan_shows_what_a_rank_keeps_and_needs(cache: None, tmp_path: Path) -> None:
+    found = points(f"-m batch.micro=2,4,8 recompute=none,full resources.device=cpu resources.ranks=2 output={tmp_path}")
+    predicted = prediction.predict(found)
+    kept = {label: one.activations.kept for label, one in predicted.items() if one.activations}
+    assert kept["micro4-full"] < kept["micro2-none"] < kept["micro4-none"] < kept["micro8-none"]
+    for one in predicted.values():
+        assert one.activations is not None
+        assert one.ceiling_bytes is not None
+        assert one.states.total + one.activations.kept - one.states.grads <= one.needed_bytes <= one.ceiling_bytes
+    planned = deciding.decide(found, tmp_path, lambda _: "cpu", Wishes(), predicted)
+    table = sweep_table.plan_table(planned)
+    assert table.header == ("point", "decision", "params", "grads", "optimizer", "activations", "needs/rank")
+    assert all("MiB" in cell for row in table.rows for cell in row[2:])
+
+
+def test_a_point_beside_too_small_a_device_is_told_what_would_fit(
+    cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = f"zero=stage0 precision=fp32 batch.micro=8 resources.device=cpu resources.ranks=1 output={tmp_path}"
+    (point,) = points(line)
+    (before,) = prediction.predict([point]).values()
+    monkeypatch.setattr(hardware, "memory_bytes", lambda: before.needed_bytes - 1)
+    (found,) = prediction.predict([point]).values()
+    assert found.cannot_fit
+    assert "batch.micro=4 batch.accumulation=2" in found.remedies
+    assert "recompute=full" in found.remedies
+    assert "zero=stage1" not in found.remedies  # one rank has nobody to share with
+    (planned,) = deciding.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: found})
+    assert "would fit: batch.micro=4" in planned.reason
+
+
+def test_what_cannot_be_counted_is_told_with_why_and_fails_nothing(cache: None, tmp_path: Path) -> None:
+    (point,) = points(f"loss=tiled model=llama_tiny resources.device=cpu output={tmp_path}")
+    model = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
+    scaled = replace(point.config.model, name="scaled", model_type="cohere", config=model)  # its logits, after the head
+    point = replace(point, config=replace(point.config, model=scaled))
+    (found,) = prediction.predict([point]).values()
+    assert found.activations is None
+    assert "use loss=full" in found.unknown
+    assert found.needed_bytes == found.states.total
+    planned = deciding.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: found})
+    (row,) = [row for row in sweep_table.plan_rows(planned) if row[0] == "unknown"]
+    assert row[1].startswith("activations of 1 points: ValueError: loss=tiled: expected CohereForCausalLM")
 
 
 def test_the_cache_is_the_users_alone(cache: None) -> None:
-    assert os.stat(prediction.cache_folder()).st_mode & 0o077 == 0
+    assert os.stat(memory_cache.folder()).st_mode & 0o077 == 0
 
 
 def test_a_model_that_cannot_be_built_is_refused_before_a_run_starts(
@@ -115,5 +185,5 @@ def test_a_sweep_whose_every_model_is_wrong_is_an_error_with_the_nearest_word(
 
 
 def test_models_that_ship_start_no_child_before_a_run(cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction, "_ask_child", lambda _: pytest.fail("a child was started"))
+    monkeypatch.setattr(memory_cache, "_ask_child", lambda *_: pytest.fail("a child was started"))
     assert prediction.problems(points("-m model=llama_tiny,gpt2 zero=stage1,stage3 resources.device=cpu")) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,17 +10,29 @@ import pytest
 from points import make_config
 
 from orchestrator import remedies
-from orchestrator.schema import RunConfig
+from orchestrator.remedies import Need
+from orchestrator.schema import LossKind, RecomputeKind, RunConfig
 from orchestrator.state_groups import Offload, Place
 
 GIB = 1 << 30
 HELD = {"params": 2 * GIB, "grads": 2 * GIB, "optimizer": 8 * GIB, "buffers": 0, "other": 6 * GIB}
 
 
-def states(config: RunConfig) -> int:
-    """12 GiB, of which each stage shards one part more over two ranks."""
+def states(configs: Sequence[RunConfig]) -> list[Need | None]:
+    """12 GiB, of which each stage shards one part more over two ranks; nobody knows the activations."""
     shards = {0: 12, 1: 8, 2: 7, 3: 6}
-    return shards[config.zero.stage] * GIB - (4 * GIB if config.offload == Offload(optimizer=Place.cpu) else 0)
+    away = Offload(optimizer=Place.cpu)
+    return [Need(shards[one.zero.stage] * GIB - 4 * GIB * (one.offload == away), complete=False) for one in configs]
+
+
+def everything(configs: Sequence[RunConfig]) -> list[Need | None]:
+    """4 GiB and one for each sequence at a time, or half of it where blocks recompute; tiles cannot be counted."""
+    return [
+        Need(4 * GIB + one.batch.micro * GIB // (1 if one.recompute.kind is RecomputeKind.none else 2), complete=True)
+        if one.loss.kind is LossKind.full
+        else None
+        for one in configs
+    ]
 
 
 def listed(wanted: str | None, *, stage: int = 0, micro: int = 4) -> list[tuple[str, int]]:
@@ -44,6 +57,17 @@ def test_what_frees_too_little_is_left_out() -> None:
     assert listed("100.00 GiB") == []
     assert listed(None) == []
     assert listed("1.00 GiB", stage=3, micro=1) == []
+
+
+def test_with_activations_predicted_settings_of_them_are_listed_and_nothing_is_estimated() -> None:
+    config = make_config(Path("outputs"), stage=3)
+    found = remedies.remedies(config, {"wanted": "2.00 GiB", "held": HELD}, everything)
+    assert [(one.overrides, one.freed_bytes // GIB, one.estimated) for one in found] == [
+        ("batch.micro=2 batch.accumulation=4", 2, False),
+        ("batch.micro=1 batch.accumulation=8", 3, False),
+        ("recompute=by_operation", 2, False),
+        ("recompute=full", 2, False),
+    ]
 
 
 @pytest.mark.parametrize(
