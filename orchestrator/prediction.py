@@ -30,16 +30,17 @@ ADVISED = 4  # points that are told what would fit: each costs counts of its own
 
 def predict(points: Sequence[Point], tell: Tell | None = None) -> dict[str, Prediction]:
     """By label; a point whose model the child could not build has none, and its run will say why."""
-    found = _predictions([point.config for point in points], tell)
-    named = {point.label: one for point, one in zip(points, found, strict=True) if one is not None}
+    first = _predictions([point.config for point in points], tell)
+    named = {point.label: one for point, one in zip(points, first, strict=True) if one is not None}
     lacking = [point for point in points if point.label in named and named[point.label].cannot_fit][:ADVISED]
     neighbours = [remedies.neighbours(point.config) for point in lacking]
     told = iter(_predictions([one.config for several in neighbours for one in several], tell))
     for point, several in zip(lacking, neighbours, strict=True):
-        fits = [
-            one.overrides for one, then in zip(several, told, strict=False) if then is not None and not then.cannot_fit
-        ]
-        named[point.label] = replace(named[point.label], remedies=tuple(fits), advised=True)
+        then = [next(told) for _ in several]
+        fits = [one for one, found in zip(several, then, strict=True) if found is not None and not found.cannot_fit]
+        smaller = [one for one in fits if one.config.batch != point.config.batch]
+        chosen = tuple(one.overrides for one in fits if one not in smaller[1:])  # of sizes that fit, the largest
+        named[point.label] = replace(named[point.label], remedies=chosen, advised=True)
     return named
 
 

@@ -78,7 +78,8 @@ def told(config: RunConfig, memory: Mapping[str, Any], needs: Needs) -> str:
 
 def neighbours(config: RunConfig) -> list[Neighbour]:
     """The settings worth a try, those that change least first: none of them changes what is learned."""
-    found = [_smaller(config, micro) for micro in sorted({config.batch.micro // 2, 1} - {0, config.batch.micro})[::-1]]
+    halves = [config.batch.micro >> power for power in range(1, config.batch.micro.bit_length())]
+    found = [_smaller(config, micro) for micro in halves]
     if config.loss.kind is LossKind.full:
         found.append(Neighbour("loss=tiled", replace(config, loss=replace(config.loss, kind=LossKind.tiled))))
     for kind in (RecomputeKind.by_operation, RecomputeKind.full):
