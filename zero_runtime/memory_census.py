@@ -52,7 +52,7 @@ class ActivationCensus:
     def __init__(self, runtime: ZeroRuntime) -> None:
         self.bytes = 0
         self._runtime = runtime
-        self._there: list[StorageWeakRef] = []  # another storage may get the place of one that has gone
+        self._there: list[StorageWeakRef] = []  # holds their addresses: no other storage gets one that has gone
         self._saved: list[torch.Tensor] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -69,7 +69,7 @@ class ActivationCensus:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
-        seen = {one.cdata for one in self._there if not one.expired()}
+        seen = {one.cdata for one in self._there}
         left = {
             one._cdata: one.nbytes() for one in _storages([*self._saved, *_live_tensors(self._runtime.device.type)])
         }

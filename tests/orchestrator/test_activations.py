@@ -109,7 +109,9 @@ def _step(config: RunConfig) -> Counted:
     del kept
     runtime.step(1e-3)
     allocated = allocated_peak(step)
-    found, states = trace_of(config).total(), runtime.predicted_state_bytes()
+    trace, states = trace_of(config), runtime.predicted_state_bytes()
+    assert sum(trace.events) == 0, "something that came has not gone with the step, such as a parameter's gradient"
+    found = trace.total()
     rests = states.params + states.optimizer
     ceiling = runtime.predicted_peak().total + found.peak
     floor = step_floor_bytes(states, found.peak)
