@@ -31,15 +31,30 @@ def points(line: str) -> list[Point]:
     return found
 
 
+PAPER = "-m zero=stage0,stage3 precision=fp32,bf16 resources.ranks=2 resources.device=cpu"
+CODED = "zero=stage0 precision=fp32 optimizer=adamw8bit resources.ranks=2 resources.device=cpu"
+SIZES = "-m batch.micro=2,4,8 recompute=none,full resources.ranks=2 resources.device=cpu"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which one child has answered what several tests ask: each child imports for eight seconds."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        prediction.predict([point for line in (PAPER, CODED, SIZES) for point in points(line)])
+    return folder
+
+
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def cache(told: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(told))
 
 
 def test_states_are_those_of_the_papers_formulas_and_the_second_command_needs_no_child(
     cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = points("-m zero=stage0,stage3 precision=fp32,bf16 resources.ranks=2 resources.device=cpu")
+    found = points(PAPER)
     predicted = prediction.predict(found)
     # fp32: 4 + 4 + 8 bytes; bf16 on a CPU that may compute in fp32 keeps at least 2 + 4 + 12 of its own.
     assert predicted["stage0-fp32"].states.total == 16 * LLAMA_TINY
@@ -50,8 +65,7 @@ def test_states_are_those_of_the_papers_formulas_and_the_second_command_needs_no
 
 
 def test_states_of_8_bits_are_predicted_with_the_padding_of_their_blocks(cache: None) -> None:
-    line = "zero=stage0 precision=fp32 optimizer=adamw8bit resources.ranks=2 resources.device=cpu"
-    (found,) = prediction.predict(points(line)).values()
+    (found,) = prediction.predict(points(CODED)).values()
     exact, padded_units = (4 + 4 + 2 * (1 + 4 / 256)) * LLAMA_TINY, 10
     assert exact < found.states.total <= exact + padded_units * 2 * 256 * 10.03125
 
@@ -96,7 +110,7 @@ def test_who_accumulates_needs_the_gradients_beside_the_activations() -> None:
 
 
 def test_a_plan_shows_what_a_rank_keeps_and_needs(cache: None, tmp_path: Path) -> None:
-    found = points(f"-m batch.micro=2,4,8 recompute=none,full resources.device=cpu resources.ranks=2 output={tmp_path}")
+    found = points(f"{SIZES} output={tmp_path}")
     predicted = prediction.predict(found)
     kept = {label: one.activations.kept for label, one in predicted.items() if one.activations}
     assert kept["micro4-full"] < kept["micro2-none"] < kept["micro4-none"] < kept["micro8-none"]

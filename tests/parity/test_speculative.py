@@ -133,7 +133,7 @@ def _overflowing(folder: Path) -> None:
     plain.close()
     skipped = sum("skipped=True" in report for report in wanted)
     assert 0 < skipped < 16
-    for plan in plans_of(3, folder)[1:]:
+    for plan in plans_of(3, folder)[1::2]:
         runtime = runtime_of(setting, plan, loss_scale=OVERFLOWS)
         found = train(runtime, setting, range(16))
         assert (found.reports, found.wrong, found.right) == (wanted, skipped, 16 - skipped), plan
@@ -179,7 +179,7 @@ def test_what_was_not_foreseen_is_stepped_over_alike(tmp_path: Path) -> None:
 def _saved(folder: Path) -> None:
     """Between two swaps of what is current: saved, and gone on from."""
     setting = Setting(3, 2, BF16)
-    for number, plan in enumerate(plans_of(3, folder / "scratch")):
+    for number, plan in enumerate(plans_of(3, folder / "scratch")[::2]):
         runtime = runtime_of(setting, plan)
         train(runtime, setting, range(3))
         path = save_checkpoint(runtime, folder / str(number), step=3, trainer={})
