@@ -75,7 +75,7 @@ def _rows(folder: Path, setting: Setting, optimizer: OptimizerConfig, plans: lis
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_row_with_its_states_in_a_file_has_the_same_bits(
     stage: int, world: int, precision: MixedPrecision, tmp_path: Path

@@ -72,7 +72,7 @@ def _rows(setting: Setting, optimizer: OptimizerConfig, plans: list[OffloadPlan]
 
 
 @pytest.mark.parametrize("precision", [FP32, pytest.param(BF16, marks=pytest.mark.full), PAPER], ids=NAMES)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_row_with_its_states_on_the_host_has_the_same_bits(stage: int, world: int, precision: MixedPrecision) -> None:
     run_ranks(_rows, world, Setting(stage, world, precision), ADAMW, plans_of(stage), CLIP)

@@ -30,7 +30,7 @@ from zero_runtime.plan import ZeroPlan
 
 STAGES = (0, 1, 2, 3)
 # Each world is one run of every optimizer in every row; the third has its time in `make test-full`.
-WORLDS = [1, 2, pytest.param(3, marks=pytest.mark.full)]
+WORLDS = [2, *(pytest.param(world, marks=pytest.mark.full) for world in (1, 3))]
 STEPS = 4
 CENSUS_STAGE = 3  # a census walks all of Python's objects; test_bytes.py takes it in every row
 GROUPS = (
@@ -120,7 +120,7 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", WORLDS[:2])
 def test_every_row_has_the_bits_of_plain_torch(world: int, name: str) -> None:
     """The whole step, gradients and all: the plain process runs the model too."""
     wanted = oracle(Case(world, steps=STEPS), reduces_every_backward=False, optimizer=OPTIMIZERS[name])
