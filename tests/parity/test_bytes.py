@@ -61,8 +61,10 @@ def _census_of_rows(case: Case) -> dict[int, tuple]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "micro_batches"),
+    [(1, 1), (3, 2), *(pytest.param(*one, marks=pytest.mark.full) for one in ((1, 2), (3, 1)))],
+)
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: "-".join(dtype for dtype in vars(p).values() if dtype))
 def test_counted_model_states_equal_the_memory_model(precision: MixedPrecision, micro_batches: int, world: int) -> None:
     case = Case(world, micro_batches, precision=precision)
