@@ -3,6 +3,7 @@ process where it is not there: the child imports torch, this process does not.""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -50,6 +51,14 @@ def _hash(parts: Mapping[str, Any]) -> str:
 def folder() -> Path:
     """The user's alone, and of this version of the code that makes what lies there."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    found = Path(base) / "zero-lab" / f"shapes-{_code()}"
+    found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return found
+
+
+@functools.cache
+def _code() -> str:
+    """Of all that an answer follows from beside its question; read once a process, since every question asks."""
     root = Path(__file__).resolve().parents[1]
     parts = [
         *sorted((root / "orchestrator/worker").glob("*.py")),
@@ -59,9 +68,7 @@ def folder() -> Path:
     parts += [root / "zero_runtime" / f"{name}.py" for name in ("recompute", "recompute_modes", "kept_activations")]
     parts += [root / "zero_runtime" / f"{name}.py" for name in ("tiled_loss", "unit_planner")]
     source = b"".join(one.read_bytes() for one in parts) + " ".join(map(_version, LIBRARIES)).encode()
-    found = Path(base) / "zero-lab" / f"shapes-{hashlib.sha256(source).hexdigest()[:8]}"
-    found.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return found
+    return hashlib.sha256(source).hexdigest()[:8]
 
 
 def _version(library: str) -> str:

@@ -6,6 +6,7 @@ come up for each gather. See [Note: what waits for what] in copies.py.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
 import torch
@@ -15,7 +16,7 @@ from zero_runtime.tiers.copies import Copies, Mark
 from zero_runtime.unit import Unit
 
 
-class Crossing(Home):
+class Crossing(Home, ABC):
     """One unit's, and the update of it that is under way in another thread.
 
     grad [S] grad_dtype: the gradient when it has come down. staging [S] param_dtype: new parameters on their way up,
@@ -36,9 +37,9 @@ class Crossing(Home):
         self._back: Mark | None = None  # new parameters that the device has not waited for
         self._brought: tuple[torch.Tensor, Mark] | None = None  # [S] on the device, for a gather
 
+    @abstractmethod
     def resting_params(self) -> torch.Tensor | None:
         """[S] in the host's memory, where parameters rest; may block until they are there."""
-        raise NotImplementedError
 
     # ---- what the unit asks ------------------------------------------------------------------------------------
 
