@@ -1,5 +1,7 @@
 """Run by test_triton.py under TRITON_INTERPRET=1: by case, the largest difference over its bound.
 
+With the argument `cut` a third of the cells of each case: those in which each pair of values of two axes still occurs.
+
 The bound of an update: its terms are rounded a dozen times in fp32, whether or not multiply and add are fused, so
 12 * 2^-24 of the largest number that takes part, and half a unit of a 16-bit result's own rounding when the two
 results lie on different sides of a tie: one unit, 2^-7 or 2^-10 of it. A code of 8 bits may be one place off where the
