@@ -34,10 +34,20 @@ class AdamW(torch.optim.Optimizer):
 
     l2 = False
 
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            for param in group["params"]:
+            for param in (one for one in group["params"] if one.grad is not None):
                 state = self.state[param]
                 if not state:
                     state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
@@ -79,11 +89,24 @@ def second_moment(moment: torch.Tensor, grad: torch.Tensor, beta: float) -> torc
 class Sgd(torch.optim.Optimizer):
     """torch.optim.SGD."""
 
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+    ) -> None:
+        numbers = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, {**numbers, "nesterov": nesterov})
+
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             momentum = group["momentum"]
-            for param in group["params"]:
+            for param in (one for one in group["params"] if one.grad is not None):
                 step = param.grad + group["weight_decay"] * param if group["weight_decay"] else param.grad
                 if momentum:
                     state = self.state[param]
@@ -165,12 +188,12 @@ def plain_optimizer(config: OptimizerConfig, masters: dict[str, torch.Tensor], l
     if isinstance(config, LambConfig):
         return Lamb(groups, {"betas": (config.beta1, config.beta2), "eps": config.eps})
     if isinstance(config, AdamW8bitConfig):
-        return AdamW8bit(groups, {"betas": (config.beta1, config.beta2), "eps": config.eps})
+        return AdamW8bit(groups, betas=(config.beta1, config.beta2), eps=config.eps)
     if isinstance(config, AdamWConfig):
         kind = Adam if isinstance(config, AdamConfig) else AdamW
-        return kind(groups, {"betas": (config.beta1, config.beta2), "eps": config.eps})
+        return kind(groups, betas=(config.beta1, config.beta2), eps=config.eps)
     if isinstance(config, SgdConfig):
-        return Sgd(groups, {key: vars(config)[key] for key in ("momentum", "dampening", "nesterov")})
+        return Sgd(groups, **{key: vars(config)[key] for key in ("momentum", "dampening", "nesterov")})
     name, arguments = config.class_name, dict(config.arguments)
     if name == "Rprop":
         for group in groups:
