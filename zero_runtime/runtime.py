@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels.reference import root64
 from zero_runtime import diagnosis
 from zero_runtime.coded_shard import CodedShard
 from zero_runtime.collectives import Collectives, Ledger, world_size
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.grad_norm import clip_coefficient, local_sum_of_squares
+from zero_runtime.kernels.reference import root64
 from zero_runtime.loss_scaler import LossScaler
 from zero_runtime.lr_schedule import Rates
 from zero_runtime.memory_model import StateBytes, StepPeak, UnitSize, step_peak_bytes, total_state_bytes
