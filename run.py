@@ -2,7 +2,7 @@
 
 import sys
 
-OURS = ("orchestrator", "zero_runtime", "kernels")
+OURS = ("orchestrator", "zero_runtime")
 
 
 def start() -> int:

@@ -30,11 +30,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from stages_report import cpu_name  # noqa: E402
 
-from kernels import ops, reference  # noqa: E402
-from kernels.backends import backend_for  # noqa: E402
-from kernels.block_formats import blocks_of  # noqa: E402
-from kernels.cpu import build  # noqa: E402
-from kernels.settings import AdamW, Lamb  # noqa: E402
+from zero_runtime.kernels import ops, reference  # noqa: E402
+from zero_runtime.kernels.backends import backend_for  # noqa: E402
+from zero_runtime.kernels.block_formats import blocks_of  # noqa: E402
+from zero_runtime.kernels.cpu import build  # noqa: E402
+from zero_runtime.kernels.settings import AdamW, Lamb  # noqa: E402
 
 THREADS = (1, 2)
 REFERENCE_ROUNDS = 2  # it takes seconds where the cores are busy

@@ -41,8 +41,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from stages_report import cpu_name  # noqa: E402
 
-from kernels.backends import VARIABLE  # noqa: E402
 from zero_runtime.birth import parameters_on_meta  # noqa: E402
+from zero_runtime.kernels.backends import VARIABLE  # noqa: E402
 from zero_runtime.offload import OffloadPlan, Tier  # noqa: E402
 from zero_runtime.optimizers import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402

@@ -18,6 +18,7 @@ from zero_runtime.coded_shard import CodedShard
 from zero_runtime.collectives import Collectives, Ledger, world_size
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.grad_norm import clip_coefficient, local_sum_of_squares
+from zero_runtime.kernels.reference import root64
 from zero_runtime.loss_scaler import LossScaler
 from zero_runtime.lr_schedule import Rates
 from zero_runtime.memory_model import StateBytes, StepPeak, UnitSize, step_peak_bytes, total_state_bytes
@@ -249,7 +250,7 @@ class ZeroRuntime:
         wish = [] if asked is None else [float(asked())]
         told = torch.cat([self.collectives.fingerprint(), torch.tensor(wish, dtype=torch.float64)]).to(self.device)
         sums = self.collectives.sum_over_ranks_(torch.cat([torch.stack([self._loss, squares]), told]))
-        norm = sums[1].sqrt() / self.scaler.scale
+        norm = root64(sums[1]) / self.scaler.scale
         loss_value, norm_value, total, square, *wishes = self.settings.read_host(
             torch.cat([torch.stack([sums[0], norm]), sums[2:]])
         )

@@ -18,13 +18,13 @@ from enum import Enum
 import torch
 from torch import nn
 
-from kernels import ops
 from zero_runtime.birth import Birth, swap_content
 from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.collectives import Collectives, Pending
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Segment
+from zero_runtime.kernels import ops
 from zero_runtime.plan import Partition, Phase, ZeroPlan
 from zero_runtime.residency import HOME, Place, Rests
 from zero_runtime.unit_planner import UnitSpec

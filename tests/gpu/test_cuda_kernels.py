@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_every_kind_of_operation_is_trusted_on_this_gpu() -> None:
-    from kernels.backends import trouble_of
-    from kernels.triton.operations import TritonKernels
+    from zero_runtime.kernels.backends import trouble_of
+    from zero_runtime.kernels.triton.operations import TritonKernels
 
     assert trouble_of(TritonKernels(), torch.device("cuda")) is None

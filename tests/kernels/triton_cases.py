@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-from kernels import reference
-from kernels.block_formats import blocks_of, codes_numel, dynamic_codes, read_dynamic
-from kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
-from kernels.triton.operations import TritonKernels
+from zero_runtime.kernels import reference
+from zero_runtime.kernels.block_formats import blocks_of, codes_numel, dynamic_codes, read_dynamic
+from zero_runtime.kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
+from zero_runtime.kernels.triton.operations import TritonKernels
 
 LENGTHS = (0, 1, 15, 16, 17, 1025, 20003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

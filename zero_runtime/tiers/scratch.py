@@ -30,8 +30,8 @@ from uuid import uuid4
 
 import torch
 
-from kernels.checksum import checksum_function
 from zero_runtime.errors import OffloadError, PlanError
+from zero_runtime.kernels.checksum import checksum_function
 from zero_runtime.offload_memory import ALIGN_BYTES, aligned, buffer_bytes
 
 HUGE_BYTES = 2 << 20  # the smallest huge page
