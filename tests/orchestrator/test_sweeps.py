@@ -188,7 +188,7 @@ def test_points_run_side_by_side_where_there_are_slots_and_one_at_a_time_where_a
 
 COMMAND = """
 import sys
-sys.path[:0] = [{here!r}, {root!r}]
+sys.path[:0] = {path!r}
 from pathlib import Path
 from orchestrator import hardware
 from orchestrator.sweep_command import SweepRequest, run_quietly, run_sweep
@@ -204,7 +204,8 @@ raise SystemExit(run_sweep(request, hardware.detect()))
 def start(
     output: Path, micros: list[int], *, detach: bool = False, step_s: float = 0.1, **streams: Any
 ) -> subprocess.Popen[str]:
-    text = COMMAND.format(here=str(HERE), root=str(HERE.parents[1]), output=str(output), micros=micros, detach=detach)
+    path = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+    text = COMMAND.format(path=path, output=str(output), micros=micros, detach=detach)
     environment = {**os.environ, "STUB_STEP_S": str(step_s)}
     streams = streams or {"stdout": subprocess.PIPE}
     return subprocess.Popen([sys.executable, "-c", text], text=True, env=environment, **streams)
