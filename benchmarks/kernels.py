@@ -26,10 +26,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT)]
 
-from stages_report import cpu_name  # noqa: E402
-
+from benchmarks.stages_report import cpu_name  # noqa: E402
 from kernels import ops, reference  # noqa: E402
 from kernels.backends import backend_for  # noqa: E402
 from kernels.block_formats import blocks_of  # noqa: E402
