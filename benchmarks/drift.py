@@ -9,6 +9,7 @@ from itertools import pairwise
 
 LEAST_ROUNDS = 6  # two in each third
 STANDARD_ERRORS = 5
+TELLABLE = 0.25  # a spread that explains more hides a drift that would change what a table says
 # Of normal noise: the median of |a - b| for two readings is 0.6745 * sqrt(2) standard deviations, a median of k
 # readings scatters by sqrt(pi / 2) standard deviations over sqrt(k).
 MEDIAN_STEP = 0.6745 * math.sqrt(2)
@@ -60,6 +61,13 @@ def drift_verdict(what: str, rows: dict[str, list[float]]) -> str:
         return (
             f"Drift of {what}: WARNING, {len(moved)} of {len(rows)} rows moved between the first and the last third of "
             f"the rounds: {listed}."
+        )
+    blurred = {name: drift for name, drift in drifts.items() if drift.explained > TELLABLE}
+    if blurred:
+        listed = ", ".join(f"{name} {drift}" for name, drift in blurred.items())
+        return (
+            f"Drift of {what}: WARNING, {len(blurred)} of {len(rows)} rows scatter too much to tell; measure again on "
+            f"a quiet machine: {listed}."
         )
     name, most = max(drifts.items(), key=lambda item: abs(item[1].moved))
     return (

@@ -65,7 +65,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--world", type=int, default=None)
     parser.add_argument("--peers", action="store_true", help="FSDP2 and, where installed, DeepSpeed beside the rows")
     parser.add_argument("--memory", action="store_true", help="peak memory and page faults of each row")

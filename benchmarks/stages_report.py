@@ -113,8 +113,8 @@ def report_lines(found: Found) -> list[str]:
         "Times are of the slower rank; medians with quartiles in brackets; shares and ratios are taken within a round.",
         "Of forward + backward: their time alone, at the first weights, over the row's. Of the parts: (forward +",
         "backward alone + the row's collectives alone + its optimizer alone) / row. Drift: the median of the last",
-        "third of the rounds over that of the first. In bf16 DeepSpeed sends gradients in bf16, its default, all others",
-        "in fp32.",
+        "third of the rounds over that of the first. In bf16 DeepSpeed sends gradients in bf16, its default, and all",
+        "others in fp32.",
         "",
         "| row | ms | of forward + backward | collectives alone, ms | optimizer alone, ms | of the parts | "
         "time / ours at this stage | drift |",

@@ -17,8 +17,8 @@ TITLES = {
     "fsdp2 reshard": "FSDP2, reshard_after_forward=True (as stage 3)",
     **{f"deepspeed {stage}": f"DeepSpeed, stage {stage}" for stage in range(4)},
 }
-WARMUP = 3
-SETTLED, STEADY = 8, 4  # steps until the heap has found its layout, and those whose peak and page faults count
+WARMUP = 2
+SETTLED, STEADY = 6, 4  # steps until the heap has found its layout, and those whose peak and page faults count
 
 
 @dataclass(frozen=True)

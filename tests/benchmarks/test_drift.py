@@ -70,3 +70,9 @@ def test_the_verdict_is_given_whether_or_not_a_row_moved() -> None:
     warned = drift_verdict("step times", {"a": STEADY, "b": [second * (1 + i) for i, second in enumerate(STEADY)]})
     assert "WARNING, 1 of 2 rows moved" in warned
     assert ": b +" in warned
+
+
+def test_rows_that_scatter_too_much_to_tell_are_not_called_steady() -> None:
+    noisy_row = [1.0, 1.9, 0.8, 1.6, 1.1, 2.2, 0.9, 1.5, 1.2, 2.0, 0.8, 1.7]
+    verdict = drift_verdict("step times", {"a": STEADY, "b": noisy_row})
+    assert "WARNING, 1 of 2 rows scatter too much to tell" in verdict
