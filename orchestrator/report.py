@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,9 +53,9 @@ def _exact(read: Callable[[dict[str, Any]], float | None]) -> Callable[[dict[str
 
 
 # [Note: a notable load]
-# Who wants all cores and shares them with others that take the share s gets 1 - s of them, so a row is at most that
-# much slower. Up to a tenth that is no more than the half width of the p10-p90 range of most rows, by which ties are
-# judged; beyond it the load alone could decide the order.
+# A run that wants all cores gets 1 - s of them where others take the share s, so the load alone can make one row slower
+# than another by the ratio of what was left to each. Up to a tenth that is within the half width of the p10-p90 range
+# of most rows, by which ties are judged; beyond it the load could decide the order.
 NOTABLE_SHARE = 0.1
 REUSED_NAMED = 4  # rows whose time is in the line under the table; the table marks all
 DEFAULT_METRIC = "tokens_per_second"
@@ -251,12 +251,12 @@ def _load_warnings(ranked: Sequence[Ranked]) -> list[str]:
         return []
     shares = _grouped({label: f"{100 * share:.0f} %" for label, share in known.items()})
     text = f"other processes took this share of the cores while a row was measured: {shares}"
-    if max(known.values()) - min(known.values()) >= NOTABLE_SHARE:
+    if 1 - max(known.values()) < (1 - NOTABLE_SHARE) * (1 - min(known.values())):
         return [f"the rows were measured under different loads, so speeds do not compare; {text}"]
     return [text]
 
 
-def load_text(result: dict[str, Any]) -> str | None:
+def load_text(result: Mapping[str, Any]) -> str | None:
     """A sentence where other processes took a notable share of the cores during one run."""
     share = (result.get("load") or {}).get("others_share")
     if share is None or share < NOTABLE_SHARE:

@@ -111,6 +111,13 @@ def test_many_reused_rows_are_counted_in_one_line() -> None:
         ((0.0, None), []),
         ((0.48, 0.45), ["other processes took this share of the cores while a row was measured: 48 %: r0; 45 %: r1"]),
         (
+            (0.86, 0.92),  # the one had 14 % of the cores, the other 8 %
+            [
+                "the rows were measured under different loads, so speeds do not compare; other processes took this "
+                "share of the cores while a row was measured: 86 %: r0; 92 %: r1"
+            ],
+        ),
+        (
             (0.02, 0.48),
             [
                 "the rows were measured under different loads, so speeds do not compare; other processes took this "

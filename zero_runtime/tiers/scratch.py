@@ -41,9 +41,10 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class ScratchSettings:
-    """folder: on the drive to use. block_bytes: of one request, whole pages. requests: of each kind in flight at once.
+    """folder: on the drive to use; it must exist. block_bytes: of one request, whole pages.
 
-    ahead: units that are read before and written behind the one that is updated. verify: see [Note: checksums].
+    requests: of each kind in flight at once. ahead: units that are read before and written behind the one that is
+    updated. verify: see [Note: checksums].
     """
 
     folder: Path
