@@ -5,7 +5,7 @@
 time. What is left, as a share of the cores that the ranks may use and of the time, is what others took. A hypervisor
 that runs somebody else on a core is one of them (steal). A container sees all cores of its machine there, so only those
 of the ranks' affinity are counted: those of its cpuset. The command's own processes (screen, controller, tracker) are
-others too; they sleep while a run is measured.
+others too, which sleep most of the time while a run is measured, and so is the kernel's work in threads of its own.
 """
 
 from __future__ import annotations
