@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.paths import program
 from orchestrator.units import digits
+from zero_runtime.errors import missing_folder
 
 USAGE = "zlab io-bench FOLDER"
 BAD_USAGE, FAILED = 2, 1
 
 
 def main(words: Sequence[str]) -> int:
-    """0: measured. 1: the folder cannot be used. 2: the words were wrong."""
+    """0: measured. 1: the folder cannot be used. 2: the words were wrong, or there is no such folder."""
     if len(words) != 1 or words[0].startswith("-"):
         told = f"expected a folder on the drive to measure, found {len(words)} words"
         print(f"error: {told}\nusage: {USAGE}", file=sys.stderr)
         return BAD_USAGE
     folder = Path(words[0]).expanduser().absolute()
+    if not os.path.isdir(folder):
+        print(
+            f"error: {folder}: expected a folder on the drive to measure, found {missing_folder(folder)}",
+            file=sys.stderr,
+        )
+        return BAD_USAGE
     print(f"measuring {folder}: files of 256 MiB, 20 settings, some seconds", flush=True)
     from zero_runtime.errors import OffloadError
     from zero_runtime.tiers.drive import DriveSpeed, measure_drive

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from orchestrator import cluster_rules, data_rules, offload_rules, precision_rules, pretrained, saving_rules
 from orchestrator.hardware import Hardware
+from orchestrator.record import scratch_path
 from orchestrator.schema import (
     Batch,
     Checkpoint,
@@ -88,7 +89,7 @@ def _with_folder(config: RunConfig) -> Offload:
     """Scratch files lie where they are told to, else in the output folder."""
     if not config.offload.uses_nvme:
         return config.offload
-    folder = config.offload.folder or str(Path(config.output) / "scratch")
+    folder = config.offload.folder or str(scratch_path(config.output))
     return replace(config.offload, folder=str(Path(folder).expanduser().absolute()))
 
 
@@ -257,6 +258,7 @@ RULES = (
     Rule(offload_rules.optimizer_can_rest, ("offload", "optimizer", "resources")),
     Rule(offload_rules.guesses_need_a_tier, ("offload", "resources")),
     Rule(offload_rules.offload_keys_are_used, ("offload",)),
+    Rule(offload_rules.folder_is_there, ("output", "offload", "cluster")),
     Rule(_optimizer_uses_its_keys, ("optimizer",)),
     Rule(_schedule_uses_its_keys, ("scheduler",)),
     Rule(_momentum_can_cycle, ("optimizer", "scheduler")),

@@ -90,8 +90,8 @@ class Screen:
         talk = summary.communication_rows(result)
         learned = summary.learning_rows(result)
         self.rows([*talk, *learned, *summary.checkpoint_rows(result), summary.machine_row(result)])
-        if note:
-            self.warn(note)
+        for warning in filter(None, (note, report.load_text(result))):
+            self.warn(warning)
 
     def failure(self, label: str, state: str, message: str, log: Sequence[str], path: str) -> None:
         """How a run failed, with the last lines of the log that tells why."""
@@ -107,6 +107,8 @@ class Screen:
         self.console.print()
         self.console.print(_table(report.table(ranked)))
         self.say(report.rule(ranked[0].metric), "dim")
+        for line in report.reused(ranked):
+            self.say(line)
         for line in report.failures(ranked):
             self.say(line, "red")
         for line in report.warnings(ranked):

@@ -117,6 +117,8 @@ BROKEN = [
         "rests away from the device: here offload.optimizer=nvme",
     ),
     (LAPTOP, "offload.folder=here", "offload.folder is for offload=optimizer_nvme"),
+    (LAPTOP, "offload=optimizer_nvme offload.folder=fasst", "offload.folder must exist"),
+    (LAPTOP, "offload=optimizer_nvme offload.folder=here", "offload.folder must exist"),
     (LAPTOP, "offload.ratio=0.5", "offload=none uses no offload.ratio"),
     (LAPTOP, "loss.tile=64", "loss=full uses no loss.tile"),
     (LAPTOP, "model=pretrained", "model=pretrained needs model.path=FOLDER"),
@@ -133,6 +135,7 @@ def test_a_broken_rule_is_told_and_each_fix_mends_it(
 ) -> None:
     (tmp_path / "misssing").touch()
     (tmp_path / "here").touch()
+    (tmp_path / "fast").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data_rules, "is_installed", lambda _: line != "adapter=lora")
     broken = check_rules(config(line), scene)
@@ -204,6 +207,22 @@ def test_what_is_open_is_filled_in(scene: Scene, line: str, expected: tuple[Any,
     assert (*found, done.batch.accumulation, done.batch.global_size) == expected
     assert check_rules(done, scene) == []
     assert resolve(done, scene) == done
+
+
+def test_a_missing_folder_for_scratch_files_is_refused_with_its_nearest_name_and_how_to_make_it(tmp_path: Path) -> None:
+    (tmp_path / "fast").mkdir()
+    line = f"offload=optimizer_nvme offload.folder={tmp_path}/fasst"
+    [broken] = check_rules(config(line), LAPTOP)
+    assert broken.found == (
+        f"none (of its path only {tmp_path} exists); correct the path, or make the folder: mkdir -p {tmp_path}/fasst"
+    )
+    assert broken.fix == (f"offload.folder={tmp_path}/fast", "offload.folder=null")
+    # On a cluster the drive may belong to the nodes: there each rank looks.
+    assert check_rules(config(f"{line} {SLURM}"), LOGIN_NODE) == []
+    # The default folder lies in the output, and is ours to make; a resolved configuration names it.
+    done = resolve(config(f"offload=optimizer_nvme output={tmp_path}/out"), LAPTOP)
+    assert done.offload.folder == f"{tmp_path}/out/scratch"
+    assert check_rules(done, LAPTOP) == []
 
 
 def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

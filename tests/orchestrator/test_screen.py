@@ -54,6 +54,16 @@ def test_states_stand_predicted_beside_measured_in_powers_of_1024() -> None:
     assert "model states: 2Ψ + 16Ψ/N 10.3 MiB 10.4 MiB +0.9 %" in text
 
 
+def test_the_scratch_file_stands_predicted_beside_measured_and_a_busy_machine_is_told() -> None:
+    result = make_result(CONFIG)
+    assert "warning" not in summary_of(result)
+    result["memory"] |= {"scratch_bytes": 3 << 20, "scratch_predicted_bytes": 3 << 20}
+    result["load"] = {"others_share": 0.48}
+    text = summary_of(result)
+    assert "in the scratch file 3.00 MiB 3.00 MiB exact" in text
+    assert "warning: other processes took 48 % of the cores while this was measured" in text
+
+
 def test_communication_is_called_equal_to_the_theory_only_when_it_is() -> None:
     result = make_result(CONFIG)
     assert "1,200,000 elements sent; 2Ψ·(N-1)/N = 1,199,800 + padding 200: equal" in summary_of(result)
@@ -101,8 +111,10 @@ def test_square_brackets_of_a_message_are_shown_as_they_are() -> None:
 def test_the_comparison_prints_its_rule_its_ties_and_the_reason_of_a_failure() -> None:
     screen, out = show()
     good = [Entry(label, "ok", make_result(CONFIG, speed)) for label, speed in (("a", 100.0), ("b", 99.5))]
-    screen.comparison(report.rank([*good, Entry("c", "error", None, "rank 1 was killed")]))
+    old = Entry("old", "cached", make_result(CONFIG, 10.0), measured_at=0.0)
+    screen.comparison(report.rank([*good, old, Entry("c", "error", None, "rank 1 was killed")]))
     text = squeezed(out)
+    assert "1 of 3 rows was measured earlier: old measured " in text
     assert report.rule(report.DEFAULT_METRIC) in text
     assert "= 1 b" in text
     assert "c: error: rank 1 was killed" in text

@@ -11,6 +11,7 @@ import yaml
 from orchestrator import arguments, compose, folders, sweep_file
 from orchestrator.cli import checked_points
 from orchestrator.hardware import Hardware
+from orchestrator.point import Point
 from orchestrator.record import point_id
 from orchestrator.rules import Scene
 from orchestrator.schema import to_dict
@@ -163,6 +164,15 @@ def test_a_users_own_folders_are_found_beside_where_he_stands(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     found = compose.compose(arguments.split(["sweeps=own"]))
     assert [one.values["zero"]["prefetch"] for one in found.points] == [3, 1]
+
+
+@pytest.mark.parametrize("cores", [1, 2, 64])
+def test_the_scaling_sweep_gives_every_rank_the_same_threads_at_every_number_of_ranks(cores: int) -> None:
+    found = compose.compose(arguments.split(["sweeps=scaling", "resources.ranks=1,2,4"]))
+    points, _ = checked_points(found, Scene(Hardware(cores=cores, cpu="cpu")))
+    resources = [one.config.resources for one in points if isinstance(one, Point)]
+    assert [one.ranks for one in resources] == [1, 2, 4]
+    assert len({one.threads for one in resources}) == 1
 
 
 # ---- quick composition ----------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_other_optimizers_rest_too(optimizer: OptimizerConfig, tmp_path: Path) -
 
 def _saves(folder: Path, precision: MixedPrecision, optimizer: OptimizerConfig = ADAMW) -> None:
     """Saved while resting, loaded into memory and back into a file: one continuation."""
-    resting, setting = offload_to(folder / "scratch", params=True), Setting(3, 2, precision)
+    resting, setting = offload_to(folder, params=True), Setting(3, 2, precision)
     case = setting.case(model=SPEC)
     runtime = runtime_of(setting, resting, optimizer)
     train(runtime, case, 0, SAVED_AFTER)
@@ -104,7 +104,7 @@ def _saves(folder: Path, precision: MixedPrecision, optimizer: OptimizerConfig =
     saver.wait(runtime)
     wanted = train(runtime, case, SAVED_AFTER, 3)
     runtime.close()
-    for plan in (None, resting, offload_to(folder / "scratch", params=False)):
+    for plan in (None, resting, offload_to(folder, params=False)):
         again = runtime_of(setting, plan, optimizer)
         load_checkpoint(again, Checkpoint.open(path, verify=False))
         assert train(again, case, SAVED_AFTER, 3) == wanted
