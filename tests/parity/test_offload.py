@@ -125,7 +125,7 @@ def _memory(folder: Path) -> None:
     train(runtime, Setting(3, 2, BF16).case(model=SPEC), 0, 2)
     for unit in runtime.units:
         assert unit.param_shard.numel() == 0
-        assert not unit.is_current, "there is nothing to read"
+        assert not unit.wait_current(), "there is nothing to read"
         assert unit.master_shard is None or unit.master_shard.numel() == 0
         assert all(state.numel() == 0 for state in runtime.optimizer.states_of(unit).values())
     assert sum(tensor.numel() for tensors in runtime.state_tensors().values() for tensor in tensors) == 0 or all(
