@@ -232,7 +232,7 @@ def test_a_drive_is_measured_at_every_setting(tmp_path: Path, capsys: pytest.Cap
     assert len(found) == len(BLOCK_MIB) * len(REQUESTS)
     assert all(speed.read > 0 and speed.write > 0 and speed.both > 0 for speed in found)
     assert cli.main(["io-bench"]) == 2
-    assert "usage: zlab io-bench FOLDER" in capsys.readouterr().err
+    assert "io-bench [-h] FOLDER" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert cli.main(["io-bench", str(tmp_path / "file")]) == 1
     assert "expected to make a scratch file there" in capsys.readouterr().err
