@@ -240,6 +240,11 @@ class Attempt:
         return cls(paths, point, label, state, facts)
 
     @property
+    def message(self) -> str:
+        """Why it stands as it does; empty where there is nothing to say."""
+        return str(self._facts.get("message", ""))
+
+    @property
     def owner_is_gone(self) -> bool:
         """Whether the process that moves this attempt ran on this machine and has ended."""
         owner = self._facts.get("owner")

@@ -318,7 +318,9 @@ def next_after_sweep(ranked: Sequence[Ranked]) -> str:
     entry = ranked[0].entry
     if entry.result is None:
         return run_command(entry.overrides)
-    return run_command([*without_key(entry.overrides, "measure"), "measure=standard"])
+    # Steps that were typed would win over the option's.
+    rest = without_key(entry.overrides, "measure", "measure.steps", "measure.warmup_steps")
+    return run_command([*rest, "measure=standard"])
 
 
 def markdown(table_: Table) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -208,13 +209,26 @@ def _tile_is_used(scene: Scene, loss: Loss) -> Broken | None:
 
 
 def _output_can_be_written(scene: Scene, output: str) -> Broken | None:
-    place = Path(output).expanduser().absolute()
-    while not place.exists():
-        place = place.parent
-    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+    why = _in_the_way(output)
+    if why is None:
         return None
-    why = f"and {place} is {'not yours to write' if place.is_dir() else 'a file'}"
     return Broken("output must be a folder that can be written to", f"{output}, {why}", ("output=outputs",))
+
+
+def _in_the_way(folder: str) -> str | None:
+    """Why the folder cannot be made or written to. A folder is made next to it: rights do not tell all, as in /proc."""
+    try:
+        place = Path(folder).expanduser().absolute()
+        while not place.exists() and not place.is_symlink():
+            place = place.parent
+        if not place.is_dir():
+            return f"and {place} is {'a broken link' if place.is_symlink() else 'a file'}"
+        if not os.access(place, os.W_OK | os.X_OK):
+            return f"and {place} is not yours to write"
+        os.rmdir(tempfile.mkdtemp(prefix=".zlab-", dir=place))
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~nobody names no home folder
+        return f"and no folder can be made there ({getattr(error, 'strerror', None) or error})"
+    return None
 
 
 class Rule(NamedTuple):

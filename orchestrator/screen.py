@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,14 +19,14 @@ from orchestrator.summary import Row, Table
 from orchestrator.sweep_record import Planned
 from orchestrator.units import digits, loss, many
 
-PLAIN_WIDTH = 140
+PLAIN_WIDTH = 10_000  # of a line in a pipe or file: no table is as wide
 PLAIN_EVERY_S = 2.0
 
 
-def make_console() -> Console:
-    """A console for stdout. Without a terminal lines are not broken at 80 columns, and no colour is sent."""
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
+def make_console(*, on_stderr: bool = False) -> Console:
+    """A console for stdout, or stderr. Where that is no terminal nothing is cut or broken, whatever COLUMNS says."""
+    console = Console(stderr=on_stderr, highlight=False)
+    if not console.file.isatty():
         console.width = PLAIN_WIDTH
     return console
 
@@ -166,7 +165,7 @@ class _Bar:
             self._say(summary.resumed_text(event))
         elif kind == "passed_over":
             self._say(f"warning: passed over {event['path']}: {event['why']}")
-        elif kind == "step":
+        elif kind == "step" and not event.get("earlier"):  # a resumed run has the curve before it in its record
             self._step(event)
         elif kind == "validation":
             self._say(f"validation loss {loss(event['loss'])} at step {event['step']}")

@@ -145,7 +145,7 @@ class Saving:
         self._tell("passed_over", path=str(one.path), why=one.why)
 
     def _continue_curve(self, metrics: Path, step: int) -> None:
-        """The learning curve up to the checkpoint goes on in this attempt's record.
+        """The learning curve up to the checkpoint goes on in this attempt's record, marked as an earlier attempt's.
 
         A job that was killed and put back into the queue has told some steps twice: the last telling counts.
         """
@@ -156,7 +156,7 @@ class Saving:
         }
         for event in steps.values():
             if metrics != self._attempt.metrics:
-                append_event(self._attempt.metrics, event)
+                append_event(self._attempt.metrics, {**event, "earlier": True})
             self.curve.append(event["loss"])
 
     # ---- saving ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from points import make_config
 from stub_worker import make_result
 
 from orchestrator import report
+from orchestrator.paths import program
 from orchestrator.report import Entry
 from orchestrator.summary import next_after_run
 
@@ -169,12 +170,12 @@ def test_the_csv_has_one_full_line_for_each_point_with_units_in_its_names() -> N
     good, bad = csv.DictReader(io.StringIO(text))
     assert float(good["tokens_per_second_median"]) == 100.125
     assert float(good["backward_ms"]) == 61.0
-    assert good["command"] == "python run.py zero=a"
+    assert good["command"] == f"{program()} zero=a"
     assert (bad["state"], bad["tokens_per_second_median"]) == ("error", "")
 
 
 def test_the_next_command_measures_the_winner_longer_or_runs_the_failed_point_alone() -> None:
-    assert report.next_after_sweep(report.rank([make_entry("a", 100)])) == "python run.py zero=a measure=standard"
-    assert report.next_after_sweep(report.rank([FAILED])) == "python run.py zero=stage3"
+    assert report.next_after_sweep(report.rank([make_entry("a", 100)])) == f"{program()} zero=a measure=standard"
+    assert report.next_after_sweep(report.rank([FAILED])) == f"{program()} zero=stage3"
     after = next_after_run(("zero=stage2", "precision=bf16", "data.path=a b"))
-    assert after == "python run.py -m zero=stage0,stage1,stage2,stage3 precision=bf16 'data.path=a b'"
+    assert after == f"{program()} -m zero=stage0,stage1,stage2,stage3 precision=bf16 'data.path=a b'"

@@ -140,7 +140,10 @@ def test_a_run_killed_twice_has_the_curve_of_the_unbroken_one(tmp_path: Path) ->
     assert_same_curve(last, unbroken(tmp_path, 40))
     result = read_json(last.paths.result)
     assert result is not None
-    assert result["checkpoints"]["resumed_from_step"] >= 18
+    resumed = result["checkpoints"]["resumed_from_step"]
+    assert resumed >= 18
+    steps = [event for event in EventTail(last.paths.metrics).read_new() if event["event"] == "step"]
+    assert [one["step"] for one in steps if one.get("earlier")] == list(range(1, resumed + 1))
     assert sorted(one.name for one in last.paths.checkpoints.iterdir()) == ["step-00000039", "step-00000040"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,19 @@ def test_gpus_are_read_from_the_drivers_files(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(hardware, "torch_has_cuda", lambda: True)
     found = hardware.detect({"CUDA_VISIBLE_DEVICES": "0"})
     assert (found.gpus, found.gpu, found.idle_gpus) == (1, "H200", 0)
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused_and_one_that_can_leaves_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    for output, told in (
+        ("/proc/x", "no folder can be made there"),
+        ("~nobody-of-this-name/x", "no folder can be made there"),
+        (str(tmp_path / ("long" * 100)), "no folder can be made there"),
+        (str(tmp_path / "file" / "x"), "is a file"),
+        (str(tmp_path / "broken"), "is a broken link"),
+    ):
+        (broken,) = check_rules(replace(config(), output=output), LAPTOP)
+        assert told in str(broken)
+    assert check_rules(replace(config(), output=str(tmp_path / "a" / "b")), LAPTOP) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file"]

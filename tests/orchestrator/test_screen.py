@@ -12,8 +12,8 @@ from stub_worker import make_result, step_event
 
 from orchestrator import report
 from orchestrator.report import Entry
-from orchestrator.screen import Screen
-from orchestrator.summary import Row
+from orchestrator.screen import Screen, make_console
+from orchestrator.summary import Row, Table
 
 CONFIG = make_config(Path("outputs"))
 
@@ -92,6 +92,26 @@ def test_on_a_terminal_the_bar_shows_step_loss_speed_and_memory() -> None:
     screen.event(step_event(6, 2))
     screen.end()
     assert "6/6 loss 5.9400 9,406 tokens/s rss 512 MiB" in squeezed(out)
+
+
+def test_in_a_pipe_a_table_has_its_full_width_whatever_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = tuple(f"a long cell with number {number}" for number in range(12))
+    for columns in ("40", ""):
+        monkeypatch.setenv("COLUMNS", columns)
+        monkeypatch.setattr("sys.stdout", out := io.StringIO())
+        Screen(make_console()).table(Table(row, (row,)))
+        assert [line.split("  ") for line in map(str.rstrip, out.getvalue().splitlines())] == [list(row)] * 2
+
+
+def test_the_curve_that_a_resumed_run_continues_is_not_shown_as_its_steps() -> None:
+    screen, out = show()
+    screen.begin(CONFIG)
+    screen.event({**step_event(1, 2), "earlier": True})
+    screen.event({"event": "resumed", "step": 1, "path": "step-1"})
+    screen.event(step_event(2, 2))
+    screen.end()
+    assert "step 1/6" not in out.getvalue()
+    assert out.getvalue().index("resumed after step 1") < out.getvalue().index("warm-up step 2/6")
 
 
 def test_what_is_to_be_copied_is_one_line_on_a_narrow_terminal_too() -> None:

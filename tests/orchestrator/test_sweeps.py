@@ -24,6 +24,7 @@ from rich.console import Console
 
 from orchestrator import comparison, hardware, sweep_record, verbs
 from orchestrator.deciding import Refused, Wishes
+from orchestrator.paths import program
 from orchestrator.point import Point
 from orchestrator.record import AttemptPaths, read_json
 from orchestrator.run_state import RunState
@@ -376,6 +377,10 @@ def test_verbs_answer_from_another_terminal(tmp_path: Path, capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "sorted by median tokens/s" in shown
     assert "report.md" in shown
+    for verb in ("report", "cancel", "watch"):
+        verbs.main([verb, *there, "--json"])
+        told = json.loads(capsys.readouterr().out)
+        assert (len(told["points"]), told["rank_by"], told["running"]) == (6, "tokens_per_second", False)
     assert verbs.main(["status", *there]) == comparison.INCOMPLETE
     assert "points left)" in capsys.readouterr().out
 
@@ -389,7 +394,7 @@ def test_a_sweep_that_was_typed_elsewhere_is_gone_on_with_there_and_says_so(
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert verbs.main(["resume", sweep.name, "--output", str(tmp_path / "out")]) == 2
     told = capsys.readouterr().err
-    assert f"in {tmp_path}: python run.py zero=stge1 'data.path=a b'" in told
+    assert f"in {tmp_path}: {program()} zero=stge1 'data.path=a b'" in told
     assert "Did you mean 'stage1'" in told
     assert Path.cwd() == tmp_path
 

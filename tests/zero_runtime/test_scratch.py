@@ -240,7 +240,7 @@ def test_a_drive_is_measured_at_every_setting(tmp_path: Path, capsys: pytest.Cap
     assert len(found) == len(BLOCK_MIB) * len(REQUESTS)
     assert all(speed.read > 0 and speed.write > 0 and speed.both > 0 for speed in found)
     assert cli.main(["io-bench"]) == 2
-    assert "usage: zlab io-bench FOLDER" in capsys.readouterr().err
+    assert "io-bench [-h] FOLDER" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert cli.main(["io-bench", str(tmp_path / "file")]) == 2
     assert "found a file of that name; give another folder" in capsys.readouterr().err
