@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness.patience import HANG_S
 from harness.ranks import prepare_fork_server, run_alone
 
 from orchestrator import summary
@@ -94,7 +95,7 @@ class Try:
             rank.kill()
             rank.join()
 
-    def wait(self, limit_s: float = 120) -> list[int | None]:
+    def wait(self, limit_s: float = HANG_S) -> list[int | None]:
         deadline = time.monotonic() + limit_s
         for rank in self._ranks:
             rank.join(max(deadline - time.monotonic(), 0))

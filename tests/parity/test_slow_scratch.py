@@ -94,7 +94,7 @@ def test_a_row_keeps_its_bits_however_late_its_drive_is(stage: int, precision: M
 def test_every_depth_and_order_keeps_the_bits(
     stage: int, world: int, precision: MixedPrecision, tmp_path: Path
 ) -> None:
-    run_ranks(_late, world, tmp_path, Setting(stage, world, precision), all_cells_of(stage), timeout_s=900)
+    run_ranks(_late, world, tmp_path, Setting(stage, world, precision), all_cells_of(stage), timeout_s=3000)
 
 
 def _saves_late(folder: Path) -> None:
