@@ -6,6 +6,15 @@ place. The gradient that it uses is `grad * grad_scale` (0-dim fp32, on the devi
 host reads nothing. Where `param_out` [n] (any float dtype) is given, the new master is rounded into it. Every update is
 element-wise, so any split of the tensors gives the same bits.
 
+[Note: arithmetic]
+An update is a sequence of additions, subtractions, multiplications, divisions and square roots, each rounded to the
+nearest fp32 number (IEEE 754), in the order in which this file calls them. No multiplication is fused with an addition,
+no quotient is a product with a reciprocal, and no root is an approximation, so the bits are the same on every processor
+and with every vector width. Hence torch's compound operations are not used here: whether lerp, addcmul, addcdiv and
+add(alpha=) fuse depends on the processor; a CUDA tensor divided by a Python number is multiplied by its reciprocal
+(`_divided`); and MKL's square root is not correctly rounded (`root`, `root64`). The order is that of
+`torch.optim(foreach=False, fused=False)`.
+
 [Note: order of squares]
 Sums of squares are fp64, in one order for all implementations on a CPU: lane k of a group of 64 x 256 elements adds the
 squares of its elements k, k + 256, ..; the 256 lanes are folded in halves, then the groups (with zeros up to a power
@@ -20,7 +29,7 @@ from collections.abc import Iterator
 import torch
 
 from kernels.block_formats import dequantise, quantise, read_dynamic, write_dynamic
-from kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
+from kernels.settings import Adam, AdamNumbers, AdamW, Lamb, LambNumbers, Lion, Sgd
 
 __all__ = [
     "Adam",
@@ -61,34 +70,62 @@ def adamw(
     settings: AdamW,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """AdamW, or Adam when `settings` are Adam's. See [Note: updates].
-
-    With an fp32 master the order and rounding of every operation are those of
-    `torch.optim.AdamW(foreach=False, fused=False)`, or of Adam: the same bits.
-    """
+    """AdamW, or Adam when `settings` are Adam's. See [Note: updates] and [Note: arithmetic]."""
+    numbers = settings.numbers
     for part in _chunks(master):
         weights, scaled = master[part].to(torch.float32), grad[part].to(torch.float32) * grad_scale
-        adam_chunk(weights, scaled, exp_avg[part], exp_avg_sq[part], settings)
+        if numbers.l2 != 0:
+            scaled.add_(weights * numbers.l2)
+        else:
+            weights.mul_(numbers.decay)
+        _moments(scaled, exp_avg[part], exp_avg_sq[part], numbers)
+        divisor = _divided(root(exp_avg_sq[part]), numbers.correction).add_(numbers.eps)
+        weights.add_((exp_avg[part] * numbers.minus_step_size).div_(divisor))
         _write_back(master, weights, param_out, part)
 
 
-def adam_chunk(
-    weights: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, settings: AdamW
-) -> None:
-    """Adam on fp32 tensors of one shape; `grad` is overwritten."""
-    if settings.weight_decay != 0 and isinstance(settings, Adam):
-        grad = grad.add_(weights, alpha=settings.l2)
-    elif settings.weight_decay != 0:
-        weights.mul_(settings.decay)
-    _moments_chunk(grad, exp_avg, exp_avg_sq, settings)
-    step_size = settings.lr / settings.bias_correction
-    correction = settings.bias_correction_sq**0.5
-    weights.addcdiv_(exp_avg, (exp_avg_sq.sqrt() / correction).add_(settings.eps), value=-step_size)
+def _moments(grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, numbers: AdamNumbers) -> None:
+    change = grad - exp_avg
+    if numbers.weight1 < 0.5:
+        exp_avg.add_(change.mul_(numbers.weight1))
+    else:  # from the other end, as torch's lerp: with a weight of 1 the moment is the gradient
+        torch.sub(grad, change.mul_(1 - numbers.weight1), out=exp_avg)
+    exp_avg_sq.mul_(numbers.beta2).add_((grad * numbers.weight2).mul_(grad))
 
 
-def _moments_chunk(grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, settings: AdamW) -> None:
-    exp_avg.lerp_(grad, 1 - settings.beta1)
-    exp_avg_sq.mul_(settings.beta2).addcmul_(grad, grad, value=1 - settings.beta2)
+def root(values: torch.Tensor) -> torch.Tensor:
+    """The square root of fp32 values, correctly rounded whatever library fp64 roots come from.
+
+    An fp64 root that is off by less than 4 units in its last place is near enough. Let m be the midpoint of two fp32
+    neighbours, scaled by a power of two to an odd integer from 2^24 to 2^25, and x the number, scaled by the square of
+    that: x is about 2^48 or more and has 24 significant bits, so it is a multiple of 2^25, while m^2 is odd. Hence
+    |x - m^2| >= 1 and |sqrt(x) - m| = |x - m^2| / (sqrt(x) + m) > 2^-26: four fp64 units of 2^-28.
+    """
+    return values.to(torch.float64).sqrt_().to(torch.float32)
+
+
+def root64(values: torch.Tensor) -> torch.Tensor:
+    """The square root of fp64 values from 2^-300 to 2^1000 and of 0, correctly rounded unless it lies within 2^-104 of
+    its size from the midpoint of two fp64 numbers.
+
+    A CPU's root comes from a library and may be one unit off. It is corrected by (x - s * s) / 2s, with the product by
+    Dekker's splitting, which rounds nothing (Numerische Mathematik 18, 1971, section 5).
+    """
+    found = values.sqrt()
+    if values.device.type != "cpu":
+        return found  # CUDA's is correctly rounded
+    split = found * 134217729.0  # 2^27 + 1
+    high = split - (split - found)
+    low = found - high
+    square = found * found
+    excess = ((high * high - square) + (high * low) * 2.0) + low * low
+    better = found + ((values - square) - excess) / (found * 2.0)
+    return torch.where((found > 0) & found.isfinite(), better, found)
+
+
+def _divided(values: torch.Tensor, number: float) -> torch.Tensor:
+    """values / number, also on a device where torch would multiply by the reciprocal of a number of the host's."""
+    return values.div_(torch.full((), number, dtype=torch.float32, device=values.device))
 
 
 def adamw8bit(
@@ -121,23 +158,23 @@ def sgd(
     settings: Sgd,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """SGD; `momentum_buffer` is None where momentum is 0. See [Note: updates].
+    """SGD; `momentum_buffer` is None where momentum is 0. See [Note: updates] and [Note: arithmetic].
 
-    With an fp32 master it has the bits of `torch.optim.SGD(foreach=False, fused=False)`: in the first step the
-    buffer becomes the gradient, without dampening.
+    In the first step the buffer becomes the gradient, without dampening.
     """
+    numbers = settings.numbers
     for part in _chunks(master):
         weights, step = master[part].to(torch.float32), grad[part].to(torch.float32) * grad_scale
-        if settings.weight_decay != 0:
-            step.add_(weights, alpha=settings.weight_decay)
+        if numbers.l2 != 0:
+            step.add_(weights * numbers.l2)
         if momentum_buffer is not None:
             buffer = momentum_buffer[part]
             if settings.step == 1:
                 buffer.copy_(step)
             else:
-                buffer.mul_(settings.momentum).add_(step, alpha=1 - settings.dampening)
-            step = step.add_(buffer, alpha=settings.momentum) if settings.nesterov else buffer
-        weights.add_(step, alpha=-settings.lr)
+                buffer.mul_(numbers.momentum).add_(step * numbers.weight)
+            step = step + buffer * numbers.momentum if settings.nesterov else buffer
+        weights.add_(step * numbers.minus_lr)
         _write_back(master, weights, param_out, part)
 
 
@@ -153,13 +190,13 @@ def lion(
 
     See [Note: updates].
     """
+    numbers = settings.numbers
     for part in _chunks(master):
         weights, scaled = master[part].to(torch.float32), grad[part].to(torch.float32) * grad_scale
-        direction = (exp_avg[part] * settings.beta1).add_(scaled, alpha=1 - settings.beta1).sign_()
-        if settings.weight_decay != 0:
-            weights.mul_(1 - settings.lr * settings.weight_decay)
-        weights.add_(direction, alpha=-settings.lr)
-        exp_avg[part].mul_(settings.beta2).add_(scaled, alpha=1 - settings.beta2)
+        moment = exp_avg[part]
+        direction = (moment * numbers.beta1).add_(scaled * numbers.weight1).sign_()
+        moment.mul_(numbers.beta2).add_(scaled.mul_(numbers.weight2))
+        weights.mul_(numbers.decay).add_(direction.mul_(numbers.minus_lr))
         _write_back(master, weights, param_out, part)
 
 
@@ -169,9 +206,9 @@ def lion(
 def lamb_moments(
     grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad_scale: torch.Tensor, settings: Lamb
 ) -> None:
-    """The moments of LAMB, which are Adam's. See [Note: updates]."""
+    """The moments of LAMB, which are Adam's. See [Note: updates] and [Note: arithmetic]."""
     for part in _chunks(grad):
-        _moments_chunk(grad[part].to(torch.float32) * grad_scale, exp_avg[part], exp_avg_sq[part], settings)
+        _moments(grad[part].to(torch.float32) * grad_scale, exp_avg[part], exp_avg_sq[part], settings.numbers)
 
 
 def lamb_squares(master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, settings: Lamb) -> torch.Tensor:
@@ -179,17 +216,17 @@ def lamb_squares(master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.
 
     See [Note: order of squares].
     """
-    groups = []
+    groups, numbers = [], settings.lamb_numbers
     for part in _chunks(master, SQUARES_CHUNK_NUMEL):
         weights = master[part].to(torch.float32)
-        update = _lamb_update(weights, exp_avg[part], exp_avg_sq[part], settings)
+        update = _lamb_update(weights, exp_avg[part], exp_avg_sq[part], numbers)
         groups.append(torch.stack([_group_sums(weights), _group_sums(update)]))
     return folded(torch.cat(groups, 1)) if groups else master.new_zeros(2, dtype=torch.float64)
 
 
 def trust_ratios(squares: torch.Tensor) -> torch.Tensor:
     """[n] fp32 from [n, 2] fp64: |weights| / |update|, and 1 where either is 0 (as the authors' code has it)."""
-    weights, update = squares.sqrt().unbind(1)
+    weights, update = root64(squares).unbind(1)
     return torch.where((weights > 0) & (update > 0), weights / update, torch.ones_like(weights)).to(torch.float32)
 
 
@@ -201,30 +238,31 @@ def lamb(
     settings: Lamb,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """w -= lr * ratio * update; `ratio` is one parameter's, 0-dim fp32. See [Note: updates]."""
+    """w -= lr * (ratio * update); `ratio` is one parameter's, 0-dim fp32. See [Note: updates]."""
+    numbers = settings.lamb_numbers
     for part in _chunks(master):
         weights = master[part].to(torch.float32)
-        update = _lamb_update(weights, exp_avg[part], exp_avg_sq[part], settings).mul_(ratio)
-        weights.add_(update, alpha=-settings.lr)
+        update = _lamb_update(weights, exp_avg[part], exp_avg_sq[part], numbers)
+        weights.add_(update.mul_(ratio).mul_(numbers.minus_lr))
         _write_back(master, weights, param_out, part)
 
 
 def _lamb_update(
-    weights: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, settings: Lamb
+    weights: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, numbers: LambNumbers
 ) -> torch.Tensor:
     """r + weight_decay * w with r = m' / (sqrt(v') + eps) of the bias-corrected moments m' and v'."""
-    first = exp_avg / settings.bias_correction
-    second = exp_avg_sq / settings.bias_correction_sq
-    return first.div_(second.sqrt_().add_(settings.eps)).add_(weights, alpha=settings.weight_decay)
+    first = _divided(exp_avg.clone(), numbers.correction1)
+    second = _divided(exp_avg_sq.clone(), numbers.correction2)
+    return first.div_(root(second).add_(numbers.eps)).add_(weights * numbers.weight_decay)
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
 
 def accumulate(target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
-    """target += scale * values, both [n] of any float dtype; in fp32 with one rounding into the target's dtype."""
+    """target += scale * values, both [n] of any float dtype; in fp32, and then rounded into the target's dtype."""
     for part in _chunks(target):
-        target[part].copy_(target[part].to(torch.float32).add_(values[part].to(torch.float32), alpha=scale))
+        target[part].copy_(target[part].to(torch.float32).add_(values[part].to(torch.float32) * scale))
 
 
 def cast_copy(target: torch.Tensor, values: torch.Tensor) -> None:

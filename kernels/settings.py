@@ -1,8 +1,73 @@
-"""The hyperparameters of each update, checked by whoever makes them; one object a step and parameter group."""
+"""The hyperparameters of each update, checked by the caller; one object for a step and parameter group.
+
+[Note: numbers] What an update computes with are its `numbers`: computed here in fp64, by operations that IEEE 754
+defines, and rounded to fp32 once. Every implementation takes these.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from decimal import Context, Decimal
+from functools import lru_cache
+from struct import pack, unpack
+from typing import NamedTuple
+
+_DIGITS = Context(prec=50)
+
+
+def fp32(value: float) -> float:
+    """The nearest fp32 number, ties to even."""
+    return float(unpack("f", pack("f", value))[0])
+
+
+@lru_cache(maxsize=64)  # asked for by every piece of every unit, with the numbers of one step
+def power(base: float, exponent: int) -> float:
+    """base ** exponent in fp64, from 50 decimal digits: libm's pow has no last bit that is the same everywhere."""
+    return float(_DIGITS.power(Decimal(base), exponent))
+
+
+class AdamNumbers(NamedTuple):
+    """The fp32 numbers of one Adam step, in the order in which the implementations take them."""
+
+    decay: float  # the weight is multiplied by it first
+    l2: float  # times the weight, joins the gradient
+    weight1: float  # of the gradient in the first moment
+    beta2: float
+    weight2: float  # of the squared gradient in the second moment
+    correction: float  # the root of the second moment is divided by it
+    eps: float
+    minus_step_size: float
+
+
+class SgdNumbers(NamedTuple):
+    """The fp32 numbers of one SGD step."""
+
+    l2: float
+    momentum: float
+    weight: float  # of the gradient in the momentum buffer
+    minus_lr: float
+
+
+class LionNumbers(NamedTuple):
+    """The fp32 numbers of one Lion step."""
+
+    decay: float
+    beta1: float
+    weight1: float
+    beta2: float
+    weight2: float
+    minus_lr: float
+
+
+class LambNumbers(NamedTuple):
+    """The fp32 numbers of one LAMB step after its moments, which are Adam's."""
+
+    correction1: float
+    correction2: float
+    eps: float
+    weight_decay: float
+    minus_lr: float
 
 
 @dataclass(frozen=True)
@@ -29,12 +94,19 @@ class AdamW:
     @property
     def bias_correction(self) -> float:
         """Of the first moment."""
-        return 1 - self.beta1**self.step
+        return 1 - power(self.beta1, self.step)
 
     @property
     def bias_correction_sq(self) -> float:
         """Of the second moment."""
-        return 1 - self.beta2**self.step
+        return 1 - power(self.beta2, self.step)
+
+    @property
+    def numbers(self) -> AdamNumbers:
+        """See [Note: numbers]."""
+        weights = (1 - self.beta1, self.beta2, 1 - self.beta2)
+        correction, step_size = math.sqrt(self.bias_correction_sq), self.lr / self.bias_correction
+        return AdamNumbers(*map(fp32, (self.decay, self.l2, *weights, correction, self.eps, -step_size)))
 
 
 class Adam(AdamW):
@@ -61,6 +133,11 @@ class Sgd:
     nesterov: bool
     step: int
 
+    @property
+    def numbers(self) -> SgdNumbers:
+        """See [Note: numbers]."""
+        return SgdNumbers(*map(fp32, (self.weight_decay, self.momentum, 1 - self.dampening, -self.lr)))
+
 
 @dataclass(frozen=True)
 class Lion:
@@ -71,6 +148,18 @@ class Lion:
     beta2: float
     weight_decay: float
 
+    @property
+    def numbers(self) -> LionNumbers:
+        """See [Note: numbers]."""
+        betas = (self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2)
+        return LionNumbers(*map(fp32, (1 - self.lr * self.weight_decay, *betas, -self.lr)))
+
 
 class Lamb(AdamW):
     """Hyperparameters of one LAMB step (arXiv 1904.00962, algorithm 2, with the scaling function the identity)."""
+
+    @property
+    def lamb_numbers(self) -> LambNumbers:
+        """See [Note: numbers]."""
+        corrections = (self.bias_correction, self.bias_correction_sq)
+        return LambNumbers(*map(fp32, (*corrections, self.eps, self.weight_decay, -self.lr)))

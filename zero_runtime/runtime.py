@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernels.reference import root64
 from zero_runtime import diagnosis
 from zero_runtime.coded_shard import CodedShard
 from zero_runtime.collectives import Collectives, Ledger, world_size
@@ -249,7 +250,7 @@ class ZeroRuntime:
         wish = [] if asked is None else [float(asked())]
         told = torch.cat([self.collectives.fingerprint(), torch.tensor(wish, dtype=torch.float64)]).to(self.device)
         sums = self.collectives.sum_over_ranks_(torch.cat([torch.stack([self._loss, squares]), told]))
-        norm = sums[1].sqrt() / self.scaler.scale
+        norm = root64(sums[1]) / self.scaler.scale
         loss_value, norm_value, total, square, *wishes = self.settings.read_host(
             torch.cat([torch.stack([sums[0], norm]), sums[2:]])
         )

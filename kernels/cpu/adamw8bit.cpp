@@ -69,8 +69,8 @@ extern "C" void zlab_adamw8bit(void* master, int32_t master_dtype, const void* g
                                const float* signed_codes, const float* unsigned_codes, const float* grad_scale,
                                void* out, int32_t out_dtype, int64_t numel, int64_t threads, float decay, float l2,
                                float weight1, float beta2, float weight2, float correction, float eps,
-                               float minus_step_size, int32_t root) {
-    const AdamNumbers numbers{decay, l2, weight1, beta2, weight2, correction, eps, minus_step_size, root};
+                               float minus_step_size) {
+    const AdamNumbers numbers{decay, l2, weight1, beta2, weight2, correction, eps, minus_step_size};
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
     const AdamBlock block = adam_block_for(numbers);
     const Table signs(signed_codes), magnitudes(unsigned_codes);

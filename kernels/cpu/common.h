@@ -8,8 +8,9 @@
 // [Note: threads] Threads are made for a call and joined in it. A pool would cost less a call (a thread takes about
 // 20 us to make) and would not survive fork(): libgomp's hangs in the child. Nothing here outlives a call.
 //
-// [Note: bits] The loops round as torch's CPU kernels do, with a fused multiply-add exactly where they have one. The
-// file is compiled without contraction, so that the compiler adds none.
+// [Note: bits] Each operation of reference.py is one here, in its order, and rounds once. The sources are compiled
+// without contraction, so that no compiler fuses a multiplication with an addition: AVX2, AVX-512, NEON and no vector
+// instructions at all give the same bits.
 
 #pragma once
 
@@ -77,7 +78,7 @@ inline void fp32_to_fp16(const float* from, uint16_t* to, int64_t numel) {
                          _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
     for (; i < numel; ++i) to[i] = _cvtss_sh(from[i], _MM_FROUND_TO_NEAREST_INT);
 }
-#else
+#elif defined(__aarch64__)
 inline void fp16_to_fp32(const uint16_t* from, float* to, int64_t numel) {
     for (int64_t i = 0; i < numel; ++i) {
         __fp16 half;
@@ -90,6 +91,33 @@ inline void fp32_to_fp16(const float* from, uint16_t* to, int64_t numel) {
     for (int64_t i = 0; i < numel; ++i) {
         const __fp16 half = from[i];
         std::memcpy(to + i, &half, 2);
+    }
+}
+#else
+// Without an instruction for it. 2^112 takes the exponent from fp16's bias of 15 to fp32's of 127, subnormals included.
+inline void fp16_to_fp32(const uint16_t* from, float* to, int64_t numel) {
+    for (int64_t i = 0; i < numel; ++i) {
+        const uint32_t magnitude = from[i] & 0x7FFF, sign = static_cast<uint32_t>(from[i] & 0x8000) << 16;
+        const float rebiased = float_of(magnitude << 13) * 0x1p112f;
+        to[i] = float_of((magnitude >= 0x7C00 ? 0x7F800000 | magnitude << 13 : bits_of(rebiased)) | sign);
+    }
+}
+
+// To nearest, ties to even. Subnormal numbers of fp16 are multiples of 2^-24, which is the last place of 0.5.
+inline void fp32_to_fp16(const float* from, uint16_t* to, int64_t numel) {
+    for (int64_t i = 0; i < numel; ++i) {
+        const uint32_t bits = bits_of(from[i]), magnitude = bits & 0x7FFFFFFF;
+        uint32_t half;
+        if (magnitude > 0x7F800000) {
+            half = 0x7E00;
+        } else if (magnitude >= 0x477FF000) {  // from halfway between the largest number and the next
+            half = 0x7C00;
+        } else if (magnitude < 0x38800000) {  // below 2^-14
+            half = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+        } else {
+            half = (magnitude - (112u << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
+        }
+        to[i] = static_cast<uint16_t>(half | bits >> 31 << 15);
     }
 }
 #endif

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 
 import torch
 
@@ -11,7 +12,6 @@ from kernels.block_formats import dynamic_codes
 from kernels.settings import AdamW, Lamb, Lion, Sgd
 
 CODE_OF = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-EXACT, NEWTON = 0, 1  # see [Note: roots] in update.h
 _Argument = ctypes._SimpleCData
 
 
@@ -20,13 +20,8 @@ class CpuKernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self.root = _torchs_root(library)  # None: neither is torch's, and updates differ from it in last bits
         self.has_checksum = bool(library.zlab_has_checksum())
         library.zlab_checksum.restype = ctypes.c_uint32
-
-    @property
-    def _root(self) -> _Argument:
-        return ctypes.c_int32(EXACT if self.root is None else self.root)
 
     def adamw(
         self,
@@ -43,7 +38,7 @@ class CpuKernels:
             return
         moments, scale = (_pointer(exp_avg), _pointer(exp_avg_sq)), _pointer(grad_scale)
         tensors = (*_typed(master), *_typed(grad), *moments, scale, *_typed(param_out))
-        self._library.zlab_adamw(*tensors, *_extent(master), *_adam_numbers(settings), self._root)
+        self._library.zlab_adamw(*tensors, *_extent(master), *_floats(settings.numbers))
 
     def adamw8bit(
         self,
@@ -65,7 +60,7 @@ class CpuKernels:
         tables = [dynamic_codes(master.device, signed=signed) for signed in (True, False)]
         rest = map(_pointer, (*states, *tables, grad_scale))
         tensors = (*_typed(master), *_typed(grad), *rest, *_typed(param_out))
-        self._library.zlab_adamw8bit(*tensors, *_extent(master), *_adam_numbers(settings), self._root)
+        self._library.zlab_adamw8bit(*tensors, *_extent(master), *_floats(settings.numbers))
 
     def sgd(
         self,
@@ -82,10 +77,9 @@ class CpuKernels:
             return
         kind = 0 if momentum_buffer is None else 1 if settings.step == 1 else 2
         rest = (_pointer(momentum_buffer), _pointer(grad_scale))
-        numbers = (settings.weight_decay, settings.momentum, 1 - settings.dampening, -settings.lr)
         self._library.zlab_sgd(
             *(*_typed(master), *_typed(grad), *rest, *_typed(param_out), *_extent(master)),
-            *(ctypes.c_int32(kind), ctypes.c_int32(settings.nesterov), *map(ctypes.c_float, numbers)),
+            *(ctypes.c_int32(kind), ctypes.c_int32(settings.nesterov), *_floats(settings.numbers)),
         )
 
     def lion(
@@ -100,11 +94,9 @@ class CpuKernels:
         if not _takes(master, grad, param_out, fp32=(exp_avg, grad_scale)):
             reference.lion(master, grad, exp_avg, grad_scale, settings, param_out)
             return
-        betas = (settings.beta1, 1 - settings.beta1, settings.beta2, 1 - settings.beta2)
-        numbers = (1 - settings.lr * settings.weight_decay, *betas, -settings.lr)
         rest = (_pointer(exp_avg), _pointer(grad_scale))
         tensors = (*_typed(master), *_typed(grad), *rest, *_typed(param_out))
-        self._library.zlab_lion(*tensors, *_extent(master), *map(ctypes.c_float, numbers))
+        self._library.zlab_lion(*tensors, *_extent(master), *_floats(settings.numbers))
 
     def lamb_moments(
         self,
@@ -117,9 +109,10 @@ class CpuKernels:
         if not _takes(grad, fp32=(exp_avg, exp_avg_sq, grad_scale)):
             reference.lamb_moments(grad, exp_avg, exp_avg_sq, grad_scale, settings)
             return
-        numbers = (1 - settings.beta1, settings.beta2, 1 - settings.beta2)
+        numbers = settings.numbers
+        weights = (numbers.weight1, numbers.beta2, numbers.weight2)
         tensors = (*_typed(grad), *map(_pointer, (exp_avg, exp_avg_sq, grad_scale)))
-        self._library.zlab_lamb_moments(*tensors, *_extent(grad), *map(ctypes.c_float, numbers))
+        self._library.zlab_lamb_moments(*tensors, *_extent(grad), *_floats(weights))
 
     def lamb_squares(
         self, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, settings: Lamb
@@ -128,7 +121,7 @@ class CpuKernels:
             return reference.lamb_squares(master, exp_avg, exp_avg_sq, settings)
         totals, groups = torch.empty(2, dtype=torch.float64), _group_sums(2 * master.numel() + reference.GROUP_NUMEL)
         tensors = (*_typed(master), *map(_pointer, (exp_avg, exp_avg_sq, groups, totals)))
-        self._library.zlab_lamb_squares(*tensors, *_extent(master), *_lamb_numbers(settings), self._root)
+        self._library.zlab_lamb_squares(*tensors, *_extent(master), *_floats(settings.lamb_numbers[:-1]))
         return totals
 
     def lamb(
@@ -144,8 +137,7 @@ class CpuKernels:
             reference.lamb(master, exp_avg, exp_avg_sq, ratio, settings, param_out)
             return
         tensors = (*_typed(master), *map(_pointer, (exp_avg, exp_avg_sq, ratio)), *_typed(param_out))
-        numbers = (*_lamb_numbers(settings), self._root, ctypes.c_float(-settings.lr))
-        self._library.zlab_lamb(*tensors, *_extent(master), *numbers)
+        self._library.zlab_lamb(*tensors, *_extent(master), *_floats(settings.lamb_numbers))
 
     def accumulate(self, target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
         if not _takes(target, values):
@@ -186,17 +178,6 @@ class CpuKernels:
         return int(self._library.zlab_checksum(_pointer(data), ctypes.c_int64(data.nbytes)))
 
 
-def _torchs_root(library: ctypes.CDLL) -> int | None:
-    """Which of the library's square roots is torch's on this machine, judged by numbers of all magnitudes."""
-    values = (torch.arange(1 << 16, dtype=torch.int64) * 65521 % 0x7F800001).to(torch.int32).view(torch.float32)
-    wanted, found = values.sqrt(), torch.empty_like(values)
-    for kind in (EXACT, NEWTON):
-        library.zlab_roots(_pointer(values), _pointer(found), ctypes.c_int64(values.numel()), ctypes.c_int32(kind))
-        if torch.equal(found, wanted):
-            return kind
-    return None
-
-
 def _takes(
     *wide: torch.Tensor | None, fp32: tuple[torch.Tensor, ...] = (), bytes_: tuple[torch.Tensor, ...] = ()
 ) -> bool:
@@ -226,14 +207,5 @@ def _group_sums(numel: int) -> torch.Tensor:
     return torch.empty(-(-numel // reference.GROUP_NUMEL) + 1, dtype=torch.float64)
 
 
-def _adam_numbers(settings: AdamW) -> tuple[_Argument, ...]:
-    """Rounded to fp32 where torch rounds its scalars: at the end."""
-    decays, beta2 = (settings.decay, settings.l2), settings.beta2
-    correction, step_size = settings.bias_correction_sq**0.5, settings.lr / settings.bias_correction
-    numbers = (*decays, 1 - settings.beta1, beta2, 1 - beta2, correction, settings.eps, -step_size)
+def _floats(numbers: Iterable[float]) -> tuple[_Argument, ...]:
     return tuple(map(ctypes.c_float, numbers))
-
-
-def _lamb_numbers(settings: Lamb) -> tuple[_Argument, ...]:
-    corrections = (settings.bias_correction, settings.bias_correction_sq)
-    return tuple(map(ctypes.c_float, (*corrections, settings.eps, settings.weight_decay)))

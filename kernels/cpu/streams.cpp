@@ -9,7 +9,7 @@ extern "C" void zlab_accumulate(void* target, int32_t target_dtype, const void* 
         void* to = at(target, target_dtype, start);
         float* sums = const_cast<float*>(widened(to, target_dtype, wide_sums, n));
         const float* wide = widened(at(values, values_dtype, start), values_dtype, wide_values, n);
-        for (int64_t i = 0; i < n; ++i) sums[i] = std::fma(scale, wide[i], sums[i]);
+        for (int64_t i = 0; i < n; ++i) sums[i] += wide[i] * scale;
         if (target_dtype != FP32) rounded(sums, to, target_dtype, n);
     });
 }

@@ -2,11 +2,6 @@
 
 #include "update.h"
 
-// See [Note: roots].
-extern "C" void zlab_roots(const float* values, float* to, int64_t numel, int32_t kind) {
-    for (int64_t i = 0; i < numel; i += BLOCK) roots(values + i, to + i, std::min(BLOCK, numel - i), kind);
-}
-
 namespace {
 
 template <bool FROM_END>
@@ -20,8 +15,8 @@ void moments_block(const float* __restrict grads, float* __restrict firsts, floa
 extern "C" void zlab_adamw(void* master, int32_t master_dtype, const void* grad, int32_t grad_dtype, float* exp_avg,
                            float* exp_avg_sq, const float* grad_scale, void* out, int32_t out_dtype, int64_t numel,
                            int64_t threads, float decay, float l2, float weight1, float beta2, float weight2,
-                           float correction, float eps, float minus_step_size, int32_t root) {
-    const AdamNumbers numbers{decay, l2, weight1, beta2, weight2, correction, eps, minus_step_size, root};
+                           float correction, float eps, float minus_step_size) {
+    const AdamNumbers numbers{decay, l2, weight1, beta2, weight2, correction, eps, minus_step_size};
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
     const AdamBlock block = adam_block_for(numbers);
     in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
@@ -36,7 +31,7 @@ extern "C" void zlab_adamw(void* master, int32_t master_dtype, const void* grad,
 extern "C" void zlab_lamb_moments(const void* grad, int32_t grad_dtype, float* exp_avg, float* exp_avg_sq,
                                   const float* grad_scale, int64_t numel, int64_t threads, float weight1, float beta2,
                                   float weight2) {
-    const AdamNumbers numbers{1, 0, weight1, beta2, weight2, 1, 0, 0, EXACT};
+    const AdamNumbers numbers{1, 0, weight1, beta2, weight2, 1, 0, 0};
     const auto block = weight1 < 0.5f ? moments_block<false> : moments_block<true>;
     in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_grads[BLOCK];
@@ -58,13 +53,13 @@ void sgd_block(float* __restrict weights, const float* __restrict grads, float* 
                const SgdNumbers c, int64_t numel) {
     for (int64_t i = 0; i < numel; ++i) {
         const float grad = grads[i] * scale;
-        float step = c.l2 != 0 ? std::fma(c.l2, weights[i], grad) : grad;
+        float step = c.l2 != 0 ? grad + weights[i] * c.l2 : grad;
         if (MOMENTUM != NONE) {
-            const float buffer = MOMENTUM == FIRST ? step : std::fma(c.weight, step, buffers[i] * c.momentum);
+            const float buffer = MOMENTUM == FIRST ? step : buffers[i] * c.momentum + step * c.weight;
             buffers[i] = buffer;
-            step = NESTEROV ? std::fma(c.momentum, buffer, step) : buffer;
+            step = NESTEROV ? step + buffer * c.momentum : buffer;
         }
-        weights[i] = std::fma(c.minus_lr, step, weights[i]);
+        weights[i] += step * c.minus_lr;
     }
 }
 
@@ -76,10 +71,10 @@ void lion_block(float* __restrict weights, const float* __restrict grads, float*
                 float scale, const LionNumbers c, int64_t numel) {
     for (int64_t i = 0; i < numel; ++i) {
         const float grad = grads[i] * scale;
-        const float aim = std::fma(c.weight1, grad, firsts[i] * c.beta1);
+        const float aim = firsts[i] * c.beta1 + grad * c.weight1;
         const float sign = static_cast<float>(aim > 0) - static_cast<float>(aim < 0);
-        weights[i] = std::fma(c.minus_lr, sign, weights[i] * c.decay);
-        firsts[i] = std::fma(c.weight2, grad, firsts[i] * c.beta2);
+        weights[i] = weights[i] * c.decay + sign * c.minus_lr;
+        firsts[i] = firsts[i] * c.beta2 + grad * c.weight2;
     }
 }
 
@@ -124,16 +119,14 @@ namespace {
 
 struct LambNumbers {
     float correction1, correction2, eps, decay;
-    int32_t root;
 };
 
 void lamb_updates(const float* __restrict weights, const float* __restrict firsts, const float* __restrict seconds,
                   float* __restrict updates, const LambNumbers c, int64_t numel) {
-    alignas(64) float corrected[BLOCK], root[BLOCK];
-    for (int64_t i = 0; i < numel; ++i) corrected[i] = seconds[i] / c.correction2;
-    roots(corrected, root, numel, c.root);
-    for (int64_t i = 0; i < numel; ++i)
-        updates[i] = std::fma(c.decay, weights[i], firsts[i] / c.correction1 / (root[i] + c.eps));
+    for (int64_t i = 0; i < numel; ++i) {
+        const float root = std::sqrt(seconds[i] / c.correction2);
+        updates[i] = firsts[i] / c.correction1 / (root + c.eps) + weights[i] * c.decay;
+    }
 }
 
 }  // namespace
@@ -141,8 +134,8 @@ void lamb_updates(const float* __restrict weights, const float* __restrict first
 // `groups` has room for two sums a group; see [Note: order of squares].
 extern "C" void zlab_lamb_squares(const void* master, int32_t master_dtype, const float* exp_avg,
                                   const float* exp_avg_sq, double* groups, double* totals, int64_t numel,
-                                  int64_t threads, float correction1, float correction2, float eps, float decay, int32_t root) {
-    const LambNumbers numbers{correction1, correction2, eps, decay, root};
+                                  int64_t threads, float correction1, float correction2, float eps, float decay) {
+    const LambNumbers numbers{correction1, correction2, eps, decay};
     const int64_t count = (numel + GROUP - 1) / GROUP;
     in_threads(numel, threads, GROUP, [&](int64_t start, int64_t stop) {
         for (; start < stop; start += GROUP) {
@@ -165,15 +158,14 @@ extern "C" void zlab_lamb_squares(const void* master, int32_t master_dtype, cons
 
 extern "C" void zlab_lamb(void* master, int32_t master_dtype, const float* exp_avg, const float* exp_avg_sq,
                           const float* ratio, void* out, int32_t out_dtype, int64_t numel, int64_t threads,
-                          float correction1, float correction2, float eps, float decay, int32_t root,
-                          float minus_lr) {
-    const LambNumbers numbers{correction1, correction2, eps, decay, root};
+                          float correction1, float correction2, float eps, float decay, float minus_lr) {
+    const LambNumbers numbers{correction1, correction2, eps, decay};
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
     in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], updates[BLOCK];
         float* weights = target.open(start, wide_weights, n);
         lamb_updates(weights, exp_avg + start, exp_avg_sq + start, updates, numbers, n);
-        for (int64_t i = 0; i < n; ++i) weights[i] = std::fma(minus_lr, updates[i] * *ratio, weights[i]);
+        for (int64_t i = 0; i < n; ++i) weights[i] += updates[i] * *ratio * minus_lr;
         target.close(weights, start, n);
     });
 }

@@ -58,7 +58,7 @@ def adamw8bit_kernel(
     else:
         weights *= decay
     first = lerp(first, grads, weight1, FROM_END)
-    second = second * beta2 + (weight2 * grads) * grads
+    second = second * beta2 + (grads * weight2) * grads
     weights += tl.math.div_rn(minus_step_size * first, tl.math.div_rn(tl.math.sqrt_rn(second), correction) + eps)
     write_codes(first, exp_avg, exp_avg_scale, signed_borders, at, inside, block, blocks, ZERO, False)
     write_codes(second, exp_avg_sq, exp_avg_sq_scale, unsigned_borders, at, inside, block, blocks, 0, True)

@@ -1,6 +1,7 @@
 """Each operation of reference.py as a launch of a Triton kernel.
 
-All tensors are dense. Nothing is read on the host.
+All tensors are dense. Nothing is read on the host. The compiler is told to fuse no multiplication with an addition
+(UNFUSED), and divisions and roots are the correctly rounded ones, so updates have the reference's bits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kernels.triton import moments, streams, updates
 BLOCK = 1024
 ROWS = 8  # blocks of a format in one program
 MOMENT_ROWS = 4  # the same of 8-bit moments, of which an update holds more at a time
+UNFUSED = {"enable_fp_fusion": False}
 
 
 class TritonKernels:
@@ -34,13 +36,15 @@ class TritonKernels:
         settings: AdamW,
         param_out: torch.Tensor | None = None,
     ) -> None:
+        numbers = settings.numbers
         _over(master, updates.adamw_kernel)(
             *(master, grad, exp_avg, exp_avg_sq, grad_scale, _target(param_out, master), master.numel()),
-            *_adam_numbers(settings),
+            *numbers,
             HAS_OUT=param_out is not None,
-            FROM_END=1 - settings.beta1 >= 0.5,
-            L2=settings.l2 != 0,
+            FROM_END=numbers.weight1 >= 0.5,
+            L2=numbers.l2 != 0,
             BLOCK=BLOCK,
+            **UNFUSED,
         )
 
     def adamw8bit(
@@ -55,18 +59,19 @@ class TritonKernels:
         settings: AdamW,
         param_out: torch.Tensor | None = None,
     ) -> None:
-        blocks = blocks_of(master.numel())
+        blocks, numbers = blocks_of(master.numel()), settings.numbers
         if not blocks:
             return
         moments.adamw8bit_kernel[(triton.cdiv(blocks, MOMENT_ROWS),)](
             *(master, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, grad_scale),
-            *(_target(param_out, master), master.numel(), blocks, *_tables(master.device), *_adam_numbers(settings)),
+            *(_target(param_out, master), master.numel(), blocks, *_tables(master.device), *numbers),
             HAS_OUT=param_out is not None,
-            FROM_END=1 - settings.beta1 >= 0.5,
-            L2=settings.l2 != 0,
+            FROM_END=numbers.weight1 >= 0.5,
+            L2=numbers.l2 != 0,
             ZERO=ZERO_CODE,
             ROWS=MOMENT_ROWS,
             PER=BLOCK_NUMEL,
+            **UNFUSED,
         )
 
     def sgd(
@@ -80,11 +85,12 @@ class TritonKernels:
     ) -> None:
         _over(master, updates.sgd_kernel)(
             *(master, grad, _target(momentum_buffer, master), grad_scale, _target(param_out, master), master.numel()),
-            *(settings.weight_decay, settings.momentum, 1 - settings.dampening, -settings.lr),
+            *settings.numbers,
             HAS_OUT=param_out is not None,
             KIND=0 if momentum_buffer is None else 1 if settings.step == 1 else 2,
             NESTEROV=settings.nesterov,
             BLOCK=BLOCK,
+            **UNFUSED,
         )
 
     def lion(
@@ -96,12 +102,12 @@ class TritonKernels:
         settings: Lion,
         param_out: torch.Tensor | None = None,
     ) -> None:
-        betas = (settings.beta1, 1 - settings.beta1, settings.beta2, 1 - settings.beta2)
         _over(master, updates.lion_kernel)(
             *(master, grad, exp_avg, grad_scale, _target(param_out, master), master.numel()),
-            *(1 - settings.lr * settings.weight_decay, *betas, -settings.lr),
+            *settings.numbers,
             HAS_OUT=param_out is not None,
             BLOCK=BLOCK,
+            **UNFUSED,
         )
 
     def lamb_moments(
@@ -112,11 +118,12 @@ class TritonKernels:
         grad_scale: torch.Tensor,
         settings: Lamb,
     ) -> None:
-        betas = (1 - settings.beta1, settings.beta2, 1 - settings.beta2)
+        numbers = settings.numbers
         _over(grad, updates.lamb_moments_kernel)(
-            *(grad, exp_avg, exp_avg_sq, grad_scale, grad.numel(), *betas),
-            FROM_END=1 - settings.beta1 >= 0.5,
+            *(grad, exp_avg, exp_avg_sq, grad_scale, grad.numel(), numbers.weight1, numbers.beta2, numbers.weight2),
+            FROM_END=numbers.weight1 >= 0.5,
             BLOCK=BLOCK,
+            **UNFUSED,
         )
 
     def lamb_squares(
@@ -125,9 +132,9 @@ class TritonKernels:
         count = -(-master.numel() // reference.GROUP_NUMEL)
         groups = torch.zeros(2, max(count, 1), dtype=torch.float64, device=master.device)
         if count:
-            sizes = {"ROWS": reference.GROUP_NUMEL // reference.LANES, "LANES": reference.LANES}
+            sizes = {"ROWS": reference.GROUP_NUMEL // reference.LANES, "LANES": reference.LANES, **UNFUSED}
             updates.lamb_squares_kernel[(count,)](
-                master, exp_avg, exp_avg_sq, groups, master.numel(), count, *_lamb_numbers(settings), **sizes
+                master, exp_avg, exp_avg_sq, groups, master.numel(), count, *settings.lamb_numbers[:-1], **sizes
             )
         return reference.folded(groups)
 
@@ -142,13 +149,14 @@ class TritonKernels:
     ) -> None:
         _over(master, updates.lamb_kernel)(
             *(master, exp_avg, exp_avg_sq, ratio, _target(param_out, master), master.numel()),
-            *(*_lamb_numbers(settings), -settings.lr),
+            *settings.lamb_numbers,
             HAS_OUT=param_out is not None,
             BLOCK=BLOCK,
+            **UNFUSED,
         )
 
     def accumulate(self, target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
-        _over(target, streams.accumulate_kernel)(target, values, target.numel(), scale, BLOCK=BLOCK)
+        _over(target, streams.accumulate_kernel)(target, values, target.numel(), scale, BLOCK=BLOCK, **UNFUSED)
 
     def cast_copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
         _over(target, streams.cast_copy_kernel)(target, values, target.numel(), BLOCK=BLOCK)
@@ -188,16 +196,6 @@ def _tables(device: torch.device) -> _Tables:
     tables = [dynamic_codes(device, signed=signed) for signed in (True, False)]
     signed, unsigned = ((table, (table[:-1] + table[1:]) / 2) for table in tables)
     return _Tables(*signed, *unsigned)
-
-
-def _adam_numbers(settings: AdamW) -> tuple[float, ...]:
-    betas = (1 - settings.beta1, settings.beta2, 1 - settings.beta2)
-    correction, step_size = settings.bias_correction_sq**0.5, settings.lr / settings.bias_correction
-    return (settings.decay, settings.l2, *betas, correction, settings.eps, -step_size)
-
-
-def _lamb_numbers(settings: Lamb) -> tuple[float, ...]:
-    return (settings.bias_correction, settings.bias_correction_sq, settings.eps, settings.weight_decay)
 
 
 def _over(tensor: torch.Tensor, kernel):

@@ -1,7 +1,6 @@
 """The element-wise updates: one pass over memory each. What they compute is said in reference.py.
 
-Divisions and square roots are the correctly rounded ones; elsewhere the compiler may fuse multiply and add, so the
-last bits may differ from the reference's.
+Divisions and square roots are the correctly rounded ones, and the order of all operations is the reference's.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import triton.language as tl
 def lerp(start, end, weight, FROM_END: tl.constexpr):
     """Torch's, which changes its formula at a weight of one half."""
     if FROM_END:
-        return end + (weight - 1.0) * (end - start)
-    return start + weight * (end - start)
+        return end - (end - start) * (1.0 - weight)
+    return start + (end - start) * weight
 
 
 @triton.jit
@@ -44,7 +43,7 @@ def adamw_kernel(
     else:
         weights *= decay
     first = lerp(first, grads, weight1, FROM_END)
-    second = second * beta2 + (weight2 * grads) * grads
+    second = second * beta2 + (grads * weight2) * grads
     weights += tl.math.div_rn(minus_step_size * first, tl.math.div_rn(tl.math.sqrt_rn(second), correction) + eps)
     tl.store(exp_avg + at, first, mask=inside)
     tl.store(exp_avg_sq + at, second, mask=inside)
@@ -102,7 +101,7 @@ def lamb_moments_kernel(
     first = tl.load(exp_avg + at, mask=inside, other=0.0)
     second = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
     tl.store(exp_avg + at, lerp(first, grads, weight1, FROM_END), mask=inside)
-    tl.store(exp_avg_sq + at, second * beta2 + (weight2 * grads) * grads, mask=inside)
+    tl.store(exp_avg_sq + at, second * beta2 + (grads * weight2) * grads, mask=inside)
 
 
 @triton.jit

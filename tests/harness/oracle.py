@@ -85,7 +85,7 @@ def oracle(
     optimizer: OptimizerConfig = ADAMW,
     start: Start | None = None,
 ) -> Trace:
-    """Run the case with torch.optim.AdamW (foreach=False) on fp32 masters, or what else `optimizer` means.
+    """Run the case with AdamW on fp32 masters, or what else `optimizer` means: see plain_optimizers.py.
 
     `start`: go on from there (an optimizer of torch's, no step of which was skipped); `case.steps` are then made after.
     """

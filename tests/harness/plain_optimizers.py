@@ -1,7 +1,13 @@
-"""The optimizers of one process of plain PyTorch: torch's own where it has them, Lion and LAMB from their papers."""
+"""The optimizers of one process of plain PyTorch, whole tensors at a time.
+
+AdamW, Adam and SGD are `torch.optim`'s algorithms and order of operations, Lion and LAMB their papers', written in
+additions, multiplications, divisions and roots that each round once: the bits that every machine has. How far
+`torch.optim` itself is from them is the subject of tests/kernels/test_torch_optim.py. Other classes are torch's own.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,6 +24,99 @@ from zero_runtime.optimizers import (
 )
 
 
+def root(values: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded, by way of fp64: torch's own fp32 root differs between processors."""
+    return values.double().sqrt().float()
+
+
+class AdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW; with `l2`, torch.optim.Adam."""
+
+    l2 = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for param in (one for one in group["params"] if one.grad is not None):
+                state = self.state[param]
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+                state["step"] += 1
+                self.update(param, state, group)
+
+    def update(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        grad, step = param.grad, int(state["step"])
+        beta1, beta2 = group["betas"]
+        if self.l2 and group["weight_decay"]:
+            grad = grad + group["weight_decay"] * param
+        elif not self.l2:
+            param *= 1 - group["lr"] * group["weight_decay"]
+        exp_avg, exp_avg_sq = (
+            first_moment(state["exp_avg"], grad, beta1),
+            second_moment(state["exp_avg_sq"], grad, beta2),
+        )
+        state.update(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        divisor = root(exp_avg_sq) / math.sqrt(1 - beta2**step) + group["eps"]
+        param += -(group["lr"] / (1 - beta1**step)) * exp_avg / divisor
+
+
+class Adam(AdamW):
+    l2 = True
+
+
+def first_moment(moment: torch.Tensor, grad: torch.Tensor, beta: float) -> torch.Tensor:
+    """beta * moment + (1 - beta) * grad in the form of torch's lerp."""
+    weight = torch.tensor(1 - beta, dtype=torch.float32)
+    if weight < 0.5:
+        return moment + weight * (grad - moment)
+    return grad - (grad - moment) * (1 - weight)
+
+
+def second_moment(moment: torch.Tensor, grad: torch.Tensor, beta: float) -> torch.Tensor:
+    return moment * beta + ((1 - beta) * grad) * grad
+
+
+class Sgd(torch.optim.Optimizer):
+    """torch.optim.SGD."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+    ) -> None:
+        numbers = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, {**numbers, "nesterov": nesterov})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            momentum = group["momentum"]
+            for param in (one for one in group["params"] if one.grad is not None):
+                step = param.grad + group["weight_decay"] * param if group["weight_decay"] else param.grad
+                if momentum:
+                    state = self.state[param]
+                    old = state.get("momentum_buffer")
+                    new = step.clone() if old is None else momentum * old + (1 - group["dampening"]) * step
+                    state["momentum_buffer"] = new
+                    step = step + momentum * new if group["nesterov"] else new
+                param += -group["lr"] * step
+
+
 class Lion(torch.optim.Optimizer):
     """arXiv 2302.06675, algorithm 2."""
 
@@ -27,10 +126,10 @@ class Lion(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             for param in group["params"]:
                 momentum = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
-                direction = torch.sign(torch.add(beta1 * momentum, param.grad, alpha=1 - beta1))
+                direction = torch.sign(beta1 * momentum + (1 - beta1) * param.grad)
                 decayed = param * (1 - group["lr"] * group["weight_decay"])
-                param.copy_(torch.add(decayed, direction, alpha=-group["lr"]))
-                momentum.copy_(torch.add(beta2 * momentum, param.grad, alpha=1 - beta2))
+                param.copy_(decayed + -group["lr"] * direction)
+                momentum.copy_(beta2 * momentum + (1 - beta2) * param.grad)
 
 
 class Lamb(torch.optim.Optimizer):
@@ -45,18 +144,18 @@ class Lamb(torch.optim.Optimizer):
                 if not state:
                     state.update(step=0, m=torch.zeros_like(param), v=torch.zeros_like(param))
                 state["step"] += 1
-                state["m"].lerp_(param.grad, 1 - beta1)
-                state["v"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
+                state["m"] = first_moment(state["m"], param.grad, beta1)
+                state["v"] = second_moment(state["v"], param.grad, beta2)
                 first = state["m"] / (1 - beta1 ** state["step"])
                 second = state["v"] / (1 - beta2 ** state["step"])
-                update = first / (second.sqrt() + group["eps"]) + group["weight_decay"] * param
+                update = first / (root(second) + group["eps"]) + group["weight_decay"] * param
                 weight_norm, update_norm = param.double().norm(), update.double().norm()
                 ratio = weight_norm / update_norm if weight_norm > 0 and update_norm > 0 else torch.ones(())
-                param.sub_(group["lr"] * ratio.float() * update)
+                param.sub_(group["lr"] * (ratio.float() * update))
 
 
-class AdamW8bit(torch.optim.AdamW):
-    """Torch's AdamW whose moments are rounded to 8-bit codes after each step, in blocks of 256 of each parameter."""
+class AdamW8bit(AdamW):
+    """AdamW whose moments are rounded to 8-bit codes after each step, in blocks of 256 of each parameter."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -89,22 +188,17 @@ def plain_optimizer(config: OptimizerConfig, masters: dict[str, torch.Tensor], l
     if isinstance(config, LambConfig):
         return Lamb(groups, {"betas": (config.beta1, config.beta2), "eps": config.eps})
     if isinstance(config, AdamW8bitConfig):
-        return AdamW8bit(groups, betas=(config.beta1, config.beta2), eps=config.eps, foreach=False)
-    name, arguments = _torch_class(config)
+        return AdamW8bit(groups, betas=(config.beta1, config.beta2), eps=config.eps)
+    if isinstance(config, AdamWConfig):
+        kind = Adam if isinstance(config, AdamConfig) else AdamW
+        return kind(groups, betas=(config.beta1, config.beta2), eps=config.eps)
+    if isinstance(config, SgdConfig):
+        return Sgd(groups, **{key: vars(config)[key] for key in ("momentum", "dampening", "nesterov")})
+    name, arguments = config.class_name, dict(config.arguments)
     if name == "Rprop":
         for group in groups:
             del group["weight_decay"]
     return getattr(torch.optim, name)(groups, **arguments, foreach=False)
-
-
-def _torch_class(config: Any) -> tuple[str, dict[str, Any]]:
-    if isinstance(config, SgdConfig):
-        keys = ("momentum", "dampening", "nesterov")
-        return "SGD", {key: vars(config)[key] for key in keys}
-    if isinstance(config, AdamWConfig):
-        name = "Adam" if isinstance(config, AdamConfig) else "AdamW"
-        return name, {"betas": (config.beta1, config.beta2), "eps": config.eps}
-    return config.class_name, dict(config.arguments)
 
 
 def _groups(config: OptimizerConfig, masters: dict[str, torch.Tensor], lr: float) -> list[dict[str, Any]]:

@@ -30,12 +30,9 @@ Results = list[torch.Tensor]
 @pytest.fixture(scope="module")
 def cpp() -> CpuKernels:
     try:
-        found = CpuKernels(load_library())
+        return CpuKernels(load_library())
     except BuildError as error:
         pytest.skip(f"no C++ on this machine: {error}")
-    if found.root is None:
-        pytest.skip("torch's square root on this processor is neither of the library's; last bits differ")
-    return found
 
 
 @contextmanager

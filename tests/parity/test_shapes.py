@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness.plain_optimizers import AdamW
 from harness.ranks import run_ranks
 from harness.shapes import SHAPES, Adapters, Base, Borrowed, Fp32Norms, FrozenMiddle, build_shape, ids_of
 from harness.unsharded import unsharded_peak
@@ -65,9 +66,7 @@ def plain(name: str, world: int) -> Run:
     model = build_shape(SHAPES_AND_MIXED[name])
     trained = {key: param for key, param in model.named_parameters() if param.requires_grad}
     masters = {key: param.detach().float().clone() for key, param in trained.items()}
-    optimizer = torch.optim.AdamW(
-        list(masters.values()), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False
-    )
+    optimizer = AdamW(list(masters.values()), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     run = Run()
     for step in range(STEPS):
         parts, loss = [], 0.0

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness.models import TinySpec, TinyTransformer, batch
+from harness.plain_optimizers import AdamW
 from harness.ranks import run_alone, run_ranks
 from harness.seed_loop import initialize_quietly, run_script
 from torch import nn
@@ -108,7 +109,7 @@ def plain_weights(rank: int, world: int, accumulation: int, *, each_micro: bool)
     """Data parallelism by hand: gradients of the mean losses, averaged over the ranks. each_micro: after each
     micro-batch, as rows that shard gradients do, whose order of sums is another."""
     model = TinyTransformer(SPEC)
-    optimizer = torch_adamw(model)
+    optimizer = AdamW(two_groups(model), betas=(0.8, 0.95))
     schedule = halving(optimizer)
     losses = []
     for step in range(STEPS):

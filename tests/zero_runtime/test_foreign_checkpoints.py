@@ -15,6 +15,7 @@ import torch.distributed as dist
 from foreign.make_deepspeed import STEPS, Model, groups_of
 from harness.models import TinySpec, TinyTransformer
 from harness.oracle import ADAMW
+from harness.plain_optimizers import AdamW
 from harness.ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
@@ -93,7 +94,7 @@ def _continues_like_torch() -> None:
         for name, param in plain.named_parameters():
             param.copy_(expected[f"master/{name}"].view(param.shape))
     trained = [param for param in plain.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0, foreach=False)
+    optimizer = AdamW(trained, lr=1e-2, weight_decay=0.0)
     for name, param in plain.named_parameters():
         if param.requires_grad:
             state = {kind: expected[f"{kind}/{name}"].view(param.shape) for kind in ("exp_avg", "exp_avg_sq")}

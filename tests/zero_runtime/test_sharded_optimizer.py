@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from harness.plain_optimizers import AdamW, Sgd
 from harness.ranks import run_ranks
 from torch import nn
 
@@ -100,8 +101,8 @@ def _groups() -> None:
         {"params": ["2.weight"], "weight_decay": 0.1},
         {"params": ["1.bias", "2.bias"], "weight_decay": 0.0},
     ]
-    by_factor = plain(plain_groups, [(0.05, 0.1, 0.1)] * 4, torch.optim.AdamW, foreach=False)
-    by_rates = plain(plain_groups, [(0.3, 0.7, 0.7)] * 4, torch.optim.AdamW, foreach=False)
+    by_factor = plain(plain_groups, [(0.05, 0.1, 0.1)] * 4, AdamW)
+    by_rates = plain(plain_groups, [(0.3, 0.7, 0.7)] * 4, AdamW)
     for stage in STAGES:
         runtime = build(stage, AdamWConfig(weight_decay=0.1, groups=GROUPS))
         train(runtime, [0.1] * 4)
@@ -135,8 +136,8 @@ def test_groups_of_nothing_and_of_frozen_parameters_change_no_bit() -> None:
 def _cycled_momentum() -> None:
     schedule = OneCycle(0.01, 0.1, cycle_first_step_size=2, cycle_min_mom=0.5)
     kinds: list[tuple[OptimizerConfig, type, str]] = [
-        (AdamWConfig(), torch.optim.AdamW, "betas"),
-        (SgdConfig(momentum=0.9), torch.optim.SGD, "momentum"),
+        (AdamWConfig(), AdamW, "betas"),
+        (SgdConfig(momentum=0.9), Sgd, "momentum"),
         (TorchConfig("NAdam"), torch.optim.NAdam, "betas"),
         (TorchConfig("RMSprop", {"momentum": 0.1}), torch.optim.RMSprop, "momentum"),
     ]
@@ -144,7 +145,7 @@ def _cycled_momentum() -> None:
         layers = model()
         extra = {"momentum": 0.1} if key == "momentum" else {}
         decays = [{"params": [p], "weight_decay": config.decay if p.dim() > 1 else 0.0} for p in layers.parameters()]
-        optimizer = kind(decays, lr=1.0, foreach=False, **extra)
+        optimizer = kind(decays, lr=1.0, **extra)
         runtime = build(2, config)
         for step in range(5):
             rates = schedule.rates(step)
@@ -171,7 +172,7 @@ def _torch_scheduler() -> None:
     runtime = build(3, config)
     layers = model()
     groups = [{"params": [layers[1].weight], "lr": 0.05}, {"params": [layers[1].bias, *layers[2].parameters()]}]
-    optimizer = torch.optim.SGD(groups, lr=0.1, foreach=False)
+    optimizer = Sgd(groups, lr=0.1)
     scheduler = build_scheduler(optimizer)
     for step in range(4):
         layers(batch(step)).square().mean().backward()
