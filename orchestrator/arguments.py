@@ -106,14 +106,17 @@ def split(argv: Sequence[str]) -> Arguments:
         if word.startswith("-"):
             _take_flag(found, word, words)
         else:
-            found.overrides.append(_with_home(word))
+            _take_override(found, word)
     _check_together(found)
     return found
 
 
-def _with_home(word: str) -> str:
-    """A path of the home folder as the shell would have written it, which does so only for words that are paths."""
-    return HOME.sub(lambda _: str(Path.home()), word)
+def _take_override(found: Arguments, word: str) -> None:
+    """With paths of the home folder written out; the shell does so only for words that are paths."""
+    try:
+        found.overrides.append(HOME.sub(lambda _: str(Path.home()), word))
+    except RuntimeError:
+        found.problems.append(f"{word}: no home folder is known for ~; set HOME, or write the whole path")
 
 
 def _take_flag(found: Arguments, word: str, words: list[str]) -> None:

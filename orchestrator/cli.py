@@ -20,6 +20,7 @@ from orchestrator.labels import label, sweep_name
 from orchestrator.point import Point
 from orchestrator.schema import Device, RunConfig, root_limits, to_dict
 from orchestrator.slurm_tools import SlurmError
+from orchestrator.streams import take_any_text
 from orchestrator.strict import Broken, ConfigError, Refusal, build_parts
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def _end_quietly() -> int:
 
 def main(argv: Sequence[str]) -> int:
     """0: every point has a result. 1: at least one failed. 2: nothing was started, the words were wrong."""
+    take_any_text()
     try:
         if "--version" in argv:
             print(f"zero-lab {provenance.version_of('zero-lab') or '(not installed: no version)'}")

@@ -12,12 +12,12 @@ from contextlib import closing
 from pathlib import Path
 
 from orchestrator import chart_view, processes
+from orchestrator.loopback import family, in_url, loopback
 from orchestrator.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
 from orchestrator.record import artifacts_path, store_path
 from orchestrator.screen import Screen
 from orchestrator.verb_parser import VerbParser, add_json, verb_parser
 
-HOST = "127.0.0.1"
 FIRST_PORT = 5000
 LOG, LINES_SHOWN = "dashboard.log", 5
 
@@ -45,14 +45,15 @@ def serve(output: Path, port: int | None) -> int:
         made_by = "a run without tracking=none makes it"
         screen.say(f"error: there is no {shown(store)}: {made_by}, or give the folder of one: {program()} ui FOLDER")
         return 2
-    chosen = port or free_port()
-    for name, link in links(store, chosen):
+    host = loopback()
+    chosen = port or free_port(host)
+    for name, link in links(store, chosen, host):
         screen.say(f"{name}: {link}")
     log = output.absolute() / LOG
     screen.say(f"The page answers after about 10 s. Ctrl-C ends it. What the server says is in {shown(log)}.")
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
     quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # a process more, for things that we do not use
-    return _until_interrupt(server_command(output.absolute(), chosen), quiet, log, screen)
+    return _until_interrupt(server_command(output.absolute(), chosen, host), quiet, log, screen)
 
 
 def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, screen: Screen) -> int:
@@ -80,27 +81,27 @@ def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, 
     return 1
 
 
-def server_command(output: Path, port: int) -> list[str]:
+def server_command(output: Path, port: int, host: str) -> list[str]:
     """What runs the dashboard."""
     stores = ["--backend-store-uri", f"sqlite:///{store_path(output)}"]
     artifacts = ["--default-artifact-root", artifacts_path(output).as_uri()]
-    where = ["--host", HOST, "--port", str(port), "--workers", "1"]
+    where = ["--host", host, "--port", str(port), "--workers", "1"]
     return [sys.executable, "-m", "mlflow", "server", *stores, *artifacts, *where]
 
 
-def links(store: Path, port: int) -> list[tuple[str, str]]:
+def links(store: Path, port: int, host: str) -> list[tuple[str, str]]:
     """Each experiment and the address of its chart page, newest first. Read without importing mlflow."""
     asked = "SELECT experiment_id, name FROM experiments WHERE lifecycle_stage = 'active' ORDER BY experiment_id DESC"
     with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as connection:
         found = [(number, name) for number, name in connection.execute(asked) if name != "Default"]
     page = f"runs?workflowType=machine_learning&viewStateShareKey={chart_view.KEY}&compareRunsMode=CHART"
-    return [(name, f"http://{HOST}:{port}/#/experiments/{number}/{page}") for number, name in found]
+    return [(name, f"http://{in_url(host)}:{port}/#/experiments/{number}/{page}") for number, name in found]
 
 
-def free_port() -> int:
+def free_port(host: str) -> int:
     """The first port from FIRST_PORT on that nobody listens on."""
     for port in range(FIRST_PORT, FIRST_PORT + 100):
-        with socket.socket() as probe:
-            if probe.connect_ex((HOST, port)) != 0:
+        with socket.socket(family(host)) as probe:
+            if probe.connect_ex((host, port)) != 0:
                 return port
     raise OSError(f"no free port from {FIRST_PORT} to {FIRST_PORT + 99}; say which with --port")

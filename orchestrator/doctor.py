@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from orchestrator import hardware, provenance
+from orchestrator.loopback import loopback
 from orchestrator.paths import program
 from orchestrator.summary import Row
 from orchestrator.units import size
@@ -115,7 +116,14 @@ def _gpus() -> list[Finding]:
 
 def _links() -> list[Finding]:
     try:
-        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(
+            ["nvidia-smi", "topo", "-m"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=20,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return []
     links = "NVLink" if " NV" in done.stdout or "\tNV" in done.stdout else "PCIe"
@@ -127,7 +135,12 @@ def _slurm() -> list[Finding]:
         return [Finding("SLURM", "no sbatch on PATH: cluster=local")]
     try:
         done = subprocess.run(
-            ["sinfo", "--noheader", "--format=%P %l %D %G"], capture_output=True, text=True, timeout=15, check=True
+            ["sinfo", "--noheader", "--format=%P %l %D %G"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=15,
+            check=True,
         )
     except subprocess.CalledProcessError as error:
         told = (error.stderr.strip().splitlines() or [f"sinfo ended with code {error.returncode}"])[-1]
@@ -162,8 +175,7 @@ def _compiler() -> Finding:
 def _loopback() -> Finding:
     """Ranks of one machine meet over it."""
     try:
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
+        address = loopback()
     except OSError as error:
         return Finding("network", "no loopback", f"ranks cannot meet: {error}")
-    return Finding("network", "ranks of this machine meet over loopback")
+    return Finding("network", f"ranks of this machine meet over loopback, {address}")

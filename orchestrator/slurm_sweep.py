@@ -73,7 +73,7 @@ class ClusterView:
 
     def look(self) -> list[Standing]:
         """How every point stands; asks the scheduler once. Where it does not answer, all stands as it stood."""
-        with (self._sweep.root / ".lock").open("w") as file:
+        with (self._sweep.root / ".lock").open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             moving = [one for one in sweep_record.standings(self._sweep) if one.job and not one.state.final]
             sights = self._scheduler.look([one.job for one in moving]) if moving else {}

@@ -206,7 +206,7 @@ def controller_pid(sweep: SweepPaths) -> int | None:
 @contextlib.contextmanager
 def only_controller(sweep: SweepPaths) -> Iterator[bool]:
     """False where another controller has this sweep."""
-    with (sweep.root / ".lock").open("w") as file:
+    with (sweep.root / ".lock").open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

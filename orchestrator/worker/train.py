@@ -372,7 +372,8 @@ def _git_commit() -> str | None:
             ["git", "describe", "--always", "--dirty=+", "--abbrev=10"],
             cwd=Path(__file__).parent,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=10,
             check=True,
         )

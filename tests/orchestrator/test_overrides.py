@@ -195,3 +195,12 @@ def test_a_path_of_the_home_folder_is_one_also_where_the_shell_leaves_it(monkeyp
     monkeypatch.setenv("HOME", "/home/me")
     line = ["data.path=~/a,~/b", "~experiment", "model.path=x~/y"]
     assert arguments.split(line).overrides == ["data.path=/home/me/a,/home/me/b", "~experiment", "model.path=x~/y"]
+
+
+def test_a_path_of_an_unknown_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", unknown)
+    (problem,) = arguments.split(["data.path=~/a", "zero=stage1"]).problems
+    assert problem == "data.path=~/a: no home folder is known for ~; set HOME, or write the whole path"

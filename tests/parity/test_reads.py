@@ -129,7 +129,7 @@ def test_after_a_step_every_way_to_a_weight_gives_its_value_or_the_error_that_na
 # ---- in a step -------------------------------------------------------------------------------------------------------
 
 
-def outcome(way: str, runtime: ZeroRuntime, kept: Any, wanted: Any) -> str:
+def seen_by_a_hook(way: str, runtime: ZeroRuntime, kept: Any, wanted: Any) -> str:
     """ "current", "wrong" or the error of one way of reading."""
     try:
         read = WAYS[way](runtime.model, kept)
@@ -149,7 +149,9 @@ def in_a_step() -> dict[int, list[str]]:
         def look(
             *_: Any, runtime: ZeroRuntime = runtime, kept: Any = kept, wanted: Any = wanted, told: Any = told
         ) -> None:
-            told += [outcome(way, runtime, kept, wanted) for way in ("references", "named_parameters", "attributes")]
+            told += [
+                seen_by_a_hook(way, runtime, kept, wanted) for way in ("references", "named_parameters", "attributes")
+            ]
 
         before = runtime.model.blocks[0].register_forward_pre_hook(look)
         after = runtime.model.blocks[0].register_forward_hook(look)

@@ -8,10 +8,9 @@ import resource
 from pathlib import Path
 from typing import NamedTuple
 
+from zero_runtime import control_groups
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import OffloadError, missing_folder
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class Need(NamedTuple):
@@ -82,20 +81,12 @@ def _rooms(own: int, all_here: int) -> list[tuple[str, tuple[int, int] | None]]:
     used = _status_bytes("VmData")
     limited = None if soft == resource.RLIM_INFINITY or used is None else (own, max(soft - used, 0))
     free = _meminfo_bytes("MemAvailable")
-    group = _group_room()
+    group = control_groups.memory_room()
     return [
         ("RLIMIT_DATA", limited),
         ("the machine's memory", None if free is None else (all_here, free)),
-        ("its control group's memory.max", None if group is None else (all_here, group)),
+        ("its control group's memory limit", None if group is None else (all_here, group)),
     ]
-
-
-def _group_room() -> int | None:
-    try:
-        most = (_CGROUP / "memory.max").read_text().strip()
-        return None if most == "max" else int(most) - int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _status_bytes(key: str) -> int | None:
@@ -108,7 +99,7 @@ def _meminfo_bytes(key: str) -> int | None:
 
 def _kib_of(path: Path, key: str) -> int | None:
     try:
-        line = next(line for line in path.read_text().splitlines() if line.startswith(f"{key}:"))
+        line = next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(f"{key}:"))
     except (OSError, StopIteration):
         return None
     return int(line.split()[1]) * 1024
