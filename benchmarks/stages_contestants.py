@@ -58,6 +58,8 @@ def row_step(runtime: ZeroRuntime, task: Task) -> Step:
         runtime.backward(loss_of(runtime.model, *batch) / task.tokens)
         loss = runtime.step(LR).loss / dist.get_world_size()
         runtime.clock.lap()  # as whoever shows phases does each step; its marks would grow without end
+        for unit in runtime.units:  # what the step has started belongs to its time, and not to the next contestant's
+            unit.wait_current()
         return loss
 
     return step
