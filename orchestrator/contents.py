@@ -15,7 +15,6 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +87,8 @@ def _hash_of(name: str, path: Path) -> str:
 
 def _digests(name: str, path: Path, files: Sequence[Path]) -> list[str]:
     """See [Note: hashed once]."""
+    from concurrent.futures import ThreadPoolExecutor  # here: a typo is answered without its import
+
     cache = _cache_file(name, path)
     kept = _read(cache)
     begun = time.time_ns()
