@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator import arguments, folders, hardware, help_page, overrides, provenance, rules
+from orchestrator import arguments, folders, hardware, help_page, overrides, rules
 from orchestrator.arguments import VERBS, Arguments
 from orchestrator.cluster import ClusterKind
 from orchestrator.deciding import Refused, Wishes, retry_states
@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     """0: every point has a result. 1: at least one failed. 2: nothing was started, the words were wrong."""
     try:
         if "--version" in argv:
+            from orchestrator import provenance  # here: it imports what only a run needs
+
             print(f"zero-lab {provenance.version_of('zero-lab') or '(not installed: no version)'}")
             return 0
         if argv and argv[0] in VERBS:
