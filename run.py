@@ -18,7 +18,8 @@ def start() -> int:
         if missing.name is None or missing.name.split(".")[0] in OURS:
             raise
         python = Path(__file__).parent / ".venv" / "bin" / "python"
-        first = "type" if python.exists() else "`make install`, then"
+        ready = python.exists() and Path(sys.executable) != python.absolute()
+        first = "type" if ready else "`make install`, then"
         print(f"error: {sys.executable} has no package '{missing.name}': {first}", file=sys.stderr)
         print(f"       {shlex.join([os.path.relpath(python), *sys.argv])}", file=sys.stderr)
         return 2

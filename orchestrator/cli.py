@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator import arguments, folders, hardware, help_page, overrides, provenance, rules
+from orchestrator import arguments, folders, hardware, help_page, overrides, rules
 from orchestrator.arguments import VERBS, Arguments
 from orchestrator.cluster import ClusterKind
 from orchestrator.deciding import Refused, Wishes, retry_states
@@ -47,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
     take_any_text()
     try:
         if "--version" in argv:
+            from orchestrator import provenance  # here: it imports what only a run needs
+
             print(f"zero-lab {provenance.version_of('zero-lab') or '(not installed: no version)'}")
             return 0
         if argv and argv[0] in VERBS:

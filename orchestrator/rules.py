@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -225,7 +225,9 @@ def _in_the_way(folder: str) -> str | None:
             return f"and {place} is {'a broken link' if place.is_symlink() else 'a file'}"
         if not os.access(place, os.W_OK | os.X_OK):
             return f"and {place} is not yours to write"
-        os.rmdir(tempfile.mkdtemp(prefix=".zlab-", dir=place))
+        probe = place / f".zlab-{os.getpid()}-{time.monotonic_ns()}"
+        probe.mkdir()
+        probe.rmdir()
     except (OSError, RuntimeError) as error:  # RuntimeError: ~nobody names no home folder
         return f"and no folder can be made there ({getattr(error, 'strerror', None) or error})"
     return None

@@ -113,7 +113,7 @@ def test_values_are_spelled_so_that_they_are_read_as_they_were(value: object, te
         ("base: {zero: stage0}", "expected one of axes, zip, concat and seeds"),
         ("when: [{if: {}}]\naxes: {a: [1]}", "when: expected a list of"),
         ("- a", "expected a mapping, found list"),
-        ("a: [", "line 2: while parsing"),
+        ("a: [", "line 1: while parsing"),
         ("axes:\n  zero: [stage1]\n  zero: [stage3]", "sweeps/mine.yaml, line 3: 'zero' is there twice"),
         ("zero: [stage1]", "settings stand under axes: or base:"),
         ("axes: {zero: 'stage0,stage1'}", "write zero: [stage0, stage1]"),

@@ -76,7 +76,9 @@ def attempts(output: Path) -> list[Path]:
     return sorted(output.glob("points/*/attempts/*"))
 
 
-def test_the_same_command_again_keeps_what_was_measured_and_runs_nothing(tmp_path: Path) -> None:
+def test_the_same_command_again_keeps_what_was_measured_and_runs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, shown, sweep = run(tmp_path, [1, 2])
     assert (code, states(sweep)) == (0, ["ok", "ok"])
     assert "micro1: ok" in shown
@@ -84,6 +86,13 @@ def test_the_same_command_again_keeps_what_was_measured_and_runs_nothing(tmp_pat
     code, shown, again = run(tmp_path, [1, 2])
     assert (code, states(again), again.root) == (0, ["cached", "cached"], sweep.root)
     assert len(attempts(tmp_path)) == 2
+    request = SweepRequest("batch", points(tmp_path, [1, 2]), ("sweeps=batch",), predicts=False, entry=STUB)
+    assert run_sweep(replace(request, as_json=True), hardware.detect()) == 0
+    told = capsys.readouterr()
+    assert [(one["state"], one["result"] is not None) for one in json.loads(told.out)["points"]] == [
+        ("cached", True)
+    ] * 2
+    assert "sorted by median tokens/s" in told.err
     code, _, wider = run(tmp_path, [1, 2, 4])
     assert (code, states(wider)) == (0, ["cached", "cached", "ok"])
     assert wider.root != sweep.root
