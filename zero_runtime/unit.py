@@ -329,9 +329,8 @@ class Unit:
 
     def wait_current(self) -> bool:
         """Block until the full parameters hold this step's values; False, at once, where that needs the other ranks."""
-        if self.data_state is DataState.SHARDED and self._collectives.shard_count == 1:
-            if self._plan.params is Partition.REPLICATED:
-                self.unshard()  # sends nothing
+        if self._plan.params is Partition.REPLICATED and self._collectives.shard_count == 1:
+            self.unshard()  # sends nothing
         self._end_gather()
         return self.data_state is DataState.UNSHARDED
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -129,6 +129,14 @@ def test_after_a_step_every_way_to_a_weight_gives_its_value_or_the_error_that_na
 # ---- in a step -------------------------------------------------------------------------------------------------------
 
 
+def told_of(way: Way, runtime: ZeroRuntime, kept: dict[str, nn.Parameter], wanted: Values) -> str:
+    try:
+        read = way(runtime.model, kept)
+    except ParameterReadError as error:
+        return str(error)
+    return "current" if all(torch.equal(read[name], wanted[name]) for name in read) else "wrong"
+
+
 def in_a_step() -> dict[int, list[str]]:
     """What hooks that hold references read in forward and in backward, by stage."""
     found: dict[int, list[str]] = {}
@@ -140,13 +148,7 @@ def in_a_step() -> dict[int, list[str]]:
         def look(
             *_: Any, runtime: ZeroRuntime = runtime, kept: Any = kept, wanted: Any = wanted, told: Any = told
         ) -> None:
-            for way in ("references", "named_parameters", "attributes"):
-                try:
-                    read = WAYS[way](runtime.model, kept)
-                except ParameterReadError as error:
-                    told.append(str(error))
-                else:
-                    told.append("current" if all(torch.equal(read[name], wanted[name]) for name in read) else "wrong")
+            told.extend(told_of(WAYS[way], runtime, kept, wanted) for way in ("references", "cpu", "attributes"))
 
         before = runtime.model.blocks[0].register_forward_pre_hook(look)
         after = runtime.model.blocks[0].register_forward_hook(look)

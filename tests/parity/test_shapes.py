@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from harness.ranks import run_ranks
 from harness.shapes import SHAPES, Adapters, Base, Borrowed, Fp32Norms, FrozenMiddle, build_shape, ids_of
 from harness.unsharded import unsharded_peak
