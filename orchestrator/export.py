@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import sys
@@ -49,8 +50,10 @@ def _export(path: Path, out: Path, dtype: str) -> None:
     from zero_runtime.checkpoint.load import Checkpoint  # here: it imports torch
 
     with Checkpoint.open(path) as checkpoint:
-        config = checkpoint.index.trainer["config"]
-        if config.get("adapter", {}).get("kind") == "lora":
+        config = checkpoint.index.trainer.get("config")
+        if config is None:
+            _export_of_engine(checkpoint, out, dtype)
+        elif config.get("adapter", {}).get("kind") == "lora":
             _export_adapter(checkpoint, out, dtype, config)
         else:
             _export_model(checkpoint, out, dtype, config)
@@ -66,6 +69,26 @@ def _export_model(checkpoint: Checkpoint, out: Path, dtype: str, config: dict[st
     tokens = write_companions(out, config, dtype)
     _tell(out, parameters, dtype, written, tokens)
     print(f"next     python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{out}')\"")
+
+
+def _export_of_engine(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
+    """A checkpoint of `engine.save_checkpoint`, which knows the model's configuration where the model did."""
+    from zero_runtime.checkpoint.hf_folder import write_weights
+    from zero_runtime.dtypes import TORCH_DTYPE
+
+    source = checkpoint.state("master")
+    written = write_weights(source, out, dtype=TORCH_DTYPE[dtype])
+    parameters = sum(checkpoint.index.parameters[name].numel for name in source.names())
+    config = checkpoint.index.trainer.get("model_config")
+    if config is None:
+        _tell(out, parameters, dtype, written, "no config.json: the engine's model had none")
+        return
+    config = {**config, "dtype": str(TORCH_DTYPE[dtype]).removeprefix("torch.")}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _tell(out, parameters, dtype, written, "config.json; no tokenizer: an engine's checkpoint has none")
+    print(
+        f"next     python -c \"from transformers import {config['architectures'][0]} as M; M.from_pretrained('{out}')\""
+    )
 
 
 def _export_adapter(checkpoint: Checkpoint, out: Path, dtype: str, config: dict[str, Any]) -> None:

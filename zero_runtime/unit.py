@@ -329,8 +329,7 @@ class Unit:
 
     def wait_current(self) -> bool:
         """Block until the full parameters hold this step's values; False, at once, where that needs the other ranks."""
-        alone = self._collectives.shard_count == 1 and self._plan.params is Partition.REPLICATED
-        if alone and self.data_state is DataState.SHARDED:
+        if self._plan.params is Partition.REPLICATED and self._collectives.shard_count == 1:
             self.unshard()  # sends nothing
         self._end_gather()
         return self.data_state is DataState.UNSHARDED

@@ -129,10 +129,9 @@ def test_after_a_step_every_way_to_a_weight_gives_its_value_or_the_error_that_na
 # ---- in a step -------------------------------------------------------------------------------------------------------
 
 
-def seen_by_a_hook(way: str, runtime: ZeroRuntime, kept: Any, wanted: Any) -> str:
-    """ "current", "wrong" or the error of one way of reading."""
+def told_of(way: Way, runtime: ZeroRuntime, kept: dict[str, nn.Parameter], wanted: Values) -> str:
     try:
-        read = WAYS[way](runtime.model, kept)
+        read = way(runtime.model, kept)
     except ParameterReadError as error:
         return str(error)
     return "current" if all(torch.equal(read[name], wanted[name]) for name in read) else "wrong"
@@ -149,9 +148,7 @@ def in_a_step() -> dict[int, list[str]]:
         def look(
             *_: Any, runtime: ZeroRuntime = runtime, kept: Any = kept, wanted: Any = wanted, told: Any = told
         ) -> None:
-            told += [
-                seen_by_a_hook(way, runtime, kept, wanted) for way in ("references", "named_parameters", "attributes")
-            ]
+            told.extend(told_of(WAYS[way], runtime, kept, wanted) for way in ("references", "cpu", "attributes"))
 
         before = runtime.model.blocks[0].register_forward_pre_hook(look)
         after = runtime.model.blocks[0].register_forward_hook(look)
