@@ -23,7 +23,7 @@ install: .venv/.installed
 run: .venv/.installed
 	$(BIN)/python run.py $(ARGS)
 
-# Under 12 minutes on 2 cores. Each file of tests/ says in its first line what it proves.
+# Under 6 minutes on 2 quiet cores. Each file of tests/ says in its first line what it proves.
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest $(WORKERS)
 

@@ -1,8 +1,11 @@
 """Runs one point or a sweep:   python run.py zero=stage2 precision=bf16      python run.py --help"""
 
+import os
+import shlex
 import sys
+from pathlib import Path
 
-OURS = ("orchestrator", "zero_runtime", "kernels")
+OURS = ("orchestrator", "zero_runtime")
 
 
 def start() -> int:
@@ -14,8 +17,10 @@ def start() -> int:
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.split(".")[0] in OURS:
             raise
-        print(f"error: {sys.executable} has no package '{missing.name}': `make install`, then", file=sys.stderr)
-        print(f"       .venv/bin/python {' '.join(sys.argv)}", file=sys.stderr)
+        python = Path(__file__).parent / ".venv" / "bin" / "python"
+        first = "type" if python.exists() else "`make install`, then"
+        print(f"error: {sys.executable} has no package '{missing.name}': {first}", file=sys.stderr)
+        print(f"       {shlex.join([os.path.relpath(python), *sys.argv])}", file=sys.stderr)
         return 2
 
 

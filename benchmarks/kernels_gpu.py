@@ -19,10 +19,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from kernels import backends, reference  # noqa: E402
-from kernels.backends import Backend  # noqa: E402
-from kernels.block_formats import blocks_of  # noqa: E402
-from kernels.settings import AdamW, Lamb, Lion, Sgd  # noqa: E402
+from zero_runtime.kernels import backends, reference  # noqa: E402
+from zero_runtime.kernels.backends import Backend  # noqa: E402
+from zero_runtime.kernels.block_formats import blocks_of  # noqa: E402
+from zero_runtime.kernels.settings import AdamW, Lamb, Lion, Sgd  # noqa: E402
 
 ADAM = (1e-3, 0.9, 0.999, 1e-8, 0.01, 10)
 # Read and written an element: master 4 + 4, gradient 2, parameter 2, and the states.

@@ -13,11 +13,11 @@ from typing import Protocol
 
 import torch
 
-from kernels import reference
-from kernels.block_formats import blocks_of
-from kernels.cpu.build import BuildError, load_library
-from kernels.cpu.operations import CpuKernels
-from kernels.settings import AdamW, Lamb, Lion, Sgd
+from zero_runtime.kernels import reference
+from zero_runtime.kernels.block_formats import blocks_of
+from zero_runtime.kernels.cpu.build import BuildError, load_library
+from zero_runtime.kernels.cpu.operations import CpuKernels
+from zero_runtime.kernels.settings import AdamW, Lamb, Lion, Sgd
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def _compiled() -> CpuKernels | BuildError:
 @cache
 def _on_cuda() -> Backend:
     try:
-        from kernels.triton.operations import TritonKernels
+        from zero_runtime.kernels.triton.operations import TritonKernels
     except ImportError as error:
         _warn_once(f"the CUDA kernels cannot be used, and updates take the slower reference: {error}; install triton")
         return reference

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.backends import backend_for
-from kernels.cpu.operations import CpuKernels
+from zero_runtime.kernels.backends import backend_for
+from zero_runtime.kernels.cpu.operations import CpuKernels
 
 Checksum = Callable[[torch.Tensor], int]
 

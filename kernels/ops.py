@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.backends import backend_for
-from kernels.block_formats import BLOCK_NUMEL, blocks_of, codes_numel
-from kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
+from zero_runtime.kernels.backends import backend_for
+from zero_runtime.kernels.block_formats import BLOCK_NUMEL, blocks_of, codes_numel
+from zero_runtime.kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
 
 _ADAM = "float lr, float beta1, float beta2, float eps, float weight_decay, int step"
 _ops = torch.ops.zero_lab

@@ -28,8 +28,8 @@ from collections.abc import Iterator
 
 import torch
 
-from kernels.block_formats import dequantise, quantise, read_dynamic, write_dynamic
-from kernels.settings import Adam, AdamNumbers, AdamW, Lamb, LambNumbers, Lion, Sgd
+from zero_runtime.kernels.block_formats import dequantise, quantise, read_dynamic, write_dynamic
+from zero_runtime.kernels.settings import Adam, AdamNumbers, AdamW, Lamb, LambNumbers, Lion, Sgd
 
 __all__ = [
     "Adam",

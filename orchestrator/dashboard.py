@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import sqlite3
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from orchestrator import chart_view
+from orchestrator import chart_view, processes
 from orchestrator.loopback import family, in_url, loopback
 from orchestrator.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
 from orchestrator.record import artifacts_path, store_path
 from orchestrator.screen import Screen
+from orchestrator.verb_parser import VerbParser, add_json, verb_parser
 
 FIRST_PORT = 5000
+LOG, LINES_SHOWN = "dashboard.log", 5
 
 
 def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab ui`, which otherwise ends with the server."""
-    about = "Opens the dashboard on the runs of an output folder."
-    parser = argparse.ArgumentParser(prog=f"{program()} ui", description=about)
-    default = os.environ.get(OUTPUT, DEFAULT_OUTPUT)
-    parser.add_argument("output", type=Path, nargs="?", default=Path(default), help=f"default: {default}")
-    parser.add_argument("--port", type=int, default=None, help=f"default: the first free one from {FIRST_PORT}")
-    asked = parser.parse_args(argv)
+    asked = parser().parse_args(argv)
     return serve(asked.output, asked.port)
 
 
+def parser() -> VerbParser:
+    parser = verb_parser("ui", "Opens the dashboard on the runs of an output folder.")
+    default = os.environ.get(OUTPUT, DEFAULT_OUTPUT)
+    parser.add_argument("output", type=Path, nargs="?", default=Path(default), help=f"default: {default}")
+    parser.add_argument("--port", type=int, default=None, help=f"default: the first free one from {FIRST_PORT}")
+    add_json(parser, "ui is a server for a browser; status --json and results.csv have the numbers")
+    return parser
+
+
 def serve(output: Path, port: int | None) -> int:
-    """Becomes the server, until Ctrl-C; 2 where there is no store yet."""
+    """Runs the server until Ctrl-C, which is 0; 1 where it ends by itself, 2 where there is no store yet."""
     screen = Screen()
     store = store_path(output.absolute())
     if not store.exists():
@@ -43,12 +49,36 @@ def serve(output: Path, port: int | None) -> int:
     chosen = port or free_port(host)
     for name, link in links(store, chosen, host):
         screen.say(f"{name}: {link}")
-    screen.say("The page answers after about 10 s. Ctrl-C ends it.")
+    log = output.absolute() / LOG
+    screen.say(f"The page answers after about 10 s. Ctrl-C ends it. What the server says is in {shown(log)}.")
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
     quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # a process more, for things that we do not use
-    command = server_command(output.absolute(), chosen, host)
-    os.execve(command[0], command, {**os.environ, **quiet})
-    return 1  # never reached: the process is the server now
+    return _until_interrupt(server_command(output.absolute(), chosen, host), quiet, log, screen)
+
+
+def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, screen: Screen) -> int:
+    """The server in a session of its own: Ctrl-C is ours alone, so that its tracebacks reach no terminal."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    try:
+        with processes.signals_interrupt():
+            process.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        processes.end_session(process.pid)
+        process.wait()
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]:
+        screen.say(line)
+    screen.say(f"error: the server ended by itself with code {process.returncode}: see {shown(log)}")
+    return 1
 
 
 def server_command(output: Path, port: int, host: str) -> list[str]:

@@ -11,23 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.pretrained import COMPANIONS, TOKENIZER
 from orchestrator.units import count, size
+from orchestrator.verb_parser import VerbParser, add_json, verb_parser
 
 if TYPE_CHECKING:
     from zero_runtime.checkpoint.hf_folder import Written
     from zero_runtime.checkpoint.load import Checkpoint
 
 DTYPES = ("bf16", "fp32")
-USAGE = "zlab export-weights CHECKPOINT OUT [--dtype bf16|fp32]"
-BAD_USAGE, FAILED = 2, 1
+FAILED = 1
 
 
 def main(words: Sequence[str]) -> int:
-    """0: OUT is there and whole. 1: it could not be written. 2: the words were wrong, nothing was written."""
-    asked = _asked(list(words))
-    if isinstance(asked, str):
-        print(f"error: {asked}\nusage: {USAGE}", file=sys.stderr)
-        return BAD_USAGE
-    checkpoint, out, dtype = asked
+    """0: OUT is there and whole. 1: it could not be written. Refusal: the words were wrong, nothing was written."""
+    asked = parser().parse_args(words)
+    checkpoint, out, dtype = asked.checkpoint, asked.out, asked.dtype
     print(f"reading {checkpoint}", flush=True)
     from zero_runtime.errors import CheckpointError
 
@@ -39,18 +36,13 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _asked(words: list[str]) -> tuple[Path, Path, str] | str:
-    """Checkpoint, folder and dtype; or what is wrong with the words."""
-    dtype = "bf16"
-    if "--dtype" in words:
-        place = words.index("--dtype")
-        dtype = words[place + 1] if place + 1 < len(words) else ""
-        del words[place : place + 2]
-    if dtype not in DTYPES:
-        return f"--dtype: expected one of {', '.join(DTYPES)}, found '{dtype}'"
-    if len(words) != 2:
-        return f"expected the folder of a checkpoint and a folder to make, found {len(words)} words"
-    return Path(words[0]), Path(words[1]), dtype
+def parser() -> VerbParser:
+    parser = verb_parser("export-weights", "The weights of a checkpoint as a Hugging Face folder, adapters for PEFT.")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a checkpoint")
+    parser.add_argument("out", metavar="OUT", type=Path, help="a folder to make")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
+    add_json(parser, "what export-weights writes is the folder OUT")
+    return parser
 
 
 def _export(path: Path, out: Path, dtype: str) -> None:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     os.umask(0o077)  # what runs write is the user's alone
     from orchestrator import compose  # here: it imports Hydra, and the answers above are quicker without
 
-    if not asked.shows and "--help" not in asked.flags:
+    if not asked.shows and not {"--help", "--version"} & asked.flags.keys():
         asked.flags["--multirun"] = None
     # In front, so that a folder that was typed wins.
     folder = f"hydra.sweep.dir=${{output}}/studies/{time.strftime('%Y-%m-%d_%H-%M-%S')}"

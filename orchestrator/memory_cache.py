@@ -18,9 +18,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from kernels.cpu.build import BuildError, cache_folder
 from orchestrator.record import read_json, write_json_atomic
 from orchestrator.schema import Device, RunConfig, to_dict
+from zero_runtime.kernels.cpu.build import BuildError, cache_folder
 
 # What decides a model's units and the optimizer's states. Anything else only decides what is made of them.
 DECIDING = ("model", "adapter", "optimizer", "precision")

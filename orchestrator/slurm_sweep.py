@@ -133,6 +133,13 @@ def cancel(sweep: SweepPaths, labels: Sequence[str]) -> None:
     slurm.cancel([one.job for one in found if one.job and one.label in labels and not one.state.final])
 
 
+def still_runs(sweep: SweepPaths, found: Sequence[Standing]) -> bool:
+    """Whether anything of the sweep can still come by itself."""
+    if is_on_cluster(sweep):
+        return not all(one.state.final for one in found)
+    return sweep_record.controller_pid(sweep) is not None
+
+
 def is_on_cluster(sweep: SweepPaths) -> bool:
     """Whether the sweep's points were sent to a scheduler."""
     return bool((read_json(sweep.sweep) or {}).get("on_cluster"))

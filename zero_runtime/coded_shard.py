@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.block_formats import BLOCK_NUMEL, blocks_of, read_dynamic, write_dynamic
+from zero_runtime.kernels.block_formats import BLOCK_NUMEL, blocks_of, read_dynamic, write_dynamic
 
 Read = Callable[[int, int], torch.Tensor]  # elements [start, stop) of a tensor that may rest elsewhere
 

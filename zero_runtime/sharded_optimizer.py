@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kernels import ops
 from zero_runtime.coded_shard import CodedShard
 from zero_runtime.collectives import Collectives
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
+from zero_runtime.kernels import ops
 from zero_runtime.lr_schedule import Rates
 from zero_runtime.optimizers import (
     SIGNED_MOMENTS,

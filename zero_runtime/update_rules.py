@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from kernels import ops
-from kernels.reference import trust_ratios
-from kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import PlanError
+from zero_runtime.kernels import ops
+from zero_runtime.kernels.reference import trust_ratios
+from zero_runtime.kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
 from zero_runtime.optimizers import (
     AdamConfig,
     AdamW8bitConfig,

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import torch
 
-from kernels import reference
-from kernels.block_formats import dynamic_codes
-from kernels.settings import AdamW, Lamb, Lion, Sgd
+from zero_runtime.kernels import reference
+from zero_runtime.kernels.block_formats import dynamic_codes
+from zero_runtime.kernels.settings import AdamW, Lamb, Lion, Sgd
 
 CODE_OF = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _Argument = ctypes._SimpleCData

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from kernels.triton.updates import lerp, store_weights
+from zero_runtime.kernels.triton.updates import lerp, store_weights
 
 
 @triton.jit

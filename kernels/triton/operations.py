@@ -10,12 +10,12 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 
-from kernels import reference
-from kernels.block_formats import BLOCK_NUMEL, ZERO_CODE, blocks_of, dynamic_codes
-from kernels.settings import AdamW, Lamb, Lion, Sgd
-from kernels.triton import moments, streams, updates
+import triton
+from zero_runtime.kernels import reference
+from zero_runtime.kernels.block_formats import BLOCK_NUMEL, ZERO_CODE, blocks_of, dynamic_codes
+from zero_runtime.kernels.settings import AdamW, Lamb, Lion, Sgd
+from zero_runtime.kernels.triton import moments, streams, updates
 
 BLOCK = 1024
 ROWS = 8  # blocks of a format in one program

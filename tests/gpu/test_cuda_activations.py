@@ -16,10 +16,7 @@ from zero_runtime.recompute import Recomputation, RecomputeRule
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.unit_planner import UnitRules
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run by `make gpu`"),
-]
+pytestmark = pytest.mark.gpu
 WIDTH, HEADS, VOCAB, SHAPE = 256, 4, 512, (2, 256)
 
 

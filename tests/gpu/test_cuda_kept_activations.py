@@ -8,10 +8,7 @@ from harness.shapes import Base, ids_of
 
 from zero_runtime.recompute import Recomputation, RecomputeRule
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run by `make gpu`"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def gradients(rule: RecomputeRule) -> tuple[list[torch.Tensor], int]:

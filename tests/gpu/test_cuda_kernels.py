@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run by `make gpu`"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_every_kind_of_operation_is_trusted_on_this_gpu() -> None:
-    from kernels.backends import trouble_of
-    from kernels.triton.operations import TritonKernels
+    from zero_runtime.kernels.backends import trouble_of
+    from zero_runtime.kernels.triton.operations import TritonKernels
 
     assert trouble_of(TritonKernels(), torch.device("cuda")) is None

@@ -20,10 +20,7 @@ from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, StepReport, ZeroRuntime
 from zero_runtime.tiers.scratch import ScratchSettings
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run by `make gpu`"),
-]
+pytestmark = pytest.mark.gpu
 STEPS = 6
 NONE = OffloadPlan()
 OPTIMIZER = OffloadPlan(optimizer=Tier.HOST)

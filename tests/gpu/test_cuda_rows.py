@@ -15,10 +15,7 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run by `make gpu`"),
-]
+pytestmark = pytest.mark.gpu
 STAGES = (0, 1, 2, 3)
 STEPS = 5
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from kernels import ops
-from kernels.settings import AdamW
 from zero_runtime import collectives, flat_layout, runtime, schedule, unit
 from zero_runtime.birth import Birth
+from zero_runtime.kernels import ops
+from zero_runtime.kernels.settings import AdamW
 from zero_runtime.plan import Phase
 
 FAULTS: dict[str, Callable[[], None]] = {}

@@ -14,12 +14,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from harness.patience import HANG_S
 from harness.ranks import RANK_THREADS
 from zero_runtime.errors import RankError
 from zero_runtime.rank_watch import RankWatch, WatchSettings
 
-# Tests have no patience; a rank that needs more than these (the slow one) gets its own.
-HASTY = WatchSettings(slow_s=1.0, stuck_s=3.0, answer_s=2.0, poll_s=0.1, grace_s=0.5)
+# Tests ask early. A rank that only got no core is not found stuck; a test of a rank that is stuck has its own limit.
+HASTY = WatchSettings(slow_s=1.0, stuck_s=HANG_S, answer_s=3.0, poll_s=0.1, grace_s=0.5)
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def rank_outcomes(
     world: int,
     settings: WatchSettings = HASTY,
     *,
-    limit_s: float = 30,
+    limit_s: float = HANG_S,
     tcp: bool = False,
 ) -> list[Outcome]:
     """`function(watch)` on each of `world` ranks; no rank is killed before `limit_s`, or before the last that runs.
@@ -113,7 +114,7 @@ def _rank_main(
         leave(Outcome("ended", str(error), error.ranks))
 
     torch.set_num_threads(RANK_THREADS)
-    signal.alarm(60)  # a test that is itself wrong leaves no process behind
+    signal.alarm(int(HANG_S))  # a test that is itself wrong leaves no process behind
     store = _tcp_store(folder, rank, world) if tcp else dist.FileStore(str(Path(folder, "store")), world)
     # The backend's own time-out is longer than any test: what ends a rank here is the watch.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=10))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kernels.block_formats import dynamic_codes
+from zero_runtime.kernels.block_formats import dynamic_codes
 from zero_runtime.optimizers import (
     AdamConfig,
     AdamW8bitConfig,

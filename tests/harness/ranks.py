@@ -13,6 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from harness.patience import HANG_S
+
 # What a rank would spend most of its life importing. orchestrator.workloads.models comes before transformers, which it
 # tells to stay offline. An architecture that is not here costs its first import in each test that builds it.
 PRELOAD = [
@@ -37,7 +39,7 @@ def prepare_fork_server() -> None:
     mp.set_forkserver_preload(PRELOAD)
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 240) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = HANG_S) -> list[Any]:
     """`function(*args)` on each of `world` ranks with a process group; their results by rank. World 0: see run_alone.
 
     `function` and `args` must pickle. The first rank that fails, or silence past the timeout, fails the call with
@@ -61,7 +63,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
         return _collect(folder, max(world, 1))
 
 
-def run_alone(function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> Any:
+def run_alone(function: Callable[..., Any], *args: Any, timeout_s: float = HANG_S) -> Any:
     """`function(*args)` in one forked process of its own, without a process group: it may make what it likes."""
     return run_ranks(function, 0, *args, timeout_s=timeout_s)[0]
 
@@ -104,7 +106,7 @@ def _rank_main(
         faults.apply(fault)
     if world:
         store = dist.FileStore(str(Path(folder, "store")), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=HANG_S))
         dist.barrier()  # else a rank with nothing to say could leave while another still connects
     try:
         outcome: tuple[bool, Any] = (True, function(*args))

@@ -108,10 +108,11 @@ def test_the_package_carries_every_folder_of_code_and_both_folders_of_configurat
     text = (ROOT / "pyproject.toml").read_text()
     listed = set(re.findall(r'"([\w.]+)"', text.split("packages = [", 1)[1].split("]", 1)[0]))
     plugins = "orchestrator.plugins."  # a folder on the path of Hydra's own namespace, and no package of ours
-    code = {
-        ".".join(file.parent.relative_to(ROOT).parts).removeprefix(plugins)
+    folders = {
+        ".".join(file.parent.relative_to(ROOT).parts)
         for top in ("kernels", "zero_runtime", "orchestrator")
         for file in (ROOT / top).rglob("*.py")
     }
+    code = {re.sub(r"^kernels\b", "zero_runtime.kernels", folder).removeprefix(plugins) for folder in folders}
     assert listed == code | {"orchestrator.shipped.conf", "orchestrator.shipped.sweeps"}
     assert {len(file.relative_to(CONF).parts) for file in CONF.rglob("*.yaml")} == {1, 2}, "package-data has two levels"

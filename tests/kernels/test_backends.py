@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
-from kernels import reference
-from kernels.backends import trouble_of
+from zero_runtime.kernels import reference
+from zero_runtime.kernels.backends import trouble_of
 
 CPU = torch.device("cpu")
 

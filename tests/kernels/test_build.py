@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import backends, reference
-from kernels.cpu import build
-from kernels.cpu.build import BuildError, LockWait
+from zero_runtime.kernels import backends, reference
+from zero_runtime.kernels.cpu import build
+from zero_runtime.kernels.cpu.build import BuildError, LockWait
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def compilations(folder: Path) -> int:
 
 
 def test_import_compiles_and_loads_nothing(tmp_path: Path) -> None:
-    code = "import kernels.ops, sys; assert 'triton' not in sys.modules"
+    code = "import zero_runtime.kernels.ops, sys; assert 'triton' not in sys.modules"
     subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}, check=True
     )

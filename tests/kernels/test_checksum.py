@@ -8,10 +8,10 @@ import zlib
 import pytest
 import torch
 
-from kernels import backends
-from kernels.checksum import Checksum, checksum_function
-from kernels.cpu.build import BuildError, load_library
-from kernels.cpu.operations import CpuKernels
+from zero_runtime.kernels import backends
+from zero_runtime.kernels.checksum import Checksum, checksum_function
+from zero_runtime.kernels.cpu.build import BuildError, load_library
+from zero_runtime.kernels.cpu.operations import CpuKernels
 
 CPU = torch.device("cpu")
 PAGE = 4096

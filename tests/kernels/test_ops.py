@@ -10,12 +10,19 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels import backends, ops, reference
-from kernels.backends import Backend
-from kernels.block_formats import ZERO_CODE, blocks_of, codes_numel, dynamic_codes, read_dynamic, write_dynamic
-from kernels.cpu.build import BuildError, load_library
-from kernels.cpu.operations import CpuKernels
-from kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
+from zero_runtime.kernels import backends, ops, reference
+from zero_runtime.kernels.backends import Backend
+from zero_runtime.kernels.block_formats import (
+    ZERO_CODE,
+    blocks_of,
+    codes_numel,
+    dynamic_codes,
+    read_dynamic,
+    write_dynamic,
+)
+from zero_runtime.kernels.cpu.build import BuildError, load_library
+from zero_runtime.kernels.cpu.operations import CpuKernels
+from zero_runtime.kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
 
 LENGTHS = (0, 1, 15, 16, 17, 10**6 + 3)
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import reference
-from kernels.settings import Adam, AdamW, Lion, Sgd, power
+from zero_runtime.kernels import reference
+from zero_runtime.kernels.settings import Adam, AdamW, Lion, Sgd, power
 
 LENGTHS = (0, 1, 15, 16, 17, 65536, 65537, 100003)
 ONE = torch.ones(())

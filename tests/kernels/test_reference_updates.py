@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels import reference
+from zero_runtime.kernels import reference
 
 ONE = torch.ones(())
 ADAM = (0.1, 0.9, 0.5, 1e-3, 0.5, 2)  # lr, beta1, beta2, eps, weight_decay, step

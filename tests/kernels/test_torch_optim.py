@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import reference
-from kernels.settings import Adam, AdamW, Sgd
+from zero_runtime.kernels import reference
+from zero_runtime.kernels.settings import Adam, AdamW, Sgd
 
 U = 2.0**-24
 ONE = torch.ones(())

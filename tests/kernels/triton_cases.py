@@ -1,5 +1,7 @@
 """Run by test_triton.py under TRITON_INTERPRET=1: by case, the largest difference over its bound.
 
+With the argument `cut` a third of the cells of each case, in which each pair of values of two axes still occurs.
+
 The bound of an update: its terms are rounded a dozen times in fp32, whether or not multiply and add are fused, so
 12 * 2^-24 of the largest number that takes part, and half a unit of a 16-bit result's own rounding when the two
 results lie on different sides of a tie: one unit, 2^-7 or 2^-10 of it. A code of 8 bits may be one place off where the
@@ -16,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-from kernels import reference
-from kernels.block_formats import blocks_of, codes_numel, dynamic_codes, read_dynamic
-from kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
-from kernels.triton.operations import TritonKernels
+from zero_runtime.kernels import reference
+from zero_runtime.kernels.block_formats import blocks_of, codes_numel, dynamic_codes, read_dynamic
+from zero_runtime.kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
+from zero_runtime.kernels.triton.operations import TritonKernels
 
 LENGTHS = (0, 1, 15, 16, 17, 1025, 20003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,6 +37,7 @@ SETTINGS = {
     "lion": Lion(1e-2, 0.9, 0.98, 0.1),
 }
 OURS = TritonKernels()
+IS_CUT = sys.argv[1:] == ["cut"]
 Numbers = Iterator[tuple[str, float]]
 
 
@@ -42,10 +45,15 @@ def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def dtypes_at(row: int, numel: int, lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.dtype, ...]:
+    """All; in a cut one, which takes turns along the rows and along the lengths."""
+    return (DTYPES[(row + lengths.index(numel)) % len(DTYPES)],) if IS_CUT else DTYPES
+
+
 def updates() -> Numbers:
-    for name, settings in SETTINGS.items():
+    for row, (name, settings) in enumerate(SETTINGS.items()):
         for numel in LENGTHS:
-            for dtype in DTYPES:
+            for dtype in dtypes_at(row, numel):
                 for master_dtype in (torch.float32, dtype):
                     found, wanted = (
                         update(which, name, settings, numel, dtype, master_dtype) for which in (OURS, reference)
@@ -71,7 +79,7 @@ def lamb() -> Numbers:
     for step in (1, 3):
         settings = Lamb(1e-2, 0.4 if step == 1 else 0.9, 0.95, 1e-6, 0.1, step)
         for numel in LENGTHS:
-            for dtype in DTYPES:
+            for dtype in dtypes_at(step, numel):
                 pairs = zip(*(lamb_parts(which, settings, numel, dtype) for which in (OURS, reference)), strict=True)
                 (found, wanted), *others = pairs
                 # Terms are rounded as in an update, twice as much when squared, and summed in fp64.
@@ -91,9 +99,10 @@ def lamb_parts(which, settings, numel, dtype) -> list[torch.Tensor]:  # type: ig
 
 def moments() -> Numbers:
     """From random codes, so that all of the table is read."""
-    for name in ("adamw", "adam", "adam_from_end"):
-        for numel in (*LENGTHS, 256):
-            for dtype in DTYPES:
+    lengths = (*LENGTHS, 256)
+    for row, name in enumerate(("adamw", "adam", "adam_from_end")):
+        for numel in lengths:
+            for dtype in dtypes_at(row, numel, lengths):
                 found, wanted = (moments_after(which, SETTINGS[name], numel, dtype) for which in (OURS, reference))
                 yield f"moments {name} {numel} {dtype}", max(map(excess, found.wide, wanted.wide))
                 for signed, one, other in zip((True, False), found.coded, wanted.coded, strict=True):
@@ -154,7 +163,7 @@ def exactly(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def streams() -> Numbers:
     for numel in LENGTHS:
-        for dtype in DTYPES:
+        for dtype in dtypes_at(0, numel):
             values = random(numel, 5, dtype)
             for other in DTYPES:
                 found, wanted = random(numel, 6, other), random(numel, 6, other)
@@ -176,9 +185,10 @@ def streams() -> Numbers:
 
 
 def formats() -> Numbers:
+    lengths = (*LENGTHS, 300)
     for bits in (8, 4):
-        for numel in (*LENGTHS, 300):
-            for dtype in DTYPES:
+        for numel in lengths:
+            for dtype in dtypes_at(bits // 4, numel, lengths):
                 values = random(numel, 8, dtype)
                 if numel == 300:
                     values[:2], values[280:] = torch.tensor([torch.nan, torch.inf]), 0.0

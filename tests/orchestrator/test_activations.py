@@ -64,7 +64,7 @@ def tiled(tile: int) -> Loss:
 
 KINDS = list(RecomputeKind)
 CONFIGS = [config_of(recompute=Recompute(kind)) for kind in KINDS]
-CONFIGS += [config_of("gpt2", precision=bf16(), recompute=Recompute(kind)) for kind in KINDS]
+CONFIGS += [config_of("gpt2", precision=bf16(), recompute=Recompute(kind)) for kind in KINDS[:2]]
 CONFIGS += [config_of(precision=bf16(), loss=tiled(16))]
 CONFIGS += [config_of(precision=Precision(param=DType.bf16, compute=Compute.fp32), loss=tiled(1024))]
 CONFIGS += [config_of("gpt2", stage=3, batch=Batch(micro=1, accumulation=1, global_size=1, seq=7))]
@@ -152,19 +152,27 @@ def test_two_ranks_that_shard_everything_keep_the_same() -> None:
         assert kept == predicted
 
 
-def _families() -> list[tuple[ActivationBytes, ActivationBytes]]:
+Pairs = list[tuple[ActivationBytes, ActivationBytes]]
+
+
+def _family(other: dict[str, Any]) -> Pairs:
     """Of micro-batches between two counted ones: worked out, and counted."""
-    found = []
-    for other in ({}, {"recompute": Recompute(RecomputeKind.by_operation)}, {"loss": tiled(2 * SEQ)}):
-        configs = [config_of(batch=Batch(micro, 1, micro, SEQ), **other) for micro in (1, 2, 3, 4, 7)]
-        for config, answer in answers(configs):
-            found.append((ActivationBytes(**answer["bytes"]), trace_of(config).total()))
-    return found
+    configs = [config_of(batch=Batch(micro, 1, micro, SEQ), **other) for micro in (1, 2, 3, 4, 7)]
+    return [(ActivationBytes(**answer["bytes"]), trace_of(config).total()) for config, answer in answers(configs)]
 
 
-def test_micro_batches_between_two_that_were_counted_are_as_if_they_were_counted_too() -> None:
-    pairs = run_alone(_families)
-    assert len(pairs) == 15
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        pytest.param({"recompute": Recompute(RecomputeKind.by_operation)}, marks=pytest.mark.full),
+        {"loss": tiled(2 * SEQ)},
+    ],
+    ids=["plain", "by_operation", "tiled"],
+)
+def test_micro_batches_between_two_that_were_counted_are_as_if_they_were_counted_too(other: dict[str, Any]) -> None:
+    pairs = run_alone(_family, other)
+    assert len(pairs) == 5
     assert all(told == counted for told, counted in pairs)
 
 
@@ -173,10 +181,12 @@ def _beside_a_gpu(kind: RecomputeKind, place: ActivationPlace, precision: Precis
     return trace_of(replace(config, resources=replace(config.resources, device=Device.cuda))).total()
 
 
-def _gpu_counts() -> tuple[list[tuple[ActivationBytes, ActivationBytes]], list[tuple[int, int]]]:
+def _gpu_counts(
+    kinds: list[RecomputeKind],
+) -> tuple[list[tuple[ActivationBytes, ActivationBytes]], list[tuple[int, int]]]:
     """By kind, at rest on the device and on the host; kept beside a GPU and on a CPU, in bf16 and in fp32."""
     none, cpu = ActivationPlace
-    pairs = [(_beside_a_gpu(kind, none, bf16()), _beside_a_gpu(kind, cpu, bf16())) for kind in KINDS]
+    pairs = [(_beside_a_gpu(kind, none, bf16()), _beside_a_gpu(kind, cpu, bf16())) for kind in kinds]
     both = [
         (_beside_a_gpu(KINDS[0], none, one).kept, trace_of(config_of(precision=one)).total().kept)
         for one in (bf16(), fp32())
@@ -184,8 +194,11 @@ def _gpu_counts() -> tuple[list[tuple[ActivationBytes, ActivationBytes]], list[t
     return pairs, both
 
 
-def test_attention_of_a_gpu_keeps_what_its_kernels_keep_and_offload_leaves_nothing_of_the_blocks() -> None:
-    pairs, (sixteen, thirty_two) = run_alone(_gpu_counts)
+@pytest.mark.parametrize("kinds", [KINDS[:1], pytest.param(KINDS, marks=pytest.mark.full)], ids=["one", "all"])
+def test_attention_of_a_gpu_keeps_what_its_kernels_keep_and_offload_leaves_nothing_of_the_blocks(
+    kinds: list[RecomputeKind],
+) -> None:
+    pairs, (sixteen, thirty_two) = run_alone(_gpu_counts, kinds)
     for here, there in pairs:
         assert here.host == 0
         assert there.host > 0

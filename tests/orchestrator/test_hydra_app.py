@@ -10,13 +10,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
 import pytest
 import yaml
+from harness.patience import HANG_S, wait_until
 from points import STUB
 
 from orchestrator import compose, hydra_app, sweep_command, sweep_record, trials, verbs
@@ -186,12 +186,9 @@ def test_a_failed_point_ends_the_basic_sweeper_with_its_reason_and_no_traceback(
 def test_an_interrupt_cancels_the_batch(tmp_path: Path) -> None:
     line = [sys.executable, "-c", COMMAND, *TINY, "output=out", "zero=stage0,stage3"]
     process = subprocess.Popen(line, cwd=tmp_path, env={**os.environ, "STUB_STEP_S": "5"})
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("out/points/*/attempts/*/state.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: list(tmp_path.glob("out/points/*/attempts/*/state.json")))
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=HANG_S) == 130
     (sweep,) = sweep_record.all_sweeps(tmp_path / "out")
     assert {one.state for one in sweep_record.standings(sweep)} == {RunState.cancelled}
 

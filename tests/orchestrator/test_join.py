@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.patience import HANG_S
 from points import make_config
 
 from orchestrator.job import rank_in_world
@@ -39,7 +40,7 @@ def join_two(output: Path, **environ: str) -> list[tuple[int, str]]:
         )
         for rank in (1, 0)
     ]
-    told = [process.communicate(timeout=60)[0] for process in ranks]
+    told = [process.communicate(timeout=HANG_S)[0] for process in ranks]
     return [(process.returncode, text) for process, text in zip(ranks, told, strict=True)][::-1]
 
 

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.patience import HANG_S, wait_until
 from points import STUB, make_config, make_point
 from rich.console import Console
 
@@ -27,7 +27,6 @@ from orchestrator.screen import Screen
 from orchestrator.study import run_point
 
 HERE = Path(__file__).parent
-LIMIT_S = 15.0
 
 
 @pytest.fixture(autouse=True)
@@ -102,9 +101,8 @@ def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(
     tmp_path: Path, sessions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZLAB_FAULT", "raise@step3:rank1")
-    begun = time.monotonic()
     code, shown, attempt = run(make_config(tmp_path))
-    assert (code, time.monotonic() - begun < LIMIT_S) == (1, True)
+    assert code == 1
     state = assert_failed(attempt, "error", rank=1)
     assert "ZLAB_FAULT raised on rank 1 at step 3" in state["message"]
     assert state["log"][-1].endswith("ZLAB_FAULT raised on rank 1 at step 3")
@@ -116,9 +114,8 @@ def test_a_rank_that_is_killed_ends_the_run(
     tmp_path: Path, sessions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZLAB_FAULT", "sigkill@step3:rank1")
-    begun = time.monotonic()
     code, shown, attempt = run(make_config(tmp_path))
-    assert (code, time.monotonic() - begun < LIMIT_S) == (1, True)
+    assert code == 1
     state = assert_failed(attempt, "error", rank=1)
     assert "rank 1 was killed by SIGKILL" in state["message"]
     assert "rank 1 was killed by SIGKILL" in shown
@@ -130,10 +127,8 @@ def test_a_rank_that_hangs_ends_at_the_time_limit_and_its_stack_is_shown(
     tmp_path: Path, sessions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZLAB_FAULT", "hang@step3:rank1")
-    limit_min = 0.04
-    begun = time.monotonic()
-    code, shown, attempt = run(make_config(tmp_path, limit_min=limit_min))
-    assert (code, time.monotonic() - begun < 60 * limit_min + LIMIT_S) == (1, True)
+    code, shown, attempt = run(make_config(tmp_path, limit_min=0.15))  # a busy machine too is at step 3 by then
+    assert code == 1
     state = assert_failed(attempt, "timeout", rank=1)
     assert "the others waited for rank 1" in state["message"]
     assert "faults.py" in state["log"][1]
@@ -163,13 +158,6 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproc
         os.kill(pid, signal.SIGKILL)
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def living(output: Path) -> list[int]:
     (attempt,) = output.glob("points/*/attempts/01")
     paths = AttemptPaths(attempt)
@@ -184,7 +172,7 @@ def test_ctrl_c_ends_everything_and_the_run_is_recorded_as_cancelled(
 ) -> None:
     assert len(living(tmp_path)) > 2
     command.send_signal(signal.SIGINT)
-    assert command.wait(timeout=LIMIT_S) == 130
+    assert command.wait(timeout=HANG_S) == 130
     assert living(tmp_path) == []
     (state,) = tmp_path.glob("points/*/attempts/01/state.json")
     assert '"cancelled"' in state.read_text()
@@ -213,7 +201,7 @@ def test_a_run_that_is_stopped_after_its_result_was_written_is_measured(tmp_path
 def test_nothing_survives_a_command_that_is_killed(command: subprocess.Popen[bytes], tmp_path: Path) -> None:
     command.kill()
     command.wait()
-    wait_until(lambda: living(tmp_path) == [], seconds=5)
+    wait_until(lambda: living(tmp_path) == [])
 
 
 def test_what_the_user_set_stays_and_the_thread_count_is_the_configuration_s(tmp_path: Path) -> None:

@@ -7,10 +7,22 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from orchestrator import api, arguments, cli, compose, deciding, hardware, memory_cache, prediction, sweep_table
+from orchestrator import (
+    api,
+    arguments,
+    cli,
+    compose,
+    deciding,
+    hardware,
+    memory_cache,
+    prediction,
+    remedies,
+    sweep_table,
+)
 from orchestrator.deciding import Prediction, Wishes
 from orchestrator.hardware import Hardware
 from orchestrator.point import Point
@@ -34,21 +46,42 @@ def points(line: str) -> list[Point]:
 PAPER = "-m zero=stage0,stage3 precision=fp32,bf16 resources.ranks=2 resources.device=cpu"
 CODED = "zero=stage0 precision=fp32 optimizer=adamw8bit resources.ranks=2 resources.device=cpu"
 SIZES = "-m batch.micro=2,4,8 recompute=none,full resources.ranks=2 resources.device=cpu"
+LARGE_BATCH = "zero=stage0 precision=fp32 batch.micro=8 resources.device=cpu resources.ranks=1"
+BOGUS = "+model.config.bogus=1 precision=fp32 resources.device=cpu"
+HEADS = "-m precision=fp32 model.config.num_attention_heads=5,6 resources.device=cpu"
+MISSPELT = "-m precision=fp32 zero=stage1,stage2 +model.config.num_hidden_layer=2 resources.device=cpu"
+
+
+def logits_scaled_after_the_head() -> Point:
+    (point,) = points("loss=tiled model=llama_tiny resources.device=cpu")
+    model = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
+    scaled = replace(point.config.model, name="scaled", model_type="cohere", config=model)
+    return replace(point, config=replace(point.config, model=scaled))
+
+
+class Told(NamedTuple):
+    cache: Path
+    labels: set[str]  # of the points that have a prediction
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache in which one child has answered what several tests ask: each child imports for eight seconds."""
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """A cache in which one child has answered what the tests ask: each child imports for eight seconds."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        prediction.predict([point for line in (PAPER, CODED, SIZES) for point in points(line)])
-    return folder
+        found = [point for line in (PAPER, CODED, SIZES, BOGUS, HEADS, MISSPELT) for point in points(line)]
+        (large,) = points(LARGE_BATCH)
+        smaller = [replace(large, config=one.config) for one in remedies.neighbours(large.config)]
+        bad = replace(large.config, model=replace(large.config.model, config={"hidden_size": -1}))
+        found += [large, *smaller, replace(large, label="bad", config=bad), logits_scaled_after_the_head()]
+        return Told(folder, set(prediction.predict(found)))
 
 
 @pytest.fixture
-def cache(told: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(told))
+def cache(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(told.cache))
 
 
 def test_states_are_those_of_the_papers_formulas_and_the_second_command_needs_no_child(
@@ -70,10 +103,9 @@ def test_states_of_8_bits_are_predicted_with_the_padding_of_their_blocks(cache: 
     assert exact < found.states.total <= exact + padded_units * 2 * 256 * 10.03125
 
 
-def test_a_model_that_cannot_be_built_has_no_prediction_and_the_others_have(cache: None) -> None:
-    good, other = points("-m zero=stage0,stage1 resources.device=cpu")
-    bad = replace(other, config=replace(other.config, model=replace(other.config.model, config={"hidden_size": -1})))
-    assert set(prediction.predict([good, bad])) == {good.label}
+def test_a_model_that_cannot_be_built_has_no_prediction_and_the_others_have(told: Told) -> None:
+    assert "bad" not in told.labels
+    assert {"stage0-fp32", "stage3-bf16", "micro2-none", "micro8-full"} <= told.labels
 
 
 GIB = 1 << 30
@@ -127,8 +159,7 @@ def test_a_plan_shows_what_a_rank_keeps_and_needs(cache: None, tmp_path: Path) -
 def test_a_point_beside_too_small_a_device_is_told_what_would_fit(
     cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = f"zero=stage0 precision=fp32 batch.micro=8 resources.device=cpu resources.ranks=1 output={tmp_path}"
-    (point,) = points(line)
+    (point,) = points(f"{LARGE_BATCH} output={tmp_path}")
     (before,) = prediction.predict([point]).values()
     monkeypatch.setattr(hardware, "memory_bytes", lambda: before.needed_bytes - 1)
     (found,) = prediction.predict([point]).values()
@@ -141,11 +172,7 @@ def test_a_point_beside_too_small_a_device_is_told_what_would_fit(
 
 
 def test_what_cannot_be_counted_is_told_with_why_and_fails_nothing(cache: None, tmp_path: Path) -> None:
-    (point,) = points(f"loss=tiled model=llama_tiny resources.device=cpu output={tmp_path}")
-    model = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
-    scaled = replace(point.config.model, name="scaled", model_type="cohere", config=model)  # its logits, after the head
-    point = replace(point, config=replace(point.config, model=scaled))
+    point = logits_scaled_after_the_head()
     (found,) = prediction.predict([point]).values()
     assert found.activations is None
     assert "use loss=full" in found.unknown
@@ -171,7 +198,7 @@ def test_without_a_folder_for_the_cache_answers_are_not_kept_and_nothing_fails(
 def test_a_model_that_cannot_be_built_is_refused_before_a_run_starts(
     cache: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["+model.config.bogus=1", "resources.device=cpu", f"output={tmp_path / 'out'}"]) == 2
+    assert cli.main([*BOGUS.split(), f"output={tmp_path / 'out'}"]) == 2
     told = "error: 'model.config.bogus' is not a setting of this architecture; known: "
     assert capsys.readouterr().err.startswith(told)
     assert not (tmp_path / "out").exists()
@@ -180,8 +207,7 @@ def test_a_model_that_cannot_be_built_is_refused_before_a_run_starts(
 def test_one_point_of_a_sweep_is_refused_with_what_is_wrong_in_its_model(
     cache: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    heads = "model.config.num_attention_heads=5,6"
-    assert cli.main(["-m", heads, "resources.device=cpu", f"output={tmp_path}", "--plan", "--json"]) == 0
+    assert cli.main([*HEADS.split(), f"output={tmp_path}", "--plan", "--json"]) == 0
     shown = capsys.readouterr()
     refused, queued = json.loads(shown.out)
     assert (refused["decision"], queued["decision"]) == ("refused", "queued")
@@ -192,13 +218,7 @@ def test_one_point_of_a_sweep_is_refused_with_what_is_wrong_in_its_model(
 def test_a_sweep_whose_every_model_is_wrong_is_an_error_with_the_nearest_word(
     cache: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = [
-        "-m",
-        "zero=stage1,stage2",
-        "+model.config.num_hidden_layer=2",
-        "resources.device=cpu",
-        f"output={tmp_path}",
-    ]
+    line = [*MISSPELT.split(), f"output={tmp_path}"]
     assert cli.main(line) == 2
     assert "did you mean 'num_hidden_layers'?" in capsys.readouterr().err
     monkeypatch.setattr(sys, "executable", "/bin/false")  # the answer is kept: the second command needs no child

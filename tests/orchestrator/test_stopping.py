@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.patience import HANG_S
 from harness.ranks import prepare_fork_server
 from points import make_config
 from test_resume import config_of
@@ -48,7 +49,7 @@ class Life:
             rank.start()
 
     def signal_after(self, step: int, number: signal.Signals, *ranks: int) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_S
         while max(curve(self.attempt), default=0) < step:
             assert time.monotonic() < deadline
             assert all(rank.is_alive() for rank in self.ranks)
@@ -58,7 +59,7 @@ class Life:
 
     def codes(self) -> list[int | None]:
         for rank in self.ranks:
-            rank.join(60)
+            rank.join(HANG_S)
             rank.kill()
         return [rank.exitcode for rank in self.ranks]
 

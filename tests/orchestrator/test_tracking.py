@@ -9,12 +9,11 @@ import re
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.patience import wait_until
 from points import STUB, make_config, make_point
 from rich.console import Console
 from stub_worker import make_result, step_event
@@ -72,14 +71,6 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     return Scene(output)
 
 
-def wait_for(look: Callable[[], Any], seconds: float = 30.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
-
-
 def test_a_run_is_seen_while_it_goes_on_and_whole_when_it_ended(scene: Scene) -> None:
     tracker = start_tracker(scene.config, scene.output)
     attempt = scene.begin(tracker, "good")
@@ -88,7 +79,7 @@ def test_a_run_is_seen_while_it_goes_on_and_whole_when_it_ended(scene: Scene) ->
         run = scene.run("good")
         return run if run is not None and run.data.metrics else None
 
-    live = wait_for(seen)
+    live = wait_until(seen)
     assert live.info.status == "RUNNING"
     assert live.data.metrics["train/loss"] == pytest.approx(5.99)
     append_event(attempt.paths.metrics, step_event(2, 2))

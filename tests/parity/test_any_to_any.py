@@ -6,7 +6,8 @@ plain torch from the same states at the target's setting, with the same bits at 
 first loss is a sum of world * micro-batches equal fp32 numbers in fp64, so two orders of it differ by no more than
 2 (n-1) 2^-53 of the sum (Higham, eq. 4.4); later losses are within 20 times what two orders of summation give.
 
-`make test` runs a cut in which every pair of values of two axes occurs; `make test-full` runs every pair of settings.
+`make test` runs a cut in which every pair of values of two axes occurs, up to world 2; `make test-full` runs every pair
+of settings.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from zero_runtime.precision import MixedPrecision
 STAGES, WORLDS, PRECISIONS = (0, 1, 2, 3), (1, 2, 3, 4), ("fp32", "bf16")
 SETTINGS = list(product(STAGES, WORLDS, PRECISIONS))
 CELLS = [(*saved, *target) for saved in SETTINGS for target in SETTINGS]
-CUT = covering_cut(CELLS)
+SHORT_CUT = covering_cut([cell for cell in CELLS if cell[1] <= 2 and cell[4] <= 2])
 Cell = tuple
 
 
@@ -115,7 +116,7 @@ def full_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def make_sources(root: Path, cells: tuple[Cell, ...]) -> None:
-    for world in WORLDS:
+    for world in sorted({cell[1] for cell in cells}):
         settings = {source(cell) for cell in cells if cell[1] == world}
         run_ranks(save_all, world, root, sorted(settings, key=str))
 
@@ -139,7 +140,7 @@ def of_class(one: Setting) -> Setting:
 
 def check(root: Path, cells: list[Cell], world: int) -> None:
     made = {source(cell) for cell in cells}
-    for cell, losses in zip(cells, run_ranks(continue_all, world, root, cells, timeout_s=840)[0], strict=True):
+    for cell, losses in zip(cells, run_ranks(continue_all, world, root, cells, timeout_s=3000)[0], strict=True):
         wanted = of_class(target(cell))
         saved = source(cell)  # equal references are made once where the source by which the class goes is there
         right, other_order = plain_traces(root, of_class(saved) if of_class(saved) in made else saved, wanted)
@@ -153,25 +154,25 @@ def check(root: Path, cells: list[Cell], world: int) -> None:
             assert abs(loss - plain) <= 20 * drift, f"{cell}, step {step}: {loss} against {plain}, drift {drift}"
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_cut_of_all_pairs_goes_on_as_plain_torch(world: int, root: Path) -> None:
-    make_sources(root, tuple(CUT))
-    cells = [cell for cell in CUT if cell[4] == world]
+    make_sources(root, tuple(SHORT_CUT))
+    cells = [cell for cell in SHORT_CUT if cell[4] == world]
     assert cells
     check(root, cells, world)
 
 
 def test_classes_have_one_state(root: Path) -> None:
     """What lets the references of the long form be shared: sources of one class saved the same bits."""
-    make_sources(root, tuple(CUT))
+    make_sources(root, tuple(SHORT_CUT))
     seen: dict[Setting, dict[str, torch.Tensor]] = {}
-    for saved in {source(cell) for cell in CUT}:
+    for saved in {source(cell) for cell in SHORT_CUT}:
         states, _ = reference(root, saved)
         assert_states(seen.setdefault(of_class(saved), states), states)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_pairs_go_on_as_plain_torch(world: int, full_root: Path) -> None:
     make_sources(full_root, tuple(CELLS))

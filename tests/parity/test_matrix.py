@@ -1,7 +1,7 @@
 """The whole matrix: rows x worlds x dtypes x micro-batches x clipping x shapes of model, each cell against the oracle.
 
-In a cut of the cells every pair of values of two axes occurs; `make test` runs those of it up to world 3, `make
-test-full` every cell.
+In a cut of the cells every pair of values of two axes occurs; `make test` runs those of it at world 2, `make test-full`
+every cell. (test_rows.py has the other worlds in the short form.)
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_the_cut_covers_every_pair_of_values() -> None:
 
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, marks=pytest.mark.full if cell[0] == 4 else (), id=cell_name(cell)) for cell in CUT],
+    [pytest.param(cell, marks=() if cell[0] == 2 else pytest.mark.full, id=cell_name(cell)) for cell in CUT],
 )
 def test_a_cell_of_the_cut_matches_plain_torch(cell: Cell) -> None:
     check(cell)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.patience import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -23,7 +24,7 @@ from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.tiers.scratch import ScratchSettings
 
-WIDTH, BLOCKS = 1024, 32
+WIDTH, BLOCKS = 1024, 16
 folder, how, limited = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "limited"
 NVME = OffloadPlan(Tier.NVME, Tier.NVME, scratch=ScratchSettings(folder, requests=2))
 
@@ -66,7 +67,7 @@ print(train(BLOCKS, NVME if how == "nvme" else OffloadPlan(), 3))
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's size from /proc")
 def test_a_model_larger_than_the_memory_allowed_trains_and_dies_without(tmp_path: Path) -> None:
-    """33.6 M parameters, 18 bytes each. RLIMIT_DATA bounds every private writable page, thread stacks among them, to
+    """16.8 M parameters, 18 bytes each. RLIMIT_DATA bounds every private writable page, thread stacks among them, to
     60 % of that above the start. `none` dies of it; without a limit it has the same losses."""
     runs = [("nvme", "limited"), ("none", "free"), ("none", "limited")]
     resting, free, dead = (
@@ -76,7 +77,7 @@ def test_a_model_larger_than_the_memory_allowed_trains_and_dies_without(tmp_path
             env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576", "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=HANG_S,
         )
         for how, limit in runs
     )

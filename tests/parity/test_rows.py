@@ -17,6 +17,9 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 
 STAGES = (0, 1, 2, 3)
+# Equal bits are equal in any step: a step that adds wrongly shows in the next loss. test_matrix.py runs twenty.
+STEPS_OF_EQUAL_BITS = 6
+LONG = pytest.mark.full
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}  # unit roundoff, round to nearest
 UNIT_ROUNDOFF = ROUNDOFF["fp32"]
 
@@ -47,7 +50,7 @@ def assert_same_bits(found: Trace, wanted: Trace) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_fp32_has_the_bits_of_plain_torch(stage: int, world: int, tied: bool, micro_batches: int) -> None:
-    case = Case(world, micro_batches, model=TinySpec(tied=tied))
+    case = Case(world, micro_batches, STEPS_OF_EQUAL_BITS, model=TinySpec(tied=tied))
     assert_same_bits(ranks_traces(case)[stage], expected(case, stage))
 
 
@@ -67,7 +70,7 @@ BF16_COMPUTED_IN_FP32 = MixedPrecision("bf16", compute="fp32")
 def test_bf16_has_the_bits_of_plain_torch(
     stage: int, world: int, micro_batches: int, precision: MixedPrecision
 ) -> None:
-    case = Case(world, micro_batches, precision=precision)
+    case = Case(world, micro_batches, STEPS_OF_EQUAL_BITS, precision=precision)
     assert_same_bits(ranks_traces(case)[stage], expected(case, stage))
 
 
@@ -116,11 +119,12 @@ def case_name(case: Case) -> str:
     return f"{dtypes}_micro{case.micro_batches}" + ("_tied" if case.model.tied else "")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.full] * (case.micro_batches > 1 and case.model.tied)) for case in WORLD_3],
-    ids=case_name,
-)
+# The short form has each dtype once, tied weights once and several micro-batches once.
+SHORT_WORLD_3 = [Case(3), Case(3, 3), Case(3, precision=BF16), Case(3, precision=BF16_PAPER, model=TinySpec(tied=True))]
+WORLD_3_PARAMS = [pytest.param(case, marks=() if case in SHORT_WORLD_3 else LONG) for case in WORLD_3]
+
+
+@pytest.mark.parametrize("case", WORLD_3_PARAMS, ids=case_name)
 def test_at_world_3_an_accumulation_class_has_one_result(case: Case) -> None:
     traces = ranks_traces(case)
     for first, *others in [(0, 1), (2, 3)] if case.micro_batches > 1 else [STAGES]:
@@ -128,7 +132,7 @@ def test_at_world_3_an_accumulation_class_has_one_result(case: Case) -> None:
             assert_same_bits(traces[other], traces[first])
 
 
-@pytest.mark.parametrize("case", WORLD_3, ids=case_name)
+@pytest.mark.parametrize("case", WORLD_3_PARAMS, ids=case_name)
 @pytest.mark.parametrize("stage", STAGES)
 def test_at_world_3_gradient_norm_and_update_are_within_the_bound(stage: int, case: Case) -> None:
     found, wanted = ranks_traces(case)[stage], expected(case, stage)
@@ -144,7 +148,7 @@ def test_at_world_3_gradient_norm_and_update_are_within_the_bound(stage: int, ca
     assert abs(found.norms[0] - wanted.norms[0]) <= norm_bound
 
 
-@pytest.mark.parametrize("case", WORLD_3, ids=case_name)
+@pytest.mark.parametrize("case", WORLD_3_PARAMS, ids=case_name)
 @pytest.mark.parametrize("stage", STAGES)
 def test_at_world_3_twenty_free_steps_keep_the_losses(stage: int, case: Case) -> None:
     """Rounding grows from step to step, so the yardstick is how far two right orders of summation drift apart."""
@@ -177,8 +181,15 @@ CLIP_NORM = 0.2  # well below the norms of these runs, so every step is clipped
 PARAMETERS_BOUND = 10_000  # more elements than the model has
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world", "tied"),
+    [
+        (2, False),
+        (2, True),
+        (3, False),
+        *(pytest.param(*one, marks=LONG) for one in ((1, False), (1, True), (3, True))),
+    ],
+)
 @pytest.mark.parametrize("stage", STAGES)
 def test_clipping_follows_the_global_norm_with_each_element_once(stage: int, world: int, tied: bool) -> None:
     case = Case(world, clip_norm=CLIP_NORM, model=TinySpec(tied=tied))
@@ -194,7 +205,7 @@ def test_clipping_follows_the_global_norm_with_each_element_once(stage: int, wor
     assert abs(unclipped.losses[-1] - wanted.losses[-1]) > 20 * drift, "clipping must matter here"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=LONG), 2, 3])
 def test_a_clipped_run_has_one_result_in_every_row(world: int) -> None:
     """The norm is summed in the same parts in every row, so clipping tells no rows apart."""
     traces = ranks_traces(Case(world, clip_norm=CLIP_NORM))
@@ -211,7 +222,7 @@ JUMPY_SCALE = LossScaleRule(initial_power=23, window=4, hysteresis=2)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=LONG), 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_fp16_has_the_bits_and_the_scale_trace_of_plain_torch(stage: int, world: int, micro_batches: int) -> None:
     case = Case(world, micro_batches, precision=FP16, loss_scale=JUMPY_SCALE)
@@ -227,17 +238,17 @@ def test_fp16_has_the_bits_and_the_scale_trace_of_plain_torch(stage: int, world:
 
 
 @pytest.mark.parametrize("precision", [MixedPrecision(), BF16_PAPER], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=LONG), 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_sync_sums_locally_and_reduces_once(stage: int, world: int, precision: MixedPrecision) -> None:
-    case = Case(world, 3, precision=precision, no_sync=True)
+    case = Case(world, 3, STEPS_OF_EQUAL_BITS, precision=precision, no_sync=True)
     assert_same_bits(ranks_traces(case)[stage], expected(case, stage))
 
 
 # ---- hybrid sharding -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=LONG)])
 @pytest.mark.parametrize("stage", STAGES[1:])
 def test_hybrid_sharding_is_within_the_bound_of_the_sum(stage: int, micro_batches: int) -> None:
     case = Case(4, micro_batches, shard_ranks=2, steps=10)

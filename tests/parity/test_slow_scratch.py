@@ -94,14 +94,14 @@ def test_a_row_keeps_its_bits_however_late_its_drive_is(stage: int, precision: M
 def test_every_depth_and_order_keeps_the_bits(
     stage: int, world: int, precision: MixedPrecision, tmp_path: Path
 ) -> None:
-    run_ranks(_late, world, tmp_path, Setting(stage, world, precision), all_cells_of(stage), timeout_s=900)
+    run_ranks(_late, world, tmp_path, Setting(stage, world, precision), all_cells_of(stage), timeout_s=3000)
 
 
 def _saves_late(folder: Path) -> None:
     """Saved from a slow drive, gone on from on one: a checkpoint holds what had been written, late or not."""
     setting = Setting(3, 2, BF16)
     for order, speculative in (("all late", False), ("writes late", True)):
-        plan = Cell(order, 1, speculative, params=True).plan(folder / "scratch")
+        plan = Cell(order, 1, speculative, params=True).plan(folder)
         with late_scratch(order):
             runtime = runtime_of(setting, plan)
             train(runtime, setting, range(2))
@@ -211,7 +211,7 @@ def test_a_rank_with_a_slow_drive_makes_the_others_wait_and_no_more(
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     cell = Cell("all late", 1, speculative, params=False)
-    run_ranks(_one_rank_is_slow, 2, tmp_path / "pipe", tmp_path / "scratch", Setting(stage, 2, BF16), cell)
+    run_ranks(_one_rank_is_slow, 2, tmp_path / "pipe", tmp_path, Setting(stage, 2, BF16), cell)
 
 
 # ---- the harness can fail --------------------------------------------------------------------------------------------

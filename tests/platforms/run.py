@@ -1,7 +1,7 @@
 """Runs a cut of the suite under each variation that one machine can make of itself: `make test-platforms`.
 
-One line a variation; then the processor and a summary. Exit code 1 where any of them failed. Words choose variations:
-`python tests/platforms/run.py arm64 wrong-root`. A variation that this machine cannot make is left out, with the reason.
+One line a variation; then the processor and a summary. Exit code 1 where any of them failed. Words choose some:
+`python tests/platforms/run.py kernels-aarch64 wrong-root`. What this machine cannot make is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def user(folder: Path) -> Variation:
     about = "an ordinary user, the checkout read-only"
     missing = None if os.geteuid() == 0 else "it needs root to become another user"
     missing = missing or (None if shutil.which("setpriv") else "no setpriv on the PATH")
-    probe = [*prefix, "--inh-caps", "-all", sys.executable, "-c", f"open({str(ROOT / 'run.py')!r})"]
+    same = f"import sys; assert sys.version == {sys.version!r}; open({str(ROOT / 'run.py')!r})"
+    probe = [*prefix, "--inh-caps", "-all", sys.executable, "-c", same]
     if missing is None and subprocess.run(probe, capture_output=True, cwd="/").returncode != 0:
         # The interpreter or the checkout lies where root alone may look: to read is all that it is then allowed.
         reading = "+dac_read_search"
@@ -137,7 +138,7 @@ def user(folder: Path) -> Variation:
 def no_network_names() -> Variation:
     """A loopback and nothing else, with a host name that leads nowhere."""
     missing = None
-    inside = "ip link set lo up && hostname no-such-name && exec \"$@\""
+    inside = 'ip link set lo up && hostname no-such-name && exec "$@"'
     prefix = ("unshare", "--net", "--uts", "sh", "-c", inside, "sh")
     if subprocess.run(["sh", "-c", "command -v unshare && command -v ip"], capture_output=True).returncode != 0:
         missing = "no unshare or no ip on the PATH"

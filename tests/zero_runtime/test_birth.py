@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness.models import TinySpec, TinyTransformer
+from harness.patience import HANG_S
 from harness.ranks import run_ranks
 from harness.shapes import SHAPES, build_shape
 from harness.unsharded import unsharded_peak
@@ -373,7 +374,7 @@ def test_a_model_larger_than_the_memory_allowed_is_born_and_cannot_be_built() ->
             env={**os.environ, "GLIBC_TUNABLES": tunables, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=HANG_S,
         )
         for how, tunables in (("born", returns), ("resident", keeps), ("built", returns))
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness.models import TinySpec, TinyTransformer, batch
+from harness.patience import HANG_S
 from harness.plain_optimizers import AdamW
 from harness.ranks import run_alone, run_ranks
 from harness.seed_loop import initialize_quietly, run_script
@@ -81,7 +82,7 @@ def test_it_runs_under_torchrun_and_ends_without_an_error(tmp_path: Path) -> Non
     script.write_text(TORCHRUN_SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert run.returncode == 0, run.stderr
     told = [Path(f"{script}.{rank}").read_text() for rank in range(2)]
     assert [line.split(":")[0] for line in told] == ["rank 0 of 2, local 0", "rank 1 of 2, local 1"]

@@ -29,6 +29,7 @@ from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 WORLD = 64
 STAGES = (0, 1, 2, 3)
 WIDE = TinySpec(vocab=32_000, width=1024, blocks=4)
+ONE_BLOCK = TinySpec(blocks=1)
 
 
 def _finite(numbers: torch.Tensor) -> list[float]:
@@ -96,7 +97,7 @@ def _optimizers_run_dry() -> list[str]:
     for config in DRY:
         with FakeTensorMode(), pytest.raises(PlanError, match=config.name) if config.reads_on_host else nullcontext():
             runtime = ZeroRuntime(
-                TinyTransformer(WIDE),
+                TinyTransformer(ONE_BLOCK),
                 ZeroPlan.from_stage(3),
                 MixedPrecision(),
                 config,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.block_formats import BLOCK_NUMEL
 from zero_runtime.errors import PlanError
+from zero_runtime.kernels.block_formats import BLOCK_NUMEL
 from zero_runtime.optimizers import (
     TORCH_NAMES,
     TORCH_REFUSED,

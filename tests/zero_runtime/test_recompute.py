@@ -144,7 +144,7 @@ def _reentrant() -> None:
         assert parts[0] == whole[0], stage
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_reentrant_checkpoints_inside_and_around_blocks_lose_nothing(world: int) -> None:
     run_ranks(_reentrant, world)
 

@@ -328,7 +328,7 @@ ON_ONE_RANK = [Use(), Use(partial=(3,), ranks=(1,)), Use(partial=(1, 2), ranks=(
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_that_one_rank_alone_does_not_use_count_as_zero(stage: int) -> None:
     """Every rank must issue the same collectives in the same order, whenever its gradients come."""
-    results = run_ranks(_train_branches, 2, ON_ONE_RANK, (stage,), timeout_s=6)
+    results = run_ranks(_train_branches, 2, ON_ONE_RANK, (stage,))
     assert_trained_as_plain(results, ON_ONE_RANK)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness.models import TinySpec, TinyTransformer
 from harness.oracle import ADAMW
+from harness.patience import HANG_S
 from harness.ranks import run_alone, run_ranks
 from safetensors.torch import save_file
 
@@ -240,7 +241,7 @@ def test_weights_larger_than_the_memory_allowed_are_read_onto_the_shards(tmp_pat
             env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576", "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=HANG_S,
         )
         for how in ("read", "whole")
     )
