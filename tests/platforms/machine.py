@@ -39,3 +39,7 @@ def describe() -> str:
     vectors = " ".join(name for name in VECTORS if name in here) or "no vectors known"
     native = " ".join(name for name in MATRICES if name in here) or "none"
     return f"{model} (family {family}), {os.cpu_count()} cores; vectors: {vectors}; 16-bit matrix products: {native}"
+
+
+if __name__ == "__main__":
+    print(describe())
