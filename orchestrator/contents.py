@@ -20,6 +20,7 @@ from typing import Any
 
 from orchestrator.pretrained import COMPANIONS, WEIGHTS
 from orchestrator.workloads.text_files import is_text, text_files
+from zero_runtime.kernels.cpu.build import BuildError, cache_folder
 
 # How a message calls them, and the key of the configuration that names their place.
 PLACES = {
@@ -128,23 +129,33 @@ def _read_digest(path: Path, *, skips: bool) -> tuple[Stamp, str]:
 # ---- the cache ------------------------------------------------------------------------------------------------------
 
 
-def _cache_file(name: str, path: Path) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    text = f"{name} {path.absolute()}"
-    return Path(base) / "zero-lab" / "contents" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-
-
-def _read(cache: Path) -> dict[str, tuple[Stamp, str]]:
+def _cache_file(name: str, path: Path) -> Path | None:
+    """None where this user has no folder for caches."""
     try:
-        return {file: (stamp, digest) for file, (stamp, digest) in json.loads(cache.read_text()).items()}
+        folder = cache_folder()
+    except BuildError:
+        return None
+    text = f"{name} {path.absolute()}"
+    return folder / "contents" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def _read(cache: Path | None) -> dict[str, tuple[Stamp, str]]:
+    if cache is None:
+        return {}
+    try:
+        return {
+            file: (stamp, digest) for file, (stamp, digest) in json.loads(cache.read_text(encoding="utf-8")).items()
+        }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def _write(cache: Path, found: Mapping[str, tuple[Stamp, str]]) -> None:
+def _write(cache: Path | None, found: Mapping[str, tuple[Stamp, str]]) -> None:
     """Where it cannot be kept, files are read each time."""
+    if cache is None:
+        return
     with contextlib.suppress(OSError):
         cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = cache.with_name(f".{cache.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(found))
+        temporary.write_text(json.dumps(found), encoding="utf-8")
         temporary.replace(cache)

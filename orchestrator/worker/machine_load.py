@@ -65,7 +65,7 @@ def usable_cores() -> frozenset[int]:
 def busy_seconds(stat: Path, cores: Collection[int]) -> dict[int, float]:
     """By core, the time since the start in which it worked; empty where the system does not say."""
     try:
-        lines = stat.read_text().splitlines()
+        lines = stat.read_text(encoding="utf-8").splitlines()
         tick = os.sysconf("SC_CLK_TCK")
         rows = {row[0]: row[1:] for row in (line.split() for line in lines) if row}
         return {core: sum(int(rows[f"cpu{core}"][one]) for one in _WORKING) / tick for core in cores}

@@ -197,3 +197,14 @@ def test_a_cache_that_cannot_be_used_costs_time_and_nothing_else(broken: str, tm
 
 def test_a_file_that_cannot_be_read_is_left_to_the_run_that_reports_it(tmp_path: Path) -> None:
     assert held(of_text(tmp_path, tmp_path / "gone")) == {"data": "unreadable: No such file or directory"}
+
+
+def test_without_a_folder_for_caches_files_are_read_each_time(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    text = tmp_path / "a.txt"
+    text.write_text("some words\n", encoding="utf-8")
+    assert held(of_text(tmp_path, text)) == held(of_text(tmp_path, text))
+    assert reads == ["a.txt", "a.txt"]

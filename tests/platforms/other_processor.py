@@ -1,5 +1,5 @@
 """A pytest plugin: the C++ kernels are compiled for another processor and called in a process of their own, so that
-the kernels' own tests run against it. `ZLAB_PROCESSOR=aarch64 pytest -p platforms.other_processor tests/kernels/test_ops.py`
+the kernels' own tests run against it: `ZLAB_PROCESSOR=aarch64 pytest -p platforms.other_processor tests/kernels`.
 
 The program around the kernels is made from their declarations: it reads a call from stdin (which function, its numbers,
 the bytes behind its pointers), makes it, and writes back what may have changed.
@@ -59,7 +59,7 @@ def _processor_flags() -> set[str]:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One of a declaration: `type` is pointer, int32_t, int64_t or float; `element_bytes` are known unless a dtype says."""
+    """`type` is pointer, int32_t, int64_t or float; `element_bytes` is 0 where a dtype beside it decides."""
 
     name: str
     type: str
@@ -290,4 +290,4 @@ def pytest_configure() -> None:
     program = compile_program(processor, Path(tempfile.mkdtemp(prefix="zlab-other-")))
     library = Library([*processor.emulator, str(program)])
     build.load_library = lambda *_: library  # type: ignore[assignment]
-    assert "kernels.backends" not in sys.modules, "the plugin comes too late: the kernels are loaded"
+    assert "zero_runtime.kernels.backends" not in sys.modules, "the plugin comes too late: the kernels are loaded"
