@@ -11,6 +11,16 @@ TESTS ?= test
 
 install: .venv/.installed
 
+.PHONY: help
+help:
+	@echo "make install    the program and what it needs, into .venv (run, test and check do so themselves)"
+	@echo "make run        python run.py, with ARGS='zero=stage2 precision=bf16'"
+	@echo "make test       every promise once; WORKERS=\"-n 4 --dist loadfile\" where there are more cores"
+	@echo "make test-full  the same and the long forms"
+	@echo "make test-slurm jobs on a real SLURM, started here for the tests"
+	@echo "make check      formatting, lint, types, make test"
+	@echo "make bench, make gpu, make ui, make format, make clean"
+
 # The stamp is newer than pyproject.toml when what that names is installed.
 .venv/.installed: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv

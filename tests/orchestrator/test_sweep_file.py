@@ -241,14 +241,14 @@ def hydras_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_merged_points_are_those_that_hydra_composes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample of the pairs that the full suite tries all of, and settings of every kind."""
-    lines = [*every_pair()[::97], ["optimizer.lr=1e-4", "zero=stage3", "batch.accumulation=null"]]
+    lines = [*every_pair()[::389], ["optimizer.lr=1e-4", "zero=stage3", "batch.accumulation=null"]]
     lines += [["output=/a/b c", "data.path='x'"], ["experiment=paper_bytes", "zero=stage1", "seed=7"]]
     lines += [["batch.micro=${measure.steps}", "measure=standard"], ["precision.keep_dtype=[a,b]"], ["+zero.stage2=1"]]
     same_as_hydra(lines, monkeypatch)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_every_pair_of_options_is_merged_as_hydra_composes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     same_as_hydra(every_pair(), monkeypatch)
 

@@ -90,14 +90,21 @@ def continue_all(root: Path, cells: list[Cell]) -> list[list[float]]:
         states, unbroken = reference(root, saved)
         runtime, _ = load_into(folder(root, saved) / f"step-{SAVED_AFTER:08d}", wanted)
         assert_states(whole(runtime), states)
-        losses = train(runtime, wanted.case(), SAVED_AFTER, GOES_ON)
+        losses = train(runtime, wanted.case(), SAVED_AFTER, steps_of(cell))
         same_class = reduces_every_backward(saved) == reduces_every_backward(wanted)
-        if same_class and (saved.world, saved.precision) == (wanted.world, wanted.precision):
+        if len(losses) == GOES_ON and same_class and (saved.world, saved.precision) == (wanted.world, wanted.precision):
             assert losses == unbroken.losses, cell
             assert_states(whole(runtime), unbroken.states)
         runtime.close()
         found.append(losses)
     return found
+
+
+def steps_of(cell: Cell) -> int:
+    """From equal states all go on alike, so one source of each class goes on for long; of the others the second step
+    shows the loaded moments and the count of updates."""
+    saved = source(cell)
+    return GOES_ON if cell in SHORT_CUT or saved == of_class(saved) else 2
 
 
 def reduces_every_backward(one: Setting) -> bool:
@@ -145,12 +152,12 @@ def check(root: Path, cells: list[Cell], world: int) -> None:
         saved = source(cell)  # equal references are made once where the source by which the class goes is there
         right, other_order = plain_traces(root, of_class(saved) if of_class(saved) in made else saved, wanted)
         if wanted.world <= 2:
-            assert losses == right.losses, cell
+            assert losses == right.losses[: len(losses)], cell
             continue
         terms = wanted.world * wanted.micro_batches
         assert abs(losses[0] - right.losses[0]) <= 2 * (terms - 1) * 2.0**-53 * right.losses[0], cell
         drift = drift_between(wanted.case(), right, other_order)
-        for step, (loss, plain) in enumerate(zip(losses, right.losses, strict=True)):
+        for step, (loss, plain) in enumerate(zip(losses, right.losses, strict=False)):
             assert abs(loss - plain) <= 20 * drift, f"{cell}, step {step}: {loss} against {plain}, drift {drift}"
 
 

@@ -39,7 +39,7 @@ AXES = {
 }
 Cell = tuple
 CELLS: list[Cell] = list(product(*AXES.values()))
-STEPS = 20
+STEPS, FEW_STEPS = 20, 8  # of the cells of the cut, which must learn, and of the others
 
 
 def covering_cut(cells: list[Cell]) -> list[Cell]:
@@ -65,7 +65,7 @@ def case_of(cell: Cell) -> Case:
     return Case(
         world,
         micro_batches,
-        STEPS,
+        STEPS if cell in CUT else FEW_STEPS,
         clip_norm=CLIP_NORM if clip else None,
         precision=MixedPrecision(dtype),
         # A scale that never overflows here; what overflows has tests of its own.
@@ -88,7 +88,7 @@ def check(cell: Cell) -> None:
 
 def compare(case: Case, found: Trace, *, every: bool) -> None:
     wanted = oracle(case, reduces_every_backward=every)
-    assert wanted.losses[-1] < wanted.losses[0]
+    assert case.steps < STEPS or wanted.losses[-1] < wanted.losses[0]
     if case.world <= 2 and case.clip_norm is None:
         assert_same_bits(found, wanted)
         return
