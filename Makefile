@@ -4,8 +4,10 @@ BIN := .venv/bin
 ARGS ?= zero=stage2 precision=bf16
 # Two processes take the files of tests/ between them: ranks wait for each other, and one process leaves cores idle.
 WORKERS ?= -n 2 --dist loadfile
+# What `make check` runs after formatting, lint and types.
+TESTS ?= test
 
-.PHONY: install run test test-full test-slurm check format bench gpu ui clean
+.PHONY: install run test test-full test-platforms test-slurm check format bench gpu ui clean
 
 install: .venv/.installed
 
@@ -44,11 +46,15 @@ test-full: .venv/.installed-dev
 test-slurm: .venv/.installed-dev
 	$(BIN)/python -m pytest --override-ini addopts="-q -ra --strict-markers" tests/slurm
 
+# A cut of the suite under what one machine can vary: vectors, libraries, threads, user, locale, arm64 under QEMU.
+test-platforms: .venv/.installed-dev
+	$(BIN)/python tests/platforms/run.py
+
 check: .venv/.installed-dev
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet --output-format concise .
 	$(BIN)/mypy
-	$(MAKE) --no-print-directory test
+	$(MAKE) --no-print-directory $(TESTS)
 
 format: .venv/.installed-dev
 	$(BIN)/ruff check --quiet --fix .

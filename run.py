@@ -1,6 +1,9 @@
 """Runs one point or a sweep:   python run.py zero=stage2 precision=bf16      python run.py --help"""
 
+import os
+import shlex
 import sys
+from pathlib import Path
 
 OURS = ("orchestrator", "zero_runtime")
 
@@ -14,8 +17,11 @@ def start() -> int:
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.split(".")[0] in OURS:
             raise
-        print(f"error: {sys.executable} has no package '{missing.name}': `make install`, then", file=sys.stderr)
-        print(f"       .venv/bin/python {' '.join(sys.argv)}", file=sys.stderr)
+        python = Path(__file__).parent / ".venv" / "bin" / "python"
+        ready = python.exists() and Path(sys.executable) != python.absolute()
+        first = "type" if ready else "`make install`, then"
+        print(f"error: {sys.executable} has no package '{missing.name}': {first}", file=sys.stderr)
+        print(f"       {shlex.join([os.path.relpath(python), *sys.argv])}", file=sys.stderr)
         return 2
 
 

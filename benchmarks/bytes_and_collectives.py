@@ -16,10 +16,9 @@ import torch
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT)]
 
-from gpt import Gpt, GptSize, loss_of  # noqa: E402
-
+from benchmarks.gpt import Gpt, GptSize, loss_of  # noqa: E402
 from zero_runtime import memory_model  # noqa: E402
 from zero_runtime.collectives import join_world, leave_world  # noqa: E402
 from zero_runtime.memory_census import take_census  # noqa: E402

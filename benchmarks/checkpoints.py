@@ -26,11 +26,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT)]
 
-from gpt import Gpt, GptSize, loss_of  # noqa: E402
-from stages_report import cpu_name  # noqa: E402
-
+from benchmarks.gpt import Gpt, GptSize, loss_of  # noqa: E402
+from benchmarks.stages_report import cpu_name  # noqa: E402
 from zero_runtime.checkpoint.background import BackgroundSaver  # noqa: E402
 from zero_runtime.checkpoint.load import load_checkpoint, shards_of  # noqa: E402
 from zero_runtime.checkpoint.save import save_checkpoint  # noqa: E402

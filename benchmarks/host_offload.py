@@ -26,11 +26,10 @@ import torch
 import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT)]
 
-from gpt import Gpt, GptSize  # noqa: E402
-from stages_report import cpu_name  # noqa: E402
-
+from benchmarks.gpt import Gpt, GptSize  # noqa: E402
+from benchmarks.stages_report import cpu_name  # noqa: E402
 from zero_runtime.birth import parameters_on_meta  # noqa: E402
 from zero_runtime.collectives import join_alone, leave_world  # noqa: E402
 from zero_runtime.offload import OffloadPlan, Tier  # noqa: E402

@@ -26,10 +26,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT)]
 
-from stages_report import cpu_name  # noqa: E402
-
+from benchmarks.stages_report import cpu_name  # noqa: E402
 from zero_runtime.kernels import ops, reference  # noqa: E402
 from zero_runtime.kernels.backends import backend_for  # noqa: E402
 from zero_runtime.kernels.block_formats import blocks_of  # noqa: E402
@@ -46,7 +45,7 @@ Step = Callable[[int], object]
 
 
 class Streams:
-    """The tensors that all contestants step over."""
+    """The tensors that contestants step over."""
 
     def __init__(self, numel: int) -> None:
         self.master = torch.randn(numel)
@@ -91,11 +90,13 @@ def contestants(kind: str, s: Streams) -> dict[str, Step]:
         return beside_a_copy(kind, s)
     bare = bare_library()
     numel = ctypes.c_int64(s.master.numel())
+    own = Streams(s.master.numel())  # its sums are no moments: the root of a negative one would end every master as NaN
     mixed = kind == "mixed"
     grad, out = (s.grad16, s.param16) if mixed else (s.grad, None)
 
     def limit(threads: int) -> None:
-        tensors = (s.master, grad, s.first, s.second, *([s.param16] if mixed else []))
+        own_grad = own.grad16 if mixed else own.grad
+        tensors = (own.master, own_grad, own.first, own.second, *([own.param16] if mixed else []))
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
         getattr(bare, f"bare_{kind}")(*pointers, numel, ctypes.c_int64(threads))
 
@@ -179,9 +180,17 @@ def measure(kind: str, streams: Streams, rounds: int) -> dict[str, list[float]]:
             steps[name, threads](threads)
             if index >= 0:
                 times[f"{name}/{threads}"].append(time.perf_counter() - start)
-        streams.first.fill_(1e-4)  # the bare loop sums into them; past the range of fp32 arithmetic would be slower
+        streams.first.fill_(1e-4)  # every round starts from moments as in training
         streams.second.fill_(1e-6)
+    refuse_unusual_numbers(kind, streams)
     return times
+
+
+def refuse_unusual_numbers(kind: str, streams: Streams) -> None:
+    """Contestants that step over numbers which no training has are not measured: nothing is written."""
+    wrong = [name for name, values in vars(streams).items() if not bool(torch.isfinite(values).all())]
+    if wrong:
+        sys.exit(f"kernels.py, {kind}: expected finite numbers after the rounds, found others in {', '.join(wrong)}")
 
 
 def report(

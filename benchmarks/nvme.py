@@ -37,10 +37,9 @@ import torch.distributed as dist
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT)]
 
-from stages_report import cpu_name  # noqa: E402
-
+from benchmarks.stages_report import cpu_name  # noqa: E402
 from zero_runtime.birth import parameters_on_meta  # noqa: E402
 from zero_runtime.kernels.backends import VARIABLE  # noqa: E402
 from zero_runtime.offload import OffloadPlan, Tier  # noqa: E402

@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
-from gpt import Gpt, GptSize, loss_of
+
+from benchmarks.gpt import Gpt, GptSize, loss_of
+from benchmarks.stages_task import PEERS
 
 LR, WEIGHT_DECAY = 1e-4, 0.01
-Batch = tuple[torch.Tensor, torch.Tensor]
-# Which row of ours a peer's setting is to be compared with.
-PEERS = {"fsdp2": 2, "fsdp2 reshard": 3} | {f"deepspeed {stage}": stage for stage in range(4)}
+Batch = tuple[torch.Tensor, torch.Tensor]  # ids and labels, [micro, seq] each
+Step = Callable[[Batch], float]  # a whole step, which returns this rank's share of the loss
 
 
-def peers_here() -> dict[str, int]:
-    """The peers that are installed, with the stage of each."""
-    return {name: stage for name, stage in PEERS.items() if name.startswith("fsdp2") or find_spec("deepspeed")}
+def peers_here() -> tuple[str, ...]:
+    """The peers that are installed."""
+    return tuple(name for name in PEERS if find_spec(_module(name).partition(".")[0]))
 
 
-def peer_step(name: str, size: GptSize, precision: str, device: torch.device, batch: Batch) -> Callable[[], float]:
-    """A step of one of PEERS, which returns this rank's share of the loss; both divide gradients by the world, so
-    the loss that they get is multiplied by it."""
+def import_peer(name: str) -> None:
+    """What a peer imports is no memory of its training: a measurement begins after it."""
+    import_module(_module(name))
+
+
+def _module(name: str) -> str:
+    return "torch.distributed.fsdp" if name.startswith("fsdp2") else "deepspeed"
+
+
+def peer_step(name: str, size: GptSize, precision: str, device: torch.device) -> Step:
+    """A step of one of PEERS; both divide gradients by the world, so the loss that they get is a mean over this rank's
+    tokens."""
     torch.manual_seed(0)
     model = Gpt(size).to(device)
-    scale = dist.get_world_size() / (batch[1].numel() * dist.get_world_size())
     if name.startswith("fsdp2"):
-        return _fsdp2(model, precision, batch, scale, reshard=name.endswith("reshard"))
-    return _deepspeed(model, precision, batch, scale, stage=int(name.split()[1]))
+        return _fsdp2(model, precision, device, reshard=name.endswith("reshard"))
+    return _deepspeed(model, precision, stage=int(name.split()[1]))
 
 
-def _fsdp2(model: Gpt, precision: str, batch: Batch, scale: float, *, reshard: bool) -> Callable[[], float]:
+def _fsdp2(model: Gpt, precision: str, device: torch.device, *, reshard: bool) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(batch[0].device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     half = torch.bfloat16 if precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     for block in model.blocks:
@@ -43,8 +53,8 @@ def _fsdp2(model: Gpt, precision: str, batch: Batch, scale: float, *, reshard: b
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
-    def step() -> float:
-        loss = loss_of(model, *batch) * scale
+    def step(batch: Batch) -> float:
+        loss = loss_of(model, *batch) / batch[1].numel()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -53,11 +63,11 @@ def _fsdp2(model: Gpt, precision: str, batch: Batch, scale: float, *, reshard: b
     return step
 
 
-def _deepspeed(model: Gpt, precision: str, batch: Batch, scale: float, *, stage: int) -> Callable[[], float]:
+def _deepspeed(model: Gpt, precision: str, *, stage: int) -> Step:
     import deepspeed
 
     config = {
-        "train_micro_batch_size_per_gpu": len(batch[0]),
+        "train_micro_batch_size_per_gpu": model.size.micro,
         "gradient_clipping": 0.0,  # it clips at 1.0 unless told
         "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
@@ -67,8 +77,8 @@ def _deepspeed(model: Gpt, precision: str, batch: Batch, scale: float, *, stage:
     deepspeed.init_distributed(dist_init_required=False)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
-    def step() -> float:
-        loss = loss_of(engine, *batch) * scale
+    def step(batch: Batch) -> float:
+        loss = loss_of(engine, *batch) / batch[1].numel()
         engine.backward(loss)
         engine.step()
         return float(loss.detach()) / dist.get_world_size()

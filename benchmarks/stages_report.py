@@ -1,91 +1,226 @@
-"""What benchmarks/stages.py found, as a table in markdown and as JSON."""
+"""What benchmarks/stages.py found, as a page in markdown and as JSON; and several such runs as one short table.
+
+`python benchmarks/stages_report.py RESULT.json ..` prints that table: a row for each engine, columns for each run.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import platform
 import statistics
 import sys
-from dataclasses import asdict
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from stages_task import LIMIT, ROWS, SETTLED, STEADY, WARMUP, Task
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from benchmarks.drift import drift_of, drift_verdict  # noqa: E402
+from benchmarks.gpt import GptSize, starting_loss  # noqa: E402
+from benchmarks.stages_task import LIMIT, PEERS, ROWS, SETTLED, STEADY, TITLES  # noqa: E402
+
+Found = dict[str, Any]  # a result file: what was measured, on what, and how
 
 
-def report_lines(task: Task, seconds: dict[str, list[float]], memory: dict[str, dict[str, float]]) -> list[str]:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+def main() -> None:
+    if not sys.argv[1:]:
+        sys.exit("stages_report.py: expected result files of stages.py (*.json), found none")
+    print("\n".join(short_table([json.loads(Path(name).read_text()) for name in sys.argv[1:]])))
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def ratios(above: list[float], below: list[float]) -> list[float]:
+    """Round by round: a machine that is slow in one round is so for both."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def of_limit(found: Found, name: str) -> list[float]:
+    """The row's share of forward + backward alone, by round: 1 where all else costs nothing."""
+    return ratios(found["seconds"][LIMIT], found["seconds"][name])
+
+
+def of_parts(found: Found, name: str) -> list[float]:
+    """(forward + backward + collectives + optimizer, each alone) / row, by round."""
+    seconds = found["seconds"]
+    parts = (seconds[LIMIT], seconds[f"{name} collectives"], seconds[f"{name} optimizer"])
+    return ratios([sum(one) for one in zip(*parts, strict=True)], seconds[name])
+
+
+def of_ours(found: Found, name: str) -> list[float]:
+    """A peer's time over that of our row at the same stage, by round: 2 where it takes twice as long."""
+    ours = next(row for row, stage in ROWS.items() if stage == PEERS[name])
+    return ratios(found["seconds"][name], found["seconds"][ours])
+
+
+def trained(found: Found) -> list[str]:
+    return [name for name in (*ROWS, *PEERS) if name in found["seconds"]]
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Lower, median, upper; never outside of what was found."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def spread(values: list[float], factor: float, form: str) -> str:
+    """`median (lower quartile to upper)`."""
+    low, middle, high = (f"{factor * value:{form}}" for value in quartiles(values))
+    return f"{middle} ({low} to {high})"
+
+
+def percent(values: list[float]) -> str:
+    low, middle, high = (f"{100 * value:.0f}" for value in quartiles(values))
+    return f"{middle} % ({low} to {high})"
+
+
+def verdicts(found: Found) -> list[str]:
+    """Of the drift over the rounds: of step times, and of the shares that a drifting machine should leave alone."""
+    rows = {TITLES[name]: found["seconds"][name] for name in (LIMIT, *trained(found))}
+    shares = {TITLES[name]: of_limit(found, name) for name in trained(found)}
+    return [drift_verdict("step times", rows), drift_verdict("shares of forward + backward", shares)]
+
+
+# ---- the page of one run ---------------------------------------------------------------------------------------------
+
+
+def report_lines(found: Found) -> list[str]:
+    task = found["task"]
+    expected, allowed = starting_loss(GptSize(**task["size"]), tokens_of(task))
+    losses = {name: found["losses"][name] for name in trained(found)}
+    first, last = ([one[index] for one in losses.values()] for index in (0, -1))
     lines = [
-        f"# A step of each stage, {date.today()}",
+        f"# A step of each stage in {task['precision']}, {found['date']}",
         "",
-        f"{task.world} x {device}; torch {torch.__version__}, Python {platform.python_version()}{peer_versions(task)}; "
-        f"{task.precision}, {asdict(task.size)}; {task.rounds} rounds after {WARMUP}.",
+        f"{task['world']} ranks on {found['machine']}; {found['versions']}; {task['precision']}, {task['size']}; "
+        f"{task['rounds']} rounds after {task['warmup']}; load of the machine before: {found['load_before']:.1f}.",
         "",
-        f"Command: `python benchmarks/stages.py {' '.join(sys.argv[1:])}`".rstrip(),
+        f"Command: `{found['command']}`",
         "",
-        "ms of the slower rank. `of the parts`: (forward + backward alone + the row's collectives alone + its",
-        "optimizer alone) / row. Shares are medians over the rounds of the ratio within a round.",
+        *(f"- {verdict}" for verdict in verdicts(found)),
+        f"- Losses of {len(losses)} rows: {min(first):.4f} to {max(first):.4f} at the first step (expected "
+        f"{expected:.3f} +- {allowed:.3f}), {min(last):.4f} to {max(last):.4f} at step "
+        f"{task['warmup'] + task['rounds']}.",
         "",
-        "| row | ms median | min | max | of forward+backward | collectives alone | optimizer alone | of the parts |",
+        "Times are of the slower rank; medians with quartiles in brackets; shares and ratios are taken within a round.",
+        "Of forward + backward: their time alone, at the first weights, over the row's. Of the parts: (forward +",
+        "backward alone + the row's collectives alone + its optimizer alone) / row. Drift: the median of the last",
+        "third of the rounds over that of the first. In bf16 DeepSpeed sends gradients in bf16, its default, and all",
+        "others in fp32.",
+        "",
+        "| row | ms | of forward + backward | collectives alone, ms | optimizer alone, ms | of the parts | "
+        "time / ours at this stage | drift |",
         "|---|---|---|---|---|---|---|---|",
+        *(time_row(found, name) for name in (LIMIT, *trained(found))),
     ]
-    for name in (LIMIT, *ROWS, *task.peers):
-        own = seconds[name]
-        cells = [f"{1e3 * value:.0f}" for value in (statistics.median(own), min(own), max(own))]
-        cells.append(share(seconds[LIMIT], own))
-        if name in ROWS:
-            parts = [seconds[f"{name} {part}"] for part in ("collectives", "optimizer")]
-            cells += [f"{1e3 * statistics.median(part):.0f}" for part in parts]
-            cells.append(share([sum(one) for one in zip(seconds[LIMIT], *parts, strict=True)], own))
-        else:
-            cells += [""] * 3
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    if memory:
-        lines += ["", *memory_lines(memory)]
+    if found["memory"]:
+        lines += ["", *memory_lines(found["memory"])]
     return lines
 
 
-def share(parts: list[float], whole: list[float]) -> str:
-    return f"{100 * statistics.median(part / one for part, one in zip(parts, whole, strict=True)):.0f} %"
+def time_row(found: Found, name: str) -> str:
+    own = found["seconds"][name]
+    cells = [TITLES[name], spread(own, 1e3, ".0f"), "" if name == LIMIT else percent(of_limit(found, name))]
+    if name in ROWS:
+        cells += [spread(found["seconds"][f"{name} {part}"], 1e3, ".0f") for part in ("collectives", "optimizer")]
+        cells.append(percent(of_parts(found, name)))
+    else:
+        cells += [""] * 3
+    drift = drift_of(own)
+    cells += [
+        spread(of_ours(found, name), 1, ".2f") if name in PEERS else "",
+        "not judged" if drift is None else str(drift),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def memory_lines(memory: dict[str, dict[str, float]]) -> list[str]:
     lines = [
-        "Peak memory of the worse rank above what the imports took, each variant in processes of its own (the peers",
-        "with the allocator's defaults); page faults of a step as a share of the unsharded fp32 parameters, over steps",
-        f"{SETTLED + 1} to {SETTLED + STEADY} (a heap that still settles grows now and then); the loss of the last.",
+        "Peak memory of the worse rank above what the imports took, each row in processes of its own (the peers with",
+        "the allocator's defaults, ours with the setting of our launcher); page faults of a step as a share of the",
+        f"unsharded fp32 parameters, over steps {SETTLED + 1} to {SETTLED + STEADY} (a heap that still settles grows",
+        "now and then); the loss of the last.",
         "",
         "| row | peak MiB, steady | peak MiB, with the start | faulted %, median step | faulted %, most | loss |",
         "|---|---|---|---|---|---|",
     ]
     for name, found in memory.items():
-        cells = [f"{found['steady']:.0f}", f"{found['whole']:.0f}", f"{found['faulted']:.2f}"]
-        cells += [f"{found['faulted_most']:.2f}", f"{found['loss']:.4f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        cells = [TITLES[name], f"{found['steady']:.0f}", f"{found['whole']:.0f}", f"{found['faulted']:.2f}"]
+        cells += [f"{found['faulted_most']:.2f}", f"{found['last_loss']:.4f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def write_report(lines: list[str], numbers: dict[str, Any], args: argparse.Namespace) -> None:
-    results = ROOT / "benchmarks" / "results"
+def write_report(found: Found, results: Path) -> None:
+    """The run's page and its numbers, side by side; and the page on the screen."""
     results.mkdir(exist_ok=True)
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    stem = results / f"stages_{kind}_{args.precision}_{date.today()}"
+    lines = report_lines(found)
+    stem = results / f"stages_{found['device']}_{found['task']['precision']}_{found['date']}"
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    del numbers["task"]["folder"]
-    stem.with_suffix(".json").write_text(json.dumps(numbers))
+    stem.with_suffix(".json").write_text(json.dumps(found | {"verdicts": verdicts(found)}))
     print("\n".join(lines))
-    print(f"\nwritten: {stem.relative_to(ROOT)}.md")
+    print(f"\nwritten: {stem.with_suffix('.md')}")
 
 
-def peer_versions(task: Task) -> str:
-    from importlib.metadata import version
+# ---- the short table of several runs ---------------------------------------------------------------------------------
 
-    return f", DeepSpeed {version('deepspeed')}" if any(name.startswith("deepspeed") for name in task.peers) else ""
+
+def short_table(runs: list[Found]) -> list[str]:
+    """Share of forward + backward and peak memory a rank, by engine and run."""
+    heads, rows = ["engine"], [name for name in (*ROWS, *PEERS) if any(name in run["seconds"] for run in runs)]
+    for run in runs:
+        precision = run["task"]["precision"]
+        heads += [f"{precision}: of forward + backward", f"{precision}: MiB a rank"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for name in rows:
+        cells = [TITLES[name]]
+        for run in runs:
+            peak = run["memory"].get(name)
+            cells += [
+                percent(of_limit(run, name)) if name in run["seconds"] else "-",
+                f"{peak['steady']:.0f}" if peak else "-",
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
+    for run in runs:
+        task = run["task"]
+        size = ", ".join(f"{value} {key}" for key, value in task["size"].items())
+        lines += [
+            "",
+            f"{task['precision']}: {run['date']}, {task['world']} ranks on {run['machine']}; {run['versions']}; "
+            f"{size}; {task['rounds']} rounds after {task['warmup']}; `{run['command']}`.",
+            *(f"- {verdict}" for verdict in verdicts(run)),
+        ]
+    return lines
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+
+def machine_now(peers: tuple[str, ...]) -> Found:
+    """Date, machine and versions, and how busy the machine is before anything is measured."""
+    cuda = torch.cuda.is_available()
+    cpu = f"{cpu_name()} ({os.cpu_count()} cores, torch's kernels for {torch.backends.cpu.get_cpu_capability()})"
+    versions = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
+    versions += [f"DeepSpeed {version('deepspeed')}"] if any(name.startswith("deepspeed") for name in peers) else []
+    return {
+        "date": str(date.today()),
+        "device": "cuda" if cuda else "cpu",
+        "machine": torch.cuda.get_device_name() if cuda else cpu,
+        "versions": ", ".join(versions),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def tokens_of(task: dict[str, Any]) -> int:
+    return task["world"] * task["size"]["micro"] * task["size"]["seq"]
 
 
 def cpu_name() -> str:
@@ -93,3 +228,7 @@ def cpu_name() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()
+
+
+if __name__ == "__main__":
+    main()

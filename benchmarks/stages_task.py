@@ -1,15 +1,24 @@
-"""What benchmarks/stages.py measures, and for how long."""
+"""What benchmarks/stages.py measures, for how long, and by which names a reader knows the rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpt import GptSize
+from benchmarks.gpt import GptSize
 
 ROWS = {f"stage{stage}": stage for stage in (0, 1, 2, 3)}
 LIMIT = "forward+backward"
+# With which row of ours a peer's setting is to be compared.
+PEERS = {"fsdp2": 2, "fsdp2 reshard": 3} | {f"deepspeed {stage}": stage for stage in range(4)}
+TITLES = {
+    LIMIT: "forward + backward alone",
+    **{name: f"ours, stage {stage}" for name, stage in ROWS.items()},
+    "fsdp2": "FSDP2, reshard_after_forward=False (as stage 2)",
+    "fsdp2 reshard": "FSDP2, reshard_after_forward=True (as stage 3)",
+    **{f"deepspeed {stage}": f"DeepSpeed, stage {stage}" for stage in range(4)},
+}
 WARMUP = 2
-SETTLED, STEADY = 16, 8  # steps until the heap has found its layout, and those whose peak and page faults count
+SETTLED, STEADY = 6, 4  # steps until the heap has found its layout, and those whose peak and page faults count
 
 
 @dataclass(frozen=True)
@@ -22,3 +31,13 @@ class Task:
     precision: str
     rounds: int
     peers: tuple[str, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Of one step, over all ranks."""
+        return self.world * self.size.micro * self.size.seq
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The rows that make whole steps."""
+        return (*ROWS, *self.peers)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from orchestrator.schema import RunConfig
 from orchestrator.strict import nearest
 
 # The words that are no run, and the module that answers each; imported when it is asked.
@@ -18,6 +19,8 @@ VERBS = {
     **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), "verbs"),
 }
 HOME = re.compile(r"(?<=[=,])~(?=/)")
+# What is set with group=option and group.key=value, and never with dashes.
+SETTING = re.compile(rf"^--?({'|'.join(one.name for one in fields(RunConfig))}|experiment|sweeps)(\.[\w.]+)?$")
 SHORT = {
     "-h": "--help",
     "-m": "--multirun",
@@ -38,7 +41,7 @@ CHOICES = {
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
 }
 # These only show something, and Hydra itself answers them.
-SHOWING = ("--cfg", "--info", "--hydra-help", "--shell-completion", "--version")
+SHOWING = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 # Settings are read from the tree of conf/, and a rerun from a pickle would escape every check.
 REFUSED = {
     "--config-path": "add a folder of your own with --config-dir",
@@ -70,6 +73,10 @@ class Arguments:
         """Whether what is shown is composed from the overrides, so that they must be right."""
         return "--cfg" in self.flags or "--info" in self.flags
 
+    def folders(self) -> list[str]:
+        """The flags without which the overrides do not mean the same, each as one word."""
+        return [f"{flag}={value}" for flag, value in self.flags.items() if flag in ("--config-dir", "--config-name")]
+
     def command(self) -> list[str]:
         """The line that goes on with the same sweep: what is only of this time is left out."""
         once = ("--fresh", "--retry", "--plan", "--detach", "--json")
@@ -99,20 +106,27 @@ def split(argv: Sequence[str]) -> Arguments:
         if word.startswith("-"):
             _take_flag(found, word, words)
         else:
-            found.overrides.append(_with_home(word))
+            _take_override(found, word)
     _check_together(found)
     return found
 
 
-def _with_home(word: str) -> str:
-    """A path of the home folder as the shell would have written it, which does so only for words that are paths."""
-    return HOME.sub(lambda _: str(Path.home()), word)
+def _take_override(found: Arguments, word: str) -> None:
+    """With paths of the home folder written out; the shell does so only for words that are paths."""
+    try:
+        found.overrides.append(HOME.sub(lambda _: str(Path.home()), word))
+    except RuntimeError:
+        found.problems.append(f"{word}: no home folder is known for ~; set HOME, or write the whole path")
 
 
 def _take_flag(found: Arguments, word: str, words: list[str]) -> None:
     name, equals, value = word.partition("=")
     flag = SHORT.get(name, name)
-    if name in REFUSED:
+    if SETTING.match(name):
+        if not equals:
+            value = words.pop(0) if words and "=" not in words[0] and not words[0].startswith("-") else "VALUE"
+        found.problems.append(f"'{name}' is a setting and has no dashes: write {name.lstrip('-')}={value}")
+    elif name in REFUSED:
         found.problems.append(f"{name} does not work here: {REFUSED[name]}")
     elif flag in SWITCHES and not equals:
         found.flags[flag] = None

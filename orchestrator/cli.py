@@ -20,6 +20,7 @@ from orchestrator.labels import label, sweep_name
 from orchestrator.point import Point
 from orchestrator.schema import Device, RunConfig, root_limits, to_dict
 from orchestrator.slurm_tools import SlurmError
+from orchestrator.streams import take_any_text
 from orchestrator.strict import Broken, ConfigError, Refusal, build_parts
 
 if TYPE_CHECKING:
@@ -43,7 +44,13 @@ def _end_quietly() -> int:
 
 def main(argv: Sequence[str]) -> int:
     """0: every point has a result. 1: at least one failed. 2: nothing was started, the words were wrong."""
+    take_any_text()
     try:
+        if "--version" in argv:
+            from orchestrator import provenance  # here: it imports what only a run needs
+
+            print(f"zero-lab {provenance.version_of('zero-lab') or '(not installed: no version)'}")
+            return 0
         if argv and argv[0] in VERBS:
             module = importlib.import_module(f"orchestrator.{VERBS[argv[0]]}")
             # What reads and steers sweeps shares one parser; the others have their own.
@@ -77,7 +84,8 @@ def composed(asked: Arguments) -> Composition:
     problems = [*asked.problems, *_folder_problems(folder)]
     # While a word is still being completed it is not yet right, and Hydra lists what it could become.
     if asked.shows_config or not asked.shows:
-        problems += overrides.check(asked.overrides, overrides.read_tree(folder), multirun=asked.multirun)
+        tree = overrides.read_tree(folder)
+        problems += overrides.check(asked.overrides, tree, multirun=asked.multirun, flags=asked.folders())
     if problems:
         raise Refusal(problems)
     from orchestrator import compose  # here: it imports Hydra, and the answers above are quicker without
@@ -100,13 +108,16 @@ def _run(composition: Composition, asked: Arguments) -> int:
         from orchestrator.sweep_command import run_sweep
 
         return run_sweep(request, scene.hardware)
-    if sweeping := [flag for flag in (*arguments.SWEEPING, "--retry", "--prune") if flag in asked.flags]:
+    if sweeping := [flag for flag in ("--plan", "--fresh", "--detach", "--retry", "--prune") if flag in asked.flags]:
         raise Refusal([f"{' and '.join(sweeping)} belongs to a sweep: add -m, or leave it out"])
     points, problems = checked_points(composition, scene)
     if problems:
         raise Refusal(problems)
     _note_idle_gpus(scene, points[0].config)
+    as_json = "--json" in asked.flags
     if scene.world is not None:
+        if as_json:
+            raise Refusal(["--json: ranks of torchrun or srun print none; the records have a result.json"])
         from orchestrator import job
 
         return job.join_from_environment(points[0])
@@ -116,7 +127,7 @@ def _run(composition: Composition, asked: Arguments) -> int:
     if wrong := prediction.problems(points):
         raise Refusal(list(wrong.values()))
 
-    return run_point(points[0])
+    return run_point(points[0], as_json=as_json)
 
 
 def sweep_request(argv: Sequence[str]) -> tuple[SweepRequest, hardware.Hardware]:

@@ -13,17 +13,25 @@ OK, FAILED, INCOMPLETE, NOTHING_FITS = 0, 1, 3, 4
 
 def entries(found: list[Standing]) -> list[Entry]:
     """One for each point of a sweep."""
-    return [
-        Entry(
-            one.label,
-            one.state.value,
-            one.result(),
-            one.message,
-            str(one.attempt.root) if one.attempt else "",
-            one.planned.overrides,
-        )
-        for one in found
-    ]
+    return [_entry(one) for one in found]
+
+
+def _entry(one: Standing) -> Entry:
+    result = one.result()
+    return Entry(
+        one.label,
+        one.state.value,
+        result,
+        one.message,
+        str(one.attempt.root) if one.attempt else "",
+        one.planned.overrides,
+        None if result is None else result.get("measured_at", _ended_at(one)),
+    )
+
+
+def _ended_at(one: Standing) -> float | None:
+    """Results of before they said when they were measured."""
+    return (read_json(one.attempt.state) or {}).get("time") if one.attempt is not None else None
 
 
 def ranked(sweep: SweepPaths) -> list[Ranked]:

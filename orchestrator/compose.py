@@ -9,7 +9,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -73,7 +73,8 @@ Plugins.instance().register(SweepsFolder)
 
 @dataclass(frozen=True)
 class Composed:
-    """One point as plain data, the option chosen in each group, and the overrides that made it."""
+    """One point as plain data, the option chosen in each group, and the words that make it again: flags that name
+    folders, then overrides."""
 
     values: dict[str, Any]
     choices: dict[str, str | None]
@@ -129,17 +130,17 @@ class _Lines(NamedTuple):
 def _expansion(loader: ConfigLoader, name: str, searchpath: list[str], arguments: Arguments) -> _Lines:
     """The lines of overrides, from a declared sweep or in Hydra's own grammar."""
     words = arguments.overrides
+    tree = overrides.read_tree(arguments.flags.get("--config-dir"))
     declared = _declared_sweep(arguments)
     if declared is not None:
         typed = _axes(loader, [word for word in words if not word.startswith("sweeps=")])
         expansion = sweep_file.expand(declared, typed)
         if not expansion.lines:
             raise HydraException("the sweep has no points: exclude leaves none")
-        # What is typed was checked before; what the file says is checked here, with the same hints.
-        words = list(dict.fromkeys(word for line in expansion.lines for word in line.values()))
-        tree = overrides.read_tree(arguments.flags.get("--config-dir"))
-        if problems := overrides.check(words, tree, multirun=True):
-            raise HydraException("; ".join(problems))
+        said = list(dict.fromkeys(word for line in expansion.lines for word in line.values()))
+        _check_file(said, tree)
+        for where, pattern in sweep_file.patterns(declared):
+            _check_file(pattern, tree, f"{where}: ")
         return _Lines(expansion.lines, expansion.axes, True, declared)
     params: Mapping[Any, Any] = {}
     is_sweep = arguments.multirun
@@ -148,17 +149,25 @@ def _expansion(loader: ConfigLoader, name: str, searchpath: list[str], arguments
         master = loader.load_configuration(name, searchpath + words, run_mode=RunMode.MULTIRUN)
         is_sweep = is_sweep or OmegaConf.select(master, "hydra.mode") == RunMode.MULTIRUN
         params = (OmegaConf.select(master, "hydra.sweeper.params") or {}) if is_sweep else {}
-    axes = _axes(loader, [*(f"{key}={value}" for key, value in params.items()), *words])
+    said = [f"{key}={value}" for key, value in params.items()]
+    _check_file(said, tree)
+    axes = _axes(loader, [*said, *words])
     _need_a_sweep(axes, is_sweep)
     lines = [dict(zip(axes, line, strict=True)) for line in itertools.product(*axes.values())]
     return _Lines(lines, tuple(key for key, values in axes.items() if len(values) > 1), is_sweep, SweepFile())
+
+
+def _check_file(words: Sequence[str], tree: overrides.Tree, where: str = "") -> None:
+    """What is typed is checked before; what a file says is checked here, with the same hints."""
+    if problems := overrides.check(words, tree, multirun=True):
+        raise HydraException("; ".join(f"{where}{problem}" for problem in problems))
 
 
 def _declared_sweep(arguments: Arguments) -> SweepFile | None:
     """The file that sweeps=NAME chooses, where it is in our own form."""
     names = [word.removeprefix("sweeps=") for word in arguments.overrides if word.startswith("sweeps=")]
     path = folders.find_sweep(names[-1], arguments.flags.get("--config-dir")) if names else None
-    return sweep_file.read(path) if path is not None else None
+    return sweep_file.read(path, read_yaml) if path is not None else None
 
 
 class _ByHydra(NamedTuple):
@@ -177,7 +186,8 @@ class Composer:
 
     def __init__(self, loader: ConfigLoader, name: str, searchpath: list[str], arguments: Arguments) -> None:
         self._loader, self._name, self._searchpath = loader, name, searchpath
-        self._merger = Merger(folders.config_folders(arguments.flags.get("--config-dir")), name, _read)
+        self._merger = Merger(folders.config_folders(arguments.flags.get("--config-dir")), name, read_yaml)
+        self._flags = arguments.folders()
         self._parser = OverridesParser.create(config_loader=loader)
         self._parsed: dict[str, Override] = {}
         self._composed: dict[tuple[str, ...], _ByHydra] = {}
@@ -185,7 +195,7 @@ class Composer:
     def point(self, line: list[str]) -> Composed:
         """The point of one line of overrides, each with a single value."""
         # The chosen sweep file is part of how the line was typed, not of what one point is.
-        kept = tuple(word for word in line if not word.startswith("sweeps="))
+        kept = (*self._flags, *(word for word in line if not word.startswith("sweeps=")))
         overrides = [self._parse(word) for word in line]
         choices = [one for one in overrides if one.key_or_group in self._merger.groups]
         settings = [
@@ -225,7 +235,9 @@ class Composer:
 
 
 def show(arguments: Arguments) -> NoReturn:
-    """Hydra answers --cfg, --info, --hydra-help, --shell-completion and --version, and the process ends."""
+    """Hydra answers --cfg, --info, --hydra-help and --shell-completion, and the process ends."""
+    if arguments.shows_config:
+        arguments = replace(arguments, overrides=[*added_folders(arguments), *arguments.overrides])
     raise SystemExit(2 if hand_over(arguments) else 0)
 
 
@@ -248,6 +260,8 @@ def in_one_line(error: BaseException) -> str:
     """The message without Hydra's advice, which is about adding keys that nothing here would read."""
     text = str(error).strip()
     cause = error.__cause__
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return sweep_file.yaml_problem(error)
     if taken := re.search(r"An item is already at '(.+)'", text):
         return f"+{taken[1]}: it is already there, so write {taken[1]}=VALUE without the +"
     if unknown := re.search(r"Could not override '(.+)'", text):
@@ -277,10 +291,17 @@ def _values(override: Override) -> list[str]:
         return [override.input_line or ""]
     if not override.is_discrete_sweep():
         raise HydraException(f"{override.input_line}: an interval has no end of values; use range() or choice()")
-    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    values = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    if not values:
+        why = (
+            "glob() picks options of a group by name" if "glob(" in (override.input_line or "") else "the list is empty"
+        )
+        raise HydraException(f"{override.input_line}: expected at least one value, found none: {why}")
+    return values
 
 
-def _read(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
+    """A file's plain data as Hydra reads it: 1e-3 is a number, and a key that is there twice is an error."""
     return OmegaConf.to_container(OmegaConf.load(path))
 
 

@@ -2,75 +2,106 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import sqlite3
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from orchestrator import chart_view
+from orchestrator import chart_view, processes
+from orchestrator.loopback import family, in_url, loopback
 from orchestrator.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
 from orchestrator.record import artifacts_path, store_path
 from orchestrator.screen import Screen
+from orchestrator.verb_parser import VerbParser, add_json, verb_parser
 
-HOST = "127.0.0.1"
 FIRST_PORT = 5000
+LOG, LINES_SHOWN = "dashboard.log", 5
 
 
 def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab ui`, which otherwise ends with the server."""
-    about = "Opens the dashboard on the runs of an output folder."
-    parser = argparse.ArgumentParser(prog=f"{program()} ui", description=about)
-    default = os.environ.get(OUTPUT, DEFAULT_OUTPUT)
-    parser.add_argument("output", type=Path, nargs="?", default=Path(default), help=f"default: {default}")
-    parser.add_argument("--port", type=int, default=None, help=f"default: the first free one from {FIRST_PORT}")
-    asked = parser.parse_args(argv)
+    asked = parser().parse_args(argv)
     return serve(asked.output, asked.port)
 
 
+def parser() -> VerbParser:
+    parser = verb_parser("ui", "Opens the dashboard on the runs of an output folder.")
+    default = os.environ.get(OUTPUT, DEFAULT_OUTPUT)
+    parser.add_argument("output", type=Path, nargs="?", default=Path(default), help=f"default: {default}")
+    parser.add_argument("--port", type=int, default=None, help=f"default: the first free one from {FIRST_PORT}")
+    add_json(parser, "ui is a server for a browser; status --json and results.csv have the numbers")
+    return parser
+
+
 def serve(output: Path, port: int | None) -> int:
-    """Becomes the server, until Ctrl-C; 2 where there is no store yet."""
+    """Runs the server until Ctrl-C, which is 0; 1 where it ends by itself, 2 where there is no store yet."""
     screen = Screen()
     store = store_path(output.absolute())
     if not store.exists():
         made_by = "a run without tracking=none makes it"
         screen.say(f"error: there is no {shown(store)}: {made_by}, or give the folder of one: {program()} ui FOLDER")
         return 2
-    chosen = port or free_port()
-    for name, link in links(store, chosen):
+    host = loopback()
+    chosen = port or free_port(host)
+    for name, link in links(store, chosen, host):
         screen.say(f"{name}: {link}")
-    screen.say("The page answers after about 10 s. Ctrl-C ends it.")
+    log = output.absolute() / LOG
+    screen.say(f"The page answers after about 10 s. Ctrl-C ends it. What the server says is in {shown(log)}.")
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
     quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # a process more, for things that we do not use
-    command = server_command(output.absolute(), chosen)
-    os.execve(command[0], command, {**os.environ, **quiet})
-    return 1  # never reached: the process is the server now
+    return _until_interrupt(server_command(output.absolute(), chosen, host), quiet, log, screen)
 
 
-def server_command(output: Path, port: int) -> list[str]:
+def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, screen: Screen) -> int:
+    """The server in a session of its own: Ctrl-C is ours alone, so that its tracebacks reach no terminal."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    try:
+        with processes.signals_interrupt():
+            process.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        processes.end_session(process.pid)
+        process.wait()
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]:
+        screen.say(line)
+    screen.say(f"error: the server ended by itself with code {process.returncode}: see {shown(log)}")
+    return 1
+
+
+def server_command(output: Path, port: int, host: str) -> list[str]:
     """What runs the dashboard."""
     stores = ["--backend-store-uri", f"sqlite:///{store_path(output)}"]
     artifacts = ["--default-artifact-root", artifacts_path(output).as_uri()]
-    where = ["--host", HOST, "--port", str(port), "--workers", "1"]
+    where = ["--host", host, "--port", str(port), "--workers", "1"]
     return [sys.executable, "-m", "mlflow", "server", *stores, *artifacts, *where]
 
 
-def links(store: Path, port: int) -> list[tuple[str, str]]:
+def links(store: Path, port: int, host: str) -> list[tuple[str, str]]:
     """Each experiment and the address of its chart page, newest first. Read without importing mlflow."""
     asked = "SELECT experiment_id, name FROM experiments WHERE lifecycle_stage = 'active' ORDER BY experiment_id DESC"
     with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as connection:
         found = [(number, name) for number, name in connection.execute(asked) if name != "Default"]
     page = f"runs?workflowType=machine_learning&viewStateShareKey={chart_view.KEY}&compareRunsMode=CHART"
-    return [(name, f"http://{HOST}:{port}/#/experiments/{number}/{page}") for number, name in found]
+    return [(name, f"http://{in_url(host)}:{port}/#/experiments/{number}/{page}") for number, name in found]
 
 
-def free_port() -> int:
+def free_port(host: str) -> int:
     """The first port from FIRST_PORT on that nobody listens on."""
     for port in range(FIRST_PORT, FIRST_PORT + 100):
-        with socket.socket() as probe:
-            if probe.connect_ex((HOST, port)) != 0:
+        with socket.socket(family(host)) as probe:
+            if probe.connect_ex((host, port)) != 0:
                 return port
     raise OSError(f"no free port from {FIRST_PORT} to {FIRST_PORT + 99}; say which with --port")

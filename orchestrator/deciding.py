@@ -3,13 +3,15 @@ for reading the records."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator import contents
 from orchestrator.point import Point
-from orchestrator.record import AttemptPaths, attempts_at, point_id, read_json, settle
+from orchestrator.record import AttemptPaths, all_attempts, attempts_at, point_id, read_json, settle
 from orchestrator.run_state import RETRIED, RunState
 from orchestrator.schema import RunConfig, to_dict
 from orchestrator.strict import Broken
@@ -106,24 +108,29 @@ def decide(
     name_of: what the hardware is called that a point is measured on. predictions: by label, where there is one.
     """
     planned = []
+    known: contents.Known = {}
     for point in points:
         if isinstance(point, Refused):
             reason = "; ".join(map(str, point.broken))
             planned.append(Planned(point.label, point.overrides, RunState.refused, reason=reason))
         else:
-            planned.append(_decided(point, output, name_of, wishes, predictions.get(point.label)))
+            plan = _identified(point, name_of(point.config), known, predictions.get(point.label))
+            planned.append(_decided(plan, output, wishes, predictions.get(point.label)))
     return _pruned_by_family(planned) if wishes.prune else planned
 
 
-def _decided(
-    point: Point, output: Path, name_of: Callable[[RunConfig], str], wishes: Wishes, prediction: Prediction | None
-) -> Planned:
+def _identified(point: Point, hardware: str, known: contents.Known, prediction: Prediction | None) -> Planned:
     config = to_dict(point.config)
-    identity = point_id(config, point.config.resources.ranks or 1, name_of(point.config))
-    plan = Planned(point.label, point.overrides, RunState.queued, identity, config)
-    if prediction is not None:
-        plan = replace(plan, predicted_bytes=prediction.states.total, predicted=prediction.to_dict())
-    kept = None if wishes.fresh else _kept(output, identity)
+    held = contents.of(config, known)
+    identity = point_id(config, point.config.resources.ranks or 1, hardware, held)
+    plan = Planned(point.label, point.overrides, RunState.queued, identity, config, contents=held)
+    if prediction is None:
+        return plan
+    return replace(plan, predicted_bytes=prediction.states.total, predicted=prediction.to_dict())
+
+
+def _decided(plan: Planned, output: Path, wishes: Wishes, prediction: Prediction | None) -> Planned:
+    kept = None if wishes.fresh else _kept(output, plan.point)
     if kept is not None and kept[1] not in wishes.retry:
         attempt, state = kept
         return replace(
@@ -134,7 +141,7 @@ def _decided(
         )
     if wishes.prune and prediction is not None and prediction.cannot_fit:
         return replace(plan, decision=RunState.pruned, reason=cannot_fit(prediction))
-    return plan
+    return plan if wishes.fresh or kept is not None else replace(plan, reason=_why_again(plan, output))
 
 
 def cannot_fit(prediction: Prediction) -> str:
@@ -165,13 +172,33 @@ def _kept(output: Path, identity: str) -> tuple[AttemptPaths, RunState] | None:
     return next(iter([*measured, *answers]), None)
 
 
+def _why_again(plan: Planned, output: Path) -> str:
+    """Why a measurement of the same configuration is no answer; empty where there is none."""
+    for attempt in all_attempts(output, plan.point) if plan.contents else ():
+        if not settle(attempt).measured:
+            continue
+        facts = read_json(attempt.state) or {}
+        before = facts.get("contents")
+        if before is None:
+            return f"measured on {_day(facts)}, before the contents of its files were recorded"
+        changed = [
+            contents.place(name, plan.config) for name in plan.contents if plan.contents[name] != before.get(name)
+        ]
+        return f"{' and '.join(changed)} changed since it was measured on {_day(facts)}"
+    return ""
+
+
+def _day(facts: Mapping[str, Any]) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(facts["time"]))
+
+
 def _when(attempt: AttemptPaths, state: RunState) -> str:
     facts = read_json(attempt.state) or {}
     if not state.measured:
         return str(facts.get("message", ""))
     commit = ((read_json(attempt.result) or {}).get("environment") or {}).get("git")
     code = f", code {commit}" if commit else ""
-    return f"measured before{code}; --fresh to measure again"
+    return f"measured on {_day(facts)}{code}; --fresh to measure again"
 
 
 def family(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -14,11 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from orchestrator import hardware, provenance
+from orchestrator.loopback import loopback
 from orchestrator.paths import program
 from orchestrator.summary import Row
 from orchestrator.units import size
+from orchestrator.verb_parser import VerbParser, add_json, verb_parser
 
 ENOUGH_DISK_BYTES = 10 << 30
+SLURM_GPUS = "SLURM GPUs"
 
 
 class Finding(NamedTuple):
@@ -31,10 +33,7 @@ class Finding(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Prints the findings; 0, or 1 where something is in the way of every run."""
-    parser = argparse.ArgumentParser(prog=f"{program()} doctor", description="What is here, and what therefore works.")
-    parser.add_argument("--output", default="outputs", help="the folder that runs will write to")
-    parser.add_argument("--json", action="store_true", help="for a program to read")
-    asked = parser.parse_args(argv)
+    asked = parser().parse_args(argv)
     found = findings(Path(asked.output))
     if asked.json:
         print(json.dumps([one._asdict() for one in found], ensure_ascii=False))
@@ -50,10 +49,17 @@ def main(argv: Sequence[str]) -> int:
     return int(any(one.name == "torch" and one.advice for one in found))
 
 
+def parser() -> VerbParser:
+    parser = verb_parser("doctor", "What is here, and what therefore works.")
+    parser.add_argument("--output", default="outputs", help="the folder that runs will write to")
+    add_json(parser)
+    return parser
+
+
 def findings(output: Path) -> list[Finding]:
     """Everything that was looked at, in the order in which it matters."""
     machine = [_python(), *_packages(), _processor(), _memory(), *_gpus()]
-    return [*machine, _slurm(), _disk(output), _compiler(), _loopback()]
+    return [*machine, *_slurm(), _disk(output), _compiler(), _loopback()]
 
 
 def what_works(found: Sequence[Finding]) -> list[Row]:
@@ -64,7 +70,9 @@ def what_works(found: Sequence[Finding]) -> list[Row]:
     rows = [Row("works here", f"runs and sweeps on {ranks}")]
     rows += [Row("first", f"{program()} zero=stage2"), Row("then", f"{program()} sweeps=stages --plan")]
     if shutil.which("sbatch") and "SLURM" not in in_the_way:
-        rows.append(Row("cluster", f"{program()} -m zero=stage1,stage2,stage3 cluster=slurm --plan"))
+        device = "cuda" if any(one.name == SLURM_GPUS for one in found) else "cpu"
+        options = f"zero=stage1,stage2,stage3 cluster=slurm resources.device={device} resources.ranks=2 --plan"
+        rows.append(Row("cluster", f"{program()} -m {options}"))
     return rows
 
 
@@ -108,27 +116,42 @@ def _gpus() -> list[Finding]:
 
 def _links() -> list[Finding]:
     try:
-        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(
+            ["nvidia-smi", "topo", "-m"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=20,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return []
     links = "NVLink" if " NV" in done.stdout or "\tNV" in done.stdout else "PCIe"
     return [Finding("links", f"GPUs speak over {links}")]
 
 
-def _slurm() -> Finding:
+def _slurm() -> list[Finding]:
     if shutil.which("sbatch") is None:
-        return Finding("SLURM", "no sbatch on PATH: cluster=local")
+        return [Finding("SLURM", "no sbatch on PATH: cluster=local")]
     try:
         done = subprocess.run(
-            ["sinfo", "--noheader", "--format=%P %l %D %G"], capture_output=True, text=True, timeout=15, check=True
+            ["sinfo", "--noheader", "--format=%P %l %D %G"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=15,
+            check=True,
         )
     except subprocess.CalledProcessError as error:
         told = (error.stderr.strip().splitlines() or [f"sinfo ended with code {error.returncode}"])[-1]
-        return Finding("SLURM", "sbatch is here", f"{told}; is slurmctld up?")
+        return [Finding("SLURM", "sbatch is here", f"{told}; is slurmctld up?")]
     except (OSError, subprocess.SubprocessError):
-        return Finding("SLURM", "sbatch is here", "sinfo does not answer within 15 s; is slurmctld up?")
-    partitions = [line.split()[0].rstrip("*") for line in done.stdout.splitlines() if line.split()]
-    return Finding("SLURM", f"partitions {', '.join(dict.fromkeys(partitions)) or 'none'}")
+        return [Finding("SLURM", "sbatch is here", "sinfo does not answer within 15 s; is slurmctld up?")]
+    rows = [line.split() for line in done.stdout.splitlines() if line.split()]
+    partitions = ", ".join(dict.fromkeys(row[0].rstrip("*") for row in rows))
+    gpus = ", ".join(dict.fromkeys(row[-1] for row in rows if "gpu" in row[-1]))
+    found = [Finding("SLURM", f"partitions {partitions or 'none'}")]
+    return [*found, Finding(SLURM_GPUS, f"{gpus} a node")] if gpus else found
 
 
 def _disk(output: Path) -> Finding:
@@ -152,8 +175,7 @@ def _compiler() -> Finding:
 def _loopback() -> Finding:
     """Ranks of one machine meet over it."""
     try:
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
+        address = loopback()
     except OSError as error:
         return Finding("network", "no loopback", f"ranks cannot meet: {error}")
-    return Finding("network", "ranks of this machine meet over loopback")
+    return Finding("network", f"ranks of this machine meet over loopback, {address}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import sys
@@ -11,23 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.pretrained import COMPANIONS, TOKENIZER
 from orchestrator.units import count, size
+from orchestrator.verb_parser import VerbParser, add_json, verb_parser
 
 if TYPE_CHECKING:
     from zero_runtime.checkpoint.hf_folder import Written
     from zero_runtime.checkpoint.load import Checkpoint
 
 DTYPES = ("bf16", "fp32")
-USAGE = "zlab export-weights CHECKPOINT OUT [--dtype bf16|fp32]"
-BAD_USAGE, FAILED = 2, 1
+FAILED = 1
 
 
 def main(words: Sequence[str]) -> int:
-    """0: OUT is there and whole. 1: it could not be written. 2: the words were wrong, nothing was written."""
-    asked = _asked(list(words))
-    if isinstance(asked, str):
-        print(f"error: {asked}\nusage: {USAGE}", file=sys.stderr)
-        return BAD_USAGE
-    checkpoint, out, dtype = asked
+    """0: OUT is there and whole. 1: it could not be written. Refusal: the words were wrong, nothing was written."""
+    asked = parser().parse_args(words)
+    checkpoint, out, dtype = asked.checkpoint, asked.out, asked.dtype
     print(f"reading {checkpoint}", flush=True)
     from zero_runtime.errors import CheckpointError
 
@@ -39,26 +37,23 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _asked(words: list[str]) -> tuple[Path, Path, str] | str:
-    """Checkpoint, folder and dtype; or what is wrong with the words."""
-    dtype = "bf16"
-    if "--dtype" in words:
-        place = words.index("--dtype")
-        dtype = words[place + 1] if place + 1 < len(words) else ""
-        del words[place : place + 2]
-    if dtype not in DTYPES:
-        return f"--dtype: expected one of {', '.join(DTYPES)}, found '{dtype}'"
-    if len(words) != 2:
-        return f"expected the folder of a checkpoint and a folder to make, found {len(words)} words"
-    return Path(words[0]), Path(words[1]), dtype
+def parser() -> VerbParser:
+    parser = verb_parser("export-weights", "The weights of a checkpoint as a Hugging Face folder, adapters for PEFT.")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a checkpoint")
+    parser.add_argument("out", metavar="OUT", type=Path, help="a folder to make")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
+    add_json(parser, "what export-weights writes is the folder OUT")
+    return parser
 
 
 def _export(path: Path, out: Path, dtype: str) -> None:
     from zero_runtime.checkpoint.load import Checkpoint  # here: it imports torch
 
     with Checkpoint.open(path) as checkpoint:
-        config = checkpoint.index.trainer["config"]
-        if config.get("adapter", {}).get("kind") == "lora":
+        config = checkpoint.index.trainer.get("config")
+        if config is None:
+            _export_of_engine(checkpoint, out, dtype)
+        elif config.get("adapter", {}).get("kind") == "lora":
             _export_adapter(checkpoint, out, dtype, config)
         else:
             _export_model(checkpoint, out, dtype, config)
@@ -74,6 +69,26 @@ def _export_model(checkpoint: Checkpoint, out: Path, dtype: str, config: dict[st
     tokens = write_companions(out, config, dtype)
     _tell(out, parameters, dtype, written, tokens)
     print(f"next     python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{out}')\"")
+
+
+def _export_of_engine(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
+    """A checkpoint of `engine.save_checkpoint`, which knows the model's configuration where the model did."""
+    from zero_runtime.checkpoint.hf_folder import write_weights
+    from zero_runtime.dtypes import TORCH_DTYPE
+
+    source = checkpoint.state("master")
+    written = write_weights(source, out, dtype=TORCH_DTYPE[dtype])
+    parameters = sum(checkpoint.index.parameters[name].numel for name in source.names())
+    config = checkpoint.index.trainer.get("model_config")
+    if config is None:
+        _tell(out, parameters, dtype, written, "no config.json: the engine's model had none")
+        return
+    config = {**config, "dtype": str(TORCH_DTYPE[dtype]).removeprefix("torch.")}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _tell(out, parameters, dtype, written, "config.json; no tokenizer: an engine's checkpoint has none")
+    print(
+        f"next     python -c \"from transformers import {config['architectures'][0]} as M; M.from_pretrained('{out}')\""
+    )
 
 
 def _export_adapter(checkpoint: Checkpoint, out: Path, dtype: str, config: dict[str, Any]) -> None:

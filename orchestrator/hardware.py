@@ -15,10 +15,9 @@ from pathlib import Path
 import psutil
 
 from orchestrator.schema import Device
+from zero_runtime import control_groups
 
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")
-CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
-CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -88,7 +87,7 @@ def _smi(query: str) -> list[list[str]]:
     """The rows that nvidia-smi answers; none where it is not there."""
     try:
         line = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-        answer = subprocess.run(line, capture_output=True, text=True, timeout=20, check=True)
+        answer = subprocess.run(line, capture_output=True, encoding="utf-8", errors="replace", timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     return [[cell.strip() for cell in row.split(",")] for row in answer.stdout.splitlines() if row.count(",") == 2]
@@ -97,11 +96,8 @@ def _smi(query: str) -> list[list[str]]:
 def memory_bytes() -> int:
     """What this machine, or the container that we are in, gives to processes."""
     total: int = psutil.virtual_memory().total
-    try:
-        limit = CGROUP_MEMORY.read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
+    limit = control_groups.memory_limit()
+    return total if limit is None else min(total, limit)
 
 
 def usable_cores() -> int:
@@ -110,11 +106,8 @@ def usable_cores() -> int:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:
         cores = os.cpu_count() or 1  # macOS has no affinity
-    try:
-        quota, period = CPU_SHARE.read_text().split()
-        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return cores
+    share = control_groups.cpu_share()
+    return cores if share is None else max(1, min(cores, int(share)))
 
 
 def visible(models: list[str], setting: str | None) -> list[str]:
@@ -147,7 +140,9 @@ def short_name(model: str) -> str:
 def cpu_model() -> str:
     """The short name of the CPU."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(), re.MULTILINE)
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+        )
     except OSError:
         found = None
     return short_name(found.group(1) if found else platform.machine())
@@ -156,7 +151,9 @@ def cpu_model() -> str:
 def cpu_dtypes() -> frozenset[str]:
     """bf16 and fp16, where the CPU multiplies matrices of them natively (5 to 100 times faster than without)."""
     try:
-        found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", CPU_INFO.read_text(), re.MULTILINE)
+        found = re.search(
+            r"^(?:flags|Features)\s*:\s*(.+)$", CPU_INFO.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+        )
     except OSError:
         found = None
     flags = set(found.group(1).split()) if found else set()
@@ -170,7 +167,7 @@ def torch_has_cuda() -> bool:
     if spec is None or spec.origin is None:
         return False
     try:
-        text = Path(spec.origin).with_name("version.py").read_text()
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return False
     return re.search(r"^cuda\b[^=]*=\s*['\"]", text, re.MULTILINE) is not None
@@ -178,7 +175,7 @@ def torch_has_cuda() -> bool:
 
 def _model_in(file: Path) -> str:
     try:
-        found = re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE)
+        found = re.search(r"^Model:\s*(.+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     except OSError:
         found = None
     return found.group(1) if found else "GPU"
@@ -186,7 +183,9 @@ def _model_in(file: Path) -> str:
 
 def _ask_nvidia_smi() -> list[str]:
     try:
-        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True)
+        answer = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", errors="replace", timeout=20, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return []
     return [short_name(model) for model in re.findall(r"^GPU \d+: (.+?) \(UUID", answer.stdout, re.MULTILINE)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from orchestrator.overrides import OPEN_KEYS, Tree
+from orchestrator.paths import program
 from orchestrator.strict import describe
 
 HEAD = """\
@@ -17,9 +18,9 @@ Runs ZeRO training as an experiment: one point, or a sweep with one table at its
   python run.py sweeps=stages                                              a sweep from a file of sweeps/
   python run.py data=text data.path=FILE_OR_FOLDER                         your own text
   torchrun --nproc-per-node 2 run.py zero=stage3                           joins the processes that are there
-  python run.py export-weights CHECKPOINT OUT --dtype bf16                 a checkpoint as a Hugging Face folder
-  python run.py io-bench FOLDER                                            a drive's speed, and what to set for offload
-  python run.py doctor                                                     what this machine has, and what works on it
+  python run.py export-weights CHECKPOINT OUT --dtype bf16                 a checkpoint as Hugging Face files
+  python run.py io-bench FOLDER                                            a drive's speed, offload settings
+  python run.py doctor                                                     what this machine has and can run
   python run.py list | status | watch | logs | report | cancel | resume | retry    sweeps, from any terminal
   python run.py ui                                                         the dashboard
 """
@@ -35,9 +36,11 @@ Flags
   -c, --cfg job        show the composed configuration instead of running   (-p GROUP: a part of it, --resolve)
   -i, --info           how Hydra found and put together the configuration
   -cd, --config-dir    a folder with options of your own, laid out as conf/; conf/ and sweeps/ here are found too
-      --plan           the points of a sweep, predicted and decided; nothing is started      (--json)
+      --plan           the points of a sweep, predicted and decided; nothing is started
       --fresh          measure again what was measured      --retry error,oom,...   run those again
       --prune off      run also what cannot fit             --detach   leave the sweep running and return
+      --json           one JSON document on stdout at the end, and all else on stderr; every verb has it or says why not
+      --version        of zero-lab; VERB --help has the usage of a verb
   --hydra-help         Hydra's flags, also shell completion
 
 Exit codes: 0 every point has its answer (out of memory is one), 1 at least one failed, 2 the command was wrong and
@@ -52,7 +55,16 @@ def page(primary: Path, tree: Tree) -> str:
     keys = [f"  {key:<26} {describe(hint)}" for key, hint in tree.keys.items() if _is_listed(key, hint)]
     keys += [f"  {key:<26} {text}" for key, text in OPEN]
     return "\n".join(
-        [HEAD, "Groups: group=option (* = default)", *groups, "", "Settings: group.key=value", *keys, "", TAIL]
+        [
+            HEAD.replace("python run.py", program()),
+            "Groups: group=option (* = default)",
+            *groups,
+            "",
+            "Settings: group.key=value",
+            *keys,
+            "",
+            TAIL,
+        ]
     )
 
 

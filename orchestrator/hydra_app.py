@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 from orchestrator import arguments, cli
+from orchestrator.streams import take_any_text
 
 LAUNCHER = "hydra/launcher"
 OURS = (*arguments.SWEEPING, "--retry", "--prune")
@@ -18,6 +19,7 @@ OURS = (*arguments.SWEEPING, "--retry", "--prune")
 
 def main(argv: Sequence[str]) -> int:
     """0: the sweeper ended. 1: it gave up. 2: the words were wrong, and nothing was started. 130: interrupted."""
+    take_any_text()
     asked = arguments.split(argv)
     problems = [*asked.problems]
     problems += [f"{flag} is not known to Hydra: see hydra.launcher.retry" for flag in OURS if flag in asked.flags]
@@ -32,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     os.umask(0o077)  # what runs write is the user's alone
     from orchestrator import compose  # here: it imports Hydra, and the answers above are quicker without
 
-    if not asked.shows and "--help" not in asked.flags:
+    if not asked.shows and not {"--help", "--version"} & asked.flags.keys():
         asked.flags["--multirun"] = None
     # In front, so that a folder that was typed wins.
     folder = f"hydra.sweep.dir=${{output}}/studies/{time.strftime('%Y-%m-%d_%H-%M-%S')}"

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.paths import program
+from orchestrator.strict import Refusal
 from orchestrator.units import digits
+from orchestrator.verb_parser import VerbParser, add_json, verb_parser
+from zero_runtime.errors import missing_folder
 
-USAGE = "zlab io-bench FOLDER"
-BAD_USAGE, FAILED = 2, 1
+FAILED = 1
 
 
 def main(words: Sequence[str]) -> int:
-    """0: measured. 1: the folder cannot be used. 2: the words were wrong."""
-    if len(words) != 1 or words[0].startswith("-"):
-        told = f"expected a folder on the drive to measure, found {len(words)} words"
-        print(f"error: {told}\nusage: {USAGE}", file=sys.stderr)
-        return BAD_USAGE
-    folder = Path(words[0]).expanduser().absolute()
+    """0: measured. 1: the folder cannot be used. Refusal: the words were wrong."""
+    asked = parser().parse_args(words)
+    folder = Path(asked.folder).expanduser().absolute()
+    if not os.path.isdir(folder):
+        raise Refusal([f"{folder}: expected a folder on the drive to measure, found {missing_folder(folder)}"])
     print(f"measuring {folder}: files of 256 MiB, 20 settings, some seconds", flush=True)
     from zero_runtime.errors import OffloadError
     from zero_runtime.tiers.drive import DriveSpeed, measure_drive
@@ -42,6 +44,13 @@ def main(words: Sequence[str]) -> int:
         print("this file system has no direct I/O: the page cache is in these numbers, and takes memory in a run")
     fastest = f"{digits(best.both / 2**30)} GiB/s each way"
     print(f"pick     {pick.block_mib} MiB x {pick.requests} requests: within 5 % of the fastest, {fastest}")
-    options = f"offload.folder={words[0]} offload.block_mib={pick.block_mib} offload.requests={pick.requests}"
+    options = f"offload.folder={asked.folder} offload.block_mib={pick.block_mib} offload.requests={pick.requests}"
     print(f"next     {program()} zero=stage3 offload=optimizer_param_nvme {options}")
     return 0
+
+
+def parser() -> VerbParser:
+    parser = verb_parser("io-bench", "How fast scratch files are on a drive, and the settings to use.")
+    parser.add_argument("folder", metavar="FOLDER", help="a folder on the drive to measure")
+    add_json(parser, "io-bench prints a table, and the line to type")
+    return parser

@@ -15,7 +15,8 @@ UNTOLD = ("output", "tracking", "cluster", "hydra.mode", "resources.time_limit_m
 
 def label(composed: Composed, axes: Sequence[str]) -> str:
     """What varies in a sweep ("stage2-bf16"); for one run the stage, the precision and what was asked for beside."""
-    asked = dict(word.lstrip("+~").partition("=")[::2] for word in composed.overrides)
+    said = [word for word in composed.overrides if not word.startswith("--")]
+    asked = dict(word.lstrip("+~").partition("=")[::2] for word in said)
     # A point beside the product may lack a key that others have.
     if told := [key for key in axes if key in asked]:
         return "-".join(_part(composed, key, asked[key]) for key in told)

@@ -112,7 +112,7 @@ class _SessionExecutor(submitit.LocalExecutor):
         # Up to 2.38 glibc cuts its variable at the first colon in the process that reads it, and a child of that
         # process would inherit the rest: the controller must not read it (see _controller_main).
         environment = {key: value for key, value in self._environment.items() if key != TUNABLES}
-        with self._attempt.controller_log.open("a") as log:
+        with self._attempt.controller_log.open("ab") as log:
             self.controller = subprocess.Popen(
                 [sys.executable, "-m", "orchestrator.launch", "controller", str(self.folder)],
                 env={**environment, **told},
@@ -224,7 +224,7 @@ class BatchExecutor(submitit.SlurmExecutor):
         if len(calls) > 1:
             self.parameters["map_count"] = len(calls)
         script = self.folder / f"{uuid.uuid4().hex}.sh"
-        script.write_text(self._make_submission_file_text(self._submitit_command_str, ""))
+        script.write_text(self._make_submission_file_text(self._submitit_command_str, ""), encoding="utf-8")
         job = ask(["sbatch", "--parsable", str(script)], environ=outside_of_jobs(os.environ)).split(";")[0].strip()
         ids = [f"{job}_{index}" for index in range(len(calls))] if len(calls) > 1 else [job]
         for one, path in zip(ids, pickles, strict=True):

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -19,6 +20,7 @@ from typing import Any
 
 from orchestrator.record import read_json, write_json_atomic
 from orchestrator.schema import Device, RunConfig, to_dict
+from zero_runtime.kernels.cpu.build import BuildError, cache_folder
 
 # What decides a model's units and the optimizer's states. Anything else only decides what is made of them.
 DECIDING = ("model", "adapter", "optimizer", "precision")
@@ -49,10 +51,12 @@ def _hash(parts: Mapping[str, Any]) -> str:
 
 
 def folder() -> Path:
-    """The user's alone, and of this version of the code that makes what lies there."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    found = Path(base) / "zero-lab" / f"shapes-{_code()}"
-    found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """The user's alone, and of this version of the code that makes what lies there. OSError where there is none."""
+    try:
+        found = cache_folder() / f"shapes-{_code()}"
+    except BuildError as error:
+        raise OSError(str(error)) from error
+    found.mkdir(mode=0o700, exist_ok=True)
     return found
 
 
@@ -79,12 +83,16 @@ def _version(library: str) -> str:
 
 
 def stored(key: str) -> Any | None:
-    """The answer, where it is there."""
-    return read_json(folder() / f"{key}.json")
+    """The answer, where it is there and can be read."""
+    with suppress(OSError):
+        return read_json(folder() / f"{key}.json")
+    return None
 
 
 def store(key: str, answer: Any) -> None:
-    write_json_atomic(folder() / f"{key}.json", answer)
+    """Keeps the answer, where there is a folder for it: without one it is found again the next time."""
+    with suppress(OSError):
+        write_json_atomic(folder() / f"{key}.json", answer)
 
 
 def answers(
@@ -148,7 +156,8 @@ def _start_child() -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
     )
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrator.cluster import Cluster
+from orchestrator.cluster_rules import is_slurm
+from orchestrator.record import scratch_path
 from orchestrator.schema import Device, Resources
 from orchestrator.state_groups import Offload, Place, StepTime, Zero
-from orchestrator.strict import Broken
+from orchestrator.strict import Broken, nearest
 from orchestrator.training import Optimizer, OptimizerKind
+from zero_runtime.errors import missing_folder
 
 if TYPE_CHECKING:
     from orchestrator.rules import Scene
@@ -67,3 +72,19 @@ def offload_keys_are_used(scene: Scene, offload: Offload) -> Broken | None:
     if offload.ratio != 1 and offload.params is offload.optimizer is Place.device:
         return Broken("offload=none uses no offload.ratio", str(offload.ratio), ("offload.ratio=1.0",))
     return None
+
+
+def folder_is_there(scene: Scene, output: str, offload: Offload, cluster: Cluster) -> Broken | None:
+    """A folder of the user's is never made: a mistyped mount point would put the files on the root drive.
+
+    On a cluster it may exist on the nodes alone, and the ranks refuse it there (tiers/preflight.py).
+    """
+    if not offload.uses_nvme or offload.folder is None or is_slurm(cluster):
+        return None
+    folder = Path(offload.folder).expanduser().absolute()
+    if folder.is_dir() or folder == scratch_path(Path(output).expanduser().absolute()):
+        return None
+    siblings = [one.name for one in folder.parent.iterdir() if one.is_dir()] if folder.parent.is_dir() else []
+    near = nearest(folder.name, siblings)
+    fixes = (f"offload.folder={folder.parent / near}",) if near else ()
+    return Broken("offload.folder must exist", missing_folder(folder), (*fixes, "offload.folder=null"))

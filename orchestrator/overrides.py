@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any, get_origin
 
 import yaml
 
-from orchestrator.arguments import VERBS
+from orchestrator import suggestions
 from orchestrator.folders import config_folders, sweep_parents
 from orchestrator.paths import program
 from orchestrator.schema import RunConfig
-from orchestrator.strict import convert, describe, hints_of, nearest
+from orchestrator.strict import convert, describe, hints_of
 from orchestrator.sweep_file import SweepFile
 
 WHOLE_FILES = ("experiment", "sweeps")  # groups whose files change the whole configuration
@@ -54,14 +55,17 @@ def read_tree(added: str | None = None) -> Tree:
     return Tree(groups, keys)
 
 
-def check(words: Sequence[str], tree: Tree, *, multirun: bool) -> list[str]:
-    """One line for each thing that is wrong, with the nearest right spelling."""
-    problems: list[str] = []
+def check(words: Sequence[str], tree: Tree, *, multirun: bool, flags: Sequence[str] = ()) -> list[str]:
+    """One line for each thing that is wrong, with the nearest right spelling.
+
+    `flags`: those that belong to the line, for the lines that are proposed.
+    """
+    problems, words = _spaced(words)
     lists: list[str] = []
     for word in words:
         found = WORD.match(word)
         if found is None or (found["equals"] is None and found["sign"] != "~"):
-            problems.append(_not_an_override(word, tree))
+            problems.append(suggestions.word(word, [one for one in words if one != word], tree))
             continue
         sign, key, value = found["sign"] or "", found["key"].strip(), found["value"]
         problems += _check_key(sign, key, value, tree) or _check_value(key, value, tree)
@@ -71,8 +75,24 @@ def check(words: Sequence[str], tree: Tree, *, multirun: bool) -> list[str]:
                 problems.append("sweeps takes one file: its own params are the lists")
     # A sweep file may make -m needless, but not the list that the line itself holds beside it.
     if lists and not multirun and not any(word.startswith("sweeps=") for word in words):
-        problems.append(f"a list of values ({' '.join(lists)}) needs -m (sweep): {program()} -m {' '.join(words)}")
-    return problems
+        settings = [word for word in words if "=" in word or word.startswith("~")]
+        line = f"{program()} {shlex.join(['-m', *flags, *settings])}"
+        problems.append(f"a list of values ({' '.join(lists)}) needs -m (sweep): {line}")
+    return list(dict.fromkeys(problems))
+
+
+def _spaced(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The settings that were typed as several words ("zero = stage2", "zero=stage1, stage2"), and all others."""
+    problems, rest, parts = [], [], list(words)
+    while parts:
+        typed = [parts.pop(0)]
+        while parts and (typed[-1].endswith(("=", ",")) or parts[0].startswith("=")) and "=" not in parts[0].strip("="):
+            typed.append(parts.pop(0))
+        if len(typed) > 1:
+            problems.append(f"'{' '.join(typed)}' has spaces around = or after a comma: write {''.join(typed)}")
+        else:
+            rest += typed
+    return problems, rest
 
 
 def _check_key(sign: str, key: str, value: str | None, tree: Tree) -> list[str]:
@@ -92,7 +112,7 @@ def _check_key(sign: str, key: str, value: str | None, tree: Tree) -> list[str]:
         return []
     if _is_open(key) and (sign in ("+", "++") or _below_known(key, tree)):
         return []
-    return [f"'{key}' is not a setting.{_suggest(key, value, tree)}"]
+    return [f"'{key}' is not a setting.{suggestions.key(key, value, tree)}"]
 
 
 def _is_open(key: str) -> bool:
@@ -108,22 +128,22 @@ def _check_value(key: str, value: str | None, tree: Tree) -> list[str]:
     if value is None or "${" in value or key not in (tree.groups.keys() | tree.keys.keys()):
         return []
     problems = []
-    for text in elements(value):
+    for text in [value.strip()] if key in tree.groups and _is_list(value.strip()) else elements(value):
         problem = _check_option(key, text, tree) if key in tree.groups else _check_scalar(key, text, tree.keys[key])
         problems += [problem] if problem else []
     return problems
 
 
 def _check_option(group: str, text: str, tree: Tree) -> str | None:
+    if text.startswith("["):
+        names = ",".join(part.strip() for part in _split_commas(text.strip("[]")))
+        line = f"{program()} -m {group}={names}" if "," in names else f"{group}={names}"
+        return f"{group} takes one option, found the list {text}. Did you mean '{line}'?"
     options = tree.groups[group]
     option = _unquote(text).removesuffix(".yaml")
     if option in options or text.startswith("{"):
         return None
-    near = nearest(Path(option).name, options) or next(
-        (one for one in options if option and one.endswith(option)), None
-    )
-    hint = f" Did you mean '{near}'?" if near else ""
-    return f"{group} has no option '{option}'.{hint}      options: {' '.join(options)}"
+    return f"{group} has no option '{option}'.{suggestions.option(group, option, options)}"
 
 
 def _check_scalar(key: str, text: str, hint: Any) -> str | None:
@@ -132,8 +152,9 @@ def _check_scalar(key: str, text: str, hint: Any) -> str | None:
     try:
         convert(hint, scalar(text))
     except ValueError:
-        near = nearest(text, re.findall(r"\w+", describe(hint))) if describe(hint).startswith("one of") else None
-        return f"{key}={text}: expected {describe(hint)}" + (f". Did you mean '{near}'?" if near else "")
+        wanted = describe(hint)
+        near = suggestions.near_value(text, re.findall(r"\w+", wanted)) if wanted.startswith("one of") else None
+        return f"{key}={text}: expected {wanted}" + (f". Did you mean '{near}'?" if near else "")
     return None
 
 
@@ -144,7 +165,7 @@ def elements(value: str) -> Iterator[str]:
         text = text[len("choice(") : -1]
     elif SWEEP_CALL.match(text):
         return
-    if text.startswith("[") and len(list(_split_commas(text))) == 1:
+    if _is_list(text):
         return
     yield from (part.strip() for part in _split_commas(text))
 
@@ -163,6 +184,11 @@ def scalar(text: str) -> object:
 
 def _is_sweep(value: str) -> bool:
     return SWEEP_CALL.match(value) is not None or len(list(_split_commas(value))) > 1
+
+
+def _is_list(text: str) -> bool:
+    """Whether the text is one value that is a list, "[a,b]"."""
+    return text.startswith("[") and len(list(_split_commas(text))) == 1
 
 
 def _split_commas(text: str) -> Iterator[str]:
@@ -188,35 +214,6 @@ def _split_commas(text: str) -> Iterator[str]:
 def _unquote(text: str) -> str:
     quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
     return text[1:-1] if quoted else text
-
-
-def _suggest(key: str, value: str | None, tree: Tree) -> str:
-    """Also finds a key by its last part: micro is batch.micro."""
-    group, _, last = key.rpartition(".")
-    siblings = [one.rpartition(".")[2] for one in tree.keys if group and one.startswith(f"{group}.")]
-    if siblings and nearest(last, siblings) is None:
-        return f"      {group} has: {' '.join(siblings)}"
-    tails = {one.rpartition(".")[2]: one for one in reversed(list(tree.keys))}
-    near = nearest(key, [*tree.groups, *tree.keys]) or tails.get(nearest(last, tails) or "")
-    if near in tree.groups:
-        options = tree.groups[near]
-        option = nearest(value or "", options)
-        return f" Did you mean '{near}={option or value}'?      options: {' '.join(options)}"
-    if near is not None:
-        hint = tree.keys[near]
-        kind = "" if hint is Any or get_origin(hint) is dict else f" ({describe(hint)})"
-        return f" Did you mean '{near}'{kind}?"
-    return f"      known: {' '.join([*tree.groups, 'seed', 'output'])}"
-
-
-def _not_an_override(word: str, tree: Tree) -> str:
-    named = Path(word).name.removesuffix(".yaml")  # a file is chosen by its name
-    homes = [f"{group}={named}" for group, options in tree.groups.items() if named in options]
-    if homes:
-        return f"'{word}' is not key=value. Did you mean '{homes[0]}'?"
-    if near := nearest(word, VERBS):
-        return f"'{word}' is not key=value. Did you mean '{program()} {near}'?"
-    return f"'{word}' is not key=value.      see: --help"
 
 
 def _options(folders: Iterable[Path]) -> tuple[str, ...]:

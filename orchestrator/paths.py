@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
 OUTPUT, DEFAULT_OUTPUT = "ZLAB_OUTPUT", "outputs"
-SCRIPT = "run.py"
+SCRIPT, ZLAB = "run.py", "zlab"
+CHECKOUT = Path(__file__).resolve().parents[1]
 STARTED_IN = Path.cwd()  # a sweep is gone on with in the folder where it was typed
 
 
@@ -22,21 +25,44 @@ def shown(path: Path) -> str:
 def verb(name: str, sweep: Path) -> str:
     """The command that asks for something of a sweep, which may lie in another output folder than the default."""
     output = sweep.parent.parent
-    there = "" if output == Path(os.environ.get(OUTPUT, DEFAULT_OUTPUT)).absolute() else f" --output {shown(output)}"
+    there = (
+        ""
+        if output == Path(os.environ.get(OUTPUT, DEFAULT_OUTPUT)).absolute()
+        else f" --output {shlex.quote(shown(output))}"
+    )
     return f"{program()} {name} {sweep.name}{there}"
 
 
 def dashboard(output: Path) -> str:
     """The command that opens the dashboard on an output folder."""
-    there = "" if output == Path(os.environ.get(OUTPUT, DEFAULT_OUTPUT)).absolute() else f" {shown(output)}"
+    there = (
+        "" if output == Path(os.environ.get(OUTPUT, DEFAULT_OUTPUT)).absolute() else f" {shlex.quote(shown(output))}"
+    )
     return f"{program()} ui{there}"
 
 
 def program() -> str:
-    """How this command was called, so that the next one can be called alike: from another folder by its path."""
+    """The words that call this command again from here: `zlab`, or an interpreter and run.py, as it was called.
+
+    They work when they are pasted: where `python` or `zlab` on the PATH is another one, the path stands instead.
+    """
     called = Path(sys.argv[0])
-    if called.name == "zlab":
-        return "zlab"
-    if called.name != SCRIPT or STARTED_IN / called == Path.cwd() / SCRIPT:
-        return f"python {SCRIPT}"
-    return f"python {called if Path.cwd() == STARTED_IN else STARTED_IN / called}"
+    if called.name == ZLAB:
+        return _typed(STARTED_IN / called, ZLAB)
+    interpreter = _typed(Path(sys.executable), "python")
+    if called.name == SCRIPT:
+        script = called if Path.cwd() == STARTED_IN else STARTED_IN / called
+    elif (CHECKOUT / SCRIPT).is_file():
+        script = CHECKOUT / SCRIPT
+    else:  # a program of the user's own, with zero-lab installed
+        return _typed(Path(sys.executable).with_name(ZLAB), ZLAB)
+    return f"{interpreter} {shlex.quote(SCRIPT if Path.cwd() / script == Path.cwd() / SCRIPT else str(script))}"
+
+
+def _typed(wanted: Path, name: str) -> str:
+    """`name` where the shell finds `wanted` under it, else its path. An activated environment is one such case."""
+    known = Path(shutil.which(name) or os.devnull)
+    # The folder too: the python of each environment is a link to the same interpreter.
+    if known.parent.resolve() == wanted.parent.resolve() and known.resolve() == wanted.resolve():
+        return name
+    return shlex.quote(shown(wanted))

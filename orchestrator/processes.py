@@ -8,7 +8,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import psutil
 
@@ -28,6 +31,25 @@ def is_alive(pid: int, started: float) -> bool:
     """Whether the process that began at `started` still runs."""
     found = start_time(pid)
     return found is not None and abs(found - started) < 0.1
+
+
+class Stopped(KeyboardInterrupt):
+    """Somebody asked the command to stop with a signal that is not Ctrl-C."""
+
+
+@contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """A polite end of the terminal or from `kill` unwinds as Ctrl-C does. For the main thread."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise Stopped(signal.Signals(number).name)
+
+    before = {one: signal.signal(one, stop) for one in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def die_with_parent(parent: int) -> None:

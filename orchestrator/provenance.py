@@ -64,7 +64,9 @@ def version_of(package: str) -> str | None:
 
 def _git(root: Path, *words: str) -> str:
     try:
-        answer = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        answer = subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, encoding="utf-8", errors="replace", timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
         return ""
     return answer.stdout.strip() if answer.returncode == 0 else ""

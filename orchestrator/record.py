@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator import provenance
+from orchestrator import contents, provenance
 from orchestrator.processes import is_alive, start_time
 from orchestrator.run_state import MOVES, RunState
 
@@ -124,6 +124,11 @@ def tracker_log_path(output: str | Path) -> Path:
     return Path(output) / "tracker.log"
 
 
+def scratch_path(output: str | Path) -> Path:
+    """Where scratch files lie when no offload.folder is given. It is ours to make; any other folder is the user's."""
+    return Path(output) / "scratch"
+
+
 def joins_path(output: str | Path) -> Path:
     """Where ranks that another launcher started tell each other the attempt's folder."""
     return Path(output) / "joins"
@@ -188,10 +193,24 @@ def identity(config: Mapping[str, Any], world: int, hardware: str) -> dict[str, 
     return {"schema": SCHEMA, "world": world, "hardware": hardware, "config": without_ignored(config)}
 
 
-def point_id(config: Mapping[str, Any], world: int, hardware: str) -> str:
-    """Ten hexadecimal digits; the same for the same measurement, whatever the order of the keys."""
-    text = json.dumps(identity(config, world, hardware), sort_keys=True, separators=(",", ":"))
+def point_id(config: Mapping[str, Any], world: int, hardware: str, held: Mapping[str, str] | None = None) -> str:
+    """The same for the same measurement, whatever the order of the keys: ten hexadecimal digits of the configuration,
+    and of a point that reads files a dash and ten digits of what they hold (`held`, by contents.of).
+
+    The first ten name the point's folder. So checkpoints stay with the configuration when its files change, and a run
+    that would go on from them is refused by the hash of the data.
+    """
+    digits = _ten_digits(identity(config, world, hardware))
+    return f"{digits}-{_ten_digits(held)}" if held else digits
+
+
+def _ten_digits(data: Mapping[str, Any]) -> str:
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _point_folder(output: str | Path, point: str) -> Path:
+    return Path(output).absolute() / "points" / point.partition("-")[0]
 
 
 class Attempt:
@@ -219,6 +238,11 @@ class Attempt:
         state, label, point = RunState(facts.pop("state")), str(facts.pop("label")), str(facts.pop("point"))
         facts.pop("time")
         return cls(paths, point, label, state, facts)
+
+    @property
+    def message(self) -> str:
+        """Why it stands as it does; empty where there is nothing to say."""
+        return str(self._facts.get("message", ""))
 
     @property
     def owner_is_gone(self) -> bool:
@@ -259,7 +283,16 @@ def settle(paths: AttemptPaths) -> RunState:
 
 def attempts_at(output: str | Path, point: str) -> list[AttemptPaths]:
     """The attempts at a point, the newest first."""
-    folder = Path(output).absolute() / "points" / point / "attempts"
+    return [one for one in all_attempts(output, point) if _point_of(one) == point]
+
+
+def _point_of(attempt: AttemptPaths) -> str | None:
+    return (read_json(attempt.state) or {}).get("point")
+
+
+def all_attempts(output: str | Path, point: str) -> list[AttemptPaths]:
+    """The attempts at a point whatever its files held then, the newest first."""
+    folder = _point_folder(output, point) / "attempts"
     found = [one for one in folder.iterdir() if one.name.isdigit()] if folder.is_dir() else []
     return [AttemptPaths(one) for one in sorted(found, key=lambda one: -int(one.name)) if (one / "state.json").exists()]
 
@@ -276,18 +309,19 @@ def new_attempt(
     `owner`: who moves it; this process, unless a scheduler has it.
     """
     world = int(config["resources"]["ranks"])
-    point = point_id(config, world, hardware)
-    folder = Path(output).absolute() / "points" / point
+    held = contents.of(config)
+    point = point_id(config, world, hardware, held)
+    folder = _point_folder(output, point)
     folder.mkdir(parents=True, exist_ok=True)
     write_json_atomic(folder / "config.json", config)
-    hashed = {"point": point, "ignored": IGNORED_KEYS, **identity(config, world, hardware)}
+    hashed = {"point": folder.name, "ignored": IGNORED_KEYS, **identity(config, world, hardware)}
     write_json_atomic(folder / "identity.json", hashed)
     paths = AttemptPaths(_next_folder(folder / "attempts"))
     write_json_atomic(paths.config, config)
     write_json_atomic(paths.provenance, provenance.facts())
     if diff := provenance.code().diff:
         paths.diff.write_text(diff + "\n", encoding="utf-8")
-    attempt = Attempt(paths, point, label, facts={"owner": owner or _this_process()})
+    attempt = Attempt(paths, point, label, facts={"owner": owner or _this_process(), "contents": held})
     attempt.write()
     return attempt
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from orchestrator.paths import program
+from orchestrator.run_state import RunState
 from orchestrator.strict import nearest
 from orchestrator.summary import PHASES, Table, run_command, without_key
 from orchestrator.units import ABSENT, digits, loss, size
@@ -50,6 +52,12 @@ def _exact(read: Callable[[dict[str, Any]], float | None]) -> Callable[[dict[str
     return spread
 
 
+# [Note: a notable load]
+# A run that wants all cores gets 1 - s of them where others take the share s, so the load alone can make one row slower
+# than another by the ratio of what was left to each. Up to a tenth that is within the half width of the p10-p90 range
+# of most rows, by which ties are judged; beyond it the load could decide the order.
+NOTABLE_SHARE = 0.1
+REUSED_NAMED = 4  # rows whose time is in the line under the table; the table marks all
 DEFAULT_METRIC = "tokens_per_second"
 METRICS = {
     DEFAULT_METRIC: Metric("median tokens/s of all ranks", True, _of_steps("tokens_per_second")),
@@ -90,6 +98,18 @@ class Entry:
     message: str = ""
     folder: str = ""
     overrides: tuple[str, ...] = field(default=())
+    measured_at: float | None = None  # seconds since the epoch
+
+    @property
+    def is_reused(self) -> bool:
+        """Whether it was measured before the sweep, by another command."""
+        return self.state == RunState.cached.value
+
+    @property
+    def others_share(self) -> float | None:
+        """The share of the cores that other processes took meanwhile; None where nobody knows."""
+        share: float | None = ((self.result or {}).get("load") or {}).get("others_share")
+        return share
 
 
 @dataclass(frozen=True)
@@ -154,7 +174,20 @@ def table(ranked: Sequence[Ranked]) -> Table:
     """The comparison, one row a point; a failed point's row holds its outcome, its reason is under the table."""
     speeds = [_speed(one.entry)["median"] for one in ranked if one.entry.result]
     best = max(speeds, default=0.0)
-    return Table(HEADER, tuple(_cells(one, best) for one in ranked), names=2)
+    rows = tuple(_cells(one, best) for one in ranked)
+    if not any(one.entry.is_reused for one in ranked):
+        return Table(HEADER, rows, names=2)
+    marked = tuple((*row, _reused_from(one.entry)) for row, one in zip(rows, ranked, strict=True))
+    return Table((*HEADER, "reused from"), marked, names=2)
+
+
+def _reused_from(entry: Entry) -> str:
+    """Short, for a table on a terminal; `reused` has the year."""
+    return _clock(entry, "%m-%d %H:%M") if entry.is_reused else ""
+
+
+def _clock(entry: Entry, form: str) -> str:
+    return "at an unknown time" if entry.measured_at is None else time.strftime(form, time.localtime(entry.measured_at))
 
 
 def _cells(ranked: Ranked, best: float) -> tuple[str, ...]:
@@ -199,19 +232,52 @@ def failures(ranked: Sequence[Ranked]) -> list[str]:
     return [f"{entry.label}: {entry.state}: {entry.message or 'no reason known'}" for entry in lost]
 
 
+def reused(ranked: Sequence[Ranked]) -> list[str]:
+    """One line where rows were measured before this sweep: how many, which and when."""
+    found = [one.entry for one in ranked if one.entry.is_reused]
+    if not found:
+        return []
+    rows = sum(one.entry.result is not None for one in ranked)
+    named = [f"{one.label} measured {_clock(one, '%Y-%m-%d %H:%M')}, reused" for one in found[:REUSED_NAMED]]
+    named += [f"{len(found) - REUSED_NAMED} more"] if len(found) > REUSED_NAMED else []
+    were = "row was" if rows == 1 else f"rows {'was' if len(found) == 1 else 'were'}"
+    return [f"{len(found)} of {rows} {were} measured earlier: {'; '.join(named)}. --fresh measures all in one session"]
+
+
+def _load_warnings(ranked: Sequence[Ranked]) -> list[str]:
+    """See [Note: a notable load]."""
+    known = {one.entry.label: one.entry.others_share for one in ranked if one.entry.others_share is not None}
+    if not known or max(known.values()) < NOTABLE_SHARE:
+        return []
+    shares = _grouped({label: f"{100 * share:.0f} %" for label, share in known.items()})
+    text = f"other processes took this share of the cores while a row was measured: {shares}"
+    if 1 - max(known.values()) < (1 - NOTABLE_SHARE) * (1 - min(known.values())):
+        return [f"the rows were measured under different loads, so speeds do not compare; {text}"]
+    return [text]
+
+
+def load_text(result: Mapping[str, Any]) -> str | None:
+    """A sentence where other processes took a notable share of the cores during one run."""
+    share = (result.get("load") or {}).get("others_share")
+    if share is None or share < NOTABLE_SHARE:
+        return None
+    return f"other processes took {100 * share:.0f} % of the cores while this was measured"
+
+
 def warnings(ranked: Sequence[Ranked]) -> list[str]:
     """What makes the rows not comparable."""
     found = [(one.entry.label, one.entry.result) for one in ranked if one.entry.result]
+    tokens = {label: f"{result['batch']['tokens_per_step']:,}" for label, result in found}
     checks = (
-        ("data hash", {label: result["data"]["hash"] for label, result in found}),
-        ("tokens a step", {label: str(result["batch"]["tokens_per_step"]) for label, result in found}),
-        ("number of ranks", {label: str(result["world"]) for label, result in found}),
+        ("data hash", "numbers do not compare", {label: result["data"]["hash"] for label, result in found}),
+        ("tokens a step", "losses do not compare (tokens/s do)", tokens),
+        ("number of ranks", "numbers do not compare", {label: str(result["world"]) for label, result in found}),
     )
     return [
-        f"the points differ in {what}, so their numbers do not compare: {_grouped(values)}"
-        for what, values in checks
+        f"the points differ in {what}, so their {then}: {_grouped(values)}"
+        for what, then, values in checks
         if len(set(values.values())) > 1
-    ]
+    ] + _load_warnings(ranked)
 
 
 def _grouped(values: dict[str, str]) -> str:
@@ -228,6 +294,7 @@ def conclusion(ranked: Sequence[Ranked]) -> str:
     best = ranked[0].entry
     ties = [one.entry for one in ranked[1:] if one.tied and one.place == 1]
     word = "fastest" if ranked[0].metric == DEFAULT_METRIC else f"best by {METRICS[ranked[0].metric].words}"
+    word += _of_how_many(ranked)
     if not ties:
         return f"{word}: {best.label}"
     group = [best, *ties]
@@ -238,6 +305,12 @@ def conclusion(ranked: Sequence[Ranked]) -> str:
     return f"{word}: a tie of {names}: their spread does not tell them apart{smallest}"
 
 
+def _of_how_many(ranked: Sequence[Ranked]) -> str:
+    """Where points have no answer yet, how many have one: who is first among them need not be first of all."""
+    left = sum(not RunState(one.entry.state).answered for one in ranked)
+    return f" of the {len(ranked) - left} of {len(ranked)} points that have an answer" if left else ""
+
+
 def next_after_sweep(ranked: Sequence[Ranked]) -> str:
     """The command worth typing after a sweep: the winner measured longer, or the failed point by itself."""
     if not ranked:
@@ -245,7 +318,9 @@ def next_after_sweep(ranked: Sequence[Ranked]) -> str:
     entry = ranked[0].entry
     if entry.result is None:
         return run_command(entry.overrides)
-    return run_command([*without_key(entry.overrides, "measure"), "measure=standard"])
+    # Steps that were typed would win over the option's.
+    rest = without_key(entry.overrides, "measure", "measure.steps", "measure.warmup_steps")
+    return run_command([*rest, "measure=standard"])
 
 
 def markdown(table_: Table) -> str:
@@ -264,6 +339,7 @@ def report_md(name: str, ranked: Sequence[Ranked]) -> str:
         f"# Sweep {name}",
         markdown(table(ranked)),
         f"{rule(ranked[0].metric if ranked else DEFAULT_METRIC)}.",
+        *(f"{line}." for line in reused(ranked)),
         f"**{conclusion(ranked)}.**",
     ]
     parts += [f"Warning: {one}" for one in warnings(ranked)]
@@ -293,6 +369,9 @@ def _csv_row(ranked: Ranked) -> dict[str, object]:
         "label": entry.label,
         "state": entry.state,
         "message": entry.message,
+        "measured_at": _clock(entry, "%Y-%m-%d %H:%M:%S") if result else None,
+        "reused": entry.is_reused,
+        "others_share": ("unknown" if entry.others_share is None else entry.others_share) if result else None,
     }
     for name in ("median", "p10", "p90"):
         row[f"tokens_per_second_{name}"] = speed["tokens_per_second"][name] if result else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from orchestrator import cluster_rules, data_rules, offload_rules, precision_rules, pretrained, saving_rules
 from orchestrator.hardware import Hardware
+from orchestrator.record import scratch_path
 from orchestrator.schema import (
     Batch,
     Checkpoint,
@@ -88,7 +90,7 @@ def _with_folder(config: RunConfig) -> Offload:
     """Scratch files lie where they are told to, else in the output folder."""
     if not config.offload.uses_nvme:
         return config.offload
-    folder = config.offload.folder or str(Path(config.output) / "scratch")
+    folder = config.offload.folder or str(scratch_path(config.output))
     return replace(config.offload, folder=str(Path(folder).expanduser().absolute()))
 
 
@@ -207,13 +209,28 @@ def _tile_is_used(scene: Scene, loss: Loss) -> Broken | None:
 
 
 def _output_can_be_written(scene: Scene, output: str) -> Broken | None:
-    place = Path(output).expanduser().absolute()
-    while not place.exists():
-        place = place.parent
-    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+    why = _in_the_way(output)
+    if why is None:
         return None
-    why = f"and {place} is {'not yours to write' if place.is_dir() else 'a file'}"
     return Broken("output must be a folder that can be written to", f"{output}, {why}", ("output=outputs",))
+
+
+def _in_the_way(folder: str) -> str | None:
+    """Why the folder cannot be made or written to. A folder is made next to it: rights do not tell all, as in /proc."""
+    try:
+        place = Path(folder).expanduser().absolute()
+        while not place.exists() and not place.is_symlink():
+            place = place.parent
+        if not place.is_dir():
+            return f"and {place} is {'a broken link' if place.is_symlink() else 'a file'}"
+        if not os.access(place, os.W_OK | os.X_OK):
+            return f"and {place} is not yours to write"
+        probe = place / f".zlab-{os.getpid()}-{time.monotonic_ns()}"
+        probe.mkdir()
+        probe.rmdir()
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~nobody names no home folder
+        return f"and no folder can be made there ({getattr(error, 'strerror', None) or error})"
+    return None
 
 
 class Rule(NamedTuple):
@@ -257,6 +274,7 @@ RULES = (
     Rule(offload_rules.optimizer_can_rest, ("offload", "optimizer", "resources")),
     Rule(offload_rules.guesses_need_a_tier, ("offload", "resources")),
     Rule(offload_rules.offload_keys_are_used, ("offload",)),
+    Rule(offload_rules.folder_is_there, ("output", "offload", "cluster")),
     Rule(_optimizer_uses_its_keys, ("optimizer",)),
     Rule(_schedule_uses_its_keys, ("scheduler",)),
     Rule(_momentum_can_cycle, ("optimizer", "scheduler")),

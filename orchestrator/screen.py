@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,14 +19,14 @@ from orchestrator.summary import Row, Table
 from orchestrator.sweep_record import Planned
 from orchestrator.units import digits, loss, many
 
-PLAIN_WIDTH = 140
+PLAIN_WIDTH = 10_000  # of a line in a pipe or file: no table is as wide
 PLAIN_EVERY_S = 2.0
 
 
-def make_console() -> Console:
-    """A console for stdout. Without a terminal lines are not broken at 80 columns, and no colour is sent."""
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
+def make_console(*, on_stderr: bool = False) -> Console:
+    """A console for stdout, or stderr. Where that is no terminal nothing is cut or broken, whatever COLUMNS says."""
+    console = Console(stderr=on_stderr, highlight=False)
+    if not console.file.isatty():
         console.width = PLAIN_WIDTH
     return console
 
@@ -90,8 +89,8 @@ class Screen:
         talk = summary.communication_rows(result)
         learned = summary.learning_rows(result)
         self.rows([*talk, *learned, *summary.checkpoint_rows(result), summary.machine_row(result)])
-        if note:
-            self.warn(note)
+        for warning in filter(None, (note, report.load_text(result))):
+            self.warn(warning)
 
     def failure(self, label: str, state: str, message: str, log: Sequence[str], path: str) -> None:
         """How a run failed, with the last lines of the log that tells why."""
@@ -107,6 +106,8 @@ class Screen:
         self.console.print()
         self.console.print(_table(report.table(ranked)))
         self.say(report.rule(ranked[0].metric), "dim")
+        for line in report.reused(ranked):
+            self.say(line)
         for line in report.failures(ranked):
             self.say(line, "red")
         for line in report.warnings(ranked):
@@ -164,7 +165,7 @@ class _Bar:
             self._say(summary.resumed_text(event))
         elif kind == "passed_over":
             self._say(f"warning: passed over {event['path']}: {event['why']}")
-        elif kind == "step":
+        elif kind == "step" and not event.get("earlier"):  # a resumed run has the curve before it in its record
             self._step(event)
         elif kind == "validation":
             self._say(f"validation loss {loss(event['loss'])} at step {event['step']}")

@@ -97,11 +97,11 @@ class SlotPool:
                 file.close()
                 continue
             with contextlib.suppress(OSError):
-                told.append(f"{slot.name}: {(self._folder / f'{slot.name}.lock').read_text().strip()}")
+                told.append(f"{slot.name}: {(self._folder / f'{slot.name}.lock').read_text(encoding='utf-8').strip()}")
         return told
 
     def _lock(self, slot: Slot) -> IO[str] | None:
-        file = (self._folder / f"{slot.name}.lock").open("a+")
+        file = (self._folder / f"{slot.name}.lock").open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from orchestrator.job import ENTRY, RankRecord, Stopped, leave_failed, rank_in_world, run_recorded
+from orchestrator.loopback import loopback
 from orchestrator.processes import redirect_output
 from orchestrator.record import AttemptPaths, read_json, write_json_atomic
 from orchestrator.run_state import RunState
@@ -40,7 +41,7 @@ def say_place(environ: MutableMapping[str, str], hosts: Sequence[str]) -> None:
     environ["LOCAL_WORLD_SIZE"] = str(int(environ["SLURM_NTASKS"]) // max(len(hosts), 1))
     environ["MASTER_PORT"] = str(port_of(environ["SLURM_JOB_ID"]))
     if len(hosts) <= 1:
-        environ["MASTER_ADDR"] = "127.0.0.1"
+        environ["MASTER_ADDR"] = loopback()
         return
     environ["MASTER_ADDR"] = address_of(hosts[0])
     # gloo would take the interface that this host's own name resolves to, which may be the loopback.
@@ -55,9 +56,13 @@ def port_of(job: str) -> int:
     return FIRST_PORT + int(job) % PORTS
 
 
+def _addresses(name: str) -> object:
+    return socket.getaddrinfo(name, None)  # of IPv6 too: gethostbyname knows IPv4 alone
+
+
 def address_of(
     node: str,
-    resolve: Callable[[str], str] = socket.gethostbyname,
+    resolve: Callable[[str], object] = _addresses,
     tell: Callable[[Sequence[str]], str] = ask,
 ) -> str:
     """Where a node is: its name where that leads anywhere, else the address that SLURM itself uses."""

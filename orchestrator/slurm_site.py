@@ -151,7 +151,7 @@ def _told(key: str, found: str, why: str, fixes: Sequence[str], last: str) -> st
 def file_system(path: Path) -> str:
     """The kind of file system that a path lies on, or will; "" where the system does not say."""
     try:
-        lines = MOUNTS.read_text().splitlines()
+        lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
     real = path.expanduser().absolute()

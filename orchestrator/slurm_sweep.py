@@ -73,7 +73,7 @@ class ClusterView:
 
     def look(self) -> list[Standing]:
         """How every point stands; asks the scheduler once. Where it does not answer, all stands as it stood."""
-        with (self._sweep.root / ".lock").open("w") as file:
+        with (self._sweep.root / ".lock").open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             moving = [one for one in sweep_record.standings(self._sweep) if one.job and not one.state.final]
             sights = self._scheduler.look([one.job for one in moving]) if moving else {}
@@ -131,6 +131,13 @@ def cancel(sweep: SweepPaths, labels: Sequence[str]) -> None:
     """Asks SLURM to end the jobs of these points."""
     found = sweep_record.standings(sweep)
     slurm.cancel([one.job for one in found if one.job and one.label in labels and not one.state.final])
+
+
+def still_runs(sweep: SweepPaths, found: Sequence[Standing]) -> bool:
+    """Whether anything of the sweep can still come by itself."""
+    if is_on_cluster(sweep):
+        return not all(one.state.final for one in found)
+    return sweep_record.controller_pid(sweep) is not None
 
 
 def is_on_cluster(sweep: SweepPaths) -> bool:

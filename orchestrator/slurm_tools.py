@@ -71,7 +71,9 @@ def ask(words: Sequence[str], environ: Mapping[str, str] | None = None, timeout_
     """What the tool prints. SlurmError where it fails, or is silent as clients are of a controller that is down."""
     tool = words[0]
     try:
-        told = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=timeout_s)
+        told = subprocess.run(
+            words, env=environ, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s
+        )
     except FileNotFoundError:
         raise SlurmError(f"{tool}: expected it on the PATH, found none; use a machine of the cluster") from None
     except subprocess.TimeoutExpired:

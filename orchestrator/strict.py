@@ -74,9 +74,10 @@ class Limits:
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The word most like this one, or None when nothing is near."""
-    found = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
-    return found[0] if found else None
+    """The word most like this one, whatever its case; None when nothing is near."""
+    known = list(words)
+    found = difflib.get_close_matches(word.lower(), [one.lower() for one in known], n=1, cutoff=0.6)
+    return next((one for one in known if found and one.lower() == found[0]), None)
 
 
 def type_of(hint: Any) -> tuple[Any, bool]:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import signal
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from orchestrator import comparison, hardware, slots, summary, watch
 from orchestrator.job import ENTRY
 from orchestrator.paths import dashboard, shown
 from orchestrator.point import Point
 from orchestrator.point_run import PointRun, record
+from orchestrator.processes import signals_interrupt
 from orchestrator.record import Attempt, new_attempt, read_json
 from orchestrator.run_state import RunState
 from orchestrator.schema import TrackingKind, to_dict
-from orchestrator.screen import Screen
+from orchestrator.screen import Screen, make_console
 from orchestrator.summary import Row
 from orchestrator.tracking_feed import Tracker, experiment_name, start_tracker
 from orchestrator.watch import Verdict
@@ -27,19 +26,15 @@ LOOK_S = 0.2
 INTERRUPTED = 130
 
 
-class Stopped(KeyboardInterrupt):
-    """Somebody asked the command to stop with a signal that is not Ctrl-C."""
-
-
-def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None) -> int:
-    """Runs one point. Call it from the main thread.
+def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None, as_json: bool = False) -> int:
+    """Runs one point. Call it from the main thread. `as_json`: prints its record on stdout, and all else on stderr.
 
     Returns the exit code of `comparison.exit_code_of`, 130 when it was stopped; in every case no process of ours is
     left.
     """
     config = point.config
     output = Path(config.output).absolute()
-    screen = screen or Screen()
+    screen = screen or Screen(make_console(on_stderr=as_json))
     tracker = start_tracker(config, output)
     name = hardware.detect().name(config.resources.device)
     attempt = new_attempt(output, to_dict(config), point.label, name)
@@ -47,7 +42,7 @@ def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None)
     tracker.wait_for_store()
     tracker.begin(attempt, experiment_name(config), "")
     try:
-        with _signals_interrupt(), _slots(point, screen) as lease:
+        with signals_interrupt(), _slots(point, screen) as lease:
             verdict = _followed(point, attempt, entry, screen, tracker, lease)
         code = comparison.exit_code_of({verdict.state})
         tell(screen, point, attempt, verdict)
@@ -59,7 +54,23 @@ def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None)
     finally:
         tracker.end(attempt)
         _close(point, attempt, screen, tracker)
+        if as_json:
+            print(_document(point, attempt))
     return code
+
+
+def _document(point: Point, attempt: Attempt) -> str:
+    """The run as one JSON document, with the names that a sweep's has for a point."""
+    told = {
+        "label": point.label,
+        "state": attempt.state.value,
+        "message": attempt.message,
+        "overrides": point.overrides,
+        "point": attempt.point,
+        "attempt": str(attempt.paths.root),
+        "result": read_json(attempt.paths.result) if attempt.state.measured else None,
+    }
+    return json.dumps(told, ensure_ascii=False)
 
 
 @contextmanager
@@ -135,18 +146,3 @@ def next_rows(point: Point, attempt: Attempt) -> list[Row]:
         return [Row("next", again)]
     goes_on = point.config.checkpoint.resume == "auto" and any(attempt.paths.checkpoints.glob("step-*"))
     return [Row("next", f"{again}     (goes on from its last checkpoint)")] if goes_on else []
-
-
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """A polite end of the terminal or from `kill` unwinds as Ctrl-C does."""
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise Stopped(signal.Signals(number).name)
-
-    before = {one: signal.signal(one, stop) for one in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)

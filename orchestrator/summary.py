@@ -157,7 +157,9 @@ def memory_table(result: Mapping[str, Any]) -> Table:
     if memory.get("padding_bytes"):
         rows.append(_memory_row("  of which padding", memory["padding_bytes"], None))
     if memory.get("scratch_bytes"):
-        rows.append(_memory_row("  in the scratch file", memory["scratch_bytes"], None))
+        rows.append(
+            _memory_row("  in the scratch file", memory["scratch_bytes"], memory.get("scratch_predicted_bytes"))
+        )
     host = memory.get("host") or {}
     if host.get("predicted_bytes"):
         rows.append(_memory_row("offload: host memory", host["measured_bytes"], host["predicted_bytes"]))

@@ -37,7 +37,7 @@ from orchestrator.processes import start_time
 from orchestrator.record import read_json, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import Device, RunConfig, TrackingKind, from_dict
-from orchestrator.screen import Screen
+from orchestrator.screen import Screen, make_console
 from orchestrator.strict import Broken, Refusal
 from orchestrator.summary import Row
 from orchestrator.sweep_record import Planned, SweepPaths
@@ -64,7 +64,7 @@ class SweepRequest:
 
 def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> int:
     """The exit code; see `comparison.exit_code`. 130 where it was stopped."""
-    screen = screen or Screen()
+    screen = screen or Screen(make_console(on_stderr=request.as_json))
     if request.predicts and not request.as_json:
         screen.say(
             f"{many(len(request.points), 'point')}: predicting {'their' if len(request.points) > 1 else 'its'} memory",
@@ -75,30 +75,39 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
         raise Refusal(list(dict.fromkeys(one.reason for one in planned)))
     if request.plan_only:
         return _show_plan_only(request, planned, screen)
+    code, sweep = _carried_out(request, planned, screen)
+    if request.as_json and sweep is not None:
+        found = sweep_record.standings(sweep)
+        print(sweep_table.document(sweep, found, runs=slurm_sweep.still_runs(sweep, found)))
+    return code
+
+
+def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths | None]:
+    """Runs, sends or joins the sweep: the exit code, and its records; none where the cluster can never run it."""
     running = _running(request, planned)
     if running is not None:
         where = "with the cluster" if slurm_sweep.is_on_cluster(running) else "running"
         screen.say(f"this sweep is {where} already: {sweep_table.counts(sweep_record.standings(running))}")
         if slurm_sweep.is_on_cluster(running):
             screen.closing(_left_running(running))
-            return comparison.OK
-        return watch(running, screen, attached=False)
+            return comparison.OK, running
+        return watch(running, screen, attached=False), running
     if _on_cluster(_runnable(request)):
         return _send(request, planned, screen)
     sweep, process = _start(request, planned)
     screen.sweep_plan(planned, shown(sweep.root))
     screen.rows(_cost_rows(planned))
     if process is not None and not request.detach:
-        return watch(sweep, screen, process)
+        return watch(sweep, screen, process), sweep
     if process is not None:
         screen.closing(_left_running(sweep))
-        return comparison.OK
+        return comparison.OK, sweep
     code = live.conclude(sweep, screen)
     screen.closing(_next(sweep))
-    return code
+    return code, sweep
 
 
-def _send(request: SweepRequest, planned: list[Planned], screen: Screen) -> int:
+def _send(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths | None]:
     """Sends what is to run to the cluster, and returns: 0, or 2 where the cluster can never run it."""
     points = [one for one in _runnable(request) if one.config.cluster.kind is ClusterKind.slurm]
     configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
@@ -106,7 +115,7 @@ def _send(request: SweepRequest, planned: list[Planned], screen: Screen) -> int:
         for problem in problems:
             screen.say(f"error: {problem}", "bold red")
         screen.say("nothing was sent (exit 2)")
-        return REFUSED
+        return REFUSED, None
     for caution in slurm_site.cautions(configs):
         screen.warn(caution)
     sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, points))
@@ -114,13 +123,13 @@ def _send(request: SweepRequest, planned: list[Planned], screen: Screen) -> int:
     if not configs:
         code = live.conclude(sweep, screen)
         screen.closing(_next(sweep))
-        return code
+        return code, sweep
     screen.rows(_cost_rows(planned))
     jobs = slurm_sweep.send(sweep, planned, request.entry)
     arrays = ", ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
     screen.say(f"sent {many(len(jobs), 'point')} as {arrays}; this terminal may be closed", "bold")
     screen.closing(_left_running(sweep))
-    return comparison.OK
+    return comparison.OK, sweep
 
 
 def _cost_rows(planned: Sequence[Planned]) -> list[Row]:

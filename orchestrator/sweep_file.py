@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -59,12 +59,15 @@ class Expansion:
     axes: tuple[str, ...]
 
 
-def read(path: Path) -> SweepFile | None:
-    """None for a file in Hydra's own form, which Hydra composes. SweepFileError for one that cannot be meant."""
+def read(path: Path, load: Callable[[Path], Any]) -> SweepFile | None:
+    """None for a file in Hydra's own form, which Hydra composes. SweepFileError for one that cannot be meant.
+
+    `load`: reads a file as Hydra does. Plain YAML would read 1e-3 as text, and the last of two equal keys.
+    """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise SweepFileError(f"{path.name}: {' '.join(str(error).split())}") from None
+        data = load(path)
+    except yaml.MarkedYAMLError as error:
+        raise SweepFileError(yaml_problem(error, path)) from None
     if isinstance(data, dict) and {"hydra", "defaults"} & data.keys():
         return None
     if not isinstance(data, dict):
@@ -77,13 +80,26 @@ def read(path: Path) -> SweepFile | None:
     return SweepFile(**data)
 
 
+def yaml_problem(error: yaml.MarkedYAMLError, path: Path | None = None) -> str:
+    """What is wrong with a YAML file, in one line with the file and the line of it."""
+    mark = error.problem_mark or error.context_mark
+    name = path or Path(mark.name if mark else "")
+    where = f"{name.parent.name}/{name.name}" + (f", line {mark.line + 1}" if mark else "")
+    twice = re.fullmatch(r"found duplicate key (.+)", error.problem or "")
+    problem = f"'{twice[1]}' is there twice" if twice else f"{error.context or 'YAML'}: {error.problem}"
+    return f"{where}: {problem}"
+
+
 def _unknown(data: Mapping[str, Any]) -> list[str]:
     known = [one.name for one in fields(SweepFile)]
     found = []
     for key in data:
         if key not in known:
             near = nearest(str(key), known)
-            found.append(f"'{key}' is not a key" + (f"; did you mean '{near}'?" if near else f" of {' '.join(known)}"))
+            hint = (
+                f"; did you mean '{near}'?" if near else f" of {' '.join(known)}; settings stand under axes: or base:"
+            )
+            found.append(f"'{key}' is not a key{hint}")
     return found
 
 
@@ -101,10 +117,17 @@ def _misshapen(data: Mapping[str, Any]) -> list[str]:
         "rank_by": ("the name of a metric", lambda value: isinstance(value, str)),
     }
     return [
-        f"{key}: expected {what}, found {data[key]!r}"
+        f"{key}: expected {what}, found {data[key]!r}{_as_lists(data[key]) if key == 'axes' else ''}"
         for key, (what, holds) in wanted.items()
         if key in data and not holds(data[key])
     ]
+
+
+def _as_lists(axes: Any) -> str:
+    """The axes that were written as one text, as they are meant."""
+    texts = axes.items() if _is_mapping(axes) else ()
+    meant = [f"{key}: [{', '.join(value.replace(',', ' ').split())}]" for key, value in texts if isinstance(value, str)]
+    return f"; write {' '.join(meant)}" if meant else ""
 
 
 def _is_mapping(value: Any) -> bool:
@@ -157,10 +180,24 @@ def expand(sweep: SweepFile, typed: Mapping[str, Sequence[str]]) -> Expansion:
     return Expansion(tuple(lines), tuple(key for key in varying if key not in implied))
 
 
+def patterns(sweep: SweepFile) -> list[tuple[str, list[str]]]:
+    """What exclude and when say, as overrides, each with its place: a misspelled option would match no point."""
+    found = [("exclude", _choices(one)) for one in sweep.exclude]
+    for rule in sweep.when:
+        found.append(("when: if", _choices(rule["if"])))
+        found.append(("when: set", [override(key, value) for key, value in rule["set"].items()]))
+    return found
+
+
+def _choices(pattern: Mapping[str, Any]) -> list[str]:
+    """Every override that the pattern allows."""
+    return [override(key, value) for key, wanted in pattern.items() for value in _listed(wanted)]
+
+
 def _check_patterns(sweep: SweepFile, keys: set[str]) -> None:
     """A pattern with a key that no point has would never match, without a word."""
-    patterns = [("exclude", one) for one in sweep.exclude] + [("when: if", one["if"]) for one in sweep.when]
-    for where, pattern in patterns:
+    found = [("exclude", one) for one in sweep.exclude] + [("when: if", one["if"]) for one in sweep.when]
+    for where, pattern in found:
         for key in pattern.keys() - keys:
             near = nearest(key, keys)
             hint = f"; did you mean '{near}'?" if near else f", which have {' '.join(sorted(keys))}"
@@ -184,10 +221,12 @@ def _with_conditions(line: Line, rules: Sequence[Mapping[str, Any]], typed: Mapp
 
 def _matches(line: Line, pattern: Mapping[str, Any]) -> bool:
     """Whether the line has, for each key of the pattern, its value or one of its list of values."""
-    return all(
-        line.get(key) in [override(key, value) for value in (wanted if isinstance(wanted, list) else [wanted])]
-        for key, wanted in pattern.items()
-    )
+    return all(line.get(key) in [override(key, value) for value in _listed(wanted)] for key, wanted in pattern.items())
+
+
+def _listed(value: Any) -> list[Any]:
+    """The values that a pattern allows a key."""
+    return value if isinstance(value, list) else [value]
 
 
 def override(key: str, value: Any) -> str:

@@ -75,6 +75,7 @@ class Planned:
 
     point: its id; empty where it was refused. attempt: the folder of the answer that is kept. predicted_bytes: of one
     rank, by the memory model, model states alone; None where nobody predicted. predicted: all of the prediction.
+    contents: hashes of what its files held then, by contents.of.
     """
 
     label: str
@@ -86,6 +87,7 @@ class Planned:
     attempt: str = ""
     predicted_bytes: int | None = None
     predicted: dict[str, Any] = field(default_factory=dict)
+    contents: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "decision": self.decision.value}
@@ -204,7 +206,7 @@ def controller_pid(sweep: SweepPaths) -> int | None:
 @contextlib.contextmanager
 def only_controller(sweep: SweepPaths) -> Iterator[bool]:
     """False where another controller has this sweep."""
-    with (sweep.root / ".lock").open("w") as file:
+    with (sweep.root / ".lock").open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

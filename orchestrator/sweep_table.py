@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -135,6 +136,21 @@ def next_row(sweep: SweepPaths, found: Sequence[Standing], *, runs: bool) -> Row
     if failed:
         return Row("next", f"{verb('retry', sweep.root)} --retry {','.join(failed)}")
     return Row("next", report.next_after_sweep(comparison.ranked(sweep)))
+
+
+def document(sweep: SweepPaths, found: Sequence[Standing], *, runs: bool) -> str:
+    """How the sweep stands as one JSON document: the same for every verb and for the sweep's own command."""
+    ranked = {one.entry.label: one for one in comparison.ranked(sweep)}
+    points = [
+        {**as_json(one), "place": ranked[one.label].place, "tied": ranked[one.label].tied}
+        if one.label in ranked
+        else as_json(one)
+        for one in found
+    ]
+    metric = next((one.metric for one in ranked.values()), None)
+    files = {"report": str(sweep.report), "numbers": str(sweep.results)}
+    whole = {"sweep": sweep.name, "running": runs, "rank_by": metric, "points": points, **files}
+    return json.dumps(whole, ensure_ascii=False)
 
 
 def as_json(one: Standing) -> dict[str, Any]:

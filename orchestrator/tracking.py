@@ -86,7 +86,7 @@ class Store:
 @contextlib.contextmanager
 def _locked(output: Path) -> Iterator[None]:
     """One process at a time makes the store: two that meet a new SQLite file break each other's migration."""
-    with (output / ".mlflow.lock").open("w") as file:
+    with (output / ".mlflow.lock").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -221,7 +221,7 @@ def _command_tags(parent: int) -> dict[str, str]:
         names.PID: str(parent),
         names.STARTED: str(start_time(parent)),
         "mlflow.source.name": "run.py",
-        "mlflow.user": getpass.getuser(),
+        "mlflow.user": _user(),
     }
     root = Path(__file__).resolve().parents[1]
     commit = _git(root, "rev-parse", "HEAD")
@@ -231,9 +231,19 @@ def _command_tags(parent: int) -> dict[str, str]:
     return tags
 
 
+def _user() -> str:
+    """The name, or the number where this machine has no name for it, as in many containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # KeyError until Python 3.12
+        return str(os.getuid())
+
+
 def _git(root: Path, *words: str) -> str:
     try:
-        answer = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10)
+        answer = subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, encoding="utf-8", errors="replace", timeout=10
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return answer.stdout.strip() if answer.returncode == 0 else ""

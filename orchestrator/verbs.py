@@ -22,6 +22,7 @@ from orchestrator.strict import nearest
 from orchestrator.summary import Row
 from orchestrator.sweep_record import Standing, SweepPaths
 from orchestrator.units import many
+from orchestrator.verb_parser import VerbParser, add_json
 
 BAD_USAGE = 2
 FOLLOW_S = 0.3
@@ -34,7 +35,7 @@ class VerbError(ValueError):
 
 def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab VERB ...`."""
-    found = _parser().parse_args(argv)
+    found = parser().parse_args(argv)
     verb: Callable[[argparse.Namespace], int] = found.verb
     try:
         return verb(found)
@@ -43,24 +44,24 @@ def main(argv: Sequence[str]) -> int:
         return BAD_USAGE
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program())
+def parser() -> VerbParser:
+    """Of all verbs of this module."""
+    parser = VerbParser(prog=program())
     verbs = parser.add_subparsers(required=True)
 
-    def add(name: str, verb: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def add(name: str, verb: Callable[[argparse.Namespace], int], text: str, no_json: str = "") -> VerbParser:
         one = verbs.add_parser(name, help=text, description=text)
         one.set_defaults(verb=verb)
         one.add_argument("--output", default=os.environ.get(OUTPUT, DEFAULT_OUTPUT), help="default: outputs")
         if name != "list":
             one.add_argument("sweep", nargs="?", default="last", help="default: last")
-        if name in ("list", "status", "watch"):
-            one.add_argument("--json", action="store_true", help="for a program to read")
+        add_json(one, no_json)
         return one
 
     add("list", _list, "The sweeps of an output folder, the newest first.")
     add("status", _status, "How every point of a sweep stands.")
-    add("watch", _watch, "The live table of a sweep, and its comparison at the end.")
-    logs = add("logs", _logs, "The log of a point's rank.")
+    add("watch", _watch, "The live table of a sweep, and its comparison at the end. --json: how it stands now.")
+    logs = add("logs", _logs, "The log of a point's rank.", "a log is text as it was written; status --json has paths")
     logs.add_argument("point", nargs="?", help="its label; default: the one that runs, else the first that failed")
     logs.add_argument("--rank", type=int, default=None, help="default: the rank to blame, else 0")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the point ends")
@@ -117,18 +118,11 @@ def _standings(sweep: SweepPaths) -> list[Standing]:
     return sweep_record.standings(sweep)
 
 
-def _runs(sweep: SweepPaths, found: Sequence[Standing]) -> bool:
-    """Whether anything of the sweep can still come by itself."""
-    if slurm_sweep.is_on_cluster(sweep):
-        return not all(one.state.final for one in found)
-    return sweep_record.controller_pid(sweep) is not None
-
-
 def _list(asked: argparse.Namespace) -> int:
     rows = []
     for sweep in sweep_record.all_sweeps(asked.output):
         found = sweep_record.standings(sweep)
-        alive = _runs(sweep, found)
+        alive = slurm_sweep.still_runs(sweep, found)
         command = " ".join((read_json(sweep.sweep) or {}).get("command", []))
         rows.append({"sweep": sweep.name, "running": alive, "points": sweep_table.counts(found), "command": command})
     if asked.json:
@@ -148,8 +142,7 @@ def _status(asked: argparse.Namespace) -> int:
     found = _standings(sweep)
     code = comparison.exit_code(found)
     if asked.json:
-        points = [sweep_table.as_json(one) for one in found]
-        print(json.dumps({"sweep": sweep.name, "running": _runs(sweep, found), "points": points}, ensure_ascii=False))
+        print(sweep_table.document(sweep, found, runs=slurm_sweep.still_runs(sweep, found)))
         return code
     from orchestrator.screen import Screen
 
@@ -159,7 +152,7 @@ def _status(asked: argparse.Namespace) -> int:
     for one in found:
         if one.message and len(one.message) > sweep_table.REASONS_SHOWN:
             screen.say(f"{one.label}: {one.state.value}: {one.message}")
-    screen.closing([sweep_table.next_row(sweep, found, runs=_runs(sweep, found))])
+    screen.closing([sweep_table.next_row(sweep, found, runs=slurm_sweep.still_runs(sweep, found))])
     return code
 
 
@@ -179,9 +172,13 @@ def _report(asked: argparse.Namespace) -> int:
 
     sweep, screen = find_sweep(asked.output, asked.sweep), Screen()
     found = _standings(sweep)  # of a cluster's sweep this brings the records up to date
+    if asked.json:
+        comparison.write(sweep)
+        print(sweep_table.document(sweep, found, runs=slurm_sweep.still_runs(sweep, found)))
+        return comparison.exit_code(found)
     code = conclude(sweep, screen)
     rows = [Row("report", shown(sweep.report)), Row("numbers", shown(sweep.results))]
-    screen.closing([*rows, sweep_table.next_row(sweep, found, runs=_runs(sweep, found))])
+    screen.closing([*rows, sweep_table.next_row(sweep, found, runs=slurm_sweep.still_runs(sweep, found))])
     return code
 
 
@@ -226,8 +223,8 @@ def _cancel(asked: argparse.Namespace) -> int:
     found = _standings(sweep)
     labels = [find_point(found, label).label for label in asked.points] or None
     moving = [one for one in found if not one.state.final and (labels is None or one.label in labels)]
-    if not moving or not _runs(sweep, found):
-        print(f"nothing of {sweep.name} runs or waits: {sweep_table.counts(found)}")
+    if not moving or not slurm_sweep.still_runs(sweep, found):
+        _say(asked, sweep, f"nothing of {sweep.name} runs or waits: {sweep_table.counts(found)}")
         return 0
     if slurm_sweep.is_on_cluster(sweep):
         slurm_sweep.cancel(sweep, [one.label for one in moving])
@@ -237,16 +234,22 @@ def _cancel(asked: argparse.Namespace) -> int:
     while time.monotonic() < deadline:
         now = {one.label: one.state for one in _standings(sweep)}
         if all(now[one.label].final for one in moving):
-            print(f"cancelled {many(len(moving), 'point')} of {sweep.name}, nothing of it is left running")
-            print(f"next      {verb('resume', sweep.root)}")
+            done = f"cancelled {many(len(moving), 'point')} of {sweep.name}, nothing of it is left running"
+            _say(asked, sweep, f"{done}\nnext      {verb('resume', sweep.root)}")
             return 0
         time.sleep(FOLLOW_S)
     print(f"error: they have not ended within 30 s; see {shown(sweep.log)}, or ask again", file=sys.stderr)
     return 1
 
 
+def _say(asked: argparse.Namespace, sweep: SweepPaths, text: str) -> None:
+    """The text, or with --json how the sweep stands now."""
+    found = _standings(sweep) if asked.json else []
+    print(sweep_table.document(sweep, found, runs=slurm_sweep.still_runs(sweep, found)) if asked.json else text)
+
+
 def _resume(asked: argparse.Namespace) -> int:
-    return _again(find_sweep(asked.output, asked.sweep), [])
+    return _again(find_sweep(asked.output, asked.sweep), ["--json"] if asked.json else [])
 
 
 def _retry(asked: argparse.Namespace) -> int:
@@ -254,7 +257,8 @@ def _retry(asked: argparse.Namespace) -> int:
         deciding.retry_states(asked.retry)
     except ValueError as error:
         raise VerbError(str(error)) from None
-    return _again(find_sweep(asked.output, asked.sweep), ["--retry", asked.retry])
+    more = ["--json"] if asked.json else []
+    return _again(find_sweep(asked.output, asked.sweep), ["--retry", asked.retry, *more])
 
 
 def _again(sweep: SweepPaths, more: Sequence[str]) -> int:

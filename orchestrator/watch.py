@@ -57,7 +57,7 @@ class Sight:
 def kernel_kills() -> int:
     """How many processes the kernel of this machine has killed for want of memory; 0 where it does not say."""
     try:
-        found = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.MULTILINE)
+        found = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return 0
     return int(found[1]) if found else 0

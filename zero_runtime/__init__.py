@@ -5,7 +5,7 @@ Lazy: naming a thing imports its module, so that the pure parts (plan, layout, m
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
 
 _HOME = {
@@ -40,6 +40,11 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # of the distribution; a checkout that nobody installed has none
+        try:
+            return metadata.version("zero-lab")
+        except metadata.PackageNotFoundError:
+            return "0+checkout"
     if name not in _HOME:
         raise AttributeError(f"module 'zero_runtime' has no attribute {name!r}")
     return getattr(import_module(f"zero_runtime.{_HOME[name]}"), name)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterable
+from pathlib import Path
 
 _SHOWN = 3
 
@@ -12,6 +15,19 @@ def some(names: Iterable[str]) -> str:
     names = list(names)
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (", ".join(names[:_SHOWN]) or "none") + rest
+
+
+def missing_folder(folder: Path) -> str:
+    """Why there is no such folder, and how to make it: for a message.
+
+    Nobody makes it in passing: where a drive is not mounted, or its name is mistyped, that would use another drive.
+    """
+    if os.path.exists(folder):
+        return "a file of that name; give another folder"
+    nearest = next(one for one in folder.absolute().parents if os.path.exists(one))
+    place = nearest if os.path.isdir(nearest) else f"{nearest}, a file"
+    make = f"mkdir -p {shlex.quote(str(folder))}"
+    return f"none (of its path only {place} exists); correct the path, or make the folder: {make}"
 
 
 class ZeroError(Exception):

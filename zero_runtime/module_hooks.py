@@ -4,6 +4,9 @@
 Forward: a unit is gathered when the first of its modules is called, and released when each of them has been called
 once, or at the end of the root's forward. A parameter read by another module (an output head that multiplies by the
 embedding's weight) is borrowed by the innermost running call: gathered then, released at that call's end.
+A part of the model that is called on its own (an encoder, a backbone, an embedding) and bounds no unit has no hooks, so
+that within the whole model it costs nothing. What it reads is lent to it: gathered at the read, released when another
+part or the whole model has been called, or, if the part recorded a graph, when the next backward has ended.
 Backward: a unit is gathered when the gradient of an output of a call that read it comes. A trained unit is done when
 the last of its own gradients has come. A frozen one has none: it is done when no call that read it is between its
 outputs' and its inputs' gradients, and the trained parameters of the same modules, whose gradients may read it aside
@@ -18,10 +21,12 @@ first, and what a call recorded is newer than what made the call's inputs.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,12 +35,28 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_runtime.errors import ParameterReadError
+from zero_runtime.errors import CallOrderError, ParameterReadError
 from zero_runtime.parameter_access import unwatch_parameters, watch_parameters
 from zero_runtime.schedule import Schedule
 from zero_runtime.unit import Unit
 
 _current_graph_task = torch._C._current_graph_task_id
+_MODULE_CALL = nn.Module._call_impl.__code__
+
+
+class RuntimeHook(partial[Any]):
+    """A hook of ours. In a copy or pickle of the module it is one that does nothing: the copy is a plain module."""
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_args: object, **_kwargs: object) -> None:
+    """The hook of a copy."""
 
 
 @dataclass(eq=False)
@@ -73,14 +94,17 @@ class ModuleHooks:
         self._edges: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._companions = {unit: _companions(unit, units) for unit in units}
         self._beside = {unit: [other for other in units if unit in self._companions[other]] for unit in units}
-        watch_parameters(model, units, self._on_read)
+        self._lent: Call | None = None  # to a part of the model, see [Note: the life of a unit in a pass]
+        self._parts = set(model.modules())
         self._handles = list(self._attach())
+        watch_parameters(model, units, self._on_read)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        unwatch_parameters(self._model)
+        self.end_part()
+        unwatch_parameters(self._model, self._units)
 
     def _attach(self) -> Iterator[RemovableHandle]:
         by_module: dict[nn.Module, list[Unit]] = {self._model: []}
@@ -91,15 +115,14 @@ class ModuleHooks:
                 for index, param in enumerate(unit.params):
                     yield param.register_post_accumulate_grad_hook(self._grad_hook(unit, index))
         for module, units in by_module.items():
-            yield module.register_forward_pre_hook(partial(self._before_forward, units), with_kwargs=True)
+            yield module.register_forward_pre_hook(RuntimeHook(self._before_forward, units), with_kwargs=True)
             # The first also when forward raises, as recomputation does to end early. The second waits for collectives,
             # which a rank that failed must not.
-            yield module.register_forward_hook(self._end_call, always_call=True)
-            yield module.register_forward_hook(self._after_forward)
+            yield module.register_forward_hook(RuntimeHook(self._end_call), always_call=True)
+            yield module.register_forward_hook(RuntimeHook(self._after_forward))
         for module in self._model.modules():
             if module._parameters:
-                yield module.register_state_dict_pre_hook(self._before_state_dict)
-                yield module.register_load_state_dict_pre_hook(self._before_load)
+                yield module.register_load_state_dict_pre_hook(RuntimeHook(self._before_load))
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
@@ -153,22 +176,60 @@ class ModuleHooks:
 
     def _end_forward(self) -> None:
         """What was gathered ahead and not used, or not by all of the unit's modules, ends here."""
+        if self._lent is not None and not self._lent.in_graph:
+            self._return_lent()
         for unit in self._units:
             self._called[unit].clear()
-            self._schedule.after_forward(unit)
+            if not unit.uses:
+                self._schedule.after_forward(unit)
 
-    def _on_read(self, unit: Unit, param: nn.Parameter) -> None:
-        """See parameter_access.py: someone reads a parameter and no running call has declared its unit."""
+    def _on_read(self, unit: Unit) -> None:
+        """Someone reads a parameter and no running call has declared its unit: bring it into use where that is sound.
+
+        Sound is what all ranks do alike: inside a call of the model or of a part of it, and inside a backward.
+        """
         if self._running:
             self._running[-1].units.append(unit)
             self._begin_use(unit, self._running[-1])
         elif self._schedule.in_backward:
             self._schedule.before_backward(unit)
-        elif not unit.is_current:
-            raise ParameterReadError(
-                f"parameter {unit.name_of(param)!r} (unit {unit.name}) was read outside of forward and backward, where "
-                f"this rank has only its shard of this step's values; read it in `with runtime.full_params([...])`"
-            )
+        else:
+            part = self._called_part(sys._getframe(1))
+            if part is not None:
+                self._lend(unit, part)
+
+    def _called_part(self, frame: FrameType | None) -> nn.Module | None:
+        """The outermost module of the model whose call the frame is in."""
+        found = None
+        while frame is not None:
+            if frame.f_code is _MODULE_CALL and frame.f_locals["self"] in self._parts:
+                found = frame.f_locals["self"]
+            frame = frame.f_back
+        return found
+
+    def _lend(self, unit: Unit, part: nn.Module) -> None:
+        lent = self._lent
+        if lent is not None and lent.module is not part and not lent.in_graph:
+            self._end_forward()
+        if self._lent is None:
+            self._lent = Call(part, [])
+        self._lent.in_graph |= torch.is_grad_enabled()
+        if unit in self._lent.units:  # released since, by a backward or a write
+            self._schedule.before_forward(unit)
+            return
+        self._lent.units.append(unit)
+        self._begin_use(unit, self._lent)
+
+    def end_part(self) -> None:
+        """No graph of a part is left, or none that can have a backward: what was lent is released with the rest."""
+        if self._lent is not None:
+            self._return_lent()
+
+    def _return_lent(self) -> None:
+        assert self._lent is not None
+        for unit in self._lent.units:
+            unit.end_use()
+        self._lent = None
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
@@ -212,12 +273,20 @@ class ModuleHooks:
                 self._schedule.after_backward(unit)  # see [Note: done on every rank]
 
     def _release_if_frozen(self, unit: Unit) -> None:
-        done = self._open[unit] == 0 and all(other.grads_arrived for other in self._companions[unit])
+        lent = self._lent is not None and unit in self._lent.units  # to what tells of no gradient
+        done = self._open[unit] == 0 and not lent and all(other.grads_arrived for other in self._companions[unit])
         if not unit.trainable and done:
             self._schedule.after_backward(unit)
 
     def _grad_hook(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
-        def hook(_param: torch.Tensor) -> None:
+        def hook(param: torch.Tensor) -> None:
+            if not self._schedule.in_backward:
+                param.grad = None
+                raise CallOrderError(
+                    f"a gradient for parameter {unit.layout.segments[index].name!r} came outside of the runtime's "
+                    "backward, which reduces gradients and scales the loss: call engine.backward(loss) (the drop-in) "
+                    "or runtime.backward(loss) in place of loss.backward()"
+                )
             complete = unit.take_grad(index, sums_locally=self._schedule.sums_locally)
             if not complete or self._may_come_again(unit):
                 return
@@ -233,13 +302,6 @@ class ModuleHooks:
         return inner and (unit.shared or self._calls[unit] > 1)
 
     # ---- whole models --------------------------------------------------------------------------------------------
-
-    def _before_state_dict(self, module: nn.Module, prefix: str, _keep_vars: object) -> None:
-        if not all(unit.is_current for unit in self._units):
-            raise ParameterReadError(
-                f"state_dict of {type(module).__name__} at {prefix or 'the root'!r}: this rank has only its shard of "
-                "this step's values; read them in `with runtime.full_params()`"
-            )
 
     def _before_load(self, module: nn.Module, _state_dict: object, prefix: str, *_others: object) -> None:
         raise ParameterReadError(

@@ -52,7 +52,7 @@ class Whereabouts:
             return None, [], ""
         crash = ""
         with contextlib.suppress(OSError):
-            lines = Path(self.folder, "crash").read_text(errors="replace").splitlines()
+            lines = Path(self.folder, "crash").read_text(encoding="utf-8", errors="replace").splitlines()
             crash = "\n".join(line for line in lines[:_CRASH_LINES] if not line.startswith("Extension modules"))
         return place, ops, crash
 
@@ -111,7 +111,7 @@ def _machine() -> str:
 def _process(pid: int) -> tuple[str, str]:
     """State letter and start time (proc(5), stat fields 3 and 22); empty when there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "", ""
     fields = text.rpartition(")")[2].split()  # the command before it may contain anything

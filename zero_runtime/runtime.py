@@ -88,6 +88,9 @@ class ZeroRuntime:
         self.scaler: LossScaler = settings.loss_scale.start()
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch)
         self._hooks = ModuleHooks(model, self.units, self._schedule)
+        # The same on all ranks, and near that of a forward: the root's unit is needed first.
+        self._renewal = sorted(self.units, key=lambda unit: model not in unit.modules)
+        self.renew()
         self.collectives.journal.begin("forward")
         self._backwards = 0
         self._expected: float | Rates | None = None  # the rate of the step under way
@@ -166,6 +169,7 @@ class ZeroRuntime:
             self._guess()
         self._schedule.begin_backward(boundary=boundary, synced=self._synced)
         (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
+        self._hooks.end_part()
         self._schedule.end_backward()
         self.collectives.journal.begin("forward")
 
@@ -221,10 +225,18 @@ class ZeroRuntime:
             self.optimizer.step(lr, self._grad_scale(norm), self._host_scale(report))
         self._drop_gradients()
         if not overflow:
+            self._hooks.end_part()
             self._schedule.after_step()
         self.scaler = self.scaler.after(overflow=overflow)
         self.collectives.journal.next_step()
+        self.renew()
         return report
+
+    def renew(self) -> None:
+        """Start gathering what is stale of the full copies that are kept between steps. Every rank calls it; does not
+        block. The next forward waits for each, or whoever reads one before."""
+        for unit in self._renewal:
+            unit.renew()
 
     def _grad_scale(self, norm: torch.Tensor) -> torch.Tensor:
         """0-dim fp32: what the update multiplies gradients by."""
@@ -309,6 +321,7 @@ class ZeroRuntime:
                 self.collectives.broadcast(values[name])
             with self.resident(unit, writes=True):
                 unit.set_values({name: values[name] for name in chosen})
+        self.renew()
 
     def full_grad(self, name: str) -> torch.Tensor:
         """The whole gradient of one parameter, summed over the ranks and unscaled: between the last backward and step.
@@ -454,6 +467,7 @@ class ZeroRuntime:
         for unit in self.units:
             unit.free()
         self.units.clear()
+        self._renewal.clear()
         self.optimizer.free()
         self._close_tier()
         self.collectives.free()

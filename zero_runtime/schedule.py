@@ -73,7 +73,9 @@ class Schedule:
 
     def before_backward(self, unit: Unit) -> None:
         """The unit's parameters are about to be read again, to make gradients."""
-        if unit not in self._complete:  # an output that passed through several units reports once for each
+        # An output that passed through several units reports once for each. (Outside of a backward of the runtime's, as
+        # in autograd.grad, what the last one completed says nothing.)
+        if unit not in self._complete or not self.in_backward:
             self._gather(unit)
 
     def after_backward(self, unit: Unit) -> None:
@@ -95,7 +97,7 @@ class Schedule:
         self._phase = Phase.FORWARD
 
     def after_step(self) -> None:
-        """The shards are new: every full copy is stale, and the next forward gathers it."""
+        """The shards are new: every full copy is stale."""
         for unit in self._units:
             unit.reshard(Phase.STEP)
 

@@ -33,6 +33,7 @@ class RuntimeSettings:
     weights: has values for some or all of those parameters, by name; they are read instead, each rank its own shards.
     read_host: how the one read of a step takes numbers off the device; a dry run on fake tensors has its own.
     watch: what join_world returned; without it a rank that differs or dies is found by the backend's time-out.
+    lazy_states: the optimizer's states come with the first step (or checkpoint), so inference never has them.
     stop_asked: asked once a step whether this rank wants training to stop, say because of a signal; the answers of all
         ranks travel with the step's loss, so `StepReport.stop` is true on all ranks alike. All ranks give it, or none.
     """
@@ -50,6 +51,7 @@ class RuntimeSettings:
     read_host: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
     watch: RankWatch | None = None
     stop_asked: Callable[[], bool] | None = None
+    lazy_states: bool = False
 
 
 def moves_of(settings: RuntimeSettings, config: OptimizerConfig, shard_count: int) -> Moves:

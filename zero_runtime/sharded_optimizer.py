@@ -44,7 +44,10 @@ class ShardedOptimizer:
     `step` is called for good steps only: what a step that is skipped must not touch (states, `updates`) is all here.
     """
 
-    def __init__(self, units: Iterable[Unit], config: OptimizerConfig, collectives: Collectives) -> None:
+    def __init__(
+        self, units: Iterable[Unit], config: OptimizerConfig, collectives: Collectives, *, lazy_states: bool = False
+    ) -> None:
+        """`lazy_states`: there are none until a step, a tier or a checkpoint asks for them."""
         units = list(units)
         self.config = config
         self.updates = 0  # steps made; what a schedule is a function of
@@ -55,10 +58,13 @@ class ShardedOptimizer:
             Held(
                 unit,
                 self._groups.runs(unit.layout, collectives.shard_rank),
-                {held.name: _zeros(unit, held) for held in config.held_states},
+                {},
             )
             for unit in self._units
         ]
+        self._unmade = True
+        if not lazy_states:
+            self._make_states()
         if any(isinstance(held.unit.master_shard, FakeTensor) for held in self._helds):
             refuse_host_reads(config)
         else:
@@ -76,6 +82,12 @@ class ShardedOptimizer:
             )
         self._rule = _rule(config, self._helds, collectives)
 
+    def _make_states(self) -> None:
+        if self._unmade:
+            self._unmade = False
+            for unit, held in zip(self._units, self._helds, strict=True):
+                held.states.update({state.name: _zeros(unit, state) for state in self.config.held_states})
+
     @property
     def state_names(self) -> tuple[str, ...]:
         """The states kept for each element, in order, as they are told."""
@@ -85,6 +97,7 @@ class ShardedOptimizer:
         """Update every master shard from its unit's grad_shard times grad_scale (0-dim fp32), then the parameter
         shards. One number is the rate of every group, times the group's factor. host_scale: the same on the host, for
         what is updated there."""
+        self._make_states()
         host_scale = grad_scale if host_scale is None else host_scale
         numbers = self._numbers(lr, grad_scale)
         with torch.no_grad():
@@ -160,6 +173,7 @@ class ShardedOptimizer:
         """The tensors that hold the unit's states, by name, in the order of its layout; none for a frozen unit. The
         optimizer's own: filling them in place sets the states. Waits for an update that is under way."""
         unit.settle()
+        self._make_states()
         held = self._by_unit.get(unit.name)
         return {} if held is None else held.states
 

@@ -24,6 +24,7 @@ from zero_runtime.collectives import Collectives, Pending
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Segment
+from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.kernels import ops
 from zero_runtime.plan import Partition, Phase, ZeroPlan
 from zero_runtime.residency import HOME, Place, Rests
@@ -114,6 +115,7 @@ class Unit:
         self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # drawn, and not yet bound to their views
         self._rests = rests or Rests()
         self._place: Place = HOME
+        self._guard: ParameterGuard | None = None
         self._allocate()
 
     # ---- birth -------------------------------------------------------------------------------------------------
@@ -291,9 +293,15 @@ class Unit:
             storage.resize_(self.layout.padded_numel * self.unsharded_param.element_size())
 
     def wait_unshard(self) -> None:
-        """Block until the full parameters may be read; starts the gather if nobody has."""
+        """Block until the full parameters may be used; starts the gather if nobody has. Opens the parameters."""
         self._collectives.journal.enter(self.name)
         self.unshard()
+        self._end_gather()
+        if self._guard is not None:
+            self._guard.open()
+
+    def _end_gather(self) -> None:
+        """Block until a gather that is under way has filled unsharded_param."""
         if self._gathering is not None:
             self._gathering.wait()
             if self._gathered is not self.unsharded_param and self._gathered is not None:
@@ -302,16 +310,34 @@ class Unit:
             self._place.drop()
             self._move_data(DataState.UNSHARDED)
 
+    def guard_with(self, guard: ParameterGuard | None) -> None:
+        """Have the parameters closed from here on whenever the full ones end or become stale; None: never again."""
+        if self._guard is not None:
+            self._guard.open()
+        self._guard = guard
+
+    def renew(self) -> None:
+        """The shards are new: start gathering a full copy that is kept between steps. All ranks, in one order.
+
+        A no-op where the plan frees full copies, and where the update runs elsewhere and may still be under way.
+        """
+        if self._plan.params is not Partition.REPLICATED or self._place is not HOME:
+            return
+        self.unshard()
+        if self._gathered is not self.unsharded_param:  # a second buffer, of which there should be one at a time
+            self._end_gather()
+
+    def wait_current(self) -> bool:
+        """Block until the full parameters hold this step's values; False, at once, where that needs the other ranks."""
+        if self._plan.params is Partition.REPLICATED and self._collectives.shard_count == 1:
+            self.unshard()  # sends nothing
+        self._end_gather()
+        return self.data_state is DataState.UNSHARDED
+
     @property
-    def is_current(self) -> bool:
-        """Whether the full parameters hold this step's values and may be read; waits for those on their way here."""
-        if self.data_state is DataState.UNSHARDED:
-            return True
-        whole = self.layout.shard_count == 1 and self.data_state is DataState.SHARDED and not self.params_rest
-        if not whole or self.param_shard.data_ptr() != self.unsharded_param.data_ptr():
-            return False
-        self._place.fetch()
-        return True
+    def loses_writes(self) -> bool:
+        """Whether a write to the full parameters ends with the next step: they are not what an update starts from."""
+        return self._compute_dtype != self._param_dtype or (self.trainable and not self.master_is_param)
 
     def begin_use(self) -> None:
         """A call that reads the parameters has begun."""
@@ -327,9 +353,8 @@ class Unit:
         return self.layout.segments[next(places)].name
 
     def reshard(self, after: Phase) -> None:
-        """Declare the full parameters done with; the plan decides whether anything ends. No-op unless UNSHARDED."""
-        if self.data_state is DataState.UNSHARDING:
-            self.wait_unshard()
+        """Declare the full parameters done with; the plan decides whether anything ends. No-op while SHARDED."""
+        self._end_gather()
         if self.data_state is not DataState.UNSHARDED or not self._plan.releases_params_after(after):
             return
         if not self.trainable and self._plan.params is Partition.REPLICATED:
@@ -494,8 +519,7 @@ class Unit:
 
     def drop_full(self) -> None:
         """Declare the full copy stale: the shards are written from outside. Waits for a gather that reads them."""
-        if self.data_state is DataState.UNSHARDING:
-            self.wait_unshard()
+        self._end_gather()
         if self.data_state is DataState.UNSHARDED:
             self._move_data(DataState.SHARDED)  # also where a step would leave it alone
             if self._plan.params is Partition.SHARDED:
@@ -517,6 +541,7 @@ class Unit:
 
     def set_values(self, values: dict[str, torch.Tensor]) -> None:
         """Take new whole values for some parameters, the same on every rank; the full copy becomes stale."""
+        self.drop_full()  # first: a gather under way reads the shard
         with torch.no_grad():
             target = self.weights_shard
             for piece in self.layout.pieces(self._collectives.shard_rank):
@@ -524,7 +549,6 @@ class Unit:
                     part = values[piece.name].reshape(-1)[piece.start : piece.stop]
                     target[piece.shard_offset :][: part.numel()].copy_(part)
             self.refresh_param_shard()
-        self.drop_full()
 
     def read_values(self, source: TensorSource, names: Collection[str]) -> None:
         """Fill this rank's shards of those of its parameters that are in `names`; the full copy becomes stale.
@@ -533,6 +557,7 @@ class Unit:
         """
         if not any(segment.name in names for segment in self.layout.segments):
             return
+        self.drop_full()  # first: a gather under way reads the shard
         with torch.no_grad():
             for piece in self.layout.pieces(self._collectives.shard_rank):
                 start = piece.start
@@ -541,7 +566,6 @@ class Unit:
                     block.copy_(source.read(piece.name, start, start + block.numel()))
                     start += block.numel()
             self.refresh_param_shard()
-        self.drop_full()
 
     def first_non_finite(self) -> str | None:
         """The first parameter, in the unit's order, whose own unreduced gradient is not finite. Reads on the host."""
@@ -556,8 +580,7 @@ class Unit:
     def free(self) -> None:
         """Let every tensor go; the parameters become empty."""
         self.wait_reduce()
-        if self.data_state is DataState.UNSHARDING:
-            self.wait_unshard()
+        self._end_gather()
         empty = torch.empty(0, dtype=self._compute_dtype, device=self._device)
         with torch.no_grad():
             for param in self.params:
@@ -587,6 +610,8 @@ class Unit:
         if (self.data_state, to) not in _DATA_MOVES:
             raise UnitStateError(f"unit {self.name}: parameters cannot go from {self.data_state.value} to {to.value}")
         self.data_state = to
+        if to is DataState.SHARDED and self._guard is not None:
+            self._guard.close()
 
     def _move_grad(self, to: GradState) -> None:
         if (self.grad_state, to) not in _GRAD_MOVES:

@@ -78,7 +78,7 @@ class UnitBuilder:
             )
             for spec, rests in zip(specs, self._rests(specs), strict=True)
         ]
-        optimizer = ShardedOptimizer(units, config, self._collectives)
+        optimizer = ShardedOptimizer(units, config, self._collectives, lazy_states=settings.lazy_states)
         tier = self._open_tier(units, optimizer)
         try:
             self._fill(model, units, tier)

@@ -1,8 +1,9 @@
 """Compiles the C++ sources on first use into a cache, once for all processes.
 
-[Note: the cache] `$XDG_CACHE_HOME/zero-lab` (or `~/.cache/zero-lab`) is the user's alone (0700): what lies there is
-loaded into processes. A library's name is a hash of its sources, flags, compiler and processor, and it gets that name
-when it is whole, by a rename; so a name is proof enough, and a home shared by machines of several kinds works.
+[Note: the cache] `$XDG_CACHE_HOME/zero-lab` (or `~/.cache/zero-lab`, or `zero-lab-UID` in the folder of temporary files
+where there is no home that can be written to) is the user's alone (0700): what lies there is loaded into processes.
+A library's name is a hash of its sources, flags, compiler and processor, and it gets that name when it is whole, by a
+rename; so a name is proof enough, and a home shared by machines of several kinds works.
 A lock saves the work of compiling twice, not correctness: it is the kernel's (flock), so one whose holder died is
 free, and whoever has waited too long compiles for itself.
 """
@@ -10,6 +11,7 @@ free, and whoever has waited too long compiles for itself.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import logging
@@ -18,9 +20,10 @@ import platform
 import shutil
 import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,15 +82,28 @@ def find_compiler() -> str:
 
 def cache_folder() -> Path:
     """The folder of compiled libraries, made if it is missing. BuildError where it could not be trusted."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(base, "zero-lab")
+    given, home = os.environ.get("XDG_CACHE_HOME"), os.path.expanduser("~")
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        if given:
+            return _private(Path(given, "zero-lab"))
+        if os.path.isabs(home):  # it stays "~" where neither HOME nor the user's entry names one
+            with suppress(OSError):
+                return _writable(_private(Path(home, ".cache", "zero-lab")))
+        return _private(Path(tempfile.gettempdir(), f"zero-lab-{os.getuid()}"))
     except OSError as error:
-        raise BuildError(
-            f"the cache {folder} cannot be used: {error}; set XDG_CACHE_HOME to a folder of yours"
-        ) from error
+        raise BuildError(f"the cache cannot be used: {error}; set XDG_CACHE_HOME to a folder of yours") from error
+
+
+def _writable(folder: Path) -> Path:
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, "cannot be written to", str(folder))
+    return folder
+
+
+def _private(folder: Path) -> Path:
+    """The folder, made if it is missing. BuildError where others own it or may write to it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(
             f"the cache {folder} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}, and must "
@@ -114,7 +130,9 @@ def library_key(compiler: str) -> str:
 
 def _version(compiler: str) -> str:
     try:
-        run = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=True)
+        run = subprocess.run(
+            [compiler, "--version"], capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{compiler} --version failed: {error}") from error
     return run.stdout
@@ -124,7 +142,7 @@ def _processor() -> str:
     """What -march=native looks at."""
     machine = platform.machine()
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     about: dict[str, str] = {}
@@ -150,7 +168,9 @@ def compile_library(compiler: str, path: Path) -> None:
     command = [compiler, *flags(), *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(part)]
     start = time.perf_counter()
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S, check=False)
+        run = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=COMPILE_LIMIT_S, check=False
+        )
         if run.returncode != 0:
             said = "\n".join(run.stderr.strip().splitlines()[:8])
             raise BuildError(f"{compiler} failed with exit status {run.returncode}: {said}")
@@ -166,7 +186,7 @@ def compile_library(compiler: str, path: Path) -> None:
 def _lock(path: Path, wait: LockWait) -> Iterator[None]:
     """Hold the lock, or go on without it when it cannot be had; see [Note: the cache]."""
     try:
-        file = path.open("a")
+        file = path.open("ab")
     except OSError as error:
         raise BuildError(f"the lock {path} cannot be opened: {error}") from error
     with file:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.export import write_companions
-from orchestrator.record import AttemptPaths, EventTail, append_event
+from orchestrator.record import AttemptPaths, EventTail, append_event, read_json
 from orchestrator.schema import AdapterKind, CheckpointKind, RunConfig, WeightsFolder, to_dict
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.foreign import ForeignCheckpoint, load_foreign
@@ -47,6 +47,7 @@ class Saving:
         self._run = to_dict(config)
         self._runtime = runtime
         self._data_hash = data_hash
+        self._contents: dict[str, str] = (read_json(attempt.state) or {}).get("contents") or {}
         self._restarted = restarted
         self._rank = runtime.collectives.rank
         retention = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
@@ -100,6 +101,12 @@ class Saving:
                 f"{path}: expected the data that it was trained on (hash {trainer['data_hash']}), found hash "
                 f"{self._data_hash}; give the same data group and batch.seq, or checkpoint.resume=none"
             )
+        began_with = (trainer.get("contents") or {}).get("model")
+        if path.parent == self._attempt.checkpoints and began_with not in (None, self._contents.get("model")):
+            raise CheckpointError(
+                f"{path}: expected the weights that it began with in {self._run['model']['path']}, found that they "
+                "changed since; give the same weights, or checkpoint.resume=none"
+            )
 
     def _result_in(self, path: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
         """What was measured by the run that saved its last step here, where that run is this one or one like it."""
@@ -138,7 +145,7 @@ class Saving:
         self._tell("passed_over", path=str(one.path), why=one.why)
 
     def _continue_curve(self, metrics: Path, step: int) -> None:
-        """The learning curve up to the checkpoint goes on in this attempt's record.
+        """The learning curve up to the checkpoint goes on in this attempt's record, marked as an earlier attempt's.
 
         A job that was killed and put back into the queue has told some steps twice: the last telling counts.
         """
@@ -149,7 +156,7 @@ class Saving:
         }
         for event in steps.values():
             if metrics != self._attempt.metrics:
-                append_event(self._attempt.metrics, event)
+                append_event(self._attempt.metrics, {**event, "earlier": True})
             self.curve.append(event["loss"])
 
     # ---- saving ------------------------------------------------------------------------------------------------
@@ -194,6 +201,7 @@ class Saving:
             "step": progress.step,
             "samples": progress.samples,
             "data_hash": self._data_hash,
+            "contents": self._contents,
             "first_update": self.first_update,
             "metrics": str(self._attempt.metrics),
             "config": self._run,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from orchestrator.record import scratch_path
 from orchestrator.schema import AdapterKind, RunConfig, Tokenizer
 from orchestrator.state_groups import DType, Offload, Place, Precision, StepTime
 from orchestrator.worker.training import build_optimizer
@@ -90,7 +91,7 @@ def build_runtime(
         keep_dtype=tuple(precision.keep_dtype),
         seed=config.seed,
         initialise=initialise,
-        offload=_offload(config.offload),
+        offload=_offload(config.offload, config.output),
         stop_asked=stop_asked,
     )
     with ExitStack() as stack:
@@ -132,12 +133,14 @@ def build_unborn(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
     return wrapped.train(), adapters.first_values(wrapped)
 
 
-def _offload(offload: Offload) -> OffloadPlan:
-    """On a CPU what rests on the host rests where it is."""
+def _offload(offload: Offload, output: str) -> OffloadPlan:
+    """On a CPU what rests on the host rests where it is. The folder of `output` is made, any other must exist."""
     tiers = {Place.device: Tier.DEVICE, Place.cpu: Tier.HOST, Place.nvme: Tier.NVME}
     scratch = None
     if offload.uses_nvme:
         assert offload.folder is not None
+        if Path(offload.folder) == scratch_path(output):
+            Path(offload.folder).mkdir(parents=True, exist_ok=True)
         scratch = ScratchSettings(
             Path(offload.folder),
             block_bytes=offload.block_mib << 20,

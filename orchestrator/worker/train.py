@@ -21,6 +21,7 @@ from orchestrator.record import AttemptPaths, append_event, read_json, write_jso
 from orchestrator.schema import RunConfig, from_dict
 from orchestrator.worker import activations, measure
 from orchestrator.worker.faults import Faults
+from orchestrator.worker.machine_load import LoadMeter, Used, others_share
 from orchestrator.worker.saving import Progress, Saving
 from orchestrator.worker.setup import build_data, build_runtime, cpu_model, prepare_process
 from orchestrator.worker.stopping import StopSignals
@@ -94,6 +95,8 @@ class RankRun:
             config.scheduler, config.optimizer.lr, total_steps=config.measure.warmup_steps + config.measure.steps
         )
         self._readings = measure.Readings()
+        self._load = LoadMeter()
+        self._used: Used | None = None
         self._steps = config.measure.warmup_steps + config.measure.steps
         self._saving = Saving(attempt, config, runtime, self._data.hash, restarted=rank.restarts > 0)
         self._first = self._census_step = 0
@@ -113,6 +116,8 @@ class RankRun:
         self._census_step = min(self._first + max(self._config.measure.warmup_steps - 1, 0), self._steps - 1)
         self._runtime.clock.lap()
         for step in range(self._first, self._steps):
+            if step == self._first + self._warmup_steps:
+                self._load.begin()
             self._faults.at_step(step + 1, self._rank.rank)
             report, lr = self._train_step(step)
             self._note_step(step, report, lr)
@@ -120,10 +125,16 @@ class RankRun:
             if report.stop and step + 1 < self._steps:
                 return Stopped(self._progress.step, self._saving.stop(self._progress))
             self._runtime.clock.lap()  # what saving held up is told apart
+        self._used = self._load.end()
         self._readings.validation_loss = self._validate()
         self._saving.finish(self._progress, self._result)
         self._write(self._result())
         return None
+
+    @property
+    def _warmup_steps(self) -> int:
+        """A resumed run may have fewer steps left than it would warm up."""
+        return min(self._config.measure.warmup_steps, self._steps - self._first - 1)
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
@@ -290,16 +301,17 @@ class RankRun:
             **measure.peaks(self._device),
         }
         memory = measure.worst_of(self._runtime.collectives.gather_objects(local))
-        return self._told(memory) if self._rank.rank == 0 else {}
+        share = others_share(self._runtime.collectives.gather_objects(self._used))
+        return self._told(memory, share) if self._rank.rank == 0 else {}
 
-    def _told(self, memory: dict[str, Any]) -> dict[str, Any]:
+    def _told(self, memory: dict[str, Any], others: float | None) -> dict[str, Any]:
         config, readings, runtime = self._config, self._readings, self._runtime
-        # A resumed run may have fewer steps left than it would warm up.
-        warmup = min(config.measure.warmup_steps, self._steps - self._first - 1)
+        warmup = self._warmup_steps
         tokens = self._tokens_per_step()
         finite = [loss for loss in readings.losses if math.isfinite(loss)]
         return {
             "schema": 1,
+            "measured_at": time.time(),
             "world": self._rank.world,
             "device": self._device.type,
             "backend": "nccl" if self._device.type == "cuda" else "gloo",
@@ -320,6 +332,7 @@ class RankRun:
                 "tokens_per_step": tokens,
             },
             "throughput": measure.throughput(readings, tokens, self._rank.world, warmup),
+            "load": {"others_share": others},
             "phases_ms": measure.phases_ms(readings, warmup),
             "memory": measure.memory(runtime, memory),
             "communication": measure.communication(
@@ -359,7 +372,8 @@ def _git_commit() -> str | None:
             ["git", "describe", "--always", "--dirty=+", "--abbrev=10"],
             cwd=Path(__file__).parent,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=10,
             check=True,
         )

@@ -11,6 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from orchestrator.workloads.text_files import is_text, text_files
+
 BYTE_VOCABULARY = 256
 STDLIB_BYTES = 8 << 20  # 65,000 windows of 128: far more than a first run reads, and loaded in 0.1 s
 SYNTHETIC_WINDOWS = 65_536
@@ -135,7 +137,7 @@ def read_text(path: Path) -> bytearray:
         raise ValueError(f"data.path: expected a file or a folder, found none at {path}; correct data.path")
     text = bytearray()
     try:
-        for one in [path] if path.is_file() else _visible_files(path):
+        for one in text_files(path):
             _append(text, one, always=one == path)
     except OSError as error:
         raise ValueError(
@@ -151,15 +153,6 @@ def read_text(path: Path) -> bytearray:
 
 def _append(text: bytearray, path: Path, *, always: bool) -> None:
     with path.open("rb") as file:
-        if always or b"\0" not in file.peek(8192)[:8192]:
+        if always or is_text(file):
             while chunk := file.read(4 << 20):
                 text += chunk
-
-
-def _visible_files(root: Path) -> list[Path]:
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [one for one in folders if not one.startswith(".")]
-        found += [Path(folder, one) for one in files if not one.startswith(".")]
-    regular = [one for one in found if one.is_file()]  # a pipe would be waited for, a broken link cannot be read
-    return sorted(regular, key=lambda one: one.relative_to(root).as_posix())

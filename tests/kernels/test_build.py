@@ -110,6 +110,21 @@ def test_a_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path, mon
         build.load_library()
 
 
+def test_without_a_home_that_can_be_written_to_the_cache_lies_among_temporary_files(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    # Nobody may make folders in /proc, and "~" is what expanduser leaves where it knows no home.
+    for home in ("/proc", str(sources), "~"):
+        monkeypatch.setattr(os.path, "expanduser", lambda path, home=home: home)
+        assert build.cache_folder() == tmp_path / "temporary" / f"zero-lab-{os.getuid()}"
+    assert stat.S_IMODE(build.cache_folder().stat().st_mode) == 0o700
+    assert not Path("~").exists()
+    monkeypatch.setattr(os.path, "expanduser", lambda path: str(tmp_path / "home"))
+    assert build.cache_folder() == tmp_path / "home" / ".cache" / "zero-lab"
+
+
 def test_a_damaged_library_is_compiled_again(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = build.cache_folder() / f"kernels-{build.library_key(build.find_compiler())}.so"
     path.touch()  # what a machine that went down may leave

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -52,11 +53,11 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         assert session_members(session) == []
 
 
-def run(config: RunConfig) -> tuple[int, str, AttemptPaths]:
+def run(config: RunConfig, *, as_json: bool = False) -> tuple[int, str, AttemptPaths]:
     """Exit code, screen, and the one attempt."""
     out = io.StringIO()
     screen = Screen(Console(file=out, width=200))
-    code = run_point(make_point(config), entry=STUB, screen=screen)
+    code = run_point(make_point(config), entry=STUB, screen=screen, as_json=as_json)
     (attempt,) = Path(config.output).glob("points/*/attempts/*")
     return code, out.getvalue(), AttemptPaths(attempt)
 
@@ -98,13 +99,16 @@ def test_ranks_are_told_their_place_and_start_in_the_environment_of_a_careful_pe
 
 
 def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(
-    tmp_path: Path, sessions: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sessions: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ZLAB_FAULT", "raise@step3:rank1")
-    code, shown, attempt = run(make_config(tmp_path))
+    code, shown, attempt = run(make_config(tmp_path), as_json=True)
     assert code == 1
     state = assert_failed(attempt, "error", rank=1)
     assert "ZLAB_FAULT raised on rank 1 at step 3" in state["message"]
+    told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["message"], told["result"]) == ("error", state["message"], None)
+    assert told["attempt"] == str(attempt.root)
     assert state["log"][-1].endswith("ZLAB_FAULT raised on rank 1 at step 3")
     assert "stub_worker.py" in shown
     assert "rank1.log" in shown

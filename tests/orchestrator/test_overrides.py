@@ -47,8 +47,22 @@ def tree() -> Tree:
         ("~batch.micro", "a run needs batch.micro"),
         ("hydra.run.dir=here", "'hydra.run.dir' has no effect here"),
         ("model.config.hiden_size=3", "Did you mean 'model.config.hidden_size'?"),
-        ("zero=stage1,stage2", "needs -m (sweep): python run.py -m zero=stage1,stage2"),
+        ("zero=stage1,stage2", "run.py -m zero=stage1,stage2"),
         ("batch.micro=range(1,4)", "needs -m (sweep)"),
+        ("zero=[stage0,stage1]", "zero takes one option, found the list [stage0,stage1]. Did you mean '"),
+        ("zero=[stage0,stage1]", "run.py -m zero=stage0,stage1'?"),
+        ("model=[gpt2]", "Did you mean 'model=gpt2'?"),
+        ("resources.device=gpu", "Did you mean 'cuda'?"),
+        ("precision=BF16", "Did you mean 'bf16'?"),
+        ("steps=100", "Did you mean 'measure.steps' (a whole number)?"),
+        ("epochs=1", "Did you mean 'measure.steps'"),
+        ("resources.gpus=8", "Did you mean 'resources.ranks'"),
+        ("dtype=bf16", "Did you mean 'precision=bf16'?"),
+        ("batch=8", "Did you mean 'batch.micro=8'?"),
+        (f"data={__file__}", f"Did you mean 'data=text data.path={__file__}'?"),
+        ("plan", "a line of settings needs no verb. Did you mean '"),
+        ("plan", "run.py --plan'?"),
+        ("help", "run.py --help'?"),
     ],
 )
 def test_one_line_tells_what_is_wrong(line: str, told: str, tree: Tree) -> None:
@@ -80,6 +94,25 @@ def test_right_lines_pass(line: str, tree: Tree) -> None:
 )
 def test_lists_pass_in_a_sweep(line: str, tree: Tree) -> None:
     assert check(line.split(), tree, multirun=True) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("zero = stage2", "zero=stage2"),
+        ("zero= stage2 seed=1", "zero=stage2"),
+        ("zero =stage2", "zero=stage2"),
+        ("-m zero=stage1, stage2", "zero=stage1,stage2"),
+    ],
+)
+def test_spaces_around_equals_and_after_commas_are_one_error(line: str, meant: str, tree: Tree) -> None:
+    (problem,) = check(arguments.split(line.split()).overrides, tree, multirun=False)
+    assert problem.endswith(f"has spaces around = or after a comma: write {meant}")
+
+
+def test_a_sweep_that_lacks_m_is_proposed_with_the_flags_that_it_needs_and_quoted_for_the_shell(tree: Tree) -> None:
+    (problem,) = check(["data.path=a b", "seed=range(1,3)"], tree, multirun=False, flags=["--config-dir=mine"])
+    assert problem.endswith("run.py -m --config-dir=mine 'data.path=a b' 'seed=range(1,3)'")
 
 
 def test_each_value_of_a_list_is_checked(tree: Tree) -> None:
@@ -142,6 +175,8 @@ def test_flags_may_stand_anywhere() -> None:
         ("-m --cfg job", "--multirun and --cfg cannot be asked for together"),
         ("--resolve", "--resolve belongs to --cfg"),
         ("--config-path x=1", "add a folder of your own with --config-dir"),
+        ("--zero=stage2", "'--zero' is a setting and has no dashes: write zero=stage2"),
+        ("-batch.micro 3", "write batch.micro=3"),
     ],
 )
 def test_wrong_flags_are_told(line: str, told: str) -> None:
@@ -160,3 +195,12 @@ def test_a_path_of_the_home_folder_is_one_also_where_the_shell_leaves_it(monkeyp
     monkeypatch.setenv("HOME", "/home/me")
     line = ["data.path=~/a,~/b", "~experiment", "model.path=x~/y"]
     assert arguments.split(line).overrides == ["data.path=/home/me/a,/home/me/b", "~experiment", "model.path=x~/y"]
+
+
+def test_a_path_of_an_unknown_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", unknown)
+    (problem,) = arguments.split(["data.path=~/a", "zero=stage1"]).problems
+    assert problem == "data.path=~/a: no home folder is known for ~; set HOME, or write the whole path"

@@ -186,6 +186,15 @@ def test_the_cache_is_the_users_alone(cache: None) -> None:
     assert os.stat(memory_cache.folder()).st_mode & 0o077 == 0
 
 
+def test_without_a_folder_for_the_cache_answers_are_not_kept_and_nothing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    memory_cache.store("key", {"answer": 42})
+    assert memory_cache.stored("key") is None
+
+
 def test_a_model_that_cannot_be_built_is_refused_before_a_run_starts(
     cache: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

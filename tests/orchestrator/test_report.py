@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import csv
 import io
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from points import make_config
 from stub_worker import make_result
 
 from orchestrator import report
+from orchestrator.paths import program
 from orchestrator.report import Entry
 from orchestrator.summary import next_after_run
 
@@ -23,6 +27,7 @@ def make_entry(label: str, median: float, *, data_hash: str = "c0ffee", spread: 
 
 
 FAILED = Entry("stage3", "error", None, "rank 1 was killed by SIGKILL", overrides=("zero=stage3",))
+LACKING = Entry("stage0", "oom")
 
 
 def order(*entries: Entry) -> list[tuple[str, int | None, bool]]:
@@ -52,8 +57,87 @@ def test_a_tie_names_no_winner_and_says_so() -> None:
     (smaller := make_entry("a", 100)).result["memory"]["states"][0]["measured_bytes"] -= 1  # type: ignore[index]
     tied = report.rank([smaller, make_entry("b", 100.5)])
     assert report.conclusion(tied).endswith("; a holds the least model states")
-    assert report.conclusion(report.rank([make_entry("a", 100), FAILED])) == "fastest: a"
+    assert report.conclusion(report.rank([make_entry("a", 100), LACKING])) == "fastest: a"
     assert report.conclusion(report.rank([FAILED])) == "no point has a result"
+
+
+def test_the_fastest_of_some_points_is_not_called_the_fastest_of_all() -> None:
+    left = [replace(FAILED, state=state) for state in ("cancelled", "queued")]
+    ranked = report.rank([make_entry("a", 100), LACKING, *left])
+    assert report.conclusion(ranked) == "fastest of the 2 of 4 points that have an answer: a"
+
+
+def made_at(label: str, when: str, state: str = "ok", others: float | None = 0.0, median: float = 100) -> Entry:
+    entry = make_entry(label, median)
+    assert entry.result is not None
+    entry.result["load"] = {"others_share": others}
+    return replace(entry, state=state, measured_at=time.mktime(time.strptime(when, "%Y-%m-%d %H:%M")))
+
+
+def test_a_reused_row_is_marked_with_its_time_in_every_form_of_the_comparison() -> None:
+    old = made_at("old", "2026-11-21 21:29", "cached", median=110)
+    ranked = report.rank([made_at("new", "2026-11-22 10:00"), old])
+    table = report.table(ranked)
+    assert table.header[-1] == "reused from"
+    assert [row[-1] for row in table.rows] == ["11-21 21:29", ""]
+    line = (
+        "1 of 2 rows was measured earlier: old measured 2026-11-21 21:29, reused. --fresh measures all in one session"
+    )
+    assert report.reused(ranked) == [line]
+    page = report.report_md("2026_zero", ranked)
+    assert line in page
+    assert "| 11-21 21:29 |" in page
+    first, second = csv.DictReader(io.StringIO(report.results_csv(ranked)))
+    assert (first["label"], first["measured_at"], first["reused"]) == ("old", "2026-11-21 21:29:00", "True")
+    assert (second["measured_at"], second["reused"]) == ("2026-11-22 10:00:00", "False")
+
+
+def test_a_comparison_of_one_session_has_no_mark() -> None:
+    ranked = report.rank([made_at("a", "2026-11-22 10:00"), made_at("b", "2026-11-22 10:01"), FAILED])
+    assert report.table(ranked).header == report.HEADER
+    assert report.reused(ranked) == []
+
+
+def test_many_reused_rows_are_counted_in_one_line() -> None:
+    ranked = report.rank([made_at(f"p{one}", "2026-11-21 21:29", "cached") for one in range(6)])
+    (line,) = report.reused(ranked)
+    assert line.startswith("6 of 6 rows were measured earlier: p0 measured 2026-11-21 21:29, reused; p1 ")
+    assert "; 2 more. --fresh" in line
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        ((0.01, 0.09), []),
+        ((0.0, None), []),
+        ((0.48, 0.45), ["other processes took this share of the cores while a row was measured: 48 %: r0; 45 %: r1"]),
+        (
+            (0.86, 0.92),  # the one had 14 % of the cores, the other 8 %
+            [
+                "the rows were measured under different loads, so speeds do not compare; other processes took this "
+                "share of the cores while a row was measured: 86 %: r0; 92 %: r1"
+            ],
+        ),
+        (
+            (0.02, 0.48),
+            [
+                "the rows were measured under different loads, so speeds do not compare; other processes took this "
+                "share of the cores while a row was measured: 2 %: r0; 48 %: r1"
+            ],
+        ),
+    ],
+)
+def test_rows_measured_beside_other_work_are_warned_about(shares: tuple[float | None, ...], told: list[str]) -> None:
+    entries = [made_at(f"r{at}", "2026-11-22 10:00", others=one, median=100 - at) for at, one in enumerate(shares)]
+    assert report.warnings(report.rank(entries)) == told
+    rows = csv.DictReader(io.StringIO(report.results_csv(report.rank(entries))))
+    assert [row["others_share"] for row in rows] == ["unknown" if one is None else str(one) for one in shares]
+
+
+def test_one_run_beside_other_work_says_so() -> None:
+    result = made_at("a", "2026-11-22 10:00", others=0.48).result
+    assert report.load_text(result or {}) == "other processes took 48 % of the cores while this was measured"
+    assert report.load_text({}) is None
 
 
 def test_points_on_other_data_are_warned_about() -> None:
@@ -63,6 +147,12 @@ def test_points_on_other_data_are_warned_about() -> None:
     (warning,) = report.warnings(other)
     assert "data hash" in warning
     assert "beef: b" in warning
+
+
+def test_points_that_differ_in_tokens_a_step_are_warned_about_their_losses_alone() -> None:
+    (other := make_entry("b", 90)).result["batch"]["tokens_per_step"] *= 2  # type: ignore[index]
+    told = "the points differ in tokens a step, so their losses do not compare (tokens/s do): 2,048: a; 4,096: b"
+    assert report.warnings(report.rank([make_entry("a", 100), other])) == [told]
 
 
 def test_a_failed_point_is_a_row_and_its_reason_is_told() -> None:
@@ -80,12 +170,12 @@ def test_the_csv_has_one_full_line_for_each_point_with_units_in_its_names() -> N
     good, bad = csv.DictReader(io.StringIO(text))
     assert float(good["tokens_per_second_median"]) == 100.125
     assert float(good["backward_ms"]) == 61.0
-    assert good["command"] == "python run.py zero=a"
+    assert good["command"] == f"{program()} zero=a"
     assert (bad["state"], bad["tokens_per_second_median"]) == ("error", "")
 
 
 def test_the_next_command_measures_the_winner_longer_or_runs_the_failed_point_alone() -> None:
-    assert report.next_after_sweep(report.rank([make_entry("a", 100)])) == "python run.py zero=a measure=standard"
-    assert report.next_after_sweep(report.rank([FAILED])) == "python run.py zero=stage3"
+    assert report.next_after_sweep(report.rank([make_entry("a", 100)])) == f"{program()} zero=a measure=standard"
+    assert report.next_after_sweep(report.rank([FAILED])) == f"{program()} zero=stage3"
     after = next_after_run(("zero=stage2", "precision=bf16", "data.path=a b"))
-    assert after == "python run.py -m zero=stage0,stage1,stage2,stage3 precision=bf16 'data.path=a b'"
+    assert after == f"{program()} -m zero=stage0,stage1,stage2,stage3 precision=bf16 'data.path=a b'"

@@ -74,11 +74,12 @@ def _rank_main(root: Path, rank: int) -> None:
 class Try:
     """One attempt at a point, its ranks forked from the warm server."""
 
-    def __init__(self, point: Path, config: RunConfig) -> None:
+    def __init__(self, point: Path, config: RunConfig, contents: dict[str, str] | None = None) -> None:
         number = len(list((point / "attempts").glob("*"))) + 1
         self.paths = AttemptPaths(point / "attempts" / f"{number:02d}")
         self.paths.root.mkdir(parents=True)
         write_json_atomic(self.paths.config, to_dict(config))
+        write_json_atomic(self.paths.state, {"contents": contents or {}})
         prepare_fork_server()
         context = mp.get_context("forkserver")
         self._ranks = [context.Process(target=_rank_main, args=(self.paths.root, rank)) for rank in range(WORLD)]
@@ -140,7 +141,10 @@ def test_a_run_killed_twice_has_the_curve_of_the_unbroken_one(tmp_path: Path) ->
     assert_same_curve(last, unbroken(tmp_path, 40))
     result = read_json(last.paths.result)
     assert result is not None
-    assert result["checkpoints"]["resumed_from_step"] >= 18
+    resumed = result["checkpoints"]["resumed_from_step"]
+    assert resumed >= 18
+    steps = [event for event in EventTail(last.paths.metrics).read_new() if event["event"] == "step"]
+    assert [one["step"] for one in steps if one.get("earlier")] == list(range(1, resumed + 1))
     assert sorted(one.name for one in last.paths.checkpoints.iterdir()) == ["step-00000039", "step-00000040"]
 
 
@@ -182,6 +186,16 @@ def test_a_run_killed_between_its_last_save_and_its_result_has_the_result_that_i
     assert second.curve() == first.curve()
     assert {one.name for one in second.paths.weights.iterdir()} == {one.name for one in first.paths.weights.iterdir()}
     assert any(row.name == "measured" for row in summary.checkpoint_rows(result))
+
+
+def test_other_weights_at_the_same_path_are_not_answered_with_what_the_old_ones_measured(tmp_path: Path) -> None:
+    config = config_of(4, every=None)
+    assert Try(tmp_path / "point", config, {"model": "old"}).wait() == [0, 0]
+    second = Try(tmp_path / "point", config, {"model": "new"})
+    assert 0 not in second.wait()
+    told = second.paths.rank_log(0).read_text()
+    assert "step-00000004: expected the weights that it began with" in told
+    assert "changed since; give the same weights, or checkpoint.resume=none" in told
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,8 @@ BROKEN = [
         "rests away from the device: here offload.optimizer=nvme",
     ),
     (LAPTOP, "offload.folder=here", "offload.folder is for offload=optimizer_nvme"),
+    (LAPTOP, "offload=optimizer_nvme offload.folder=fasst", "offload.folder must exist"),
+    (LAPTOP, "offload=optimizer_nvme offload.folder=here", "offload.folder must exist"),
     (LAPTOP, "offload.ratio=0.5", "offload=none uses no offload.ratio"),
     (LAPTOP, "loss.tile=64", "loss=full uses no loss.tile"),
     (LAPTOP, "model=pretrained", "model=pretrained needs model.path=FOLDER"),
@@ -133,6 +136,7 @@ def test_a_broken_rule_is_told_and_each_fix_mends_it(
 ) -> None:
     (tmp_path / "misssing").touch()
     (tmp_path / "here").touch()
+    (tmp_path / "fast").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data_rules, "is_installed", lambda _: line != "adapter=lora")
     broken = check_rules(config(line), scene)
@@ -206,6 +210,22 @@ def test_what_is_open_is_filled_in(scene: Scene, line: str, expected: tuple[Any,
     assert resolve(done, scene) == done
 
 
+def test_a_missing_folder_for_scratch_files_is_refused_with_its_nearest_name_and_how_to_make_it(tmp_path: Path) -> None:
+    (tmp_path / "fast").mkdir()
+    line = f"offload=optimizer_nvme offload.folder={tmp_path}/fasst"
+    [broken] = check_rules(config(line), LAPTOP)
+    assert broken.found == (
+        f"none (of its path only {tmp_path} exists); correct the path, or make the folder: mkdir -p {tmp_path}/fasst"
+    )
+    assert broken.fix == (f"offload.folder={tmp_path}/fast", "offload.folder=null")
+    # On a cluster the drive may belong to the nodes: there each rank looks.
+    assert check_rules(config(f"{line} {SLURM}"), LOGIN_NODE) == []
+    # The default folder lies in the output, and is ours to make; a resolved configuration names it.
+    done = resolve(config(f"offload=optimizer_nvme output={tmp_path}/out"), LAPTOP)
+    assert done.offload.folder == f"{tmp_path}/out/scratch"
+    assert check_rules(done, LAPTOP) == []
+
+
 def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = resolve(config("data=text data.path=some.txt output=there"), LAPTOP)
@@ -251,3 +271,19 @@ def test_gpus_are_read_from_the_drivers_files(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(hardware, "torch_has_cuda", lambda: True)
     found = hardware.detect({"CUDA_VISIBLE_DEVICES": "0"})
     assert (found.gpus, found.gpu, found.idle_gpus) == (1, "H200", 0)
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused_and_one_that_can_leaves_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    for output, told in (
+        ("/proc/x", "found /proc/x, and "),  # only root needs the trial: rights alone let it pass
+        ("~nobody-of-this-name/x", "no folder can be made there"),
+        (str(tmp_path / ("long" * 100)), "no folder can be made there"),
+        (str(tmp_path / "file" / "x"), "is a file"),
+        (str(tmp_path / "broken"), "is a broken link"),
+    ):
+        (broken,) = check_rules(replace(config(), output=output), LAPTOP)
+        assert told in str(broken)
+    assert check_rules(replace(config(), output=str(tmp_path / "a" / "b")), LAPTOP) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file"]

@@ -12,8 +12,8 @@ from stub_worker import make_result, step_event
 
 from orchestrator import report
 from orchestrator.report import Entry
-from orchestrator.screen import Screen
-from orchestrator.summary import Row
+from orchestrator.screen import Screen, make_console
+from orchestrator.summary import Row, Table
 
 CONFIG = make_config(Path("outputs"))
 
@@ -54,6 +54,16 @@ def test_states_stand_predicted_beside_measured_in_powers_of_1024() -> None:
     assert "model states: 2Ψ + 16Ψ/N 10.3 MiB 10.4 MiB +0.9 %" in text
 
 
+def test_the_scratch_file_stands_predicted_beside_measured_and_a_busy_machine_is_told() -> None:
+    result = make_result(CONFIG)
+    assert "warning" not in summary_of(result)
+    result["memory"] |= {"scratch_bytes": 3 << 20, "scratch_predicted_bytes": 3 << 20}
+    result["load"] = {"others_share": 0.48}
+    text = summary_of(result)
+    assert "in the scratch file 3.00 MiB 3.00 MiB exact" in text
+    assert "warning: other processes took 48 % of the cores while this was measured" in text
+
+
 def test_communication_is_called_equal_to_the_theory_only_when_it_is() -> None:
     result = make_result(CONFIG)
     assert "1,200,000 elements sent; 2Ψ·(N-1)/N = 1,199,800 + padding 200: equal" in summary_of(result)
@@ -84,6 +94,26 @@ def test_on_a_terminal_the_bar_shows_step_loss_speed_and_memory() -> None:
     assert "6/6 loss 5.9400 9,406 tokens/s rss 512 MiB" in squeezed(out)
 
 
+def test_in_a_pipe_a_table_has_its_full_width_whatever_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = tuple(f"a long cell with number {number}" for number in range(12))
+    for columns in ("40", ""):
+        monkeypatch.setenv("COLUMNS", columns)
+        monkeypatch.setattr("sys.stdout", out := io.StringIO())
+        Screen(make_console()).table(Table(row, (row,)))
+        assert [line.split("  ") for line in map(str.rstrip, out.getvalue().splitlines())] == [list(row)] * 2
+
+
+def test_the_curve_that_a_resumed_run_continues_is_not_shown_as_its_steps() -> None:
+    screen, out = show()
+    screen.begin(CONFIG)
+    screen.event({**step_event(1, 2), "earlier": True})
+    screen.event({"event": "resumed", "step": 1, "path": "step-1"})
+    screen.event(step_event(2, 2))
+    screen.end()
+    assert "step 1/6" not in out.getvalue()
+    assert out.getvalue().index("resumed after step 1") < out.getvalue().index("warm-up step 2/6")
+
+
 def test_what_is_to_be_copied_is_one_line_on_a_narrow_terminal_too() -> None:
     screen, out = show(terminal=True, width=60)
     command = "python run.py -m zero=stage0,stage1,stage2,stage3 model.config.n_layer=3 --output a/folder/elsewhere"
@@ -101,8 +131,10 @@ def test_square_brackets_of_a_message_are_shown_as_they_are() -> None:
 def test_the_comparison_prints_its_rule_its_ties_and_the_reason_of_a_failure() -> None:
     screen, out = show()
     good = [Entry(label, "ok", make_result(CONFIG, speed)) for label, speed in (("a", 100.0), ("b", 99.5))]
-    screen.comparison(report.rank([*good, Entry("c", "error", None, "rank 1 was killed")]))
+    old = Entry("old", "cached", make_result(CONFIG, 10.0), measured_at=0.0)
+    screen.comparison(report.rank([*good, old, Entry("c", "error", None, "rank 1 was killed")]))
     text = squeezed(out)
+    assert "1 of 3 rows was measured earlier: old measured " in text
     assert report.rule(report.DEFAULT_METRIC) in text
     assert "= 1 b" in text
     assert "c: error: rank 1 was killed" in text

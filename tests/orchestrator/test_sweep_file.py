@@ -11,6 +11,7 @@ import yaml
 from orchestrator import arguments, compose, folders, sweep_file
 from orchestrator.cli import checked_points
 from orchestrator.hardware import Hardware
+from orchestrator.point import Point
 from orchestrator.record import point_id
 from orchestrator.rules import Scene
 from orchestrator.schema import to_dict
@@ -112,15 +113,19 @@ def test_values_are_spelled_so_that_they_are_read_as_they_were(value: object, te
         ("base: {zero: stage0}", "expected one of axes, zip, concat and seeds"),
         ("when: [{if: {}}]\naxes: {a: [1]}", "when: expected a list of"),
         ("- a", "expected a mapping, found list"),
-        ("a: [", "while parsing"),
+        ("a: [", "line 1: while parsing"),
+        ("axes:\n  zero: [stage1]\n  zero: [stage3]", "sweeps/mine.yaml, line 3: 'zero' is there twice"),
+        ("zero: [stage1]", "settings stand under axes: or base:"),
+        ("axes: {zero: 'stage0,stage1'}", "write zero: [stage0, stage1]"),
         ("seeds: [a]", "seeds: expected a list of whole numbers"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_told_with_its_name(text: str, told: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
+    path = tmp_path / "sweeps" / "mine.yaml"
+    path.parent.mkdir()
     path.write_text(text)
     with pytest.raises(SweepFileError, match=r"mine\.yaml") as caught:
-        sweep_file.read(path)
+        sweep_file.read(path, compose.read_yaml)
     assert told in str(caught.value)
 
 
@@ -135,6 +140,19 @@ def test_a_file_that_cannot_be_meant_is_told_with_its_name(text: str, told: str,
             "'zeroo' is said by none of the sweep's points; did you",
         ),
         ("axes: {zero: [stage1]}\nexclude: [{zero: stage1}]", "exclude leaves none"),
+        (
+            "axes: {zero: [stage1, stage2]}\nexclude: [{zero: stge2}]",
+            "exclude: zero has no option 'stge2'. Did you mean",
+        ),
+        (
+            "axes: {zero: [stage1]}\nwhen: [{if: {zero: stage9}, set: {seed: 1}}]",
+            "when: if: zero has no option 'stage9'",
+        ),
+        ("axes: {zero: [stage1]}\nwhen: [{if: {zero: stage2}, set: {sed: 1}}]", "when: set: 'sed' is not a setting"),
+        (
+            "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {zero: '[stage1,stage2]'}}}",
+            "takes one option",
+        ),
     ],
 )
 def test_a_typo_in_a_file_is_told_with_the_nearest_word(text: str, told: str, tmp_path: Path) -> None:
@@ -143,6 +161,28 @@ def test_a_typo_in_a_file_is_told_with_the_nearest_word(text: str, told: str, tm
     with pytest.raises(compose.ComposeError) as caught:
         compose.compose(arguments.split(["sweeps=mine", "--config-dir", str(tmp_path)]))
     assert told in str(caught.value)
+
+
+def test_a_mistake_that_several_points_share_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "mine.yaml").write_text("axes: {batch.micr: [1, 2]}")
+    with pytest.raises(compose.ComposeError) as caught:
+        compose.compose(arguments.split(["sweeps=mine", "--config-dir", str(tmp_path)]))
+    assert str(caught.value).count("batch.micr'") == 1
+
+
+def test_numbers_of_a_file_are_read_as_those_of_conf_and_of_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "mine.yaml").write_text("axes: {optimizer.lr: [1e-3, 3E-4, 1_0.5]}")
+    found = compose.compose(arguments.split(["sweeps=mine", "--config-dir", str(tmp_path)]))
+    assert [one.values["optimizer"]["lr"] for one in found.points] == [1e-3, 3e-4, 10.5]
+
+
+def test_a_key_that_is_twice_in_an_option_file_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "zero").mkdir()
+    (tmp_path / "zero" / "mine.yaml").write_text("stage: 1\nstage: 2\n")
+    with pytest.raises(compose.ComposeError, match=r"zero/mine\.yaml, line 2: 'stage' is there twice"):
+        compose.compose(arguments.split(["zero=mine", "--config-dir", str(tmp_path)]))
 
 
 def test_a_file_in_hydras_own_form_still_works(tmp_path: Path) -> None:
@@ -163,6 +203,15 @@ def test_a_users_own_folders_are_found_beside_where_he_stands(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     found = compose.compose(arguments.split(["sweeps=own"]))
     assert [one.values["zero"]["prefetch"] for one in found.points] == [3, 1]
+
+
+@pytest.mark.parametrize("cores", [1, 2, 64])
+def test_the_scaling_sweep_gives_every_rank_the_same_threads_at_every_number_of_ranks(cores: int) -> None:
+    found = compose.compose(arguments.split(["sweeps=scaling", "resources.ranks=1,2,4"]))
+    points, _ = checked_points(found, Scene(Hardware(cores=cores, cpu="cpu")))
+    resources = [one.config.resources for one in points if isinstance(one, Point)]
+    assert [one.ranks for one in resources] == [1, 2, 4]
+    assert len({one.threads for one in resources}) == 1
 
 
 # ---- quick composition ----------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from orchestrator import comparison, hardware, sweep_record, verbs
 from orchestrator.deciding import Refused, Wishes
+from orchestrator.paths import program
 from orchestrator.point import Point
 from orchestrator.record import AttemptPaths, read_json
 from orchestrator.run_state import RunState
@@ -75,7 +76,9 @@ def attempts(output: Path) -> list[Path]:
     return sorted(output.glob("points/*/attempts/*"))
 
 
-def test_the_same_command_again_keeps_what_was_measured_and_runs_nothing(tmp_path: Path) -> None:
+def test_the_same_command_again_keeps_what_was_measured_and_runs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, shown, sweep = run(tmp_path, [1, 2])
     assert (code, states(sweep)) == (0, ["ok", "ok"])
     assert "micro1: ok" in shown
@@ -83,6 +86,13 @@ def test_the_same_command_again_keeps_what_was_measured_and_runs_nothing(tmp_pat
     code, shown, again = run(tmp_path, [1, 2])
     assert (code, states(again), again.root) == (0, ["cached", "cached"], sweep.root)
     assert len(attempts(tmp_path)) == 2
+    request = SweepRequest("batch", points(tmp_path, [1, 2]), ("sweeps=batch",), predicts=False, entry=STUB)
+    assert run_sweep(replace(request, as_json=True), hardware.detect()) == 0
+    told = capsys.readouterr()
+    assert [(one["state"], one["result"] is not None) for one in json.loads(told.out)["points"]] == [
+        ("cached", True)
+    ] * 2
+    assert "sorted by median tokens/s" in told.err
     code, _, wider = run(tmp_path, [1, 2, 4])
     assert (code, states(wider)) == (0, ["cached", "cached", "ok"])
     assert wider.root != sweep.root
@@ -387,6 +397,10 @@ def test_verbs_answer_from_another_terminal(tmp_path: Path, capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "sorted by median tokens/s" in shown
     assert "report.md" in shown
+    for verb in ("report", "cancel", "watch"):
+        verbs.main([verb, *there, "--json"])
+        told = json.loads(capsys.readouterr().out)
+        assert (len(told["points"]), told["rank_by"], told["running"]) == (6, "tokens_per_second", False)
     assert verbs.main(["status", *there]) == comparison.INCOMPLETE
     assert "points left)" in capsys.readouterr().out
 
@@ -400,7 +414,7 @@ def test_a_sweep_that_was_typed_elsewhere_is_gone_on_with_there_and_says_so(
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert verbs.main(["resume", sweep.name, "--output", str(tmp_path / "out")]) == 2
     told = capsys.readouterr().err
-    assert f"in {tmp_path}: python run.py zero=stge1 'data.path=a b'" in told
+    assert f"in {tmp_path}: {program()} zero=stge1 'data.path=a b'" in told
     assert "Did you mean 'stage1'" in told
     assert Path.cwd() == tmp_path
 

@@ -18,7 +18,7 @@ from points import STUB, make_config, make_point
 from rich.console import Console
 from stub_worker import make_result, step_event
 
-from orchestrator import chart_view, dashboard
+from orchestrator import chart_view, dashboard, tracking
 from orchestrator import tracking_names as names
 from orchestrator.record import Attempt, append_event, new_attempt, store_path, write_json_atomic
 from orchestrator.run_state import RunState
@@ -141,12 +141,20 @@ def test_a_run_left_running_by_a_dead_command_is_ended_and_one_of_a_living_comma
     assert {scene.run(name).info.status for name in ("alive", "elsewhere")} == {"RUNNING"}
 
 
+def test_a_user_without_a_name_is_known_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr("getpass.getuser", nameless)
+    assert tracking._command_tags(os.getpid())["mlflow.user"] == str(os.getuid())
+
+
 def test_the_experiment_has_its_chart_page_and_the_dashboard_links_to_it(scene: Scene) -> None:
     experiment = scene.client.get_experiment_by_name(EXPERIMENT)
     view = json.loads(experiment.tags[chart_view.TAG])
     sections = {one["uuid"] for one in view["compareRunSections"]}
     assert {one["metricSectionId"] for one in view["compareRunCharts"]} == sections
-    ((name, link),) = dashboard.links(store_path(scene.output), 5000)
+    ((name, link),) = dashboard.links(store_path(scene.output), 5000, "127.0.0.1")
     assert name == EXPERIMENT
     assert f"/experiments/{experiment.experiment_id}/runs" in link
     assert f"viewStateShareKey={chart_view.KEY}" in link

@@ -101,7 +101,7 @@ def test_other_optimizers_rest_too(optimizer: OptimizerConfig, tmp_path: Path) -
 
 def _saves(folder: Path, precision: MixedPrecision, optimizer: OptimizerConfig = ADAMW) -> None:
     """Saved while resting, loaded into memory and back into a file: one continuation."""
-    resting, setting = offload_to(folder / "scratch", params=True), Setting(3, 2, precision)
+    resting, setting = offload_to(folder, params=True), Setting(3, 2, precision)
     case = setting.case(model=SPEC)
     runtime = runtime_of(setting, resting, optimizer)
     train(runtime, case, 0, SAVED_AFTER)
@@ -110,7 +110,7 @@ def _saves(folder: Path, precision: MixedPrecision, optimizer: OptimizerConfig =
     saver.wait(runtime)
     wanted = train(runtime, case, SAVED_AFTER, 3)
     runtime.close()
-    for plan in (None, resting, offload_to(folder / "scratch", params=False)):
+    for plan in (None, resting, offload_to(folder, params=False)):
         again = runtime_of(setting, plan, optimizer)
         load_checkpoint(again, Checkpoint.open(path, verify=False))
         assert train(again, case, SAVED_AFTER, 3) == wanted
@@ -131,7 +131,7 @@ def _memory(folder: Path) -> None:
     train(runtime, Setting(3, 2, BF16).case(model=SPEC), 0, 2)
     for unit in runtime.units:
         assert unit.param_shard.numel() == 0
-        assert not unit.is_current, "there is nothing to read"
+        assert not unit.wait_current(), "there is nothing to read"
         assert unit.master_shard is None or unit.master_shard.numel() == 0
         assert all(state.numel() == 0 for state in runtime.optimizer.states_of(unit).values())
     assert sum(tensor.numel() for tensors in runtime.state_tensors().values() for tensor in tensors) == 0 or all(

@@ -132,7 +132,7 @@ def test_what_rests_on_the_host_is_saved_and_loaded_like_the_rest(precision: Mix
 
 @pytest.mark.parametrize("kept", [0, 2, 4], ids=["device", "host", "file"])
 def test_what_rests_behind_the_host_is_saved_and_loaded_like_the_rest(kept: int, tmp_path: Path) -> None:
-    run_ranks(_saves, 2, tmp_path, BF16 if kept else FP32, behind_it(3, tmp_path / "scratch")[kept])
+    run_ranks(_saves, 2, tmp_path, BF16 if kept else FP32, behind_it(3, tmp_path)[kept])
 
 
 def _skips(folder: Path) -> None:

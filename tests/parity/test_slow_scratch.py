@@ -103,7 +103,7 @@ def _saves_late(folder: Path) -> None:
     """Saved from a slow drive, gone on from on one: a checkpoint holds what had been written, late or not."""
     setting = Setting(3, 2, BF16)
     for order, speculative in (("all late", False), ("writes late", True)):
-        plan = Cell(order, 1, speculative, params=True).plan(folder / "scratch")
+        plan = Cell(order, 1, speculative, params=True).plan(folder)
         with late_scratch(order):
             runtime = runtime_of(setting, plan)
             train(runtime, setting, range(2))
@@ -213,7 +213,7 @@ def test_a_rank_with_a_slow_drive_makes_the_others_wait_and_no_more(
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     cell = Cell("all late", 1, speculative, params=False)
-    run_ranks(_one_rank_is_slow, 2, tmp_path / "pipe", tmp_path / "scratch", Setting(stage, 2, BF16), cell)
+    run_ranks(_one_rank_is_slow, 2, tmp_path / "pipe", tmp_path, Setting(stage, 2, BF16), cell)
 
 
 # ---- the harness can fail --------------------------------------------------------------------------------------------

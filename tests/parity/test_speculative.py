@@ -182,7 +182,7 @@ def test_what_was_not_foreseen_is_stepped_over_alike(tmp_path: Path) -> None:
 def _saved(folder: Path) -> None:
     """Between two swaps of what is current: saved, and gone on from."""
     setting = Setting(3, 2, BF16)
-    for number, plan in enumerate(plans_of(3, folder / "scratch")[::2]):
+    for number, plan in enumerate(plans_of(3, folder)[::2]):
         runtime = runtime_of(setting, plan)
         train(runtime, setting, range(3))
         path = save_checkpoint(runtime, folder / str(number), step=3, trainer={})

@@ -61,7 +61,7 @@ def test_a_sweep_is_sent_watched_and_compared_and_the_same_command_again_sends_n
     assert "rank 1 of 2" in terminal.type("logs last stage3 --rank 1")[1]
     code, told = terminal.type(command)
     assert code == 0, told
-    assert "measured before" in told
+    assert "measured on" in told
     assert terminal.attempts() == 2
     assert list(terminal.folder.glob("outputs/sweeps/*/report.md"))
 

@@ -14,6 +14,7 @@ from harness.seed_loop import initialize_quietly
 from safetensors.torch import load_file
 from torch import nn
 
+from orchestrator import cli
 from zero_runtime.errors import CheckpointError, PlanError
 
 MADE = Path(__file__).resolve().parents[1] / "foreign" / "deepspeed"
@@ -87,9 +88,10 @@ def _weights_only(root: Path) -> None:
     assert engine.load_checkpoint(root / "nothing") == (None, {})
     with pytest.raises(PlanError, match="a model half loaded is none"):
         engine.load_checkpoint(root, load_module_strict=False)
-    with pytest.raises(CheckpointError, match="expected a folder that is not there yet"):
-        engine.save_16bit_model(root / "weights")
-    with pytest.raises(PlanError, match=r"expected model\.safetensors"):
+    (root / "a_file").touch()
+    with pytest.raises(CheckpointError, match="a_file"):
+        engine.save_16bit_model(root / "a_file")
+    with pytest.raises(PlanError, match=r"expected the name of a file that ends in \.safetensors"):
         engine.save_16bit_model(root / "x", "other.bin")
     engine.destroy()
 
@@ -115,3 +117,49 @@ def _from_deepspeed(zero: dict[str, Any]) -> None:
 def test_deepspeeds_own_checkpoint_loads_with_the_call_that_it_was_saved_for(device: str, tmp_path: Path) -> None:
     section = {"device": device, "nvme_path": str(tmp_path)}
     run_ranks(_from_deepspeed, 2, {"offload_optimizer": section, "offload_param": section})
+
+
+def _hugging_face(root: Path) -> list[str]:
+    """A small GPT-2, trained for a step and saved in every way into folders that exist; the logits' owner is `root`."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    engine = _engine(3, 1, GPT2LMHeadModel(config))
+    ids = torch.arange(8).view(1, 8)
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    engine.save_checkpoint(root / "checkpoint")
+    for name in ("model.safetensors", "pytorch_model.bin", "adapter.safetensors"):
+        (root / name).mkdir(exist_ok=True)
+        (root / name / "notes.txt").write_text("kept")
+        for _ in range(2):  # the second replaces the first
+            assert engine.save_16bit_model(root / name, name)
+    if dist.get_rank() == 0:
+        told = GPT2LMHeadModel.from_pretrained(root / "pytorch_model.bin", dtype="auto")
+        with engine.runtime.full_params() as values, torch.no_grad():
+            for key, param in told.named_parameters():
+                assert torch.equal(param, values[key].bfloat16()), key
+    else:
+        with engine.runtime.full_params():
+            pass
+    engine.destroy()
+    return sorted(str(path.relative_to(root)) for path in root.glob("*/*") if path.parent.name != "checkpoint")
+
+
+def test_16_bit_weights_go_into_a_folder_that_exists_under_the_name_that_is_asked_for(tmp_path: Path) -> None:
+    for files in run_ranks(_hugging_face, 2, tmp_path):
+        assert files == sorted(
+            f"{folder}/{file}"
+            for folder, weights in (
+                ("model.safetensors", "model.safetensors"),
+                ("pytorch_model.bin", "model.safetensors"),
+                ("adapter.safetensors", "adapter.safetensors"),
+            )
+            for file in (weights, "config.json", "notes.txt")
+        )
+    # `export-weights` takes the engine's checkpoint too, with the configuration that it holds.
+    assert cli.main(["export-weights", str(next((tmp_path / "checkpoint").glob("step*"))), str(tmp_path / "out")]) == 0
+    exported, saved = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "model.safetensors"))
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[key], saved[key]) for key in saved)
+    assert (tmp_path / "out" / "config.json").read_text() == (tmp_path / "model.safetensors/config.json").read_text()

@@ -146,7 +146,41 @@ def misfits() -> None:
         zero_runtime.init_distributed()
 
 
+class Failing(nn.Linear):
+    @property
+    def broken(self) -> int:
+        return self.weight.no_such_thing  # type: ignore[return-value]
+
+
+def attributes() -> None:
+    engine, *_ = initialize_quietly(model=Failing(4, 4), config={"train_batch_size": 2})
+    assert engine.in_features == 4
+    with pytest.raises(AttributeError, match=r"^engine\.micro_step: neither the engine nor its module \(Failing\)"):
+        _ = engine.micro_step
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = engine.broken
+    del engine.global_steps
+    with pytest.raises(AttributeError, match="global_steps"):
+        _ = engine.global_samples
+    assert re.fullmatch(r"\d+\.\d+.*|0\+checkout", zero_runtime.__version__)
+    engine.destroy()
+
+
+def inference() -> None:
+    """Nobody names an optimizer, so there are no states until something trains."""
+    engine, *_ = initialize_quietly(model=nn.Linear(4, 4), config={"train_batch_size": 2})
+    with torch.no_grad():
+        engine(torch.ones(2, 4))
+    assert engine.runtime.optimizer.state_tensors() == []
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    engine.step()
+    assert [state.numel() >= 20 for state in engine.runtime.optimizer.state_tensors()] == [True, True]
+    engine.destroy()
+
+
 def loops_in_one_process() -> None:
+    attributes()
+    inference()
     boundaries()
     skipped_steps()
     half_precision_loss()

@@ -115,7 +115,7 @@ def all_in_files(folder: Path) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_states_in_a_scratch_file_change_no_bit(world: int, tmp_path: Path) -> None:
-    run_ranks(all_in_files, world, tmp_path / "made")
+    run_ranks(all_in_files, world, tmp_path)
 
 
 def on_the_host(folder: Path) -> None:
@@ -178,14 +178,14 @@ def test_a_step_reads_and_writes_what_rests_in_the_file(tmp_path: Path) -> None:
 def round_trip(root: Path) -> None:
     """Saved while resting; goes on in a file, in memory, and at another row, with the same bits."""
     row = Row(3, ON_NVME, ON_NVME)
-    engine = engine_of(row, root / "scratch")
+    engine = engine_of(row, root)
     train(engine, 0, SAVED_AFTER)
     assert engine.save_checkpoint(root / "saved", client_state={"epoch": 1})
     assert engine.save_16bit_model(root / "weights")
     wanted = outcome(engine, SAVED_AFTER, 2)
     engine.destroy()
     for other in (row, Row(3), Row(2, ON_NVME), Row(3, ON_NVME, ON_CPU)):
-        engine = engine_of(other, root / "scratch", seed=7)
+        engine = engine_of(other, root, seed=7)
         path, client = engine.load_checkpoint(root / "saved")
         assert path is not None
         assert client == {"epoch": 1}
@@ -241,7 +241,7 @@ def test_a_run_without_room_or_host_implementation_is_refused_before_the_model_i
     assert "expected an optimizer that updates one unit after another" in lamb
     assert "found Lamb" in lamb
     assert "found torch.optim.Adagrad" in adagrad
-    assert "expected a folder for scratch files, found File exists" in no_folder
+    assert "expected a folder for scratch files, found a file of that name" in no_folder
     assert "bytes free for the scratch files of 2 ranks, found 0; make room" in full
 
 

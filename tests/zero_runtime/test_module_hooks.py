@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.module_hooks import ModuleHooks, tensors_in
 
 A, B, C = torch.zeros(1), torch.zeros(2), torch.zeros(3)
@@ -82,7 +83,10 @@ class FakeUnit:
     taken: set[int] = field(default_factory=set)
     shared: bool = False
     uses: int = 0
-    is_current: bool = True
+
+    def guard_with(self, guard: ParameterGuard | None) -> None:
+        if guard is not None:
+            guard.open()
 
     def begin_use(self) -> None:
         self.uses += 1
@@ -129,6 +133,7 @@ def test_forward_and_backward_bound_the_life_of_each_unit() -> None:
     forward += [("after_forward", f"u{i}") for i in range(3)]  # the root's end, for what was gathered and not used
     assert schedule.events == forward
     schedule.events.clear()
+    schedule.in_backward = True
     loss.backward()
     assert schedule.events == [
         ("before_backward", "u2"),
@@ -141,8 +146,10 @@ def test_forward_and_backward_bound_the_life_of_each_unit() -> None:
 
 
 def test_only_trainable_units_are_handed_gradients() -> None:
-    model, units, _, _ = hooked()
-    model(torch.ones(1, 2)).sum().backward()
+    model, units, schedule, _ = hooked()
+    loss = model(torch.ones(1, 2)).sum()
+    schedule.in_backward = True
+    loss.backward()
     assert [unit.taken for unit in units] == [{0, 1}, set(), {0, 1}]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import platform
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -172,9 +173,7 @@ def _too_large(folder: Path) -> str:
 def test_a_folder_that_cannot_hold_it_is_told_before_anything_is_allocated(tmp_path: Path) -> None:
     (text,) = run_ranks(_too_large, 1, tmp_path)
     assert f"expected to make a scratch file there for {10 * ALIGN_BYTES:,} bytes, found File too large" in text
-    (tmp_path / "file").touch()
-    with pytest.raises(OffloadError, match="make room or mend the rights, or give another"):
-        scratch(tmp_path / "file")
+    assert "make room or mend the rights, or give another offload.folder" in text
 
 
 def _no_room(folder: Path) -> list[str]:
@@ -198,18 +197,27 @@ def test_what_the_ranks_of_a_machine_need_together_is_compared_with_what_it_has(
 
 
 def _no_folder(folder: Path) -> str:
-    """Only rank 1 cannot make its folder."""
+    """Only rank 1 has no folder."""
     collectives = Collectives(2, PhaseClock(torch.device("cpu")))
     with pytest.raises(OffloadError) as error:
-        check_room(collectives, folder / ("file" if dist.get_rank() else "new") / "scratch", scratch=1, memory=1)
+        check_room(collectives, folder / "other" / "scratch" if dist.get_rank() else folder, scratch=1, memory=1)
     return str(error.value)
 
 
-def test_a_folder_that_one_rank_cannot_make_is_told_on_all(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+def test_a_folder_that_one_rank_lacks_is_reported_on_all_with_the_machine_and_is_not_made(tmp_path: Path) -> None:
     told = run_ranks(_no_folder, 2, tmp_path)
-    text = f"{tmp_path}/file/scratch: expected a folder for scratch files, found Not a directory; give another"
-    assert told == [f"{text} offload.folder"] * 2
+    text = (
+        f"{platform.node()}: {tmp_path}/other/scratch: expected a folder for scratch files, found none (of its path "
+        f"only {tmp_path} exists); correct the path, or make the folder: mkdir -p {tmp_path}/other/scratch"
+    )
+    assert told == [text] * 2
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_scratch_file_makes_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match=f"{tmp_path}/fasst: expected a folder .* mkdir -p {tmp_path}/fasst$"):
+        scratch(tmp_path / "fasst")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -232,10 +240,13 @@ def test_a_drive_is_measured_at_every_setting(tmp_path: Path, capsys: pytest.Cap
     assert len(found) == len(BLOCK_MIB) * len(REQUESTS)
     assert all(speed.read > 0 and speed.write > 0 and speed.both > 0 for speed in found)
     assert cli.main(["io-bench"]) == 2
-    assert "usage: zlab io-bench FOLDER" in capsys.readouterr().err
+    assert "io-bench [-h] FOLDER" in capsys.readouterr().err
     (tmp_path / "file").touch()
-    assert cli.main(["io-bench", str(tmp_path / "file")]) == 1
-    assert "expected to make a scratch file there" in capsys.readouterr().err
+    assert cli.main(["io-bench", str(tmp_path / "file")]) == 2
+    assert "found a file of that name; give another folder" in capsys.readouterr().err
+    assert cli.main(["io-bench", str(tmp_path / "fasst" / "new")]) == 2
+    assert f"of its path only {tmp_path} exists" in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
 
 # ---- the pipeline ----------------------------------------------------------------------------------------------------

@@ -6,14 +6,19 @@ from pathlib import Path
 
 import torch
 
-from zero_runtime.checkpoint.hf_folder import MAX_FILE_BYTES, FolderWriter, Written
+from zero_runtime.checkpoint.hf_folder import MAX_FILE_BYTES, MODEL, FolderWriter, Written
 from zero_runtime.checkpoint.together import agree, trouble_of
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime
 
 
 def save_gathered_weights(
-    runtime: ZeroRuntime, out: str | Path, *, dtype: torch.dtype = torch.bfloat16, max_file_bytes: int = MAX_FILE_BYTES
+    runtime: ZeroRuntime,
+    out: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    stem: str = MODEL,
 ) -> Written:
     """Gather unit by unit; rank 0 writes all weights (the masters, rounded to `dtype`). Every rank calls it.
 
@@ -29,7 +34,7 @@ def save_gathered_weights(
     def begin() -> None:
         nonlocal writer
         if collectives.rank == 0:
-            writer = FolderWriter(out, shapes, dtype, max_file_bytes)
+            writer = FolderWriter(out, shapes, dtype, max_file_bytes, stem)
 
     def write_all() -> None:
         nonlocal written

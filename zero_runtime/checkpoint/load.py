@@ -261,6 +261,7 @@ def _fill_with(
             unit.drop_full()
             with runtime.resident(unit, writes=True):
                 _fill_unit(runtime, unit, states, put, left_out)
+    runtime.renew()
 
 
 def _fill_unit(

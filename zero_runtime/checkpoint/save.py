@@ -201,7 +201,7 @@ class Save:
         path.with_suffix(".part").rename(path)
 
     def _write_text(self, path: Path, text: str) -> None:
-        with open(path, "w") as file:
+        with open(path, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -271,7 +271,7 @@ class Save:
 
     def _read_report(self, rank: int) -> dict[str, Any] | None:
         try:
-            found = json.loads((self.partial / report_file(rank, self.world)).read_text())
+            found = json.loads((self.partial / report_file(rank, self.world)).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         return found if found["token"] == self.token else None

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_runtime.checkpoint.gathered import save_gathered_weights
 from zero_runtime.collectives import own_rank, world_size
 from zero_runtime.dropin import engine_checkpoint
 from zero_runtime.dropin.config import DropinConfig
 from zero_runtime.dropin.engine_optimizer import EngineOptimizer
+from zero_runtime.dropin.model_folder import save_16bit
 from zero_runtime.dropin.schedules import Schedule, advance, rates_now
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CallOrderError, PlanError
@@ -67,7 +67,16 @@ class Engine:
     def __getattr__(self, name: str) -> Any:
         if name in _ABSENT:
             raise AttributeError(f"engine.{name}: {_ABSENT[name]}")
-        return getattr(self.__dict__.get("module"), name)
+        module = self.__dict__.get("module")
+        for owner in (self, module):
+            if hasattr(type(owner), name):  # a property of its that failed inside: it raises its own error
+                return object.__getattribute__(owner, name)
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"engine.{name}: neither the engine nor its module ({type(module).__name__}) has it"
+            ) from error
 
     # ---- a micro-batch -------------------------------------------------------------------------------------------
 
@@ -181,16 +190,13 @@ class Engine:
         )
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
-        """The weights, gathered and rounded to 16 bits, as the new folder `save_dir` of safetensors. Every rank calls.
+        """The weights, gathered and rounded to 16 bits, as safetensors in the folder `save_dir`, which may exist, with
+        the config.json of a module that has a Hugging Face `config`. Every rank calls it, between steps.
 
-        DeepSpeed writes a pickle; `save_filename` must be model.safetensors, what from_pretrained reads.
+        Files of an earlier save under the same name are replaced. DeepSpeed writes a pickle: for its pytorch_model.bin
+        there is model.safetensors here, which from_pretrained reads.
         """
-        if save_filename not in ("model.safetensors", "pytorch_model.bin"):
-            raise PlanError(
-                f"engine.save_16bit_model: expected model.safetensors, found {save_filename!r}; leave it out"
-            )
-        dtype = torch.float16 if self.runtime.precision.param == "fp16" else torch.bfloat16
-        save_gathered_weights(self.runtime, save_dir, dtype=dtype)
+        save_16bit(self.runtime, Path(save_dir), save_filename)
         return True
 
     # ---- modes and ends ------------------------------------------------------------------------------------------

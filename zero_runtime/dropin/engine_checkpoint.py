@@ -11,6 +11,8 @@ from zero_runtime.checkpoint.foreign import load_foreign
 from zero_runtime.checkpoint.load import load_checkpoint, load_weights
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.checkpoint.shelf import newest_good_together
+from zero_runtime.dropin.model_folder import model_config
+from zero_runtime.dtypes import TORCH_DTYPE
 
 if TYPE_CHECKING:
     from zero_runtime.dropin.engine import Engine
@@ -26,6 +28,7 @@ def save(engine: Engine, root: Path, tag: str | None, client_state: dict[str, An
         "engine": {name: getattr(engine, name) for name in _COUNTERS},
         "schedule": _schedule_state(engine),
         "lr": engine.get_lr(),
+        "model_config": model_config(engine.module, TORCH_DTYPE[engine.runtime.precision.param]),
     }
     settings = SaveSettings(with_frozen=with_frozen)
     save_checkpoint(

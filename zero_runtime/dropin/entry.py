@@ -96,7 +96,8 @@ def initialize(
     view = EngineOptimizer(trained)
     schedule = _schedule(lr_scheduler, view, optimizer, read)
     _warn(read, notes)
-    engine = _compose(model, view, schedule, read, trained)
+    is_named = optimizer is not None or read.optimizer is not None
+    engine = _compose(model, view, schedule, read, trained, lazy_states=not is_named)
     loader = None if training_data is None else _loader(training_data, collate_fn, read)
     return engine, view, loader, schedule
 
@@ -170,8 +171,15 @@ def _schedule(given: Any, view: EngineOptimizer, optimizer: Any, read: DropinCon
 
 
 def _compose(
-    model: nn.Module, view: EngineOptimizer, schedule: Schedule | None, read: DropinConfig, trained: Trained
+    model: nn.Module,
+    view: EngineOptimizer,
+    schedule: Schedule | None,
+    read: DropinConfig,
+    trained: Trained,
+    *,
+    lazy_states: bool,
 ) -> Engine:
+    """`lazy_states`: nobody named an optimizer, so this may be an engine for inference."""
     watch = watch_world()
     settings = RuntimeSettings(
         micro_batches=read.batch.accumulation,
@@ -179,6 +187,7 @@ def _compose(
         loss_scale=read.loss_scale,
         offload=read.offload,
         watch=watch,
+        lazy_states=lazy_states,
     )
     try:
         runtime = ZeroRuntime(model, read.plan, read.precision, trained.config, settings, own_device())

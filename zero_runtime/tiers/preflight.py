@@ -8,10 +8,9 @@ import resource
 from pathlib import Path
 from typing import NamedTuple
 
+from zero_runtime import control_groups
 from zero_runtime.collectives import Collectives
-from zero_runtime.errors import OffloadError
-
-_CGROUP = Path("/sys/fs/cgroup")
+from zero_runtime.errors import OffloadError, missing_folder
 
 
 class Need(NamedTuple):
@@ -29,7 +28,7 @@ def check_room(collectives: Collectives, folder: Path | None, *, scratch: int, m
 
     scratch, memory: this rank's bytes in the folder, where there is one, and on the host beside what it holds already.
     """
-    device, trouble = (0, []) if folder is None else _make(folder)
+    device, trouble = (0, []) if folder is None else _device_of(folder)
     own = Need(platform.node(), device, None if folder is None or trouble else str(folder), scratch, memory)
     everyone = collectives.gather_objects(own)
     here = [need for need in everyone if need.host == own.host]
@@ -39,15 +38,13 @@ def check_room(collectives: Collectives, folder: Path | None, *, scratch: int, m
         raise OffloadError("; ".join(dict.fromkeys(found)))
 
 
-def _make(folder: Path) -> tuple[int, list[str]]:
-    """The device of the folder's file system, and why there is no such folder where there is none: told by the caller,
-    since ranks that can make theirs wait for those that cannot."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return os.stat(folder).st_dev, []
-    except OSError as error:
-        found = error.strerror or str(error)
-        return 0, [f"{folder}: expected a folder for scratch files, found {found}; give another offload.folder"]
+def _device_of(folder: Path) -> tuple[int, list[str]]:
+    """The device of the folder's file system; what is wrong where there is no such folder. The caller raises it, since
+    ranks that have theirs wait for those that have none. The name of the machine is in it: a folder may be local to
+    each node."""
+    if not os.path.isdir(folder):
+        return 0, [f"{platform.node()}: {folder}: expected a folder for scratch files, found {missing_folder(folder)}"]
+    return os.stat(folder).st_dev, []
 
 
 def _disk_trouble(own: Need, here: list[Need]) -> list[str]:
@@ -84,20 +81,12 @@ def _rooms(own: int, all_here: int) -> list[tuple[str, tuple[int, int] | None]]:
     used = _status_bytes("VmData")
     limited = None if soft == resource.RLIM_INFINITY or used is None else (own, max(soft - used, 0))
     free = _meminfo_bytes("MemAvailable")
-    group = _group_room()
+    group = control_groups.memory_room()
     return [
         ("RLIMIT_DATA", limited),
         ("the machine's memory", None if free is None else (all_here, free)),
-        ("its control group's memory.max", None if group is None else (all_here, group)),
+        ("its control group's memory limit", None if group is None else (all_here, group)),
     ]
-
-
-def _group_room() -> int | None:
-    try:
-        most = (_CGROUP / "memory.max").read_text().strip()
-        return None if most == "max" else int(most) - int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _status_bytes(key: str) -> int | None:
@@ -110,7 +99,7 @@ def _meminfo_bytes(key: str) -> int | None:
 
 def _kib_of(path: Path, key: str) -> int | None:
     try:
-        line = next(line for line in path.read_text().splitlines() if line.startswith(f"{key}:"))
+        line = next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(f"{key}:"))
     except (OSError, StopIteration):
         return None
     return int(line.split()[1]) * 1024

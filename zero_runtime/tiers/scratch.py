@@ -30,7 +30,7 @@ from uuid import uuid4
 
 import torch
 
-from zero_runtime.errors import OffloadError, PlanError
+from zero_runtime.errors import OffloadError, PlanError, missing_folder
 from zero_runtime.kernels.checksum import checksum_function
 from zero_runtime.offload_memory import ALIGN_BYTES, aligned, buffer_bytes
 
@@ -41,9 +41,10 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class ScratchSettings:
-    """folder: on the drive to use. block_bytes: of one request, whole pages. requests: of each kind in flight at once.
+    """folder: on the drive to use; it must exist. block_bytes: of one request, whole pages.
 
-    ahead: units that are read before and written behind the one that is updated. verify: see [Note: checksums].
+    requests: of each kind in flight at once. ahead: units that are read before and written behind the one that is
+    updated. verify: see [Note: checksums].
     """
 
     folder: Path
@@ -115,9 +116,11 @@ class ScratchFile:
         self._writers = ThreadPoolExecutor(settings.requests, thread_name_prefix="scratch-write")
 
     def _open(self) -> int:
+        folder = self.path.parent
+        if not os.path.isdir(folder):
+            raise OffloadError(f"{folder}: expected a folder for scratch files, found {missing_folder(folder)}")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.path, flags, 0o600)
         except OSError as error:
             raise self._unusable(error) from error

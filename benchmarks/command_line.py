@@ -1,0 +1,55 @@
+"""How long the command line takes to answer when nothing is started: typos, help, broken rules, plans from a cache.
+
+`python benchmarks/command_line.py [--rounds N]`. Every line runs once a round, in turn with an interpreter that does
+nothing; prints medians of wall and processor seconds and each line's ratio to that interpreter within its round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from benchmarks.stages_report import cpu_name  # noqa: E402
+
+BARE = "python -c pass"
+LINES = ("--help", "zero=stge2", "zero.stagee=2", "++zero.bogus=1", "status", "data=text", "-m sweeps=stages data=text")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args().rounds
+    times: dict[str, list[tuple[float, float]]] = {line: [] for line in (BARE, *LINES)}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(rounds):
+            for line, found in times.items():
+                words = ["-c", "pass"] if line == BARE else [str(ROOT / "run.py"), *line.split()]
+                found.append(seconds_of([sys.executable, *words], folder))
+    print(f"{cpu_name()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}, {rounds} rounds")
+    print(f"{'line':<30} {'wall s':>8} {'cpu s':>8} {'of the bare interpreter (wall)':>32}")
+    for line, found in times.items():
+        wall, cpu = (statistics.median(values) for values in zip(*found, strict=True))
+        ratio = statistics.median(one[0] / bare[0] for one, bare in zip(found, times[BARE], strict=True))
+        print(f"{line:<30} {wall:>8.3f} {cpu:>8.3f} {ratio:>32.1f}")
+
+
+def seconds_of(command: list[str], folder: str) -> tuple[float, float]:
+    """Wall and processor seconds of a command, whatever it answers."""
+    before, start = os.times(), time.perf_counter()
+    subprocess.run(command, cwd=folder, capture_output=True, check=False)
+    wall, after = time.perf_counter() - start, os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    return wall, used
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The loopback address of this machine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+ADDRESSES = ("127.0.0.1", "::1")
+
+
+def loopback(addresses: Sequence[str] = ADDRESSES) -> str:
+    """127.0.0.1, or ::1 where the machine has IPv6 alone. OSError where it has neither."""
+    found = next((address for address in addresses if _binds(address)), None)
+    if found is None:
+        raise OSError(f"neither {' nor '.join(addresses)} can be bound; `ip link set lo up` brings the loopback up")
+    return found
+
+
+def _binds(address: str) -> bool:
+    try:
+        with socket.socket(family(address)) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def family(address: str) -> socket.AddressFamily:
+    """AF_INET6 for an address with colons."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def in_url(address: str) -> str:
+    """As it is written before a port: ::1 in brackets."""
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,103 @@
+"""The arithmetic of the report: ratios within a round, medians with quartiles, one table of several runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.stages_report import (
+    of_limit,
+    of_ours,
+    of_parts,
+    percent,
+    quartiles,
+    report_lines,
+    short_table,
+    spread,
+    verdicts,
+    write_report,
+)
+
+SECONDS = {
+    "forward+backward": [1.0, 2.0, 4.0],
+    "stage2": [1.25, 2.5, 5.0],
+    "stage2 collectives": [0.1, 0.2, 0.4],
+    "stage2 optimizer": [0.15, 0.1, 0.6],
+    "fsdp2": [2.5, 5.0, 5.0],
+}
+
+
+def found(precision: str = "fp32") -> dict[str, Any]:
+    size = {"layers": 2, "width": 64, "heads": 4, "vocab": 512, "seq": 64, "micro": 2}
+    names = ("forward+backward", "stage2", "fsdp2")
+    peak = {"whole": 30.0, "steady": 20.4, "faulted": 0.0, "faulted_most": 1.0, "first_loss": 6.2, "last_loss": 6.1}
+    return {
+        "date": "2026-11-22",
+        "device": "cpu",
+        "machine": "a machine",
+        "versions": "torch 2.13",
+        "command": f"python benchmarks/stages.py --precision {precision}",
+        "load_before": 0.1,
+        "task": {"world": 2, "size": size, "precision": precision, "rounds": 3, "peers": ["fsdp2"], "warmup": 1},
+        "seconds": SECONDS,
+        "losses": {name: [6.25, 6.24, 6.23, 6.22] for name in names},
+        "memory": {"stage2": peak},
+    }
+
+
+def test_a_share_is_taken_within_each_round() -> None:
+    assert of_limit(found(), "stage2") == [0.8, 0.8, 0.8]  # though every step took twice the one before
+
+
+def test_the_parts_are_summed_within_each_round() -> None:
+    assert of_parts(found(), "stage2") == pytest.approx([1.0, 0.92, 1.0])
+
+
+def test_a_peer_is_compared_with_our_row_at_its_stage() -> None:
+    assert of_ours(found(), "fsdp2") == [2.0, 2.0, 1.0]
+
+
+def test_quartiles_stay_within_what_was_found() -> None:
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
+    assert quartiles([1.0, 9.0]) == (3.0, 5.0, 7.0)
+    assert quartiles([7.0]) == (7.0, 7.0, 7.0)
+    assert percent([0.5, 0.6, 0.7]) == "60 % (55 to 65)"
+    assert spread([1.0, 2.0, 3.0], 1e3, ".0f") == "2000 (1500 to 2500)"
+
+
+def test_the_page_says_command_machine_repeats_losses_and_the_drift_verdicts() -> None:
+    page = "\n".join(report_lines(found()))
+    for part in (
+        "Command: `python benchmarks/stages.py --precision fp32`",
+        "2 ranks on a machine; torch 2.13; fp32",
+        "3 rounds after 1",
+        "6.2500 to 6.2500 at the first step (expected 6.2",
+        *verdicts(found()),
+        "| ours, stage 2 | 2500 (1875 to 3750) | 80 % (80 to 80) | 200 (150 to 300) | 150 (125 to 375) | 100 % (96 to",
+        "| 2.00 (1.50 to 2.00) |",
+        "| ours, stage 2 | 20 | 30 | 0.00 | 1.00 | 6.1000 |",
+    ):
+        assert part in page
+
+
+def test_the_short_table_has_a_row_for_each_engine_and_columns_for_each_precision() -> None:
+    lines = short_table([found("fp32"), found("bf16")])
+    assert lines[0] == (
+        "| engine | fp32: of forward + backward | fp32: MiB a rank | bf16: of forward + backward | bf16: MiB a rank |"
+    )
+    assert lines[2] == "| ours, stage 2 | 80 % (80 to 80) | 20 | 80 % (80 to 80) | 20 |"
+    assert lines[3] == (
+        "| FSDP2, reshard_after_forward=False (as stage 2) | 40 % (40 to 60) | - | 40 % (40 to 60) | - |"
+    )
+    assert sum("Drift of step times" in line for line in lines) == 2
+
+
+def test_the_numbers_are_written_with_the_verdicts_and_make_the_page_again(tmp_path: Path) -> None:
+    write_report(found(), tmp_path)
+    page, numbers = (tmp_path / f"stages_cpu_fp32_2026-11-22.{kind}" for kind in ("md", "json"))
+    again = json.loads(numbers.read_text())
+    assert again["verdicts"] == verdicts(found())
+    assert "\n".join(report_lines(again)) + "\n" == page.read_text()

@@ -1,0 +1,210 @@
+"""What a point's files hold is part of its identity, and is read again only where it changed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from points import make_config, make_point
+
+from orchestrator import contents, deciding
+from orchestrator.deciding import Wishes
+from orchestrator.record import Attempt, new_attempt, read_json, write_json_atomic
+from orchestrator.run_state import RunState
+from orchestrator.schema import Data, DataKind, Model, RunConfig, Tokenizer, to_dict
+from orchestrator.sweep_record import Planned
+
+LONG_AGO_NS = 10**18
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(contents, "SETTLED_NS", -(10**12))  # as if every file had been left alone for long
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are read, as they are."""
+    found: list[str] = []
+    read = contents._read_digest
+
+    def noted(path: Path, *, skips: bool) -> Any:
+        found.append(path.name)
+        return read(path, skips=skips)
+
+    monkeypatch.setattr(contents, "_read_digest", noted)
+    return found
+
+
+def of_text(tmp_path: Path, path: Path) -> RunConfig:
+    return replace(make_config(tmp_path / "out"), data=Data(DataKind.text, str(path)))
+
+
+def held(config: RunConfig) -> dict[str, str]:
+    return contents.of(to_dict(config))
+
+
+def decided(config: RunConfig, wishes: Wishes | None = None) -> Planned:
+    (planned,) = deciding.decide([make_point(config)], Path(config.output), lambda _: "cpu", wishes or Wishes(), {})
+    return planned
+
+
+def measure(config: RunConfig) -> Attempt:
+    attempt = new_attempt(config.output, to_dict(config), "a", "cpu")
+    for state in (RunState.starting, RunState.running):
+        attempt.move(state)
+    write_json_atomic(attempt.paths.result, {})
+    attempt.move(RunState.ok)
+    return attempt
+
+
+def test_a_text_that_was_overwritten_is_measured_again_and_the_plan_says_why(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one")
+    config = of_text(tmp_path, text)
+    first = measure(config)
+    assert decided(config).decision is RunState.cached
+    stat = text.stat()
+    text.write_text("two")
+    os.utime(text, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the size and the modification time are as they were
+    again = decided(config)
+    assert again.decision is RunState.queued
+    day = deciding._day(read_json(first.paths.state) or {})
+    assert again.reason == f"the data at {text} changed since it was measured on {day}"
+    assert decided(config, Wishes(fresh=True)).reason == ""
+    text.write_text("one")
+    assert decided(config).attempt == str(first.paths.root), "what was measured with these bytes is an answer again"
+
+
+def test_attempts_with_other_contents_share_the_folder_of_the_configuration_and_its_checkpoints(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one")
+    first = measure(of_text(tmp_path, text))
+    text.write_text("two")
+    second = measure(of_text(tmp_path, text))
+    assert first.point != second.point
+    assert first.paths.checkpoints == second.paths.checkpoints
+    assert first.paths.root.name == "01"
+    assert second.paths.root.name == "02"
+
+
+def test_a_measurement_without_a_record_of_its_contents_is_no_answer(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one")
+    config = of_text(tmp_path, text)
+    attempt = measure(config)
+    state = read_json(attempt.paths.state) or {}
+    del state["contents"]
+    write_json_atomic(attempt.paths.state, {**state, "point": attempt.point.partition("-")[0]})
+    again = decided(config)
+    assert again.decision is RunState.queued
+    assert again.reason.endswith("before the contents of its files were recorded")
+
+
+def test_a_point_that_reads_no_file_keeps_the_identity_that_it_had(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "out")
+    assert held(config) == {}
+    assert "-" not in measure(config).point
+    assert decided(config).decision is RunState.cached
+
+
+def test_weights_and_tokenizer_are_told_apart_and_other_files_of_the_folder_do_not_count(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("model.safetensors", "tokenizer.json", "README.md"):
+        (folder / name).write_text(name)
+    model = Model("m", "llama", {}, str(folder))
+    config = replace(make_config(tmp_path / "out"), model=model, data=Data(tokenizer=Tokenizer.model))
+    before = held(config)
+    assert set(before) == {"model", "tokenizer"}
+    (folder / "README.md").write_text("other")
+    assert held(config) == before
+    measure(config)
+    (folder / "model.safetensors").write_text("halved")
+    assert held(config)["tokenizer"] == before["tokenizer"]
+    assert decided(config).reason.startswith(f"the weights at {folder} changed since")
+    (folder / "tokenizer.json").write_text("other")
+    assert decided(config).reason.startswith(f"the weights at {folder} and the tokenizer at {folder} changed since")
+    by_bytes = replace(config, data=Data(tokenizer=Tokenizer.bytes))
+    assert set(held(by_bytes)) == {"model"}
+
+
+def test_of_a_folder_of_texts_what_is_read_counts_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text("a")
+    (folder / "sub" / "b.txt").write_text("b")
+    config = of_text(tmp_path, folder)
+    before = held(config)
+    (folder / ".hidden").write_text("x")
+    (folder / "picture").write_bytes(b"\0x")
+    assert held(config) == before
+    (folder / "sub" / "b.txt").write_text("c")
+    assert held(config) != before
+
+
+def test_only_a_file_that_changed_is_read_again(tmp_path: Path, reads: list[str]) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a", "b", "picture"):
+        (folder / name).write_bytes(b"\0" if name == "picture" else name.encode())
+    config = of_text(tmp_path, folder)
+    assert held(config) == held(config)
+    assert sorted(reads) == ["a", "b", "picture"]
+    (folder / "b").write_text("c")
+    held(config)
+    assert reads[3:] == ["b"]
+
+
+def test_a_file_that_changed_a_moment_ago_is_not_trusted_to_its_times(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "SETTLED_NS", LONG_AGO_NS)
+    (tmp_path / "a").write_text("a")
+    config = of_text(tmp_path, tmp_path / "a")
+    assert held(config) == held(config)
+    assert reads == ["a", "a"]
+
+
+def test_many_points_of_one_plan_look_at_a_place_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_text("a")
+    looked: list[str] = []
+    found = contents._hash_of
+    monkeypatch.setattr(contents, "_hash_of", lambda name, path: looked.append(name) or found(name, path))
+    points = [make_point(replace(of_text(tmp_path, tmp_path / "a"), seed=seed)) for seed in range(5)]
+    deciding.decide(points, tmp_path / "out", lambda _: "cpu", Wishes(), {})
+    assert looked == ["data"]
+
+
+@pytest.mark.parametrize("broken", ["a folder", "nonsense", "a list"])
+def test_a_cache_that_cannot_be_used_costs_time_and_nothing_else(broken: str, tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a").write_text("a")
+    config = of_text(tmp_path, tmp_path / "a")
+    before = held(config)
+    (file,) = (cache / "zero-lab" / "contents").iterdir()
+    file.unlink()
+    if broken == "a folder":
+        file.mkdir()
+    else:
+        file.write_text({"nonsense": "{", "a list": "[1]"}[broken])
+    assert held(config) == before
+
+
+def test_a_file_that_cannot_be_read_is_left_to_the_run_that_reports_it(tmp_path: Path) -> None:
+    assert held(of_text(tmp_path, tmp_path / "gone")) == {"data": "unreadable: No such file or directory"}
+
+
+def test_without_a_folder_for_caches_files_are_read_each_time(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    text = tmp_path / "a.txt"
+    text.write_text("some words\n", encoding="utf-8")
+    assert held(of_text(tmp_path, text)) == held(of_text(tmp_path, text))
+    assert reads == ["a.txt", "a.txt"]

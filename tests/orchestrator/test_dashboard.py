@@ -1,0 +1,62 @@
+"""The dashboard's command: it shows an address, keeps the server's words to a file, and ends with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator import cli, dashboard
+from orchestrator.record import store_path
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    with sqlite3.connect(store_path(tmp_path)) as store:
+        store.execute("CREATE TABLE experiments (experiment_id INTEGER, name TEXT, lifecycle_stage TEXT)")
+        store.execute("INSERT INTO experiments VALUES (3, 'zlab/tiny', 'active')")
+    return tmp_path
+
+
+def serve(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some code of Python stands for MLflow's server."""
+    monkeypatch.setattr(dashboard, "server_command", lambda *_: [sys.executable, "-S", "-c", code])
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_ends_the_server_quietly_with_code_0(
+    by: signal.Signals, output: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = f"import os, time; print('noise', flush=True); open({str(output / 'pid')!r}, 'w').write(str(os.getpid()))"
+    serve(f"{code}\ntime.sleep(600)", monkeypatch)
+    began = output / "pid"
+
+    def interrupt() -> None:
+        while not (began.exists() and began.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), by)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert cli.main(["ui", str(output)]) == 0
+    shown = capfd.readouterr()
+    assert "http://127.0.0.1:" in shown.out
+    assert ("noise" in shown.out + shown.err, shown.err) == (False, "")
+    assert (output / dashboard.LOG).read_text() == "noise\n"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(began.read_text()), 0)
+
+
+def test_a_server_that_ends_by_itself_is_an_error_with_its_last_words(
+    output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve("raise SystemExit('the port is taken')", monkeypatch)
+    assert cli.main(["ui", str(output)]) == 1
+    shown = capsys.readouterr().out
+    assert "the port is taken" in shown
+    assert "the server ended by itself with code 1" in shown

@@ -1,0 +1,36 @@
+"""The loopback address is one that this machine has."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from orchestrator import doctor, slurm_rank
+from orchestrator import loopback as module
+from orchestrator.loopback import in_url, loopback
+
+NOT_HERE_4, NOT_HERE_6 = "192.0.2.1", "2001:db8::1"  # reserved for documentation: no machine has them
+
+
+def test_the_first_address_that_can_be_bound_is_taken() -> None:
+    here = loopback()
+    assert loopback((NOT_HERE_4, here)) == here
+    with socket.socket(module.family(here)) as one:
+        one.bind((here, 0))
+
+
+def test_a_machine_with_ipv6_alone_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_binds", lambda address: address == "::1")
+    assert (loopback(), in_url(loopback())) == ("::1", "[::1]")
+    assert doctor._loopback() == ("network", "ranks of this machine meet over loopback, ::1", "")
+    environ = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    slurm_rank.say_place(environ, ["node"])
+    assert environ["MASTER_ADDR"] == "::1"
+
+
+def test_a_machine_without_loopback_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="ip link set lo up"):
+        loopback((NOT_HERE_4, NOT_HERE_6))
+    monkeypatch.setattr(module, "_binds", lambda address: False)
+    assert "ranks cannot meet" in doctor._loopback().advice

@@ -1,0 +1,68 @@
+"""The share of the cores that other processes took, from the machine's accounting of time."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import pytest
+
+from orchestrator.worker.machine_load import LoadMeter, Used, busy_seconds, others_share, usable_cores
+
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+def stat_file(path: Path, *cores: tuple[int, ...]) -> Path:
+    lines = [f"cpu{core} " + " ".join(str(seconds * TICK) for seconds in row) for core, row in enumerate(cores)]
+    path.write_text("cpu  1 2 3\n" + "\n".join(lines) + "\nintr 5 0\n")
+    return path
+
+
+def test_a_core_works_in_all_of_its_time_but_idle_and_waiting_and_a_guests_is_counted_once(tmp_path: Path) -> None:
+    #                                    user nice system idle iowait irq softirq steal guest guest_nice
+    stat = stat_file(tmp_path / "stat", (10, 20, 30, 1000, 1000, 1, 2, 3, 10, 20), (7, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+    assert busy_seconds(stat, [0]) == {0: 66.0}
+    assert busy_seconds(stat, [0, 1]) == {0: 66.0, 1: 7.0}
+
+
+@pytest.mark.parametrize("text", [None, "", "cpu0 a b c d e f g h\n", "cpu0 1 2\n"])
+def test_a_system_that_does_not_say_is_answered_with_nothing(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "stat").write_text(text)
+    assert busy_seconds(tmp_path / "stat", [0]) == {}
+
+
+def test_what_the_ranks_did_not_use_themselves_was_others() -> None:
+    ranks = [Used("a", 10.0, 8.0, {0: 10.0, 1: 9.0}), Used("a", 10.0, 7.0, {0: 10.0, 1: 9.0})]
+    assert others_share(ranks) == pytest.approx((19 - 15) / 20)
+
+
+def test_ranks_that_are_bound_to_cores_of_their_own_are_one_machine() -> None:
+    ranks = [Used("a", 10.0, 8.0, {0: 10.0}), Used("a", 10.0, 8.0, {1: 8.0})]
+    assert others_share(ranks) == pytest.approx(0.1)
+
+
+def test_the_busiest_machine_counts_and_one_that_does_not_know_makes_it_unknown() -> None:
+    quiet, busy = Used("a", 10.0, 9.0, {0: 9.0}), Used("b", 10.0, 4.0, {0: 10.0})
+    assert others_share([quiet, busy]) == pytest.approx(0.6)
+    assert others_share([quiet, Used("b", 10.0, 4.0, {})]) is None
+    assert others_share([Used("a", 10.0, 4.0, {0: 0.0})]) is None, "it counts nothing, not even what we did"
+
+
+def test_rounding_to_ticks_never_gives_less_than_nothing() -> None:
+    assert others_share([Used("a", 1.0, 1.0, {0: 0.99})]) == 0.0
+
+
+def test_a_meter_reads_between_its_begin_and_its_end(tmp_path: Path) -> None:
+    cores = max(usable_cores()) + 1
+    stat = stat_file(tmp_path / "stat", *[(1, 0, 0, 0, 0, 0, 0, 0)] * cores)
+    meter = LoadMeter(stat)
+    stat_file(stat, *[(3, 0, 0, 0, 0, 0, 0, 0)] * cores)
+    meter.begin()
+    stat_file(stat, *[(3, 4, 0, 9, 9, 0, 0, 1)] * cores)
+    used = meter.end()
+    assert used.host == platform.node()
+    assert used.busy_s == dict.fromkeys(usable_cores(), 5.0)
+    assert used.wall_s > 0
+    assert used.own_s >= 0

@@ -1,0 +1,132 @@
+"""The lines that the tool proposes: each is taken apart by the shell's rules, parsed, composed and checked."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from points import make_config
+from stub_worker import make_result
+
+from orchestrator import arguments, cli, doctor, overrides, paths, report, summary
+from orchestrator.arguments import VERBS
+from orchestrator.hardware import Hardware
+from orchestrator.report import Entry
+from orchestrator.rules import Scene
+
+CLUSTER = Scene(Hardware(cores=2, cpu="cpu", slurm=True))
+TYPED = ("zero=stage2", "precision=bf16", "data.path=null", "measure.steps=10", "measure.warmup_steps=1")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    """The flag of a folder with an option of the user's own, whose name has a space in it."""
+    folder = tmp_path / "my conf"
+    (folder / "zero").mkdir(parents=True)
+    (folder / "zero" / "mine.yaml").write_text((paths.CHECKOUT / "conf" / "zero" / "stage1.yaml").read_text())
+    return f"--config-dir={folder}"
+
+
+def problems(line: str, scene: Scene = CLUSTER) -> list[str]:
+    """What the command line finds wrong with a line; nothing is started."""
+    program = shlex.split(paths.program())
+    words = shlex.split(line, comments=False)
+    assert words[: len(program)] == program
+    words = words[len(program) :]
+    if words[:1] and words[0] in VERBS:
+        parser: argparse.ArgumentParser = importlib.import_module(f"orchestrator.{VERBS[words[0]]}").parser()
+        parser.parse_args(words if VERBS[words[0]] == "verbs" else words[1:])
+        return []
+    asked = arguments.split(words)
+    _, wrong = cli.checked_points(cli.composed(asked), scene)
+    return wrong
+
+
+def measured(*typed: str) -> str:
+    config = make_config(Path("outputs"))
+    return report.next_after_sweep(report.rank([Entry("a", "ok", make_result(config, 100.0), overrides=typed)]))
+
+
+def test_the_line_after_a_run_and_after_a_sweep_can_be_pasted(own: str) -> None:
+    for typed in (TYPED, (own, "zero=mine", "output=a b"), ("zero.prefetch=0", "experiment=paper_bytes")):
+        for line in (summary.next_after_run(typed), summary.run_command(typed), measured(*typed)):
+            assert problems(line) == []
+
+
+def test_the_winner_is_measured_longer_also_where_the_steps_were_typed() -> None:
+    words = shlex.split(measured(*TYPED))
+    (point,) = cli.composed(arguments.split(words[len(shlex.split(paths.program())) :])).points
+    assert (point.values["measure"]["steps"], point.values["measure"]["warmup_steps"]) == (50, 10)
+
+
+def test_a_point_keeps_the_flag_of_the_folder_that_its_options_are_in(own: str) -> None:
+    points, wrong = cli.checked_points(cli.composed(arguments.split([own, "zero=mine"])), CLUSTER)
+    assert (wrong, points[0].overrides, points[0].label) == ([], (own, "zero=mine"), "mine-bf16")
+
+
+def test_the_line_that_a_refusal_proposes_can_be_pasted(own: str) -> None:
+    tree = overrides.read_tree(own.partition("=")[2])
+    lists = ["zero=mine,stage2", "batch.micro=range(1,3)"]
+    (problem,) = overrides.check(lists, tree, multirun=False, flags=[own])
+    assert problems(problem.partition("needs -m (sweep): ")[2]) == []
+    for word in (["zero=[stage0,stage1]"], ["plan", "zero=stage1"], ["sweep", "zero=stage1"], ["statsu"]):
+        (problem,) = overrides.check(word, tree, multirun=False)
+        assert problems(problem.partition("Did you mean '")[2].partition("'?")[0]) == []
+
+
+@pytest.mark.parametrize(("gres", "device"), [("gpu:a100:4", "cuda"), ("(null)", "cpu")])
+def test_the_lines_of_the_doctor_can_be_pasted(
+    gres: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("sbatch", ""), ("sinfo", f"echo 'main* 1-00:00:00 2 {gres}'")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    rows = {row.name: row.text for row in doctor.what_works(doctor._slurm())}
+    assert f"resources.device={device}" in rows["cluster"]
+    for name in ("first", "then", "cluster"):
+        assert problems(rows[name]) == []
+
+
+def test_the_lines_about_a_sweep_can_be_pasted(tmp_path: Path) -> None:
+    sweep = tmp_path / "my out" / "sweeps" / "2026-11-22_01-35-04_zero"
+    for name in ("watch", "cancel", "resume", "retry", "status", "logs", "report"):
+        assert problems(paths.verb(name, sweep)) == []
+    assert problems(paths.dashboard(tmp_path / "my out")) == []
+
+
+def environment(folder: Path) -> Path:
+    """A folder of programs as `python -m venv` makes it: links to the interpreter, and a script."""
+    folder.mkdir(parents=True)
+    (folder / "python").symlink_to(os.path.realpath(sys.executable))
+    (folder / "zlab").write_text("#!/bin/sh\n")
+    (folder / "zlab").chmod(0o755)
+    return folder
+
+
+def test_the_program_is_called_as_it_can_be_typed_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, other = environment(tmp_path / ".venv" / "bin"), environment(tmp_path / "other" / "bin")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(paths, "STARTED_IN", tmp_path)
+    monkeypatch.setattr(sys, "executable", str(ours / "python"))
+    for path, called, told in (
+        (ours, "run.py", "python run.py"),
+        (other, "run.py", ".venv/bin/python run.py"),
+        (tmp_path, "run.py", ".venv/bin/python run.py"),
+        (other, "my code/run.py", ".venv/bin/python 'my code/run.py'"),
+        (ours, str(ours / "zlab"), "zlab"),
+        (other, str(ours / "zlab"), ".venv/bin/zlab"),
+    ):
+        monkeypatch.setenv("PATH", str(path))
+        monkeypatch.setattr(sys, "argv", [called])
+        assert paths.program() == told
+    (tmp_path / "deeper").mkdir()
+    monkeypatch.chdir(tmp_path / "deeper")
+    monkeypatch.setenv("PATH", str(other))
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    assert paths.program() == f"{ours / 'python'} {tmp_path / 'run.py'}"

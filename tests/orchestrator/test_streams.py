@@ -1,0 +1,37 @@
+"""No print ends in an encoding error, whatever the locale."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a shell without a locale gives, with Python's own ways around it switched off.
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+
+
+def printed(code: str, **environ: str) -> bytes:
+    environment = {**os.environ, **ASCII, **environ}
+    plain = code.encode("ascii", "backslashreplace").decode()  # the line itself is read by the locale
+    done = subprocess.run([sys.executable, "-c", plain], cwd=ROOT, env=environment, capture_output=True, check=True)
+    return done.stdout
+
+
+def test_signs_that_an_encoding_lacks_are_spelled_out() -> None:
+    code = "from orchestrator.streams import take_any_text as t; t(); print('2Ψ·(N-1)/N × 2, ∂')"
+    assert printed(code) == b"2Psi*(N-1)/N x 2, \\u2202\n"
+    assert printed(code, PYTHONIOENCODING="latin-1") == "2Psi·(N-1)/N × 2, \\u2202\n".encode("latin-1")
+    assert printed(code, PYTHONIOENCODING="utf-8") == "2Ψ·(N-1)/N × 2, ∂\n".encode()
+
+
+def test_the_command_line_prints_tables_and_signs_in_ascii() -> None:
+    code = (
+        "from orchestrator import cli; cli.main(['--help'])\n"
+        "from orchestrator.screen import make_console; from rich.table import Table\n"
+        "table = Table('2Ψ'); table.add_row('1 × 2'); make_console().print(table)"
+    )
+    told = printed(code)
+    assert b"2Psi" in told
+    assert b"1 x 2" in told

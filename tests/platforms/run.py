@@ -1,0 +1,221 @@
+"""Runs a cut of the suite under each variation that one machine can make of itself: `make test-platforms`.
+
+One line a variation; then the processor and a summary. Exit code 1 where any of them failed. Words choose some:
+`python tests/platforms/run.py kernels-aarch64 wrong-root`. What this machine cannot make is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from platforms import machine  # noqa: E402
+from platforms.other_processor import PROCESSORS  # noqa: E402
+
+LIMIT_S = 600.0
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--override-ini", "addopts=")
+KERNEL_TESTS = ("tests/kernels/test_ops.py", "tests/kernels/test_checksum.py")
+# The kernels beside the reference, stages 0 to 3 on two ranks beside plain PyTorch, states in a file, a checkpoint.
+CUT = (
+    *(*PYTEST, *KERNEL_TESTS, "tests/kernels/test_reference.py", "tests/kernels/test_torch_optim.py"),
+    *("tests/parity/test_rows.py", "tests/parity/test_offload.py", "tests/zero_runtime/test_checkpoint_load.py"),
+    "-k",
+    "(bits_of_the_reference and not 1000003) or odd_offsets or bits_of_ieee or derived_distance or 2-False-1]"
+    " or (bf16_has_the_bits and 2-1-reduce_fp32) or (file_has_the_same_bits and fp32-2) or tied_and_frozen",
+)
+PARITY = (*PYTEST, "tests/parity/test_rows.py", "-k", "fp32_has_the_bits_of_plain_torch and 2-False-1]")
+KERNELS = (*PYTEST, "-p", "platforms.other_processor", *KERNEL_TESTS)
+KERNELS = (*KERNELS, "-k", "bits_of_the_reference or odd_offsets or spread or (checksum and not flipped)")
+# The command line: ranks of their own, a record, a table.
+SMOKE = (sys.executable, str(ROOT / "run.py"), "zero=stage2", "measure.steps=2", "measure.warmup_steps=1")
+SMOKE = (*SMOKE, "resources.device=cpu", "tracking=none", "output={folder}/outputs")
+COMPILERS = re.compile(r"(.*-)?(g\+\+|gcc|c\+\+|cc|clang|clang\+\+|c89|c99)(-\d+)?$")
+
+
+@dataclass(frozen=True)
+class Variation:
+    """A name, what it changes, and commands that must pass: or must fail tests, where `wants_red`.
+
+    `prefix` stands before each command; `missing` is why this machine cannot make it.
+    """
+
+    name: str
+    about: str
+    environment: dict[str, str] = field(default_factory=dict)
+    commands: tuple[tuple[str, ...], ...] = (CUT,)
+    prefix: tuple[str, ...] = ()
+    missing: str | None = None
+    wants_red: bool = False
+    empty_home: bool = False
+
+
+def variations(folder: Path) -> list[Variation]:
+    """All, in the order in which they run; `folder` is for what they need."""
+    flags = machine.flags()
+    lacks = {name: None if name in flags else f"this processor has no {name}" for name in ("avx2", "avx512f")}
+    on_x86 = None if machine.is_x86() else "not an x86 processor"
+    found = [Variation("plain", "nothing", commands=(CUT, SMOKE))]
+    for level, flag in (("default", ""), ("avx2", "avx2"), ("avx512", "avx512f")):
+        missing = on_x86 or lacks.get(flag)
+        found.append(Variation(f"aten-{level}", "torch's vectors", {"ATEN_CPU_CAPABILITY": level}, missing=missing))
+    # oneDNN's names beside MKL's: one run for both libraries of matrix products.
+    for mkl, onednn, flag in (("SSE4_2", "SSE41", ""), ("AVX2", "AVX2", "avx2"), ("AVX512", "AVX512_CORE", "avx512f")):
+        environment = {"MKL_ENABLE_INSTRUCTIONS": mkl, "ONEDNN_MAX_CPU_ISA": onednn}
+        missing = on_x86 or lacks.get(flag)
+        found.append(Variation(f"products-{mkl.lower()}", "MKL and oneDNN", environment, missing=missing))
+    found += [
+        Variation("reference", "plain PyTorch for the kernels", {"ZLAB_KERNELS": "reference"}),
+        Variation("cpp", "the C++ kernels or an error", {"ZLAB_KERNELS": "cpp"}, missing=machine.lacks_compiler()),
+        Variation("no-compiler", "none on the PATH, no cache", no_compiler(folder), (PARITY, SMOKE), empty_home=True),
+        *(Variation(f"threads-{n}", "OMP_NUM_THREADS", {"OMP_NUM_THREADS": str(n)}) for n in (1, 2, 4)),
+        user(folder),
+        Variation("ascii", "LC_ALL=C, no UTF-8 mode", ASCII, (PARITY, SMOKE)),
+        no_network_names(),
+        Variation("wrong-root", "torch.sqrt errs in the last place", faulty("root"), (CUT, SMOKE)),
+        Variation("wrong-kernel", "AdamW errs in the last place", faulty("kernel"), (PARITY,), wants_red=True),
+    ]
+    for name, processor in PROCESSORS.items():
+        about = f"kernels compiled with {processor.flags[0]}" + (", under QEMU" if processor.emulator else "")
+        environment = {"ZLAB_PROCESSOR": name, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        missing = processor.missing()
+        found.append(Variation(f"kernels-{name}", about, environment, (KERNELS,), missing=missing))
+    return found
+
+
+ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+
+
+def faulty(what: str) -> dict[str, str]:
+    """Every process of the run has the fault; see hooks/sitecustomize.py."""
+    wanted = {"PYTHONPATH": str(HERE / "hooks"), "ZLAB_FAULTY": what}
+    return wanted | ({"ZLAB_KERNELS": "cpp"} if what == "kernel" else {})
+
+
+def no_compiler(folder: Path) -> dict[str, str]:
+    """A PATH with everything that is on it but compilers."""
+    place = folder / "bin"
+    place.mkdir()
+    for name in os.environ.get("PATH", "").split(os.pathsep):
+        for tool in sorted(Path(name).iterdir()) if Path(name).is_dir() else ():
+            if not COMPILERS.match(tool.name) and not (place / tool.name).exists():
+                (place / tool.name).symlink_to(tool)
+    return {"PATH": str(place), "CXX": ""}
+
+
+def user(folder: Path) -> Variation:
+    """Another user, with a home of its own and a checkout that it may read alone."""
+    number = "65534"
+    prefix = ["setpriv", "--reuid", number, "--regid", number, "--clear-groups", "--bounding-set", "-all"]
+    about = "an ordinary user, the checkout read-only"
+    missing = None if os.geteuid() == 0 else "it needs root to become another user"
+    missing = missing or (None if shutil.which("setpriv") else "no setpriv on the PATH")
+    same = f"import sys; assert sys.version == {sys.version!r}; open({str(ROOT / 'run.py')!r})"
+    probe = [*prefix, "--inh-caps", "-all", sys.executable, "-c", same]
+    if missing is None and subprocess.run(probe, capture_output=True, cwd="/").returncode != 0:
+        # The interpreter or the checkout lies where root alone may look: to read is all that it is then allowed.
+        reading = "+dac_read_search"
+        prefix[-1] = f"-all,{reading}"
+        prefix += ["--inh-caps", f"-all,{reading}", "--ambient-caps", f"-all,{reading}"]
+        about += ", allowed to read root's folders"
+    else:
+        prefix += ["--inh-caps", "-all"]
+    owned = {"USER": "nobody", "LOGNAME": "nobody"}
+    return Variation("ordinary-user", about, owned, (PARITY, SMOKE), tuple(prefix), missing, empty_home=True)
+
+
+def no_network_names() -> Variation:
+    """A loopback and nothing else, with a host name that leads nowhere."""
+    missing = None
+    inside = 'ip link set lo up && hostname no-such-name && exec "$@"'
+    prefix = ("unshare", "--net", "--uts", "sh", "-c", inside, "sh")
+    if subprocess.run(["sh", "-c", "command -v unshare && command -v ip"], capture_output=True).returncode != 0:
+        missing = "no unshare or no ip on the PATH"
+    elif subprocess.run([*prefix, "true"], capture_output=True).returncode != 0:
+        missing = "namespaces of its own need root"
+    about = "no network, a host name that leads nowhere"
+    return Variation("no-names", about, commands=(PARITY, SMOKE), prefix=prefix, missing=missing)
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def run(one: Variation, folder: Path) -> tuple[bool, str]:
+    """Whether it went as it should, and what was counted; the output of what did not is printed."""
+    place = folder / one.name
+    (place / "tmp").mkdir(parents=True)
+    environment = {**os.environ, "TMPDIR": str(place / "tmp"), "PYTHONDONTWRITEBYTECODE": "1", **one.environment}
+    if one.empty_home:
+        environment |= {"HOME": str(place), "XDG_CACHE_HOME": ""}
+    if one.prefix and "setpriv" in one.prefix[0]:
+        for path in (place, place / "tmp"):
+            os.chown(path, 65534, 65534)
+    counted = []
+    for words in one.commands:
+        command = [*one.prefix, *(word.format(folder=place) for word in words)]
+        done = _run(command, environment)
+        told = done.stdout.decode("utf-8", "replace")
+        summary = re.findall(r"\d+ (?:passed|failed|skipped|error)", told)
+        counted += summary or (["smoke"] if words is SMOKE else [])
+        wanted = 1 if one.wants_red else 0
+        if done.returncode != wanted or (not summary and words is not SMOKE):
+            print(f"---- {one.name}: exit code {done.returncode}, expected {wanted}\n{told[-6000:]}", flush=True)
+            return False, ", ".join(counted)
+    return True, ", ".join(counted)
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+    try:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.run(command, cwd=ROOT, env=environment, timeout=LIMIT_S, **streams)  # type: ignore[call-overload, no-any-return]
+    except subprocess.TimeoutExpired as error:
+        return subprocess.CompletedProcess(command, 124, error.stdout or b"", b"")
+
+
+def main(names: Sequence[str]) -> int:
+    """0: all that could run went as it should. 1: not all did. 2: an unknown name."""
+    with tempfile.TemporaryDirectory(prefix="zlab-platforms-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        every = variations(folder)
+        unknown = set(names) - {one.name for one in every}
+        if unknown:
+            known = " ".join(one.name for one in every)
+            print(f"error: expected names of variations, found {' '.join(sorted(unknown))}\nknown: {known}")
+            return 2
+        chosen = [one for one in every if not names or one.name in names]
+        print(f"processor  {machine.describe()}", flush=True)
+        failed, left_out, start = [], [], time.monotonic()
+        for one in chosen:
+            if one.missing:
+                left_out.append(one.name)
+                print(f"{one.name:18} left out: {one.missing}", flush=True)
+                continue
+            began = time.monotonic()
+            passed, counted = run(one, folder)
+            failed += [] if passed else [one.name]
+            changed = " ".join(f"{key}={value}" for key, value in one.environment.items() if "/" not in value)
+            red = " as it should be" if passed and one.wants_red else ""
+            verdict = f"{'passed' if passed else 'FAILED'}{' (red' + red + ')' if one.wants_red else ''}"
+            took = time.monotonic() - began
+            print(f"{one.name:18} {verdict} {took:4.0f} s  {one.about}  {changed}  [{counted}]", flush=True)
+    print(f"processor  {machine.describe()}")
+    ran = len(chosen) - len(left_out)
+    print(f"platforms  {ran - len(failed)} of {ran} variations passed in {time.monotonic() - start:.0f} s", end="")
+    print(f"; left out: {', '.join(left_out) or 'none'}; failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,168 @@
+"""The class that a unit's parameters have while they are not in use: every operation on one passes a check first.
+
+[Note: reads outside the owner]
+torch does not check a released storage: a matrix product of it raises, but an addition crashes the process, and a copy
+that is merely stale gives wrong numbers in silence. A reference to a parameter cannot be called back. So between
+its uses a parameter has a subclass of nn.Parameter as its class, whose `__torch_function__` sees every operation on it,
+whoever holds the reference. While its unit is in use it is a plain nn.Parameter again, so a forward and a backward pay
+nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from zero_runtime.errors import ParameterReadError
+
+if TYPE_CHECKING:
+    from zero_runtime.unit import Unit
+
+OnTouch = Callable[["Unit"], None]
+
+_Tensor = torch.Tensor
+_DESCRIPTIONS = (
+    *("shape", "dtype", "device", "layout", "ndim", "names", "name", "itemsize", "nbytes", "is_leaf", "grad_fn"),
+    *("is_cuda", "is_cpu", "is_meta", "is_xpu", "is_mps", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested"),
+    *("is_mkldnn", "is_vulkan", "is_ipu", "is_xla", "is_mtia", "is_maia", "output_nr", "retains_grad", "_version"),
+    *("_base", "grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "volatile"),
+)
+_METHODS = (
+    *("size", "numel", "nelement", "dim", "ndimension", "stride", "storage_offset", "element_size", "get_device"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference"),
+    *("is_shared", "is_pinned", "is_same_size", "is_set_to", "_is_view", "__len__", "dim_order", "requires_grad_"),
+    *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+)
+_FUNCTIONS = (
+    "_has_compatible_shallow_copy_type",
+    "numel",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_conj",
+    "is_neg",
+    "is_inference",
+)
+# What tells of a parameter without its values.
+_DESCRIBES = frozenset(
+    [
+        *(getattr(_Tensor, name).__get__ for name in _DESCRIPTIONS if hasattr(_Tensor, name)),
+        *(getattr(_Tensor, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks")),
+        *(getattr(_Tensor, name) for name in _METHODS if hasattr(_Tensor, name)),
+        *(getattr(torch, name) for name in _FUNCTIONS),
+    ]
+)
+# Where it lies: a released parameter has an empty storage, in which nothing can be misread.
+_LOCATES = frozenset({_Tensor.untyped_storage, _Tensor.data_ptr, _Tensor.storage})
+_SET_DATA = _Tensor.data.__set__  # type: ignore[attr-defined]  # missing in torch's stubs
+
+
+class GuardedParameter(nn.Parameter):
+    """A parameter out of use; each unit has a subclass of its own. Copies and pickles are plain parameters."""
+
+    _guard: ClassVar[ParameterGuard]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _DESCRIBES and not _stays_itself(func, args, kwargs):
+            for param in _guarded_in((*args, *kwargs.values())):
+                param._guard.check(param, func, is_written=_writes(func, param, args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+class ParameterGuard:
+    """Closes and opens the parameters of one unit; they are closed at first. A verb already done is a no-op.
+
+    `on_touch` may bring the unit into use, where that is sound.
+    """
+
+    def __init__(self, unit: Unit, on_touch: OnTouch) -> None:
+        self._unit = unit
+        self._on_touch = on_touch
+        self._class = type("GuardedParameter", (GuardedParameter,), {"_guard": self})
+        self._params = [param for param in unit.params if type(param) is nn.Parameter]  # the others are fake tensors
+        self._closed = False
+        self.close()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for param in self._params:
+                param.__class__ = self._class
+
+    def open(self) -> None:
+        if self._closed:
+            self._closed = False
+            for param in self._params:
+                param.__class__ = nn.Parameter
+
+    def check(self, param: nn.Parameter, func: Callable[..., Any], *, is_written: bool) -> None:
+        """Return if the operation finds this step's values, after a wait for those on their way here."""
+        unit = self._unit
+        if func in _LOCATES:
+            unit.wait_current()
+            return
+        self._on_touch(unit)
+        if not unit.wait_current():
+            trouble = "where this rank has only its shard of this step's values"
+        elif is_written and self._closed and (unit.loses_writes or func == _SET_DATA):
+            trouble = "where the next step would undo the write"
+        else:
+            return
+        name = unit.name_of(param)
+        verb, more = ("written", ", write=True") if is_written else ("read", "")
+        raise ParameterReadError(
+            f"parameter {name!r} (unit {unit.name}) was {verb} outside of forward and backward, {trouble}; on every "
+            f"rank, use its copy in `with runtime.full_params([{name!r}]{more}) as values:` (the drop-in: "
+            "engine.runtime.full_params; engine.save_16bit_model writes all weights)"
+        )
+
+
+def _guarded_in(values: Any) -> Iterator[GuardedParameter]:
+    for value in values:
+        if issubclass(type(value), GuardedParameter):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _guarded_in(value)
+        elif isinstance(value, dict):
+            yield from _guarded_in(value.values())
+
+
+def _stays_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it gives a parameter what it has: its own data, device or dtype, as `module.to(device)` does."""
+    param, *given = args or (None,)
+    if func == _SET_DATA:
+        return given[0] is param
+    if func is not _Tensor.to or any(isinstance(value, torch.Tensor) for value in given):
+        return False
+    try:
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*given, **kwargs)
+    except (TypeError, RuntimeError):  # `copy`, or what `to` itself will refuse
+        return False
+    return (
+        (device is None or torch.empty(0, device=device).device == param.device)
+        and (dtype is None or dtype == param.dtype)
+        and memory_format is None
+    )
+
+
+def _writes(func: Callable[..., Any], param: nn.Parameter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the operation changes the parameter in place, as far as its name tells."""
+    name = getattr(func, "__name__", "")
+    in_place = func == _SET_DATA or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    in_place = in_place or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return (in_place and any(one is param for one in _guarded_in(args[:1]))) or any(
+        one is param for one in _guarded_in((kwargs.get("out"),))
+    )
