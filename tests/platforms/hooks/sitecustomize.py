@@ -16,16 +16,19 @@ def spoil_roots(torch):
         def root(*args, **kwargs):
             found = function(*args, **kwargs)
             if found.is_floating_point() and found.dtype in (torch.float32, torch.float64):
-                data = found.detach()
+                data = found.data  # autograd counts no change of it
                 odd = data.view(torch.int32 if data.dtype == torch.float32 else torch.int64) % 2 != 0
                 data.copy_(torch.where(odd & data.isfinite(), data.nextafter(torch.full_like(data, torch.inf)), data))
             return found
 
         return root
 
+    two = torch.full((64,), 2.0)
+    right = two.sqrt()
     torch.sqrt = after(torch.sqrt)
     torch.Tensor.sqrt = after(torch.Tensor.sqrt)
     torch.Tensor.sqrt_ = after(torch.Tensor.sqrt_)
+    assert all(not torch.equal(root, right) for root in (torch.sqrt(two), two.sqrt(), two.clone().sqrt_()))
 
 
 def spoil_kernel(operations):
@@ -43,7 +46,7 @@ def spoil_kernel(operations):
     operations.CpuKernels.adamw = adamw
 
 
-SPOILED = {"root": ("torch", spoil_roots), "kernel": ("kernels.cpu.operations", spoil_kernel)}
+SPOILED = {"root": ("torch", spoil_roots), "kernel": ("zero_runtime.kernels.cpu.operations", spoil_kernel)}
 
 
 class Spoiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -53,7 +56,7 @@ class Spoiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._name, self._spoil = name, spoil
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != self._name and not fullname.endswith("." + self._name):
+        if fullname != self._name:
             return None
         spec = next(filter(None, (one.find_spec(fullname, path, target) for one in sys.meta_path if one is not self)))
         real, spec.loader = spec.loader, self
