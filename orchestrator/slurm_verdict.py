@@ -31,7 +31,8 @@ OUTSIDE = {
     "BOOT_FAIL": RunState.error,
 }
 MORE_MEMORY = "give cluster.memory_gib, or more of it"
-MEMORY = re.compile(r"exceeded memory limit|oom[-_]kill|Out Of Memory|OutOfMemory", re.IGNORECASE)
+# Of the node that was over it, and of the others that SLURM ends for that.
+MEMORY = re.compile(r"exceeded (job )?memory limit|oom[-_]kill|Out Of Memory|OutOfMemory", re.IGNORECASE)
 
 
 def verdict(attempt: AttemptPaths, world: int, sight: JobSight, now: float | None = None) -> Verdict | None:

@@ -151,6 +151,10 @@ def test_the_job_s_own_log_tells_a_kill_for_want_of_memory(tmp_path: Path) -> No
     assert found.state is RunState.oom_host
     assert "exceeded memory limit (42 > 41)" in found.message
     assert verdict(attempt, 1, RUNNING, NOW) is None
+    log.write_text("slurmstepd-node1: error: Exceeded job memory limit\nsrun: error: node2: task 1: Killed\n")
+    found = verdict(attempt, 1, killed, NOW)  # another node was over it first
+    assert found is not None
+    assert found.state is RunState.oom_host
 
 
 def test_a_job_that_no_rank_of_came_to_life_tells_the_end_of_its_own_log(tmp_path: Path) -> None:

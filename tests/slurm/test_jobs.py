@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 import time
 from dataclasses import replace
@@ -110,7 +111,7 @@ def test_a_training_job_that_is_cancelled_saves_and_is_not_brought_back(tmp_path
 def test_a_job_over_its_memory_ran_out_of_the_hosts_memory(sent: dict[str, Sent]) -> None:
     (verdict,) = sent["memory"].ends()
     assert verdict.state is RunState.oom_host
-    assert "exceeded memory limit" in verdict.message
+    assert re.search("xceeded (job )?memory limit", verdict.message)  # whichever node is over it first
     assert "cluster.memory_gib" in verdict.message
 
 
