@@ -35,7 +35,7 @@ help:
 run: .venv/.installed
 	$(BIN)/python run.py $(ARGS)
 
-# Under 6 minutes on 2 quiet cores. Each file of tests/ says in its first line what it proves.
+# How long it takes is in docs/platforms.md. Each file of tests/ says in its first line what it proves.
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest $(WORKERS)
 
