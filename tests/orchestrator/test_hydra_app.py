@@ -174,6 +174,7 @@ def test_hydras_basic_sweeper_runs_our_points(tmp_path: Path) -> None:
     assert (study_of(tmp_path) / "multirun.yaml").exists()
 
 
+@pytest.mark.full
 def test_a_failed_point_ends_the_basic_sweeper_with_its_reason_and_no_traceback(tmp_path: Path) -> None:
     done = typed(tmp_path, "zero=stage0,stage3", STUB_FAILING_STAGE="3")
     assert done.returncode == 1
@@ -183,6 +184,7 @@ def test_a_failed_point_ends_the_basic_sweeper_with_its_reason_and_no_traceback(
     assert f"#0 stage0: tokens_per_second {speed(0):,.6g} (ok)" in done.stdout
 
 
+@pytest.mark.full
 def test_an_interrupt_cancels_the_batch(tmp_path: Path) -> None:
     line = [sys.executable, "-c", COMMAND, *TINY, "output=out", "zero=stage0,stage3"]
     process = subprocess.Popen(line, cwd=tmp_path, env={**os.environ, "STUB_STEP_S": "5"})

@@ -23,7 +23,7 @@ LINE = (
     [
         ("hang@step3:rank1", "hang", "rank 1 has not come to it for"),
         pytest.param("sigkill@step3:rank1", "error", "rank 1 was killed by SIGKILL", marks=pytest.mark.full),
-        ("oom@step3:rank1", "oom", "rank 1: out of memory in forward of step 3"),
+        pytest.param("oom@step3:rank1", "oom", "rank 1: out of memory in forward of step 3", marks=pytest.mark.full),
     ],
 )
 def test_the_command_names_the_rank_the_step_and_where_it_was(

@@ -149,15 +149,10 @@ def test_a_broken_rule_is_told_and_each_fix_mends_it(
 
 def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_rules, "is_installed", lambda _: False)
-    told = " ".join(line for _, line, _ in BROKEN)
-    assert len(rules.RULES) <= len(BROKEN)
+    cases = [(scene, vars(config(line))) for scene, line, _ in BROKEN]
+    assert len(rules.RULES) <= len(cases)
     for rule in rules.RULES:
-        assert any(rule.check(scene, *_parts(rule, line)) for scene, line, _ in BROKEN), (rule, told)
-
-
-def _parts(rule: rules.Rule, line: str) -> list[Any]:
-    built = vars(config(line))
-    return [built[name] for name in rule.groups]
+        assert any(rule.check(scene, *(built[name] for name in rule.groups)) for scene, built in cases), rule
 
 
 def test_states_rest_in_a_file_on_every_device() -> None:

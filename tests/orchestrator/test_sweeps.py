@@ -162,6 +162,7 @@ def test_three_failures_alike_stop_the_queue(tmp_path: Path, monkeypatch: pytest
     assert "3 points in a row failed alike" in shown
 
 
+@pytest.mark.full
 def test_failures_alike_stop_the_queue_also_after_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZLAB_FAULT", "raise@step1:rank0")
     monkeypatch.setenv("STUB_ODD_MICRO", "1")
@@ -326,7 +327,9 @@ class Person:
         os.write(self._end, f"{text}\n".encode())
 
 
-@pytest.mark.parametrize("answer", ["detach", pytest.param("wait", marks=pytest.mark.full), "cancel"])
+@pytest.mark.parametrize(
+    "answer", [*(pytest.param(one, marks=pytest.mark.full) for one in ("detach", "wait")), "cancel"]
+)
 def test_at_a_terminal_an_interrupt_asks_and_what_is_answered_is_done(
     answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

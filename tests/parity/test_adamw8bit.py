@@ -42,7 +42,11 @@ def held(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: value for key, value in states.items() if not key.startswith("master/")}
 
 
-@pytest.mark.parametrize("saved", [Setting(2, 2), Setting(0, 3)], ids=["stage2-world2", "stage0-world3"])
+@pytest.mark.parametrize(
+    "saved",
+    [Setting(2, 2), pytest.param(Setting(0, 3), marks=pytest.mark.full)],
+    ids=["stage2-world2", "stage0-world3"],
+)
 def test_codes_saved_anywhere_are_the_same_numbers_anywhere(saved: Setting, tmp_path: Path) -> None:
     """At another world, row, size of units and precision: blocks hold the same elements, and reading loses nothing."""
     wanted = run_ranks(_save, saved.world, tmp_path, saved)[0]
@@ -70,7 +74,7 @@ def _continues(root: Path, setting: Setting) -> None:
         resumed.close()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_a_resumed_run_has_the_bits_of_the_unbroken_one(stage: int, tmp_path: Path) -> None:
     run_ranks(_continues, 2, tmp_path, Setting(stage, 2))
 

@@ -161,7 +161,7 @@ def check(root: Path, cells: list[Cell], world: int) -> None:
             assert abs(loss - plain) <= 20 * drift, f"{cell}, step {step}: {loss} against {plain}, drift {drift}"
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_cut_of_all_pairs_goes_on_as_plain_torch(world: int, root: Path) -> None:
     make_sources(root, tuple(SHORT_CUT))
     cells = [cell for cell in SHORT_CUT if cell[4] == world]

@@ -1,6 +1,6 @@
 """The whole matrix: rows x worlds x dtypes x micro-batches x clipping x shapes of model, each cell against the oracle.
 
-In a cut of the cells every pair of values of two axes occurs; `make test` runs those of it at world 2, `make test-full`
+In a cut of the cells every pair of values of two axes occurs; `make test` runs two of it at world 2, `make test-full`
 every cell. (test_rows.py has the other worlds in the short form.)
 """
 
@@ -58,6 +58,7 @@ def covering_cut(cells: list[Cell]) -> list[Cell]:
 
 
 CUT = covering_cut(CELLS)
+SHORT_CUT = [cell for cell in CUT if cell[0] == 2][:2]
 
 
 def case_of(cell: Cell) -> Case:
@@ -119,7 +120,7 @@ def test_the_cut_covers_every_pair_of_values() -> None:
 
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, marks=() if cell[0] == 2 else pytest.mark.full, id=cell_name(cell)) for cell in CUT],
+    [pytest.param(cell, marks=() if cell in SHORT_CUT else pytest.mark.full, id=cell_name(cell)) for cell in CUT],
 )
 def test_a_cell_of_the_cut_matches_plain_torch(cell: Cell) -> None:
     check(cell)

@@ -70,7 +70,8 @@ def _counts(folder: Path, setting: Setting) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"), [(1, PAPER), pytest.param(3, FP32, marks=pytest.mark.full), (3, PAPER)]
+    ("stage", "precision"),
+    [(3, PAPER), *(pytest.param(*one, marks=pytest.mark.full) for one in ((1, PAPER), (3, FP32)))],
 )
 def test_counted_bytes_of_offload_equal_the_memory_model(stage: int, precision: MixedPrecision, tmp_path: Path) -> None:
     run_ranks(_counts, 2, tmp_path, Setting(stage, 2, precision))

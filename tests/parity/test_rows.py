@@ -47,7 +47,7 @@ def assert_same_bits(found: Trace, wanted: Trace) -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=LONG), 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_fp32_has_the_bits_of_plain_torch(stage: int, world: int, tied: bool, micro_batches: int) -> None:
     case = Case(world, micro_batches, STEPS_OF_EQUAL_BITS, model=TinySpec(tied=tied))
@@ -64,7 +64,7 @@ BF16_COMPUTED_IN_FP32 = MixedPrecision("bf16", compute="fp32")
 @pytest.mark.parametrize(
     "precision", [BF16, BF16_PAPER, BF16_COMPUTED_IN_FP32], ids=["reduce_fp32", "reduce_bf16", "compute_fp32"]
 )
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=LONG), 3])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_has_the_bits_of_plain_torch(
@@ -119,8 +119,8 @@ def case_name(case: Case) -> str:
     return f"{dtypes}_micro{case.micro_batches}" + ("_tied" if case.model.tied else "")
 
 
-# The short form has each dtype once, tied weights once and several micro-batches once.
-SHORT_WORLD_3 = [Case(3), Case(3, 3), Case(3, precision=BF16), Case(3, precision=BF16_PAPER, model=TinySpec(tied=True))]
+# The short form has both dtypes, tied weights and one micro-batch; test_bytes.py counts several at this world.
+SHORT_WORLD_3 = [Case(3), Case(3, precision=BF16_PAPER, model=TinySpec(tied=True))]
 WORLD_3_PARAMS = [pytest.param(case, marks=() if case in SHORT_WORLD_3 else LONG) for case in WORLD_3]
 
 
@@ -184,10 +184,8 @@ PARAMETERS_BOUND = 10_000  # more elements than the model has
 @pytest.mark.parametrize(
     ("world", "tied"),
     [
-        (2, False),
         (2, True),
-        (3, False),
-        *(pytest.param(*one, marks=LONG) for one in ((1, False), (1, True), (3, True))),
+        *(pytest.param(*one, marks=LONG) for one in ((1, False), (2, False), (1, True), (3, False), (3, True))),
     ],
 )
 @pytest.mark.parametrize("stage", STAGES)
@@ -205,7 +203,7 @@ def test_clipping_follows_the_global_norm_with_each_element_once(stage: int, wor
     assert abs(unclipped.losses[-1] - wanted.losses[-1]) > 20 * drift, "clipping must matter here"
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=LONG), 2, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=LONG), 2, pytest.param(3, marks=LONG)])
 def test_a_clipped_run_has_one_result_in_every_row(world: int) -> None:
     """The norm is summed in the same parts in every row, so clipping tells no rows apart."""
     traces = ranks_traces(Case(world, clip_norm=CLIP_NORM))
@@ -221,7 +219,7 @@ FP16 = MixedPrecision("fp16")
 JUMPY_SCALE = LossScaleRule(initial_power=23, window=4, hysteresis=2)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=LONG)])
 @pytest.mark.parametrize("world", [pytest.param(1, marks=LONG), 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_fp16_has_the_bits_and_the_scale_trace_of_plain_torch(stage: int, world: int, micro_batches: int) -> None:

@@ -117,7 +117,10 @@ def _clipping(folder: Path, setting: Setting, optimizer: OptimizerConfig) -> Non
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    [(1, FP32), (3, BF16), *(pytest.param(*one, marks=pytest.mark.full) for one in ((0, FP32), (2, BF16), (3, FP32)))],
+    [
+        (1, FP32),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in ((0, FP32), (2, BF16), (3, BF16), (3, FP32))),
+    ],
 )
 def test_a_guess_that_clipping_undoes_leaves_nothing_behind(
     stage: int, precision: MixedPrecision, tmp_path: Path

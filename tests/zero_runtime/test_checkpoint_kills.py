@@ -103,7 +103,7 @@ def written(root: Path) -> int:
 def kills(root: Path, count: int, shared: Path) -> int:
     chance = random.Random(SEED)
     inside = 0
-    wanted = dict(run_ranks(run_on_alone, 2, shared)[0])
+    wanted = dict(run_ranks(run_on_alone, 2, min(4 * count, 120))[0])
     run_ranks(run_on, 2, root, 1, False)
     whole = sum(path.stat().st_size for path in root.glob("step-*/*.safetensors"))
     for number in range(count):
@@ -121,9 +121,9 @@ def kills(root: Path, count: int, shared: Path) -> int:
     return inside
 
 
-def run_on_alone(_root: Path) -> list[tuple[int, float]]:
+def run_on_alone(steps: int) -> list[tuple[int, float]]:
     """The unbroken run."""
-    return list(enumerate(train(HERE.runtime(), HERE.case(), 0, 120)))
+    return list(enumerate(train(HERE.runtime(), HERE.case(), 0, steps)))
 
 
 def test_after_kills_inside_saves_the_run_goes_on_with_the_unbroken_losses(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def _steps_of_rows(precision: MixedPrecision) -> dict[int, tuple[int, int, int]]
     return found
 
 
-@pytest.mark.parametrize("param", ["fp32", "bf16"])
+@pytest.mark.parametrize("param", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def test_a_step_of_every_row_runs_dry_at_world_64_with_one_host_read(param: str) -> None:
     for sent, theory, reads in run_alone(_steps_of_rows, MixedPrecision(param)).values():
         assert sent == theory
