@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ IMPORTERS = {
 LIBRARIES = {"kernels": {"torch", "triton"}, "zero_runtime": {"torch", "numpy", "safetensors"}}
 
 
+@cache
 def imported(file: Path) -> set[str]:
     """Dotted names of all that a file imports or reaches as `torch.distributed`, inside functions too.
 

@@ -69,6 +69,7 @@ CONFIGS += [config_of(precision=bf16(), loss=tiled(16))]
 CONFIGS += [config_of(precision=Precision(param=DType.bf16, compute=Compute.fp32), loss=tiled(1024))]
 CONFIGS += [config_of("gpt2", stage=3, batch=Batch(micro=1, accumulation=1, global_size=1, seq=7))]
 CONFIGS += [config_of(adapter=Adapter(AdapterKind.lora, rank=4), recompute=Recompute(kind)) for kind in KINDS[:2]]
+SHORT_CONFIGS = [CONFIGS[0], CONFIGS[3], CONFIGS[4], CONFIGS[6], CONFIGS[8], CONFIGS[-1]]
 
 
 class Counted(NamedTuple):
@@ -122,23 +123,27 @@ def _steps(configs: list[RunConfig]) -> list[Counted]:
     return [_step(config) for config in configs]
 
 
-@pytest.fixture(scope="module")
-def counted() -> list[Counted]:
-    found: list[Counted] = run_ranks(_steps, 1, CONFIGS)[0]
-    return found
+@pytest.fixture(
+    scope="module", params=[SHORT_CONFIGS, pytest.param(CONFIGS, marks=pytest.mark.full)], ids=["some", "all"]
+)
+def counted(request: pytest.FixtureRequest) -> list[tuple[RunConfig, Counted]]:
+    found: list[Counted] = run_ranks(_steps, 1, request.param)[0]
+    return list(zip(request.param, found, strict=True))
 
 
-def test_what_a_forward_keeps_is_what_was_predicted_to_the_byte(counted: list[Counted]) -> None:
-    for config, one in zip(CONFIGS, counted, strict=True):
+def test_what_a_forward_keeps_is_what_was_predicted_to_the_byte(counted: list[tuple[RunConfig, Counted]]) -> None:
+    for config, one in counted:
         settings = (config.model.name, config.precision, config.recompute, config.loss, config.adapter, config.batch)
         assert one.kept == one.predicted.kept, settings
         assert 0 < one.predicted.kept_outside < one.kept
 
 
-def test_the_allocators_peak_lies_between_the_predicted_floor_and_ceiling(counted: list[Counted]) -> None:
+def test_the_allocators_peak_lies_between_the_predicted_floor_and_ceiling(
+    counted: list[tuple[RunConfig, Counted]],
+) -> None:
     """The floor leaves out gradients, whole units and the kernels' own buffers, all of them at the same moment or not.
     The ceiling adds the most of the first two, whenever it is; what is left of it is more than these kernels take."""
-    for config, one in zip(CONFIGS, counted, strict=True):
+    for config, one in counted:
         assert one.floor <= one.allocated <= one.ceiling, (config.model.name, config.precision, config.recompute)
 
 

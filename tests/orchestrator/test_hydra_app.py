@@ -290,6 +290,7 @@ def test_optuna_gets_the_metric_of_what_it_proposes_and_is_told_of_what_failed(t
 
 
 @needs_optuna
+@pytest.mark.full
 def test_the_page_s_example_of_asking_and_telling_runs(
     tmp_path: Path, stub: list[SweepRequest], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,6 +125,7 @@ def _curves() -> dict[str, list[float]]:
     return curves
 
 
+@pytest.mark.full
 def test_8_bit_moments_move_the_loss_less_than_a_tenth_of_the_learning_rate_does(
     capsys: pytest.CaptureFixture,
 ) -> None:

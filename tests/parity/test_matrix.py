@@ -1,6 +1,6 @@
 """The whole matrix: rows x worlds x dtypes x micro-batches x clipping x shapes of model, each cell against the oracle.
 
-In a cut of the cells every pair of values of two axes occurs; `make test` runs two of it at world 2, `make test-full`
+In a cut of the cells every pair of values of two axes occurs; `make test` runs one of it at world 2, `make test-full`
 every cell. (test_rows.py has the other worlds in the short form.)
 """
 
@@ -58,7 +58,7 @@ def covering_cut(cells: list[Cell]) -> list[Cell]:
 
 
 CUT = covering_cut(CELLS)
-SHORT_CUT = [cell for cell in CUT if cell[0] == 2][:2]
+SHORT_CUT = [cell for cell in CUT if cell[0] == 2 and cell[2] == 1][:1]
 
 
 def case_of(cell: Cell) -> Case:

@@ -87,7 +87,7 @@ def whole(model: Any) -> torch.Tensor:
     return model(input_ids=IDS, labels=IDS).loss
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("make", [t5, gpt2, llama])
 def test_parts_of_a_model_compute_what_the_plain_models_do(
     make: Callable[[], tuple[nn.Module, Calls]], world: int

@@ -118,7 +118,7 @@ def every_way() -> dict[tuple[int, str, str], str]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_after_a_step_every_way_to_a_weight_gives_its_value_or_the_error_that_names_it(world: int) -> None:
     names = {name for name, _ in build_shape(Borrowed).named_parameters()}
     for found in run_ranks(every_way, world):
@@ -290,7 +290,7 @@ PARTS: dict[str, Callable[[Any], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_part_that_is_called_on_its_own_has_the_plain_models_outputs_and_gradients(world: int) -> None:
     for found in run_ranks(part_calls, world):
         assert [case for case, same in found.items() if not same] == []

@@ -135,7 +135,13 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
         assert torch.equal(found[key], value), f"{where}: {key}"
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("name", SHAPES_AND_MIXED)
+def test_rows_that_shard_some_and_all_have_the_bits_of_plain_torch(name: str) -> None:
+    check_rows(name, 2, [row for row in STAGE_ROWS if row.stage in (1, 3)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", SHAPES_AND_MIXED)
 def test_every_row_has_the_bits_of_plain_torch(name: str, world: int) -> None:
     check_rows(name, world, STAGE_ROWS)

@@ -113,7 +113,7 @@ def all_in_files(folder: Path) -> None:
         parity(folder, plain, rows)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_states_in_a_scratch_file_change_no_bit(world: int, tmp_path: Path) -> None:
     run_ranks(all_in_files, world, tmp_path)
 
@@ -128,7 +128,7 @@ def on_the_host(folder: Path) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_states_on_the_host_are_where_they_are_on_a_cpu(world: int, tmp_path: Path) -> None:
     run_ranks(on_the_host, world, tmp_path / "never made")
 
@@ -194,7 +194,7 @@ def round_trip(root: Path) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_an_engine_with_scratch_files_saves_and_goes_on_anywhere(world: int, tmp_path: Path) -> None:
     run_ranks(round_trip, world, tmp_path)
 

@@ -112,6 +112,7 @@ def _optimizers_run_dry() -> list[str]:
     return done
 
 
+@pytest.mark.full
 def test_every_optimizer_runs_dry_but_one_that_reads_on_the_host_and_is_refused_by_name() -> None:
     dry = run_alone(_optimizers_run_dry)
     assert {config.name for config in DRY} - set(dry) == {"torch.optim.ASGD"}

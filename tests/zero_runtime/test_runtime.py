@@ -176,7 +176,7 @@ def _with_and_without_evaluation(case: Case) -> dict[int, Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_evaluation_between_steps_changes_no_bits_and_sees_the_same_model_in_every_row(world: int) -> None:
     case = Case(world, 2, steps=3)
     results = run_ranks(_with_and_without_evaluation, world, case)
