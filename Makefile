@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?= zero=stage2 precision=bf16
-# Two processes take the files of tests/ between them: ranks wait for each other, and one process leaves cores idle.
-WORKERS ?= -n 2 --dist loadfile
+# Two processes take the files of tests/ between them: ranks wait for each other, and one process leaves cores idle. In
+# the order of the folders: by their number of tests, files with few long ones would come last.
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # What `make check` runs after formatting, lint and types.
 TESTS ?= test
 
