@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator import comparison, report
 from orchestrator.paths import verb
-from orchestrator.record import EventTail
+from orchestrator.record_file import EventTail
 from orchestrator.run_state import RunState
 from orchestrator.summary import Row, Table
 from orchestrator.sweep_record import Planned, Standing, SweepPaths

@@ -12,7 +12,8 @@ from points import make_config, make_point
 
 from orchestrator import contents, deciding
 from orchestrator.deciding import Wishes
-from orchestrator.record import Attempt, new_attempt, read_json, write_json_atomic
+from orchestrator.record import Attempt, new_attempt
+from orchestrator.record_file import read_json, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import Data, DataKind, Model, RunConfig, Tokenizer, to_dict
 from orchestrator.sweep_record import Planned

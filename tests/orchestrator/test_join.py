@@ -13,7 +13,8 @@ from points import make_config
 
 from orchestrator.job import rank_in_world
 from orchestrator.join import verdict_of
-from orchestrator.record import new_attempt, read_json, write_json_atomic
+from orchestrator.record import new_attempt
+from orchestrator.record_file import read_json, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import to_dict
 

@@ -16,7 +16,8 @@ from harness.ranks import prepare_fork_server, run_alone
 
 from orchestrator import summary
 from orchestrator.job import RankInfo
-from orchestrator.record import AttemptPaths, EventTail, read_json, write_json_atomic
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import EventTail, read_json, write_json_atomic
 from orchestrator.schema import (
     Batch,
     Checkpoint,

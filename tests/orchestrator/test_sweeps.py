@@ -25,7 +25,8 @@ from orchestrator import comparison, hardware, sweep_record, verbs
 from orchestrator.deciding import Refused, Wishes
 from orchestrator.paths import program
 from orchestrator.point import Point
-from orchestrator.record import AttemptPaths, read_json
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import read_json
 from orchestrator.run_state import RunState
 from orchestrator.schema import Cluster
 from orchestrator.screen import Screen
