@@ -50,7 +50,7 @@ def serve(output: Path, port: int | None) -> int:
     try:
         found = links(store, chosen, host)
     except sqlite3.Error as error:
-        advice = "put back a copy, or move it away: the next run makes one, and no record of a run is in it alone"
+        advice = "put back a copy, or move it away: the next run makes one, and results are in the records of runs too"
         screen.say(f"error: {shown(store)}: expected a store of MLflow's, found: {error}; {advice}")
         return 2
     for name, link in found:

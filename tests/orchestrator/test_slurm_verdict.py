@@ -25,7 +25,7 @@ def ended(state: str, code: str = "0:0", reason: str = "") -> JobSight:
 
 
 def record(state: str, time: float = NOW - 1, **facts: Any) -> dict[str, Any]:
-    return {"state": state, "time": time, **facts}
+    return {"state": state, "time": time, "pid": 1, "started": "", **facts}
 
 
 def error(text: str, time: float = NOW - 1, **facts: Any) -> dict[str, Any]:

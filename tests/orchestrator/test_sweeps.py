@@ -195,6 +195,21 @@ def test_points_run_side_by_side_where_there_are_slots_and_one_at_a_time_where_a
         assert (slots[0] != slots[1]) is beside
 
 
+def test_bad_lines_in_the_records_of_one_point_end_neither_the_sweep_nor_another_point(tmp_path: Path) -> None:
+    process = start(tmp_path, [1, 2], step_s=0.4)
+    attempt = AttemptPaths(wait_until(lambda: next(iter(running(tmp_path)), None)))
+    (sweep,) = sweep_record.all_sweeps(tmp_path)
+    for file in (attempt.metrics, sweep.requests, sweep.events):
+        with file.open("ab") as lines:
+            lines.write(b'garbage\n{"do": 3, "event": 3}\n{"do": "cancel", "labels": 3, "event": "ended"}\n{"torn": ')
+    attempt.rank_record(0).write_text('{"torn": ')
+    attempt.exits.write_text("[]")
+    shown, _ = process.communicate(timeout=HANG_S)
+    assert (process.returncode, states(sweep)) == (0, ["ok", "ok"]), shown
+    for file in (attempt.metrics, sweep.requests, attempt.rank_record(0)):
+        assert f"warning: {file}: " in shown
+
+
 # ---- stopped in the middle -------------------------------------------------------------------------------------------
 
 COMMAND = """

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
+import os
+import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +18,7 @@ from harness.corruptions import CORRUPTIONS
 from points import make_config, make_point
 from stub_worker import make_result, step_event
 
-from orchestrator import cli, deciding, sweep_record
+from orchestrator import cli, comparison, deciding, slurm_sweep, sweep_record
 from orchestrator.deciding import Wishes
 from orchestrator.point import Point
 from orchestrator.record import Attempt, AttemptPaths, new_attempt
@@ -176,3 +181,60 @@ def test_every_verb_answers_whatever_became_of_one_file(
     file: str, corruption: str, scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
     go_on(scene, file, corruption, capsys, [list(verb) for verb in VERBS])
+
+
+def test_another_users_output_is_told_in_one_line(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("list", "status"):
+        assert cli.main([verb, "--output", str(scene.output)]) in (0, 1)  # imports what it needs, as this user
+        capsys.readouterr()
+        with as_another_user(scene.output):
+            assert cli.main([verb, "--output", str(scene.output)]) == 1
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert re.fullmatch(
+            r"error: .*: Permission denied; it belongs to another user: give output=FOLDER .*\n", shown.err
+        ), shown.err
+
+
+@contextlib.contextmanager
+def as_another_user(output: Path) -> Iterator[None]:
+    """Root becomes a user whom nothing belongs to; anybody else loses the right to look into the folder."""
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    else:
+        (output / "sweeps").chmod(0)
+    try:
+        yield
+    finally:
+        if os.getuid() == 0:
+            os.seteuid(0)
+        (output / "sweeps").chmod(0o700)
+
+
+def test_a_report_that_cannot_be_written_is_still_shown(
+    scene: Scene, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, text: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(comparison, "write_text_atomic", refused)
+    assert cli.main(["report", "--output", str(scene.output)]) == 1  # as ever: one point failed
+    shown = capsys.readouterr()
+    assert "stage2" in shown.out
+    assert f"warning: {scene.sweep.report} could not be written: Read-only file system" in shown.err
+
+
+def test_a_sweep_of_which_no_record_says_so_is_a_clusters_where_its_points_have_jobs(scene: Scene) -> None:
+    assert not slurm_sweep.is_on_cluster(scene.sweep)
+    scene.sweep.sweep.write_text("{")
+    assert not slurm_sweep.is_on_cluster(scene.sweep)
+    sweep_record.tell(scene.sweep, "started", label="stage0", attempt=str(scene.first.root), slots=[], job="7")
+    assert slurm_sweep.is_on_cluster(scene.sweep)
+
+
+def test_the_plan_of_an_earlier_version_is_read(scene: Scene) -> None:
+    plan = sweep_record.plan_of(scene.sweep)
+    scene.sweep.plan.write_text(json.dumps([one.to_dict() for one in plan]))
+    assert sweep_record.plan_of(scene.sweep) == plan
+    assert sweep_record.open_sweep(scene.output, "torn", plan, {}).root == scene.sweep.root
+    assert not list(scene.sweep.root.glob("*.bad"))
