@@ -216,7 +216,7 @@ class Attempt:
     @property
     def message(self) -> str:
         """Why it stands as it does; empty where there is nothing to say."""
-        return str(self._facts.get("message", ""))
+        return str(self._facts.get("message") or "")
 
     @property
     def owner_is_gone(self) -> bool:
@@ -244,13 +244,18 @@ def _this_process() -> dict[str, object]:
 
 
 def settle(paths: AttemptPaths) -> RunState:
-    """How the attempt stands. One whose owner died in the middle becomes `lost`, or what its result says.
+    """How the attempt stands; see `settled`."""
+    return settled(paths).state
+
+
+def settled(paths: AttemptPaths) -> Attempt:
+    """The attempt as it stands. One whose owner died in the middle becomes `lost`, or what its result says.
 
     BadRecord where its state cannot be read. Where it cannot be written, as for another user, it is told all the same.
     """
     attempt = Attempt.reopen(paths)
     if attempt.state.final or not attempt.owner_is_gone:
-        return attempt.state
+        return attempt
     state, facts = RunState.lost, {"message": "the command that watched it is gone"}
     if attempt.state is not RunState.queued and paths.result.exists():
         try:
@@ -260,7 +265,7 @@ def settle(paths: AttemptPaths) -> RunState:
             facts = {"message": str(bad)}
     with contextlib.suppress(OSError):
         attempt.move(state, **facts)
-    return state
+    return attempt
 
 
 def result_of(attempt: AttemptPaths) -> dict[str, Any]:
@@ -316,6 +321,8 @@ def new_attempt(
     for one in all_attempts(output, point):
         make_room(one.state, STATE)
         make_room(one.result, RESULT)
+        if one.state.exists():
+            settle(one)  # a run whose command was killed is looked at by nobody else
     paths = AttemptPaths(_next_folder(folder / "attempts"))
     write_json_atomic(paths.config, config)
     write_json_atomic(paths.provenance, provenance.facts())

@@ -25,6 +25,7 @@ from orchestrator.record_shapes import METRICS, Events, Shape, misfit
 CHECKSUM = "checksum"
 MOST_BYTES = 1 << 28  # a plan of 10,000 points has a quarter
 LINE_BYTES = 1 << 20
+END_BYTES = 1 << 16
 TOLD_BYTES = 200  # of a message of the JSON reader
 DEEP = "lists or objects nested too deeply"
 OBJECT: Shape = {}
@@ -222,6 +223,12 @@ def set_aside(path: Path, wrong: str) -> None:
     warn_once(f"{path} was {wrong}: it was set aside as {aside.name}")
 
 
+def make_way(path: Path) -> None:
+    """Sets aside what is no file."""
+    if os.path.lexists(path) and (wrong := _no_file(path.stat().st_mode if path.exists() else 0)):
+        set_aside(path, wrong)
+
+
 def make_room(path: Path, shape: Shape = OBJECT) -> None:
     """Sets the record aside where it is bad; leaves a good one, or none, as it is."""
     try:
@@ -290,7 +297,19 @@ class EventTail:
 
     def __init__(self, path: Path, events: Events = METRICS) -> None:
         self._path, self._events = path, events
-        self._offset = self._lines = 0
+        self._offset = 0
+        self._lines: int | None = 0  # that were read; None where nobody counted those before
+
+    @classmethod
+    def of_the_end(cls, path: Path, events: Events = METRICS) -> EventTail:
+        """The same from somewhere near the end on: for who looks again and again at what may have grown large."""
+        tail = cls(path, events)
+        with contextlib.suppress(BadRecord, OSError), _regular(path) as file:
+            if file is not None and (size := os.fstat(file.fileno()).st_size) > END_BYTES:
+                file.seek(size - END_BYTES)
+                file.readline(LINE_BYTES)
+                tail._offset, tail._lines = file.tell(), None
+        return tail
 
     def read_new(self) -> list[dict[str, Any]]:
         """The events since the last call. A last line without its end is left for the next call."""
@@ -300,7 +319,7 @@ class EventTail:
             with _regular(self._path) as file:
                 for line in () if file is None else self._whole(file):
                     event, wrong = self._event(line)
-                    bad = bad or (wrong and f"line {self._lines} is left out: expected an event, found {wrong}")
+                    bad = bad or (wrong and f"{self._line} is left out: expected an event, found {wrong}")
                     found += [] if event is None else [event]
         except (BadRecord, OSError) as error:
             warn_once(str(error))
@@ -312,9 +331,13 @@ class EventTail:
         file.seek(self._offset)
         while (line := file.readline(LINE_BYTES)).endswith(b"\n") or len(line) == LINE_BYTES:
             self._offset += len(line)
-            self._lines += line.endswith(b"\n")
+            self._lines = None if self._lines is None else self._lines + line.endswith(b"\n")
             if line.strip():
                 yield line
+
+    @property
+    def _line(self) -> str:
+        return "a line near its end" if self._lines is None else f"line {self._lines}"
 
     def _event(self, line: bytes) -> tuple[dict[str, Any] | None, str]:
         """The event, or what is wrong with the line."""

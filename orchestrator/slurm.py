@@ -247,4 +247,4 @@ def log_paths(attempt: AttemptPaths, world: int) -> list[Path]:
     """Every log there is of an attempt: its ranks', and what SLURM and the setup lines said."""
     log = (read_or_warn(attempt.job, JOB) or {}).get("log")
     wanted = [attempt.rank_log(rank) for rank in range(world)]
-    return [path for path in [*wanted, *([Path(log)] if log else [])] if path.exists()]
+    return [path for path in [*wanted, *([Path(log)] if log else [])] if path.is_file()]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.processes import is_alive
-from orchestrator.record import SCHEMA, AttemptPaths, result_of, settle
+from orchestrator.record import SCHEMA, AttemptPaths, result_of, settled
 from orchestrator.record_file import (
     BadRecord,
     EventTail,
@@ -21,13 +21,13 @@ from orchestrator.record_file import (
     judged,
     loaded,
     make_room,
+    make_way,
     read_or_warn,
-    require_json,
     set_aside,
     warn_once,
     write_json_atomic,
 )
-from orchestrator.record_shapes import CONTROLLER, POINT, STATE, SWEEP, SWEEP_EVENTS
+from orchestrator.record_shapes import CONTROLLER, POINT, SWEEP, SWEEP_EVENTS
 from orchestrator.run_state import RunState
 
 
@@ -145,21 +145,16 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
             except BadRecord as bad:
                 set_aside(paths.plan, bad.wrong)
             # What its last controller did and was asked is over; the attempts tell what came of it.
+            for file in (paths.events, paths.requests, paths.controller, paths.log):
+                make_way(file)
             for file in (paths.events, paths.requests, paths.controller):
-                _clear(file)
+                file.unlink(missing_ok=True)
             break
     else:
         paths = SweepPaths(_new_folder(sweeps, name))
     write_json_atomic(paths.sweep, {"schema": SCHEMA, "id": identity, "name": name, "time": time.time(), **facts})
     write_json_atomic(paths.plan, {"points": [one.to_dict() for one in planned]})
     return paths
-
-
-def _clear(file: Path) -> None:
-    if file.is_file() or file.is_symlink():
-        file.unlink()
-    elif file.exists():
-        set_aside(file, "no file")
 
 
 def is_sweep(sweep: SweepPaths, name: str, identity: str) -> bool:
@@ -250,11 +245,10 @@ def _standing(planned: Planned, event: Mapping[str, Any] | None) -> Standing:
     attempt = AttemptPaths(Path(event["attempt"]))
     one = Standing(planned, RunState.lost, attempt, "", tuple(event["slots"]), event.get("job") or "")
     try:
-        state = settle(attempt)
-        message = require_json(attempt.state, STATE).get("message") or ""
+        found = settled(attempt)
     except (BadRecord, OSError) as error:
         return replace(one, message=str(error))
-    return _with_result(replace(one, state=state, message=message))
+    return _with_result(replace(one, state=found.state, message=found.message))
 
 
 def _with_result(one: Standing) -> Standing:

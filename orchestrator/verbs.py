@@ -197,11 +197,11 @@ def _logs(asked: argparse.Namespace) -> int:
     blamed = (read_or_warn(one.attempt.state, STATE) or {}).get("rank") or 0
     rank = asked.rank if asked.rank is not None else int(blamed)
     log = one.attempt.rank_log(rank)
-    if not log.exists() and not asked.follow:
+    if not log.is_file() and not asked.follow:
         of_job = slurm_sweep.log_of(one.attempt)
-        if of_job is not None and of_job.exists():
+        if of_job is not None and of_job.is_file():
             log = of_job  # no rank came to write: what SLURM and the setup lines said is all there is
-    if not log.exists() and not asked.follow:
+    if not log.is_file() and not asked.follow:
         there = sorted(path.name for path in one.attempt.root.glob("rank*.log"))
         raise VerbError(f"'{one.label}' has no log of rank {rank}; there are: {' '.join(there) or 'none'}")
     print(f"== {one.label}: {one.state.value}, rank {rank}: {shown(log)}", file=sys.stderr)
@@ -214,7 +214,7 @@ def _print_log(log: Path, attempt: AttemptPaths, *, follow: bool) -> None:
     read = 0
     while True:
         over = not follow or RunState((read_or_warn(attempt.state, STATE) or {"state": "lost"})["state"]).final
-        if log.exists():
+        if log.is_file():
             with log.open("rb") as file:
                 file.seek(read)
                 chunk = file.read()

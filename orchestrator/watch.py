@@ -237,19 +237,18 @@ def _is_waiting(log: Path) -> bool:
 def last_words(attempt: AttemptPaths, rank: int) -> tuple[list[str], Path]:
     """The end of a rank's log, or of its traceback where its output went elsewhere; and the file it is from."""
     log, record = attempt.rank_log(rank), attempt.rank_record(rank)
-    if log.exists():
+    if log.is_file():
         return excerpt(log), log
     return str((read_or_warn(record, RANK) or {}).get("traceback", "")).splitlines()[-LOG_LINES:], record
 
 
 def excerpt(log: Path, lines: int = LOG_LINES) -> list[str]:
     """The last lines of a log; of a log that ends with a dumped stack, its innermost calls."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 65536))
-            found = file.read().decode("utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
+    if not log.is_file():
         return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 65536))
+        found = file.read().decode("utf-8", errors="replace").splitlines()
     stacks = [index for index, line in enumerate(found) if line.endswith(_STACK)]
     after = found[stacks[-1] :] if stacks else []
     if after and all(line.startswith("  File ") or line.endswith(_STACK) for line in after):

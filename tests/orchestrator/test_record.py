@@ -131,3 +131,12 @@ def test_a_new_attempt_sets_aside_what_is_bad_of_those_before_and_leaves_their_r
     assert third.paths.root.name == "03"
     assert {"state.json.bad", "result.json"} <= {one.name for one in torn.paths.root.iterdir()}
     assert all_attempts(tmp_path, good.point) == [third.paths, good.paths]
+
+
+def test_a_new_attempt_settles_those_before_whose_commands_were_killed(tmp_path: Path) -> None:
+    config = to_dict(make_config(tmp_path))
+    first = new_attempt(tmp_path, config, "a", "cpu")
+    first.move(RunState.starting)
+    disown(first)
+    new_attempt(tmp_path, config, "a", "cpu")
+    assert Attempt.reopen(first.paths).state is RunState.lost

@@ -14,6 +14,7 @@ from points import make_config
 from stub_worker import make_result, step_event
 
 from orchestrator.record_file import (
+    END_BYTES,
     BadRecord,
     EventTail,
     append_event,
@@ -168,6 +169,23 @@ def test_a_bad_line_is_left_out_and_named_once(tmp_path: Path, caplog: pytest.Lo
     assert len(told) == len(bad)
     for number, text in enumerate(told, start=2):
         assert text.startswith(f"warning: {path}: line {number} is left out: expected an event, found ")
+
+
+def test_the_end_of_a_large_file_is_read_without_its_beginning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_event(path, step_event(0, 2))
+    assert EventTail.of_the_end(path).read_new() == [step_event(0, 2)]
+    path.write_bytes(b"garbage\n" * END_BYTES)
+    for step in range(3):
+        append_event(path, step_event(step, 2))
+    tail = EventTail.of_the_end(path)
+    assert tail.read_new() == [step_event(step, 2) for step in range(3)]
+    (told,) = (one.getMessage() for one in caplog.records)
+    assert "a line near its end is left out" in told
+    append_event(path, step_event(3, 2))
+    assert tail.read_new() == [step_event(3, 2)]
 
 
 def test_a_line_with_a_changed_digit_is_not_believed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import random
 import re
 import shutil
 import time
@@ -159,6 +160,7 @@ def go_on(scene: Scene, file: str, corruption: str, capsys: pytest.CaptureFixtur
         if one.decision is RunState.queued:
             _ended(scene.output, point)
     again = sweep_record.open_sweep(scene.output, "torn", scene.plan(), {})
+    assert again.log.is_file() or not again.log.exists()
     states = [one.state for one in sweep_record.standings(again)]
     assert states == [RunState.cached] * 3 + [RunState.error]
     assert cli.main(["status", "--output", str(scene.output)]) == 1
@@ -181,6 +183,37 @@ def test_every_verb_answers_whatever_became_of_one_file(
     file: str, corruption: str, scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
     go_on(scene, file, corruption, capsys, [list(verb) for verb in VERBS])
+
+
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    """One to four small changes at random places: another byte, bytes left out, doubled or moved."""
+    for _ in range(chance.randint(1, 4)):
+        start = chance.randrange(len(data) + 1)
+        end = min(len(data), start + chance.randint(1, 40))
+        middle = chance.choice(
+            (chance.randbytes(1), b"", data[start:end] * 2, data[start:end][::-1], b"null", b"1e999")
+        )
+        data = data[:start] + middle + data[end:]
+    return data
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(8))
+def test_random_damage_is_answered(seed: int, scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+    chance = random.Random(seed)
+    files = [path for find in FILES.values() if (path := find(scene)).exists()]
+    for _ in range(250):
+        path = chance.choice(files)
+        whole = path.read_bytes()
+        path.write_bytes(mutated(whole, chance))
+        verb = list(chance.choice(VERBS))
+        code = cli.main([*verb, "--output", str(scene.output)])
+        shown = capsys.readouterr()
+        assert code in (0, 1, 2, 3), shown
+        assert len(scene.plan()) == len(scene.points)
+        for one in (scene.sweep.report, scene.sweep.results):  # verbs write them
+            one.write_text("text\n")
+        path.write_bytes(whole)
 
 
 def test_another_users_output_is_told_in_one_line(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
