@@ -321,7 +321,7 @@ def new_attempt(
     for one in all_attempts(output, point):
         make_room(one.state, STATE)
         make_room(one.result, RESULT)
-        if one.state.exists():
+        with contextlib.suppress(BadRecord, OSError):
             settle(one)  # a run whose command was killed is looked at by nobody else
     paths = AttemptPaths(_next_folder(folder / "attempts"))
     write_json_atomic(paths.config, config)

@@ -37,8 +37,8 @@ class BadRecord(Exception):
 
     def __init__(self, path: Path, wrong: str) -> None:
         super().__init__(
-            f"{path}: expected a record as it was written, found {wrong}; put back a copy, or move it away: what it "
-            "told is then unknown, and nothing else is"
+            f"{path}: expected a record as it was written, found {wrong}; restore a copy, or move it away and give the "
+            "command again"
         )
         self.path, self.wrong = path, wrong
 
@@ -105,8 +105,8 @@ def judged(path: Path, data: Any, shape: Shape) -> dict[str, Any]:
 
 def _unsealed(data: dict[str, Any]) -> str:
     """Takes the checksum off; what is wrong where it does not hold."""
-    told = data.pop(CHECKSUM, None)
-    return "" if told in (None, checksum(data)) else "contents that do not match their checksum"
+    found = data.pop(CHECKSUM, None)
+    return "" if found is None or found == checksum(data) else "contents that do not match their checksum"
 
 
 def checksum(data: Mapping[str, Any]) -> str:
@@ -230,11 +230,12 @@ def make_way(path: Path) -> None:
 
 
 def make_room(path: Path, shape: Shape = OBJECT) -> None:
-    """Sets the record aside where it is bad; leaves a good one, or none, as it is."""
-    try:
-        read_json(path, shape)
-    except BadRecord as bad:
-        set_aside(path, bad.wrong)
+    """Sets the record aside where it is bad; leaves a good one, none, and one that may not be read as it is."""
+    with contextlib.suppress(OSError):
+        try:
+            read_json(path, shape)
+        except BadRecord as bad:
+            set_aside(path, bad.wrong)
 
 
 _ADVICE = {
