@@ -38,17 +38,12 @@ def console() -> None:
     sys.exit(main(sys.argv[1:]))
 
 
-def _shown(code: int) -> int:
-    """The code, once all that was printed has gone out; a full disk under stdout is told here, and not by Python."""
+def _drop_unshown() -> None:
+    """What cannot be printed, as on a full disk under stdout, is dropped: Python would complain again at its end."""
     try:
         sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        raise
-    except OSError as error:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"error: standard output: {told(error)}", file=sys.stderr)
-        return FAILED
 
 
 def _end_quietly() -> int:
@@ -61,7 +56,9 @@ def main(argv: Sequence[str]) -> int:
     """0: every point has a result. 1: at least one failed. 2: nothing was started, the words were wrong."""
     take_any_text()
     try:
-        return _shown(_carried_out(argv))
+        code = _carried_out(argv)
+        sys.stdout.flush()
+        return code
     except Refusal as refusal:
         return refuse(refusal.problems)
     except SlurmError as error:
@@ -69,7 +66,10 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         return _end_quietly()
     except (BadRecord, OSError) as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        _drop_unshown()
+        # Every file of ours is named where it fails.
+        is_stream = isinstance(error, OSError) and error.errno is not None and error.filename is None
+        print(f"error: {'standard output: ' if is_stream else ''}{told(error)}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -158,10 +158,10 @@ class Saving:
         steps = {
             event["step"]: event
             for event in EventTail(metrics).read_new()
-            if event["event"] == "step" and event["step"] <= step
+            if event["event"] == "step" and 1 <= event["step"] <= step
         }
         self.missing_steps = spans(number for number in range(1, step + 1) if number not in steps)
-        for event in steps.values():
+        for event in (steps[number] for number in sorted(steps)):
             if metrics != self._attempt.metrics:
                 append_event(self._attempt.metrics, {**event, "earlier": True})
             self.curve.append(event["loss"])
