@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from points import make_config, make_point
+from stub_worker import make_result
 
 from orchestrator import contents, deciding
 from orchestrator.deciding import Wishes
@@ -59,7 +60,7 @@ def measure(config: RunConfig) -> Attempt:
     attempt = new_attempt(config.output, to_dict(config), "a", "cpu")
     for state in (RunState.starting, RunState.running):
         attempt.move(state)
-    write_json_atomic(attempt.paths.result, {})
+    write_json_atomic(attempt.paths.result, make_result(config))
     attempt.move(RunState.ok)
     return attempt
 

@@ -198,6 +198,8 @@ def test_points_run_side_by_side_where_there_are_slots_and_one_at_a_time_where_a
 def test_bad_lines_in_the_records_of_one_point_end_neither_the_sweep_nor_another_point(tmp_path: Path) -> None:
     process = start(tmp_path, [1, 2], step_s=0.4)
     attempt = AttemptPaths(wait_until(lambda: next(iter(running(tmp_path)), None)))
+    # Its next record is that of its end.
+    wait_until(lambda: (read_json(attempt.rank_record(0)) or {}).get("state") == "running")
     (sweep,) = sweep_record.all_sweeps(tmp_path)
     for file in (attempt.metrics, sweep.requests, sweep.events):
         with file.open("ab") as lines:

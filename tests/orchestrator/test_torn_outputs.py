@@ -245,16 +245,18 @@ def as_another_user(output: Path) -> Iterator[None]:
 
 
 def test_a_report_that_cannot_be_written_is_still_shown(
-    scene: Scene, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    scene: Scene,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(path: Path, text: str) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(comparison, "write_text_atomic", refused)
     assert cli.main(["report", "--output", str(scene.output)]) == 1  # as ever: one point failed
-    shown = capsys.readouterr()
-    assert "stage2" in shown.out
-    assert f"warning: {scene.sweep.report} could not be written: Read-only file system" in shown.err
+    assert "stage2" in capsys.readouterr().out
+    assert f"warning: {scene.sweep.report} could not be written: Read-only file system" in caplog.text
 
 
 def test_a_sweep_of_which_no_record_says_so_is_a_clusters_where_its_points_have_jobs(scene: Scene) -> None:
