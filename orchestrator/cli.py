@@ -146,11 +146,10 @@ def _run(composition: Composition, asked: Arguments) -> int:
     from orchestrator import prediction, slots
     from orchestrator.study import run_point
 
-    if problems := slots.place_problems(points[0].config.output):
-        raise Refusal(problems)
-
     if wrong := prediction.problems(points):
         raise Refusal(list(wrong.values()))
+    if problems := slots.place_problems(points[0].config.output):
+        raise Refusal(problems)
 
     return run_point(points[0], as_json=as_json)
 
