@@ -167,8 +167,8 @@ def _cost(configs: Sequence[RunConfig]) -> str:
 
 def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
     """The same without a screen: returns when the sweep has ended. An interrupt cancels it and is raised again."""
-    _check_places(request)
     planned = _plan(request, hardware)
+    _check_places(request)
     running = _running(request, planned)
     if running is not None:  # another terminal's: its records are not ours to begin anew
         _await(running)
