@@ -18,6 +18,7 @@ from orchestrator.cluster import ClusterKind
 from orchestrator.deciding import Refused, Wishes, retry_states
 from orchestrator.labels import label, sweep_name
 from orchestrator.point import Point
+from orchestrator.record_file import BadRecord, told
 from orchestrator.schema import Device, RunConfig, root_limits, to_dict
 from orchestrator.slurm_tools import SlurmError
 from orchestrator.streams import take_any_text
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from orchestrator.compose import Composition
     from orchestrator.sweep_command import SweepRequest
 
+FAILED = 1
 BAD_USAGE = 2
 INTERRUPTED = 130
 
@@ -34,6 +36,14 @@ INTERRUPTED = 130
 def console() -> None:
     """The command `zlab`."""
     sys.exit(main(sys.argv[1:]))
+
+
+def _drop_unshown() -> None:
+    """What cannot be printed, as on a full disk under stdout, is dropped: Python would complain again at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end_quietly() -> int:
@@ -46,24 +56,36 @@ def main(argv: Sequence[str]) -> int:
     """0: every point has a result. 1: at least one failed. 2: nothing was started, the words were wrong."""
     take_any_text()
     try:
-        if "--version" in argv:
-            from orchestrator import provenance  # here: it imports what only a run needs
-
-            print(f"zero-lab {provenance.version_of('zero-lab') or '(not installed: no version)'}")
-            return 0
-        if argv and argv[0] in VERBS:
-            module = importlib.import_module(f"orchestrator.{VERBS[argv[0]]}")
-            # What reads and steers sweeps shares one parser; the others have their own.
-            return int(module.main(argv if VERBS[argv[0]] == "verbs" else argv[1:]))
-        return _answer(arguments.split(argv))
+        code = _carried_out(argv)
+        sys.stdout.flush()
+        return code
     except Refusal as refusal:
         return refuse(refusal.problems)
     except SlurmError as error:
         return refuse([str(error)])
     except BrokenPipeError:
         return _end_quietly()
+    except (BadRecord, OSError) as error:
+        _drop_unshown()
+        # Every file of ours is named where it fails.
+        is_stream = isinstance(error, OSError) and error.errno is not None and error.filename is None
+        print(f"error: {'standard output: ' if is_stream else ''}{told(error)}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _carried_out(argv: Sequence[str]) -> int:
+    if "--version" in argv:
+        from orchestrator import provenance  # here: it imports what only a run needs
+
+        print(f"zero-lab {provenance.version_of('zero-lab') or '(not installed: no version)'}")
+        return 0
+    if argv and argv[0] in VERBS:
+        module = importlib.import_module(f"orchestrator.{VERBS[argv[0]]}")
+        # What reads and steers sweeps shares one parser; the others have their own.
+        return int(module.main(argv if VERBS[argv[0]] == "verbs" else argv[1:]))
+    return _answer(arguments.split(argv))
 
 
 def _answer(asked: Arguments) -> int:
@@ -121,11 +143,13 @@ def _run(composition: Composition, asked: Arguments) -> int:
         from orchestrator import job
 
         return job.join_from_environment(points[0])
-    from orchestrator import prediction
+    from orchestrator import prediction, slots
     from orchestrator.study import run_point
 
     if wrong := prediction.problems(points):
         raise Refusal(list(wrong.values()))
+    if problems := slots.place_problems(points[0].config.output):
+        raise Refusal(problems)
 
     return run_point(points[0], as_json=as_json)
 

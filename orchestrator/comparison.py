@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from orchestrator import report
-from orchestrator.record import read_json
+from orchestrator.record_file import read_or_warn, warn_once, write_text_atomic
+from orchestrator.record_shapes import SWEEP
 from orchestrator.report import Entry, Ranked
 from orchestrator.run_state import RunState
 from orchestrator.sweep_record import Standing, SweepPaths, standings
@@ -31,21 +34,29 @@ def _entry(one: Standing) -> Entry:
 
 def _ended_at(one: Standing) -> float | None:
     """Results of before they said when they were measured."""
-    return (read_json(one.attempt.state) or {}).get("time") if one.attempt is not None else None
+    return (read_or_warn(one.attempt.state) or {}).get("time") if one.attempt is not None else None
 
 
 def ranked(sweep: SweepPaths) -> list[Ranked]:
     """The points in the order of the sweep's metric."""
-    metric = (read_json(sweep.sweep) or {}).get("rank_by") or report.DEFAULT_METRIC
-    return report.rank(entries(standings(sweep)), metric)
+    metric = (read_or_warn(sweep.sweep, SWEEP) or {}).get("rank_by")
+    return report.rank(entries(standings(sweep)), metric if metric in report.METRICS else report.DEFAULT_METRIC)
 
 
 def write(sweep: SweepPaths) -> list[str]:
-    """report.md and results.csv, and their names; none where no point was ever measured or tried."""
+    """report.md and results.csv, and the names of those that could be written: a full disk hides no comparison."""
     found = ranked(sweep)
-    sweep.report.write_text(report.report_md(sweep.name, found), encoding="utf-8")
-    sweep.results.write_text(report.results_csv(found), encoding="utf-8")
-    return [str(sweep.report), str(sweep.results)]
+    texts = {sweep.report: report.report_md(sweep.name, found), sweep.results: report.results_csv(found)}
+    return [str(path) for path, text in texts.items() if _is_written(path, text)]
+
+
+def _is_written(path: Path, text: str) -> bool:
+    try:
+        write_text_atomic(path, text)
+    except OSError as error:
+        warn_once(f"{path} could not be written: {error.strerror}")
+        return False
+    return True
 
 
 def markdown(sweep: SweepPaths) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.pretrained import COMPANIONS, WEIGHTS
+from orchestrator.record_file import read_cached, write_cached
 from orchestrator.workloads.text_files import is_text, text_files
 from zero_runtime.kernels.cpu.build import BuildError, cache_folder
 
@@ -142,12 +142,8 @@ def _cache_file(name: str, path: Path) -> Path | None:
 def _read(cache: Path | None) -> dict[str, tuple[Stamp, str]]:
     if cache is None:
         return {}
-    try:
-        return {
-            file: (stamp, digest) for file, (stamp, digest) in json.loads(cache.read_text(encoding="utf-8")).items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
+    kept = read_cached(cache, cache.stem)
+    return {file: (stamp, digest) for file, (stamp, digest) in (kept or {}).items()}
 
 
 def _write(cache: Path | None, found: Mapping[str, tuple[Stamp, str]]) -> None:
@@ -156,6 +152,4 @@ def _write(cache: Path | None, found: Mapping[str, tuple[Stamp, str]]) -> None:
         return
     with contextlib.suppress(OSError):
         cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = cache.with_name(f".{cache.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(found), encoding="utf-8")
-        temporary.replace(cache)
+        write_cached(cache, cache.stem, found)

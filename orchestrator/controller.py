@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import os
 import signal
 import sys
@@ -14,12 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from orchestrator import comparison, deciding, hardware, slots
+from orchestrator import comparison, deciding, hardware, record_file, slots
 from orchestrator.job import ENTRY
 from orchestrator.point import Point
 from orchestrator.point_run import PointRun, signals_ignored
 from orchestrator.processes import is_alive, start_time
-from orchestrator.record import EventTail, new_attempt, read_json, write_json_atomic
+from orchestrator.record import new_attempt
+from orchestrator.record_file import BadRecord, EventTail, read_or_warn, told, write_json_atomic
+from orchestrator.record_shapes import REQUESTS
 from orchestrator.run_state import RunState
 from orchestrator.schema import Device, from_dict
 from orchestrator.sweep_record import Planned, SweepPaths, only_controller, plan_of, tell
@@ -35,13 +39,13 @@ class Controller:
 
     def __init__(self, sweep: SweepPaths, entry: str, viewer: tuple[int, float] | None) -> None:
         self._sweep, self._entry, self._viewer = sweep, entry, viewer
-        facts = read_json(sweep.sweep) or {}
+        facts = read_or_warn(sweep.sweep) or {}
         self._prune, self._exclusive = bool(facts.get("prune", True)), bool(facts.get("exclusive", False))
         self._waiting = [one for one in plan_of(sweep) if one.decision is RunState.queued]
         self._configs = {one.label: from_dict(one.config) for one in self._waiting}
         self._running: dict[str, tuple[Planned, PointRun, slots.Lease]] = {}
         self._pools: dict[Device, slots.SlotPool] = {}
-        self._requests = EventTail(sweep.requests)
+        self._requests = EventTail(sweep.requests, REQUESTS)
         self._failures: list[str] = []
         self._told_waiting = ""
         self._tracker = Tracker()
@@ -60,14 +64,20 @@ class Controller:
                     tell(self._sweep, "warning", text=warning)
                 time.sleep(LOOK_S)
         finally:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """The tracker is closed also where nothing can be written any more."""
+        try:
             self._cancel("the sweep's controller was stopped")
             files = comparison.write(self._sweep)
             if experiment := self._experiment():
                 self._tracker.summary(experiment, self._sweep.name, comparison.markdown(self._sweep), files)
+        finally:
             self._tracker.close()
-            for warning in self._tracker.warnings():
-                tell(self._sweep, "warning", text=warning)
-            tell(self._sweep, "end")
+        for warning in self._tracker.warnings():
+            tell(self._sweep, "warning", text=warning)
+        tell(self._sweep, "end")
 
     def _experiment(self) -> str:
         configs = [one.config for one in plan_of(self._sweep) if one.config]
@@ -88,13 +98,18 @@ class Controller:
 
     def _cancel(self, why: str, labels: Sequence[str] | None = None) -> None:
         """Ends what runs and what waits, or the points of these labels alone."""
-        self._drop([one for one in self._waiting if labels is None or one.label in labels], why)
-        for label in [label for label in self._running if labels is None or label in labels]:
-            planned, run, lease = self._running.pop(label)
+        dropped = [one for one in self._waiting if labels is None or one.label in labels]
+        with contextlib.ExitStack() as ends:  # where one's end cannot be recorded, as on a full disk, all end
+            for label in [label for label in self._running if labels is None or label in labels]:
+                ends.callback(self._stop, label, why)
+            ends.callback(self._drop, dropped, why)
+
+    def _stop(self, label: str, why: str) -> None:
+        planned, run, lease = self._running.pop(label)
+        with lease:
             run.cancel(why)
-            self._tracker.end(run.attempt)
-            lease.release()
-            tell(self._sweep, "ended", label=planned.label, attempt=str(run.attempt.paths.root), slots=[])
+        self._tracker.end(run.attempt)
+        tell(self._sweep, "ended", label=planned.label, attempt=str(run.attempt.paths.root), slots=[])
 
     def _drop(self, planned: Sequence[Planned], why: str, state: RunState = RunState.cancelled) -> None:
         for one in list(planned):
@@ -181,6 +196,18 @@ class Controller:
         self._running[planned.label] = (planned, run, lease)
 
 
+class _Warnings(logging.Handler):
+    """Warnings about records go to who watches the sweep, and not to the controller's log."""
+
+    def __init__(self, sweep: SweepPaths) -> None:
+        super().__init__()
+        self._sweep = sweep
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            tell(self._sweep, "warning", text=record.getMessage().removeprefix("warning: "))
+
+
 def _names(lease: slots.Lease) -> list[str]:
     return [slot.visible or slot.name.removeprefix("core") for slot in lease.slots]
 
@@ -204,11 +231,16 @@ def main(argv: Sequence[str]) -> int:
         write_json_atomic(sweep.controller, {"pid": os.getpid(), "started": start_time(os.getpid())})
         began = start_time(found.viewer) if found.viewer is not None else None
         viewer = (found.viewer, began or 0.0) if found.viewer is not None else None
+        record_file.logger.addHandler(_Warnings(sweep))
+        record_file.logger.propagate = False
         try:
             Controller(sweep, found.entry, viewer).run()
         except KeyboardInterrupt:
             with signals_ignored():
                 return 130
+        except (BadRecord, OSError) as error:
+            print(f"error: {told(error)}", file=sys.stderr)
+            return 1
     return 0
 
 

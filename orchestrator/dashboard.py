@@ -47,7 +47,13 @@ def serve(output: Path, port: int | None) -> int:
         return 2
     host = loopback()
     chosen = port or free_port(host)
-    for name, link in links(store, chosen, host):
+    try:
+        found = links(store, chosen, host)
+    except sqlite3.Error as error:
+        advice = "put back a copy, or move it away: the next run makes one, and results are in the records of runs too"
+        screen.say(f"error: {shown(store)}: expected a store of MLflow's, found: {error}; {advice}")
+        return 2
+    for name, link in found:
         screen.say(f"{name}: {link}")
     log = output.absolute() / LOG
     screen.say(f"The page answers after about 10 s. Ctrl-C ends it. What the server says is in {shown(log)}.")

@@ -6,12 +6,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from orchestrator import contents
 from orchestrator.point import Point
-from orchestrator.record import AttemptPaths, all_attempts, attempts_at, point_id, read_json, settle
+from orchestrator.record import AttemptPaths, all_attempts, attempts_at, is_answer, point_id, settle
+from orchestrator.record_file import read_or_warn
+from orchestrator.record_shapes import STATE
 from orchestrator.run_state import RETRIED, RunState
 from orchestrator.schema import RunConfig, to_dict
 from orchestrator.strict import Broken
@@ -165,19 +168,19 @@ def cannot_fit(prediction: Prediction) -> str:
 
 
 def _kept(output: Path, identity: str) -> tuple[AttemptPaths, RunState] | None:
-    """The newest measurement of the point, else the newest other answer."""
+    """The newest measurement of the point that can be believed, else the newest other answer."""
     found = [(attempt, settle(attempt)) for attempt in attempts_at(output, identity)]
-    measured = [one for one in found if one[1].measured]
-    answers = [one for one in found if one[1].kept]
-    return next(iter([*measured, *answers]), None)
+    measured = (one for one in found if one[1].measured and is_answer(one[0]))
+    answers = (one for one in found if one[1].kept and not one[1].measured)
+    return next(chain(measured, answers), None)
 
 
 def _why_again(plan: Planned, output: Path) -> str:
     """Why a measurement of the same configuration is no answer; empty where there is none."""
     for attempt in all_attempts(output, plan.point) if plan.contents else ():
-        if not settle(attempt).measured:
+        facts = read_or_warn(attempt.state, STATE)
+        if facts is None or not settle(attempt).measured:
             continue
-        facts = read_json(attempt.state) or {}
         before = facts.get("contents")
         if before is None:
             return f"measured on {_day(facts)}, before the contents of its files were recorded"
@@ -189,14 +192,14 @@ def _why_again(plan: Planned, output: Path) -> str:
 
 
 def _day(facts: Mapping[str, Any]) -> str:
-    return time.strftime("%Y-%m-%d", time.localtime(facts["time"]))
+    return time.strftime("%Y-%m-%d", time.localtime(facts.get("time", 0)))
 
 
 def _when(attempt: AttemptPaths, state: RunState) -> str:
-    facts = read_json(attempt.state) or {}
+    facts = read_or_warn(attempt.state, STATE) or {}
     if not state.measured:
         return str(facts.get("message", ""))
-    commit = ((read_json(attempt.result) or {}).get("environment") or {}).get("git")
+    commit = ((read_or_warn(attempt.result) or {}).get("environment") or {}).get("git")
     code = f", code {commit}" if commit else ""
     return f"measured on {_day(facts)}{code}; --fresh to measure again"
 

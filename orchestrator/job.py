@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from orchestrator.processes import start_time
-from orchestrator.record import AttemptPaths, write_json_atomic
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import write_json_atomic
 from orchestrator.run_state import RunState
 from zero_runtime.errors import RankError, RankMemoryError
 

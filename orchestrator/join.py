@@ -16,7 +16,9 @@ from orchestrator.job import ENTRY, RankInfo, Stopped, rank_in_world, run_record
 from orchestrator.paths import shown
 from orchestrator.point import Point
 from orchestrator.point_run import record
-from orchestrator.record import Attempt, AttemptPaths, EventTail, joins_path, new_attempt, read_json, write_json_atomic
+from orchestrator.record import Attempt, AttemptPaths, joins_path, new_attempt
+from orchestrator.record_file import EventTail, read_or_warn, write_json_atomic
+from orchestrator.record_shapes import RANK
 from orchestrator.run_state import RunState
 from orchestrator.schema import to_dict
 from orchestrator.screen import Screen
@@ -49,7 +51,7 @@ class Meeting:
         deadline = time.monotonic() + MEET_S
         while waiting:
             for rank in sorted(waiting):
-                hello = read_json(self._hello(rank))
+                hello = read_or_warn(self._hello(rank), {"word": str})
                 if hello is not None:
                     write_json_atomic(self._answer(rank, hello["word"]), {"attempt": str(attempt)})
                     answered.add(rank)
@@ -62,7 +64,7 @@ class Meeting:
         word = uuid.uuid4().hex
         write_json_atomic(self._hello(rank), {"word": word})
         deadline = time.monotonic() + MEET_S
-        while (answer := read_json(self._answer(rank, word))) is None:
+        while (answer := read_or_warn(self._answer(rank, word), {"attempt": str})) is None:
             _pause(deadline, f"rank 0 did not answer in {self._folder}; do all ranks share this file system?")
         self._hello(rank).unlink()
         self._answer(rank, word).unlink(missing_ok=True)
@@ -155,8 +157,10 @@ def verdict_of(attempt: Attempt, world: int, failure: BaseException | Stopped | 
         return Verdict(RunState.cancelled, 0, "the command was stopped")
     if failure is not None:
         time.sleep(GRACE_S)  # the rank that caused it may be writing its record
-        records = [read_json(attempt.paths.rank_record(one)) or {} for one in range(world)]
-        root = min((one for one in records if "error" in one), key=lambda one: one["time"])
+        records = [read_or_warn(attempt.paths.rank_record(one), RANK) or {} for one in range(world)]
+        root = min((one for one in records if "error" in one), key=lambda one: one["time"], default=None)
+        if root is None:  # none can be read
+            return Verdict(RunState.error, 0, f"rank 0: {type(failure).__name__}: {failure}")
         return Verdict(RunState.error, root["rank"], f"rank {root['rank']}: {root['error']}")
     if not attempt.paths.result.exists():
         return Verdict(RunState.error, 0, "rank 0 ended well, yet wrote no result")

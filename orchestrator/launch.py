@@ -24,7 +24,8 @@ from submitit.local.local import Controller
 from orchestrator import slurm_rank
 from orchestrator.job import STOP_SIGNAL, RankJob, RankRecord
 from orchestrator.processes import die_with_parent, end_session, redirect_output
-from orchestrator.record import AttemptPaths, write_json_atomic
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import Device, RunConfig
 from orchestrator.slurm_tools import ask, outside_of_jobs

@@ -13,7 +13,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from orchestrator import comparison, slurm_sweep, sweep_table
-from orchestrator.record import EventTail
+from orchestrator.record_file import EventTail
+from orchestrator.record_shapes import SWEEP_EVENTS
 from orchestrator.run_state import RunState
 from orchestrator.screen import Screen
 from orchestrator.sweep_record import Standing, SweepPaths, controller_pid, standings
@@ -47,7 +48,7 @@ class SweepWatch:
         # A cluster's sweep has no controller: whoever looks asks the scheduler, and not too often.
         self._view = slurm_sweep.ClusterView(sweep) if slurm_sweep.is_on_cluster(sweep) else None
         self._every_s = CLUSTER_LOOK_S if self._view else LOOK_S
-        self._events = EventTail(sweep.events)
+        self._events = EventTail(sweep.events, SWEEP_EVENTS)
         self._shown: dict[str, str] = {}
         self._begun = self._said = time.monotonic()
         self._ended = False

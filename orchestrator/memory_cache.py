@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from orchestrator.record import read_json, write_json_atomic
+from orchestrator.record_file import read_cached, write_cached
 from orchestrator.schema import Device, RunConfig, to_dict
 from zero_runtime.kernels.cpu.build import BuildError, cache_folder
 
@@ -83,16 +83,16 @@ def _version(library: str) -> str:
 
 
 def stored(key: str) -> Any | None:
-    """The answer, where it is there and can be read."""
+    """The answer, where it is there and can be believed."""
     with suppress(OSError):
-        return read_json(folder() / f"{key}.json")
+        return read_cached(folder() / f"{key}.json", key)
     return None
 
 
 def store(key: str, answer: Any) -> None:
     """Keeps the answer, where there is a folder for it: without one it is found again the next time."""
     with suppress(OSError):
-        write_json_atomic(folder() / f"{key}.json", answer)
+        write_cached(folder() / f"{key}.json", key, answer)
 
 
 def answers(
@@ -139,12 +139,23 @@ def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Itera
                 continue
             if line is None:
                 return
-            done, heard = done + 1, time.monotonic()
-            key, answer = json.loads(line)
-            yield key, answer
+            heard = time.monotonic()
+            if (answer := _answer_in(line)) is not None:
+                done += 1
+                yield answer
     finally:
         child.kill()
         child.wait()
+
+
+def _answer_in(line: str) -> tuple[str, Any] | None:
+    """None for a line that some library printed among the answers."""
+    try:
+        key, answer = json.loads(line)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    is_answer = isinstance(key, str) and (answer is None or isinstance(answer, dict))
+    return (key, answer) if is_answer else None
 
 
 def _start_child() -> subprocess.Popen[str]:

@@ -9,7 +9,9 @@ from typing import Any
 
 from orchestrator import launch, prediction, remedies, watch
 from orchestrator.point import Point
-from orchestrator.record import Attempt, EventTail, read_json
+from orchestrator.record import Attempt, result_of
+from orchestrator.record_file import BadRecord, EventTail, read_or_warn
+from orchestrator.record_shapes import RANK
 from orchestrator.run_state import RunState
 from orchestrator.schema import from_dict
 from orchestrator.watch import Verdict, Watch
@@ -84,16 +86,18 @@ def record(attempt: Attempt, verdict: Verdict) -> Verdict:
     Returns what was written: a run that fitted may have been tight.
     """
     if verdict.state is RunState.ok:
-        result = read_json(attempt.paths.result)
-        assert result is not None
-        verdict = verdict._replace(state=watch.success(result))
-        attempt.move(verdict.state, **({"note": verdict.note} if verdict.note else {}))
-        return verdict
+        try:
+            verdict = verdict._replace(state=watch.success(result_of(attempt.paths)))
+        except BadRecord as bad:
+            verdict = Verdict(RunState.error, 0, str(bad))
+        else:
+            attempt.move(verdict.state, **({"note": verdict.note} if verdict.note else {}))
+            return verdict
     lines, _ = watch.last_words(attempt.paths, verdict.rank)
-    memory = (read_json(attempt.paths.rank_record(verdict.rank)) or {}).get("memory")
+    memory = (read_or_warn(attempt.paths.rank_record(verdict.rank), RANK) or {}).get("memory")
     facts = {}
-    if memory:
-        config = from_dict(read_json(attempt.paths.config) or {})
+    if memory and (stored := read_or_warn(attempt.paths.config)):
+        config = from_dict(stored)
         facts = {"memory": memory, "remedies": remedies.told(config, memory, prediction.needs)}
         verdict = verdict._replace(message=f"{verdict.message}; {facts['remedies']}".rstrip("; "))
     attempt.move(verdict.state, rank=verdict.rank, message=verdict.message, log=lines, **facts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -14,6 +16,15 @@ from typing import Any
 
 from orchestrator import contents, provenance
 from orchestrator.processes import is_alive, start_time
+from orchestrator.record_file import (
+    BadRecord,
+    make_room,
+    read_or_warn,
+    require_json,
+    warn_once,
+    write_json_atomic,
+)
+from orchestrator.record_shapes import PROCESS, RESULT, STATE, misfit
 from orchestrator.run_state import MOVES, RunState
 
 SCHEMA = 1
@@ -129,54 +140,17 @@ def scratch_path(output: str | Path) -> Path:
     return Path(output) / "scratch"
 
 
+def make_output(output: str | Path) -> None:
+    """The folder, made where it is missing. OSError where it cannot be made or written to."""
+    folder = Path(output).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "it cannot be written to", str(folder))
+
+
 def joins_path(output: str | Path) -> Path:
     """Where ranks that another launcher started tell each other the attempt's folder."""
     return Path(output) / "joins"
-
-
-def write_json_atomic(path: Path, data: object) -> None:
-    """A reader sees the old file or the whole new one; on return the new one survives a crash of the machine."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """None when there is no such file."""
-    try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return data
-
-
-def append_event(path: Path, event: Mapping[str, object]) -> None:
-    """Adds one line in one write, so that a reader never sees half of one followed by another."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(event, ensure_ascii=False) + "\n")
-
-
-class EventTail:
-    """Reads a growing file of events; each event is given out once."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def read_new(self) -> list[dict[str, Any]]:
-        """The events since the last call. A last line without its end is left for the next call."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines() if line.strip()]
 
 
 def without_ignored(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -232,9 +206,9 @@ class Attempt:
 
     @classmethod
     def reopen(cls, paths: AttemptPaths) -> Attempt:
-        """An attempt whose owner is gone, or is a scheduler: whoever calls this is its owner now."""
-        facts = read_json(paths.state)
-        assert facts is not None, f"no state at {paths.state}"
+        """An attempt whose owner is gone, or is a scheduler: whoever calls this is its owner now. BadRecord where its
+        state cannot be read."""
+        facts = require_json(paths.state, STATE)
         state, label, point = RunState(facts.pop("state")), str(facts.pop("label")), str(facts.pop("point"))
         facts.pop("time")
         return cls(paths, point, label, state, facts)
@@ -242,13 +216,13 @@ class Attempt:
     @property
     def message(self) -> str:
         """Why it stands as it does; empty where there is nothing to say."""
-        return str(self._facts.get("message", ""))
+        return str(self._facts.get("message") or "")
 
     @property
     def owner_is_gone(self) -> bool:
         """Whether the process that moves this attempt ran on this machine and has ended."""
         owner = self._facts.get("owner")
-        if not isinstance(owner, dict) or owner.get("host") != socket.gethostname():
+        if not isinstance(owner, dict) or owner.get("host") != socket.gethostname() or misfit(owner, PROCESS):
             return False
         return not is_alive(owner["pid"], owner["started"])
 
@@ -270,24 +244,52 @@ def _this_process() -> dict[str, object]:
 
 
 def settle(paths: AttemptPaths) -> RunState:
-    """How the attempt stands. One whose owner died in the middle becomes `lost`, or what its result says."""
+    """How the attempt stands; see `settled`."""
+    return settled(paths).state
+
+
+def settled(paths: AttemptPaths) -> Attempt:
+    """The attempt as it stands. One whose owner died in the middle becomes `lost`, or what its result says.
+
+    BadRecord where its state cannot be read. Where it cannot be written, as for another user, it is told all the same.
+    """
     attempt = Attempt.reopen(paths)
     if attempt.state.final or not attempt.owner_is_gone:
-        return attempt.state
+        return attempt
+    state, facts = RunState.lost, {"message": "the command that watched it is gone"}
     if attempt.state is not RunState.queued and paths.result.exists():
-        attempt.move(RunState.ok, note="the command that watched it was gone when it ended")
-    else:
-        attempt.move(RunState.lost, message="the command that watched it is gone")
-    return attempt.state
+        try:
+            result_of(paths)
+            state, facts = RunState.ok, {"note": "the command that watched it was gone when it ended"}
+        except BadRecord as bad:
+            facts = {"message": str(bad)}
+    with contextlib.suppress(OSError):
+        attempt.move(state, **facts)
+    return attempt
+
+
+def result_of(attempt: AttemptPaths) -> dict[str, Any]:
+    """What was measured. BadRecord where there is no result, or one that cannot be believed."""
+    return require_json(attempt.result, RESULT)
+
+
+def is_answer(attempt: AttemptPaths) -> bool:
+    """Whether the result can be believed; one that cannot is told once."""
+    try:
+        result_of(attempt)
+    except (BadRecord, OSError) as error:
+        warn_once(str(error))
+        return False
+    return True
 
 
 def attempts_at(output: str | Path, point: str) -> list[AttemptPaths]:
-    """The attempts at a point, the newest first."""
+    """The attempts at a point whose state can be read, the newest first."""
     return [one for one in all_attempts(output, point) if _point_of(one) == point]
 
 
 def _point_of(attempt: AttemptPaths) -> str | None:
-    return (read_json(attempt.state) or {}).get("point")
+    return (read_or_warn(attempt.state, STATE) or {}).get("point")
 
 
 def all_attempts(output: str | Path, point: str) -> list[AttemptPaths]:
@@ -316,6 +318,11 @@ def new_attempt(
     write_json_atomic(folder / "config.json", config)
     hashed = {"point": folder.name, "ignored": IGNORED_KEYS, **identity(config, world, hardware)}
     write_json_atomic(folder / "identity.json", hashed)
+    for one in all_attempts(output, point):
+        make_room(one.state, STATE)
+        make_room(one.result, RESULT)
+        with contextlib.suppress(BadRecord, OSError):
+            settle(one)  # a run whose command was killed is looked at by nobody else
     paths = AttemptPaths(_next_folder(folder / "attempts"))
     write_json_atomic(paths.config, config)
     write_json_atomic(paths.provenance, provenance.facts())

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from orchestrator.paths import program
 from orchestrator.run_state import RunState
 from orchestrator.strict import nearest
-from orchestrator.summary import PHASES, Table, run_command, without_key
+from orchestrator.summary import PHASES, Table, missing_text, run_command, without_key
 from orchestrator.units import ABSENT, digits, loss, size
 
 
@@ -244,6 +244,13 @@ def reused(ranked: Sequence[Ranked]) -> list[str]:
     return [f"{len(found)} of {rows} {were} measured earlier: {'; '.join(named)}. --fresh measures all in one session"]
 
 
+def _curve_warnings(ranked: Sequence[Ranked]) -> list[str]:
+    losses = {one.entry.label: one.entry.result["loss"] for one in ranked if one.entry.result}
+    return [
+        f"{label}: {missing_text(one['missing_steps'])}" for label, one in losses.items() if one.get("missing_steps")
+    ]
+
+
 def _load_warnings(ranked: Sequence[Ranked]) -> list[str]:
     """See [Note: a notable load]."""
     known = {one.entry.label: one.entry.others_share for one in ranked if one.entry.others_share is not None}
@@ -277,7 +284,7 @@ def warnings(ranked: Sequence[Ranked]) -> list[str]:
         f"the points differ in {what}, so their {then}: {_grouped(values)}"
         for what, then, values in checks
         if len(set(values.values())) > 1
-    ] + _load_warnings(ranked)
+    ] + [*_curve_warnings(ranked), *_load_warnings(ranked)]
 
 
 def _grouped(values: dict[str, str]) -> str:

@@ -17,17 +17,43 @@ from types import TracebackType
 from typing import IO
 
 from orchestrator import hardware
+from orchestrator.record import make_output
 from orchestrator.schema import Device, Resources
 
 LOCKS = "ZLAB_LOCKS"
+FIX = f"set {LOCKS} to a folder of yours, or unset it"
+
+
+class LocksError(OSError):
+    """There is no folder for the locks of slots; the message says why and what to do."""
+
+
+def place_problems(output: str) -> list[str]:
+    """What is wrong with the places that a run on this machine writes to: its outputs and the locks of slots."""
+    problems = []
+    try:
+        make_output(output)
+    except OSError as error:
+        expected = "expected a folder that can be made and written to"
+        problems.append(f"output={output}: {expected}, found: {error.strerror}      fix: output=FOLDER")
+    try:
+        locks_folder()
+    except LocksError as error:
+        problems.append(str(error))
+    return problems
 
 
 def locks_folder() -> Path:
-    """This user's; ZLAB_LOCKS names another."""
+    """This user's; ZLAB_LOCKS names another. LocksError where it cannot be used."""
     folder = Path(os.environ.get(LOCKS) or Path(tempfile.gettempdir()) / f"zlab-locks-{os.getuid()}")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder}: expected a folder of this user's; set {LOCKS} to another")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise LocksError(f"{folder}: expected a folder that can be made, {error.strerror}; {FIX}") from None
+    if (owner := folder.stat().st_uid) != os.getuid():
+        raise LocksError(f"{folder}: expected a folder of user {os.getuid()}, found one of user {owner}; {FIX}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise LocksError(f"{folder}: expected a folder that can be written to; {FIX}")
     return folder
 
 

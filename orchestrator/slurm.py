@@ -6,14 +6,16 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from orchestrator import launch, slurm_tools
 from orchestrator.job import ENTRY, STOP_SIGNAL
-from orchestrator.record import AttemptPaths, read_json, write_json_atomic
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import read_or_warn, write_json_atomic
+from orchestrator.record_shapes import JOB
 from orchestrator.schema import Device, RunConfig, to_dict
 from orchestrator.slurm_rank import SlurmRank
 from orchestrator.slurm_tools import (
@@ -238,11 +240,11 @@ def cancel(ids: Sequence[str]) -> None:
 
 def job_of(attempt: AttemptPaths) -> str | None:
     """The id of the job that an attempt was sent out as."""
-    return (read_json(attempt.job) or {}).get("job")
+    return (read_or_warn(attempt.job, JOB) or {}).get("job")
 
 
 def log_paths(attempt: AttemptPaths, world: int) -> list[Path]:
     """Every log there is of an attempt: its ranks', and what SLURM and the setup lines said."""
-    job: Mapping[str, Any] = read_json(attempt.job) or {}
+    log = (read_or_warn(attempt.job, JOB) or {}).get("log")
     wanted = [attempt.rank_log(rank) for rank in range(world)]
-    return [path for path in [*wanted, *([Path(job["log"])] if job else [])] if path.exists()]
+    return [path for path in [*wanted, *([Path(log)] if log else [])] if path.is_file()]

@@ -18,7 +18,8 @@ import psutil
 from orchestrator.job import ENTRY, RankRecord, Stopped, leave_failed, rank_in_world, run_recorded
 from orchestrator.loopback import loopback
 from orchestrator.processes import redirect_output
-from orchestrator.record import AttemptPaths, read_json, write_json_atomic
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import read_or_warn, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.slurm_tools import SlurmError, ask, environ_job, read_scontrol_job
 
@@ -177,6 +178,6 @@ def _wait_for_others(attempt: AttemptPaths, world: int) -> None:
     deadline = time.monotonic() + OTHERS_S
     waiting = set(range(1, world))
     while waiting and time.monotonic() < deadline:
-        found = {rank: read_json(attempt.rank_record(rank)) or {} for rank in waiting}
+        found = {rank: read_or_warn(attempt.rank_record(rank)) or {} for rank in waiting}
         waiting = {rank for rank, record in found.items() if record.get("state") != RunState.preempted.value}
         time.sleep(0.05)

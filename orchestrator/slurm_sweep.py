@@ -14,7 +14,9 @@ from pathlib import Path
 from orchestrator import slurm, slurm_site, sweep_record
 from orchestrator.job import ENTRY
 from orchestrator.point_run import record
-from orchestrator.record import Attempt, AttemptPaths, new_attempt, read_json
+from orchestrator.record import Attempt, AttemptPaths, new_attempt
+from orchestrator.record_file import EventTail, read_or_warn
+from orchestrator.record_shapes import JOB, SWEEP, SWEEP_EVENTS
 from orchestrator.run_state import RunState
 from orchestrator.schema import RunConfig, from_dict
 from orchestrator.slurm import Scheduler
@@ -99,7 +101,10 @@ class ClusterView:
 
     def _track(self, ended: Sequence[AttemptPaths]) -> None:
         """Takes the runs that have ended into MLflow, from what they recorded."""
-        config = from_dict(read_json(ended[0].config) or {})
+        stored = read_or_warn(ended[0].config)
+        if stored is None:
+            return
+        config = from_dict(stored)
         tracker = start_tracker(config, self._sweep.output)
         tracker.wait_for_store()
         for paths in ended:
@@ -142,10 +147,14 @@ def still_runs(sweep: SweepPaths, found: Sequence[Standing]) -> bool:
 
 def is_on_cluster(sweep: SweepPaths) -> bool:
     """Whether the sweep's points were sent to a scheduler."""
-    return bool((read_json(sweep.sweep) or {}).get("on_cluster"))
+    facts = read_or_warn(sweep.sweep, SWEEP)
+    if facts is not None:
+        return bool(facts.get("on_cluster"))
+    # Its own record is bad; what was sent has a job.
+    return any(event.get("job") for event in EventTail(sweep.events, SWEEP_EVENTS).read_new())
 
 
 def log_of(attempt: AttemptPaths) -> Path | None:
     """What SLURM and the setup lines said of the job: all there is where no rank came to write."""
-    log = (read_json(attempt.job) or {}).get("log")
+    log = (read_or_warn(attempt.job, JOB) or {}).get("log")
     return Path(log) if log else None

@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.record import AttemptPaths, read_json, write_json_atomic
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import read_or_warn, write_json_atomic
+from orchestrator.record_shapes import JOB, RANK
 from orchestrator.run_state import RunState
 from orchestrator.slurm_tools import DENIED, UNSEEN, JobSight, Phase
 from orchestrator.watch import Sight, Verdict, judge
@@ -37,8 +39,8 @@ MEMORY = re.compile(r"exceeded (job )?memory limit|oom[-_]kill|Out Of Memory|Out
 
 def verdict(attempt: AttemptPaths, world: int, sight: JobSight, now: float | None = None) -> Verdict | None:
     """None while nothing is decided: also where the scheduler does not know, which is never an end by itself."""
-    records = [read_json(attempt.rank_record(rank)) for rank in range(world)]
-    log = Path((read_json(attempt.job) or {}).get("log", ""))
+    records = [read_or_warn(attempt.rank_record(rank), RANK) for rank in range(world)]
+    log = Path((read_or_warn(attempt.job, JOB) or {}).get("log") or "")
     found = decide(records, sight, has_result=attempt.result.exists(), now=time.time() if now is None else now)
     if found is None or found.state is not RunState.error or sight.state is not Phase.ended:
         return found
@@ -67,7 +69,7 @@ class Follower:
             self._attempt.denied.unlink(missing_ok=True)
         if found is not None or sight != DENIED:
             return found
-        since = (read_json(self._attempt.denied) or {}).get("since")
+        since = (read_or_warn(self._attempt.denied) or {}).get("since")
         if since is None:
             write_json_atomic(self._attempt.denied, {"since": now})
             return None
@@ -104,7 +106,7 @@ def decide(
 
 def heartbeat_age_s(attempt: AttemptPaths, now: float | None = None) -> float | None:
     """Since rank 0 last told that it lives; None where it never did."""
-    beat = read_json(attempt.heartbeat)
+    beat = read_or_warn(attempt.heartbeat)
     return None if beat is None else max(0.0, (time.time() if now is None else now) - beat["time"])
 
 

@@ -14,7 +14,9 @@ from orchestrator.paths import dashboard, shown
 from orchestrator.point import Point
 from orchestrator.point_run import PointRun, record
 from orchestrator.processes import signals_interrupt
-from orchestrator.record import Attempt, new_attempt, read_json
+from orchestrator.record import Attempt, new_attempt, result_of
+from orchestrator.record_file import read_or_warn
+from orchestrator.record_shapes import RESULT
 from orchestrator.run_state import RunState
 from orchestrator.schema import TrackingKind, to_dict
 from orchestrator.screen import Screen, make_console
@@ -68,7 +70,7 @@ def _document(point: Point, attempt: Attempt) -> str:
         "overrides": point.overrides,
         "point": attempt.point,
         "attempt": str(attempt.paths.root),
-        "result": read_json(attempt.paths.result) if attempt.state.measured else None,
+        "result": read_or_warn(attempt.paths.result, RESULT) if attempt.state.measured else None,
     }
     return json.dumps(told, ensure_ascii=False)
 
@@ -118,9 +120,7 @@ def _followed(
 def tell(screen: Screen, point: Point, attempt: Attempt, verdict: Verdict) -> None:
     """Shows how the point ended."""
     if verdict.state.measured:
-        result = read_json(attempt.paths.result)
-        assert result is not None
-        screen.success(result, verdict.note)
+        screen.success(result_of(attempt.paths), verdict.note)
         return
     lines, path = watch.last_words(attempt.paths, verdict.rank)
     screen.failure(point.label, verdict.state.value, verdict.message, lines, shown(path))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from orchestrator.paths import program
 from orchestrator.schema import AdapterKind, DataKind, RunConfig, Tokenizer
 from orchestrator.state_groups import Offload, Place, StepTime
-from orchestrator.units import ABSENT, count, difference, digits, loss, many, percent, size
+from orchestrator.units import ABSENT, count, difference, digits, loss, many, percent, size, steps_text
 
 PHASES = (
     ("forward", "forward"),
@@ -214,11 +214,13 @@ def communication_rows(result: Mapping[str, Any]) -> list[Row]:
 def learning_rows(result: Mapping[str, Any]) -> list[Row]:
     """Loss and data."""
     losses, data = result["loss"], result["data"]
+    missing = f"; {missing_text(losses['missing_steps'])}" if losses.get("missing_steps") else ""
     validation = f", validation {loss(losses['validation'])}" if losses.get("validation") is not None else ""
     return [
         Row(
             "loss",
-            f"{loss(losses['first'])} first, {loss(losses['last'])} last ({result['steps']} steps){validation}",
+            f"{loss(losses['first'])} first, {loss(losses['last'])} last ({result['steps']} steps)"
+            f"{validation}{missing}",
         ),
         Row(
             "data",
@@ -228,10 +230,17 @@ def learning_rows(result: Mapping[str, Any]) -> list[Row]:
     ]
 
 
+def missing_text(missing_steps: Sequence[Sequence[int]]) -> str:
+    """What the learning curve of a resumed run lacks."""
+    return f"the losses of {steps_text(missing_steps)} are missing: the record of the attempt before lacks them"
+
+
 def resumed_text(event: Mapping[str, Any]) -> str:
     """Where a run goes on from."""
     if "kind" not in event:
-        return f"resumed after step {event['step']} from {event['path']}"
+        missing = event.get("missing_steps")
+        lacking = f"; {missing_text(missing)} ({event.get('metrics')})" if missing else ""
+        return f"resumed after step {event['step']} from {event['path']}{lacking}"
     return f"took over {event['path']}: {event['kind']}, {event['updates']} updates; steps and schedule begin anew"
 
 

@@ -34,7 +34,7 @@ from orchestrator.live import Choice, SweepWatch
 from orchestrator.paths import dashboard, shown, verb
 from orchestrator.point import Point
 from orchestrator.processes import start_time
-from orchestrator.record import read_json, write_json_atomic
+from orchestrator.record_file import read_or_warn, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import Device, RunConfig, TrackingKind, from_dict
 from orchestrator.screen import Screen, make_console
@@ -75,6 +75,7 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
         raise Refusal(list(dict.fromkeys(one.reason for one in planned)))
     if request.plan_only:
         return _show_plan_only(request, planned, screen)
+    _check_places(request)
     code, sweep = _carried_out(request, planned, screen)
     if request.as_json and sweep is not None:
         found = sweep_record.standings(sweep)
@@ -167,6 +168,7 @@ def _cost(configs: Sequence[RunConfig]) -> str:
 def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
     """The same without a screen: returns when the sweep has ended. An interrupt cancels it and is raised again."""
     planned = _plan(request, hardware)
+    _check_places(request)
     running = _running(request, planned)
     if running is not None:  # another terminal's: its records are not ours to begin anew
         _await(running)
@@ -200,6 +202,12 @@ def _await_cluster(request: SweepRequest, planned: list[Planned]) -> SweepPaths:
         raise
     comparison.write(sweep)
     return sweep
+
+
+def _check_places(request: SweepRequest) -> None:
+    """Refusal before anything starts that could not write what it finds."""
+    if problems := slots.place_problems(str(_output(request))):
+        raise Refusal(problems)
 
 
 def _await(sweep: SweepPaths) -> None:
@@ -279,7 +287,7 @@ def _running(request: SweepRequest, planned: Sequence[Planned]) -> SweepPaths | 
     """The same sweep, where somebody's controller or a cluster has it."""
     identity = sweep_record.sweep_id(request.name, planned)
     for sweep in sweep_record.all_sweeps(_output(request)):
-        if (read_json(sweep.sweep) or {}).get("id") != identity:
+        if not sweep_record.is_sweep(sweep, request.name, identity):
             continue
         if sweep_record.controller_pid(sweep):
             return sweep
@@ -339,10 +347,18 @@ def watch(
             if interrupted:
                 sweep_record.ask(sweep, "cancel" if choice is Choice.CANCEL else "drain")
     if process is not None and process.wait() not in (0, INTERRUPTED):
-        screen.warn(f"the sweep's controller ended early: see {shown(sweep.log)}")
+        screen.warn(f"the sweep's controller ended early: {_last_line(sweep.log)}see {shown(sweep.log)}")
     code = live.conclude(sweep, screen)
     screen.closing(_next(sweep))
     return INTERRUPTED if interrupted else code
+
+
+def _last_line(log: Path) -> str:
+    """To be followed by more; empty where the log is, or cannot be read."""
+    try:
+        return "".join(f"{line}; " for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:])
+    except OSError:
+        return ""
 
 
 def _left_running(sweep: SweepPaths) -> list[Row]:
@@ -352,6 +368,6 @@ def _left_running(sweep: SweepPaths) -> list[Row]:
 def _next(sweep: SweepPaths) -> list[Row]:
     """Where things lie and what to type next."""
     rows = [Row("report", shown(sweep.report)), Row("numbers", shown(sweep.results))]
-    if (read_json(sweep.sweep) or {}).get("tracked"):
+    if (read_or_warn(sweep.sweep) or {}).get("tracked"):
         rows.append(Row("dashboard", dashboard(sweep.output)))
     return [*rows, sweep_table.next_row(sweep, sweep_record.standings(sweep), runs=False)]

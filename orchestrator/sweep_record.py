@@ -8,12 +8,26 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from orchestrator.processes import is_alive
-from orchestrator.record import SCHEMA, AttemptPaths, EventTail, append_event, read_json, settle, write_json_atomic
+from orchestrator.record import SCHEMA, AttemptPaths, result_of, settled
+from orchestrator.record_file import (
+    BadRecord,
+    EventTail,
+    append_event,
+    judged,
+    loaded,
+    make_room,
+    make_way,
+    read_or_warn,
+    set_aside,
+    warn_once,
+    write_json_atomic,
+)
+from orchestrator.record_shapes import CONTROLLER, POINT, SWEEP, SWEEP_EVENTS
 from orchestrator.run_state import RunState
 
 
@@ -99,7 +113,8 @@ class Planned:
 
 @dataclass(frozen=True)
 class Standing:
-    """How a point of a sweep stands now. `attempt`: the folder of what runs, or of the answer."""
+    """How a point of a sweep stands now. `attempt`: the folder of what runs, or of the answer. `measured`: its result,
+    there exactly where the state says that it was measured."""
 
     planned: Planned
     state: RunState
@@ -107,13 +122,14 @@ class Standing:
     message: str = ""
     slots: tuple[str, ...] = ()
     job: str = ""
+    measured: dict[str, Any] | None = None
 
     @property
     def label(self) -> str:
         return self.planned.label
 
     def result(self) -> dict[str, Any] | None:
-        return read_json(self.attempt.result) if self.attempt is not None and self.state.measured else None
+        return self.measured
 
 
 def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts: Mapping[str, Any]) -> SweepPaths:
@@ -121,18 +137,35 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
     identity = sweep_id(name, planned)
     sweeps = Path(output).absolute() / "sweeps"
     sweeps.mkdir(parents=True, exist_ok=True)
-    for found in all_sweeps(output):
-        if (read_json(found.sweep) or {}).get("id") == identity:
-            paths = found
+    for paths in all_sweeps(output):
+        if is_sweep(paths, name, identity):
+            make_room(paths.sweep, SWEEP)
+            try:
+                plan_of(paths)
+            except BadRecord as bad:
+                set_aside(paths.plan, bad.wrong)
             # What its last controller did and was asked is over; the attempts tell what came of it.
+            for file in (paths.events, paths.requests, paths.controller, paths.log):
+                make_way(file)
             for file in (paths.events, paths.requests, paths.controller):
                 file.unlink(missing_ok=True)
             break
     else:
         paths = SweepPaths(_new_folder(sweeps, name))
     write_json_atomic(paths.sweep, {"schema": SCHEMA, "id": identity, "name": name, "time": time.time(), **facts})
-    write_json_atomic(paths.plan, [one.to_dict() for one in planned])
+    write_json_atomic(paths.plan, {"points": [one.to_dict() for one in planned]})
     return paths
+
+
+def is_sweep(sweep: SweepPaths, name: str, identity: str) -> bool:
+    """Whether the folder is of the sweep of this name and identity; by its plan, where its own record is bad."""
+    facts = read_or_warn(sweep.sweep, SWEEP)
+    if facts is not None:
+        return bool(facts["id"] == identity)
+    try:
+        return sweep_id(name, plan_of(sweep)) == identity
+    except (BadRecord, OSError):
+        return False
 
 
 def sweep_id(name: str, planned: Sequence[Planned]) -> str:
@@ -156,21 +189,49 @@ def _new_folder(sweeps: Path, name: str) -> Path:
 
 def all_sweeps(output: str | Path) -> list[SweepPaths]:
     """Every sweep of an output folder, the newest first."""
-    found = [
-        SweepPaths(one) for one in (Path(output).absolute() / "sweeps").glob("*/") if (one / "sweep.json").exists()
-    ]
-    return sorted(found, key=lambda one: one.sweep.stat().st_mtime, reverse=True)
+    try:
+        folders = list((Path(output).absolute() / "sweeps").iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(made, one) for one in map(SweepPaths, folders) if (made := _made(one)) is not None]
+    return [one for _, one in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def _made(sweep: SweepPaths) -> float | None:
+    """When its record was written; None for a folder that is no sweep, or may not be looked into."""
+    try:
+        return sweep.sweep.stat().st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        warn_once(str(error))
+        return None
+
+
+PLAN = {"points": [POINT]}
 
 
 def plan_of(sweep: SweepPaths) -> list[Planned]:
-    return [Planned.from_dict(one) for one in json.loads(sweep.plan.read_text(encoding="utf-8"))]
+    """BadRecord where it cannot be read, or is not there."""
+    found = loaded(sweep.plan)
+    if found is None:
+        raise BadRecord(sweep.plan, "no such file")
+    # Earlier versions wrote the points alone.
+    plan = judged(sweep.plan, {"points": found} if isinstance(found, list) else found, PLAN)
+    try:
+        return [Planned.from_dict(one) for one in plan["points"]]
+    except TypeError as error:
+        raise BadRecord(sweep.plan, f"points of another version ({error})") from None
 
 
 def standings(sweep: SweepPaths) -> list[Standing]:
-    """How every point stands, from the plan, the controller's events and the attempts themselves."""
+    """How every point stands, from the plan, the controller's events and the attempts themselves.
+
+    BadRecord where there is no plan. A point whose own records cannot be read is lost, and its message says why.
+    """
     told: dict[str, dict[str, Any]] = {}
-    for event in EventTail(sweep.events).read_new():
-        if "label" in event:
+    for event in EventTail(sweep.events, SWEEP_EVENTS).read_new():
+        if event["event"] in SWEEP_EVENTS.shapes and "label" in event:
             told[event["label"]] = event
     return [_standing(one, told.get(one.label)) for one in plan_of(sweep)]
 
@@ -180,11 +241,23 @@ def _standing(planned: Planned, event: Mapping[str, Any] | None) -> Standing:
         return Standing(planned, RunState(event["state"]), message=event["reason"])
     if event is None or planned.decision is not RunState.queued:
         kept = AttemptPaths(Path(planned.attempt)) if planned.attempt else None
-        return Standing(planned, planned.decision, kept, planned.reason)
+        return _with_result(Standing(planned, planned.decision, kept, planned.reason))
     attempt = AttemptPaths(Path(event["attempt"]))
-    state = settle(attempt)
-    facts = read_json(attempt.state) or {}
-    return Standing(planned, state, attempt, facts.get("message", ""), tuple(event["slots"]), event.get("job", ""))
+    one = Standing(planned, RunState.lost, attempt, "", tuple(event["slots"]), event.get("job") or "")
+    try:
+        found = settled(attempt)
+    except (BadRecord, OSError) as error:
+        return replace(one, message=str(error))
+    return _with_result(replace(one, state=found.state, message=found.message))
+
+
+def _with_result(one: Standing) -> Standing:
+    if one.attempt is None or not one.state.measured:
+        return one
+    try:
+        return replace(one, measured=result_of(one.attempt))
+    except (BadRecord, OSError) as error:
+        return replace(one, state=RunState.lost, message=str(error))
 
 
 def tell(sweep: SweepPaths, event: str, **facts: object) -> None:
@@ -199,8 +272,8 @@ def ask(sweep: SweepPaths, what: str, **facts: object) -> None:
 
 def controller_pid(sweep: SweepPaths) -> int | None:
     """The process that runs the sweep, while it lives."""
-    who = read_json(sweep.controller)
-    return who["pid"] if who is not None and is_alive(who["pid"], who["started"]) else None
+    who = read_or_warn(sweep.controller, CONTROLLER)
+    return int(who["pid"]) if who is not None and is_alive(who["pid"], who["started"]) else None
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator import comparison, report
 from orchestrator.paths import verb
-from orchestrator.record import EventTail
+from orchestrator.record_file import EventTail
 from orchestrator.run_state import RunState
 from orchestrator.summary import Row, Table
 from orchestrator.sweep_record import Planned, Standing, SweepPaths
@@ -100,7 +100,7 @@ def standing_row(one: Standing) -> tuple[str, ...]:
 def note(one: Standing) -> str:
     """How far it is, or why it stands as it does, in a few words."""
     if one.state is RunState.running and one.attempt is not None:
-        return progress(EventTail(one.attempt.metrics).read_new(), one.planned.config)
+        return progress(EventTail.of_the_end(one.attempt.metrics).read_new(), one.planned.config)
     text = " ".join(one.message.split())
     return text if len(text) <= REASONS_SHOWN else text[: REASONS_SHOWN - 1] + "…"
 

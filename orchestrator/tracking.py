@@ -25,7 +25,9 @@ from typing import Any, NoReturn
 from orchestrator import chart_view
 from orchestrator import tracking_names as names
 from orchestrator.processes import is_alive, start_time
-from orchestrator.record import AttemptPaths, EventTail, artifacts_path, read_json, store_path
+from orchestrator.record import AttemptPaths, artifacts_path, store_path
+from orchestrator.record_file import EventTail, read_or_warn
+from orchestrator.record_shapes import RESULT, STATE
 from orchestrator.run_state import RunState
 
 # Writing a metric costs about 1 ms. After a busy moment the ranks, which are being measured, are left alone for REST
@@ -118,7 +120,7 @@ class FollowedRun:
         attempt = {names.KIND: "point", names.POINT: message["point"], names.ATTEMPT: message["attempt"]}
         sweep = {names.SWEEP: message["sweep"]} if message.get("sweep") else {}
         self.run = store.create_run(message["experiment"], message["label"], {**tags, **attempt, **sweep})
-        store.log_params(self.run, names.params(read_json(self._paths.config) or {}))
+        store.log_params(self.run, names.params(read_or_warn(self._paths.config) or {}))
 
     def catch_up(self) -> None:
         """Writes what the ranks recorded since the last time; what fails is tried again the next time."""
@@ -133,10 +135,10 @@ class FollowedRun:
     def finish(self) -> None:
         """The summary, the artifacts and the status that the attempt's state says."""
         self.catch_up()
-        state = read_json(self._paths.state) or {}
+        state = read_or_warn(self._paths.state, STATE) or {}
         # Not final: the command died. Its ranks died with it.
         outcome = state["state"] if state.get("state") in names.STATUS else RunState.lost.value
-        result = read_json(self._paths.result) if RunState(outcome).measured else None
+        result = read_or_warn(self._paths.result, RESULT) if RunState(outcome).measured else None
         if result is not None:
             when = int(1000 * time.time())
             metrics = names.summary_metrics(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 ABSENT = "-"
 
@@ -60,6 +61,24 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s"
+
+
+def spans(numbers: Iterable[int]) -> list[list[int]]:
+    """[1, 2, 3, 7] as [[1, 3], [7, 7]]; the numbers are in order."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found
+
+
+def steps_text(rows: Sequence[Sequence[int]]) -> str:
+    """ "steps 1 to 3 and 7", "step 7"."""
+    told = [str(low) if low == high else f"{low} to {high}" for low, high in rows]
+    text = " and ".join([*([", ".join(told[:-1])] if told[1:] else []), *told[-1:]])
+    return f"step{'' if len(rows) == 1 and rows[0][0] == rows[0][1] else 's'} {text}"
 
 
 def many(number: int, what: str) -> str:

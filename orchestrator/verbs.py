@@ -16,7 +16,9 @@ from pathlib import Path
 
 from orchestrator import comparison, deciding, slurm_sweep, sweep_record, sweep_table
 from orchestrator.paths import DEFAULT_OUTPUT, OUTPUT, program, shown, verb
-from orchestrator.record import AttemptPaths, read_json
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import BadRecord, read_or_warn, require_json, warn_once
+from orchestrator.record_shapes import STATE, SWEEP
 from orchestrator.run_state import RETRIED, RunState
 from orchestrator.strict import nearest
 from orchestrator.summary import Row
@@ -39,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     verb: Callable[[argparse.Namespace], int] = found.verb
     try:
         return verb(found)
-    except VerbError as error:
+    except (VerbError, BadRecord) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_USAGE
 
@@ -121,10 +123,15 @@ def _standings(sweep: SweepPaths) -> list[Standing]:
 def _list(asked: argparse.Namespace) -> int:
     rows = []
     for sweep in sweep_record.all_sweeps(asked.output):
-        found = sweep_record.standings(sweep)
-        alive = slurm_sweep.still_runs(sweep, found)
-        command = " ".join((read_json(sweep.sweep) or {}).get("command", []))
-        rows.append({"sweep": sweep.name, "running": alive, "points": sweep_table.counts(found), "command": command})
+        facts = read_or_warn(sweep.sweep, SWEEP)
+        command = "(its record cannot be read)" if facts is None else " ".join(facts.get("command") or [])
+        try:
+            found = sweep_record.standings(sweep)
+            points, alive = sweep_table.counts(found), slurm_sweep.still_runs(sweep, found)
+        except (BadRecord, OSError) as error:
+            warn_once(str(error))
+            points, alive = "its plan cannot be read", False
+        rows.append({"sweep": sweep.name, "running": alive, "points": points, "command": command})
     if asked.json:
         print(json.dumps(rows, ensure_ascii=False))
         return 0
@@ -187,13 +194,14 @@ def _logs(asked: argparse.Namespace) -> int:
     one = find_point(_standings(sweep), asked.point)
     if one.attempt is None:
         raise VerbError(f"'{one.label}' was never started ({one.state.value}: {one.message}), so it has no log")
-    rank = asked.rank if asked.rank is not None else int((read_json(one.attempt.state) or {}).get("rank") or 0)
+    blamed = (read_or_warn(one.attempt.state, STATE) or {}).get("rank") or 0
+    rank = asked.rank if asked.rank is not None else int(blamed)
     log = one.attempt.rank_log(rank)
-    if not log.exists() and not asked.follow:
+    if not log.is_file() and not asked.follow:
         of_job = slurm_sweep.log_of(one.attempt)
-        if of_job is not None and of_job.exists():
+        if of_job is not None and of_job.is_file():
             log = of_job  # no rank came to write: what SLURM and the setup lines said is all there is
-    if not log.exists() and not asked.follow:
+    if not log.is_file() and not asked.follow:
         there = sorted(path.name for path in one.attempt.root.glob("rank*.log"))
         raise VerbError(f"'{one.label}' has no log of rank {rank}; there are: {' '.join(there) or 'none'}")
     print(f"== {one.label}: {one.state.value}, rank {rank}: {shown(log)}", file=sys.stderr)
@@ -205,8 +213,8 @@ def _print_log(log: Path, attempt: AttemptPaths, *, follow: bool) -> None:
     """The whole log; with `follow`, what comes until the attempt has ended."""
     read = 0
     while True:
-        over = not follow or RunState((read_json(attempt.state) or {"state": "lost"})["state"]).final
-        if log.exists():
+        over = not follow or RunState((read_or_warn(attempt.state, STATE) or {"state": "lost"})["state"]).final
+        if log.is_file():
             with log.open("rb") as file:
                 file.seek(read)
                 chunk = file.read()
@@ -265,13 +273,14 @@ def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
     """The command that made the sweep, where it was typed."""
     from orchestrator import cli
 
-    facts = read_json(sweep.sweep) or {}
-    if not Path(facts["folder"]).is_dir():
-        raise VerbError(f"{sweep.name} was started in {facts['folder']}, which is gone")
-    if not facts["command"]:
+    facts = require_json(sweep.sweep, SWEEP)
+    folder, command = facts.get("folder") or "", facts.get("command")
+    if not Path(folder).is_dir():
+        raise VerbError(f"{sweep.name} was started in {folder}, which is gone")
+    if not command:
         raise VerbError(f"{sweep.name} is a batch that a program proposed: run that again, and answers are kept")
-    where = "" if Path(facts["folder"]) == Path.cwd() else f"in {facts['folder']}: "
-    os.chdir(facts["folder"])
-    command = [*facts["command"], *more]
+    where = "" if Path(folder) == Path.cwd() else f"in {folder}: "
+    os.chdir(folder)
+    command = [*command, *more]
     print(f"{where}{program()} {shlex.join(command)}", file=sys.stderr)
     return cli.main(command)

@@ -7,13 +7,15 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.job import WHERE_SIGNAL
 from orchestrator.processes import is_alive
-from orchestrator.record import AttemptPaths, read_json
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import BadRecord, read_json, read_or_warn, warn_once
+from orchestrator.record_shapes import EXITS, RANK
 from orchestrator.run_state import RunState
 
 GRACE_S = 0.6  # after the first sign of failure: the rank that caused it may not have been seen yet
@@ -191,8 +193,17 @@ def success(result: Mapping[str, Any]) -> RunState:
 
 def look_at_ranks(attempt: AttemptPaths, world: int) -> list[Sight]:
     """What the files and the process table say of each rank now."""
-    exits = read_json(attempt.exits) or {}
-    return [_sight(rank, read_json(attempt.rank_record(rank)), exits.get(str(rank))) for rank in range(world)]
+    exits = read_or_warn(attempt.exits, EXITS) or {}
+    return [_look_at(attempt, rank, exits.get(str(rank))) for rank in range(world)]
+
+
+def _look_at(attempt: AttemptPaths, rank: int, ended: dict[str, Any] | None) -> Sight:
+    """A record that cannot be read tells that the rank began: its process's exit tells the rest, or its next record."""
+    try:
+        return _sight(rank, read_json(attempt.rank_record(rank), RANK), ended)
+    except (BadRecord, OSError) as error:
+        warn_once(str(error))
+        return replace(_sight(rank, None, ended), state=RunState.running)
 
 
 def _sight(rank: int, record: dict[str, Any] | None, ended: dict[str, Any] | None) -> Sight:
@@ -209,7 +220,7 @@ def _sight(rank: int, record: dict[str, Any] | None, ended: dict[str, Any] | Non
 def ask_where(attempt: AttemptPaths, world: int, *, wait_s: float = 0.5) -> int | None:
     """Has every rank write its stack into its log; returns the one that the others wait for, where that is clear."""
     for rank in range(world):
-        record = read_json(attempt.rank_record(rank))
+        record = read_or_warn(attempt.rank_record(rank), RANK)
         # Before `running` the signal's handler is not there yet, and the signal would kill.
         if record and record["state"] == RunState.running.value and is_alive(record["pid"], record["started"]):
             os.kill(record["pid"], WHERE_SIGNAL)
@@ -226,19 +237,18 @@ def _is_waiting(log: Path) -> bool:
 def last_words(attempt: AttemptPaths, rank: int) -> tuple[list[str], Path]:
     """The end of a rank's log, or of its traceback where its output went elsewhere; and the file it is from."""
     log, record = attempt.rank_log(rank), attempt.rank_record(rank)
-    if log.exists():
+    if log.is_file():
         return excerpt(log), log
-    return str((read_json(record) or {}).get("traceback", "")).splitlines()[-LOG_LINES:], record
+    return str((read_or_warn(record, RANK) or {}).get("traceback", "")).splitlines()[-LOG_LINES:], record
 
 
 def excerpt(log: Path, lines: int = LOG_LINES) -> list[str]:
     """The last lines of a log; of a log that ends with a dumped stack, its innermost calls."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 65536))
-            found = file.read().decode("utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
+    if not log.is_file():
         return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 65536))
+        found = file.read().decode("utf-8", errors="replace").splitlines()
     stacks = [index for index, line in enumerate(found) if line.endswith(_STACK)]
     after = found[stacks[-1] :] if stacks else []
     if after and all(line.startswith("  File ") or line.endswith(_STACK) for line in after):

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.export import write_companions
-from orchestrator.record import AttemptPaths, EventTail, append_event, read_json
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import EventTail, append_event, read_or_warn
 from orchestrator.schema import AdapterKind, CheckpointKind, RunConfig, WeightsFolder, to_dict
+from orchestrator.units import spans
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.foreign import ForeignCheckpoint, load_foreign
 from zero_runtime.checkpoint.formats import foreign_reader
@@ -47,7 +49,7 @@ class Saving:
         self._run = to_dict(config)
         self._runtime = runtime
         self._data_hash = data_hash
-        self._contents: dict[str, str] = (read_json(attempt.state) or {}).get("contents") or {}
+        self._contents: dict[str, str] = (read_or_warn(attempt.state) or {}).get("contents") or {}
         self._restarted = restarted
         self._rank = runtime.collectives.rank
         retention = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
@@ -59,6 +61,7 @@ class Saving:
         self._stalls_s: list[float] = []
         self.first_update = 0  # updates that another library had made before this run began
         self.curve: list[float] = []  # losses of the steps before the one that it goes on from, on rank 0
+        self.missing_steps: list[list[int]] = []  # first and last of each row of steps that the curve lacks
         self.earlier_result: dict[str, Any] | None = None  # of a run that made and saved every step of this one
 
     # ---- going on ----------------------------------------------------------------------------------------------
@@ -82,8 +85,10 @@ class Saving:
         self.first_update = trainer.get("first_update", 0)
         self._last = progress.step
         if self._rank == 0:
-            self._continue_curve(Path(trainer["metrics"]), progress.step)
-            self._tell("resumed", step=progress.step, path=str(checkpoint.path))
+            metrics = Path(trainer["metrics"])
+            self._continue_curve(metrics, progress.step)
+            lacking = {"missing_steps": self.missing_steps, "metrics": str(metrics)} if self.missing_steps else {}
+            self._tell("resumed", step=progress.step, path=str(checkpoint.path), **lacking)
         return progress
 
     def _take_over(self, reader: Callable[[Iterable[str]], ForeignCheckpoint]) -> Progress:
@@ -147,14 +152,16 @@ class Saving:
     def _continue_curve(self, metrics: Path, step: int) -> None:
         """The learning curve up to the checkpoint goes on in this attempt's record, marked as an earlier attempt's.
 
-        A job that was killed and put back into the queue has told some steps twice: the last telling counts.
+        A job that was killed and put back into the queue has told some steps twice: the last telling counts. Steps
+        whose lines are lost or cannot be believed are `missing_steps`.
         """
         steps = {
             event["step"]: event
             for event in EventTail(metrics).read_new()
-            if event["event"] == "step" and event["step"] <= step
+            if event["event"] == "step" and 1 <= event["step"] <= step
         }
-        for event in steps.values():
+        self.missing_steps = spans(number for number in range(1, step + 1) if number not in steps)
+        for event in (steps[number] for number in sorted(steps)):
             if metrics != self._attempt.metrics:
                 append_event(self._attempt.metrics, {**event, "earlier": True})
             self.curve.append(event["loss"])

@@ -17,7 +17,8 @@ import torch
 
 from orchestrator import memory_cache
 from orchestrator.job import RankInfo, RankRecord, Stopped
-from orchestrator.record import AttemptPaths, append_event, read_json, write_json_atomic
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import append_event, require_json, write_json_atomic
 from orchestrator.schema import RunConfig, from_dict
 from orchestrator.worker import activations, measure
 from orchestrator.worker.faults import Faults
@@ -41,9 +42,7 @@ IGNORED = -100
 
 def run_rank(attempt: AttemptPaths, rank: RankInfo) -> Stopped | None:
     """Train the attempt's configuration as one of its ranks. Rank 0 leaves result.json when all went well."""
-    stored = read_json(attempt.config)
-    assert stored is not None, f"no configuration at {attempt.config}"
-    config = from_dict(stored)
+    config = from_dict(require_json(attempt.config))
     device = prepare_process(config, rank.local_rank)
     signals = StopSignals.of(config)
     settings = WorldSettings(
@@ -309,6 +308,7 @@ class RankRun:
         warmup = self._warmup_steps
         tokens = self._tokens_per_step()
         finite = [loss for loss in readings.losses if math.isfinite(loss)]
+        missing = self._saving.missing_steps
         return {
             "schema": 1,
             "measured_at": time.time(),
@@ -338,7 +338,12 @@ class RankRun:
             "communication": measure.communication(
                 runtime, readings.ledger, reduces_at_boundary=config.zero.reduce_at_boundary
             ),
-            "loss": {"first": finite[0], "last": finite[-1], "validation": readings.validation_loss},
+            "loss": {
+                "first": None if missing and missing[0][0] == 1 else finite[0],
+                "last": finite[-1],
+                "validation": readings.validation_loss,
+                "missing_steps": missing,
+            },
             "steps": self._steps,
             "skipped_steps": readings.skipped,
             "loss_scale": runtime.scaler.scale,

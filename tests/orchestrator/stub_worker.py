@@ -11,7 +11,8 @@ from typing import Any
 import stub_distributed
 
 from orchestrator.job import RankInfo
-from orchestrator.record import AttemptPaths, append_event, read_json, write_json_atomic
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import append_event, read_json, write_json_atomic
 from orchestrator.schema import RunConfig, from_dict
 from orchestrator.worker.faults import Faults
 from zero_runtime.errors import RankMemoryError

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from points import make_config, make_point
+from stub_worker import make_result
 
 from orchestrator import contents, deciding
 from orchestrator.deciding import Wishes
-from orchestrator.record import Attempt, new_attempt, read_json, write_json_atomic
+from orchestrator.record import Attempt, new_attempt
+from orchestrator.record_file import read_json, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import Data, DataKind, Model, RunConfig, Tokenizer, to_dict
 from orchestrator.sweep_record import Planned
@@ -58,7 +60,7 @@ def measure(config: RunConfig) -> Attempt:
     attempt = new_attempt(config.output, to_dict(config), "a", "cpu")
     for state in (RunState.starting, RunState.running):
         attempt.move(state)
-    write_json_atomic(attempt.paths.result, {})
+    write_json_atomic(attempt.paths.result, make_result(config))
     attempt.move(RunState.ok)
     return attempt
 

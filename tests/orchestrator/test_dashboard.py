@@ -52,6 +52,15 @@ def test_ctrl_c_ends_the_server_quietly_with_code_0(
         os.kill(int(began.read_text()), 0)
 
 
+@pytest.mark.parametrize("content", [b"", b"SQLite format 3\0" + b"\xff" * 4096, b"text"])
+def test_a_store_that_is_none_of_mlflows_is_named(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store_path(tmp_path).write_bytes(content)
+    assert cli.main(["ui", str(tmp_path)]) == 2
+    assert "mlflow.db: expected a store of MLflow's, found: " in capsys.readouterr().out
+
+
 def test_a_server_that_ends_by_itself_is_an_error_with_its_last_words(
     output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

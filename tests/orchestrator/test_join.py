@@ -13,7 +13,8 @@ from points import make_config
 
 from orchestrator.job import rank_in_world
 from orchestrator.join import verdict_of
-from orchestrator.record import new_attempt, read_json, write_json_atomic
+from orchestrator.record import new_attempt
+from orchestrator.record_file import read_json, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import to_dict
 
@@ -74,7 +75,8 @@ def test_a_failure_on_rank_0_is_recorded_and_the_exit_code_says_so(tmp_path: Pat
 def test_the_rank_that_failed_first_is_named_also_when_rank_0_failed_of_it(tmp_path: Path) -> None:
     attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
     for rank, when, error in ((0, 2.0, "RuntimeError: connection closed"), (1, 1.0, "ValueError: bad")):
-        write_json_atomic(attempt.paths.rank_record(rank), {"rank": rank, "time": when, "error": error})
+        record = {"rank": rank, "pid": 1, "started": "", "state": "error", "time": when, "error": error}
+        write_json_atomic(attempt.paths.rank_record(rank), record)
     verdict = verdict_of(attempt, 2, RuntimeError("connection closed"))
     assert (verdict.state, verdict.rank, verdict.message) == (RunState.error, 1, "rank 1: ValueError: bad")
 

@@ -21,7 +21,8 @@ from rich.console import Console
 from orchestrator import launch, study
 from orchestrator.point_run import PointRun
 from orchestrator.processes import is_alive, session_members
-from orchestrator.record import AttemptPaths, new_attempt, read_json
+from orchestrator.record import AttemptPaths, new_attempt
+from orchestrator.record_file import read_json
 from orchestrator.run_state import RunState
 from orchestrator.schema import Checkpoint, CheckpointKind, Device, RunConfig, to_dict
 from orchestrator.screen import Screen

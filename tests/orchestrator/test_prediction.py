@@ -186,6 +186,21 @@ def test_the_cache_is_the_users_alone(cache: None) -> None:
     assert os.stat(memory_cache.folder()).st_mode & 0o077 == 0
 
 
+def test_an_answer_that_a_bad_disk_changed_is_asked_for_again(cache: None) -> None:
+    memory_cache.store("key", {"state_bytes": 12345})
+    assert memory_cache.stored("key") == {"state_bytes": 12345}
+    (file,) = memory_cache.folder().glob("key.json")
+    file.write_text(file.read_text().replace("12345", "12346"))
+    assert memory_cache.stored("key") is None
+
+
+def test_what_a_library_prints_among_the_answers_is_not_taken_for_one() -> None:
+    assert memory_cache._answer_in('["key", {"bytes": 1}]\n') == ("key", {"bytes": 1})
+    assert memory_cache._answer_in('["key", null]\n') == ("key", None)
+    for line in ("Loading weights: 100%\n", "[]\n", '"ab"\n', "3\n", '[["a"], {}]\n', '["key", 3]\n', "[" * 99_999):
+        assert memory_cache._answer_in(line) is None
+
+
 def test_without_a_folder_for_the_cache_answers_are_not_kept_and_nothing_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from points import make_config
+from stub_worker import make_result
 
-from orchestrator.record import EventTail, append_event, new_attempt, point_id, read_json, settle, write_json_atomic
+from orchestrator import record
+from orchestrator.record import Attempt, all_attempts, attempts_at, new_attempt, point_id, settle
+from orchestrator.record_file import read_json, require_json, write_json_atomic
 from orchestrator.run_state import MOVES, RunState
 from orchestrator.schema import to_dict
 
@@ -64,18 +66,11 @@ def test_every_state_that_is_not_final_can_end_badly() -> None:
             assert {RunState.error, RunState.cancelled} <= MOVES[state]
 
 
-def test_a_tail_gives_every_event_once_and_never_half_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    tail = EventTail(path)
-    assert tail.read_new() == []
-    append_event(path, {"event": "ready"})
-    with path.open("a") as file:
-        file.write('{"event": "st')
-    assert tail.read_new() == [{"event": "ready"}]
-    with path.open("a") as file:
-        file.write('ep", "text": "Ψ"}\n')
-    assert tail.read_new() == [{"event": "step", "text": "Ψ"}]
-    assert tail.read_new() == []
+def disown(attempt: Attempt) -> None:
+    """As if the process that owns the attempt had ended."""
+    facts = read_json(attempt.paths.state)
+    assert facts is not None
+    write_json_atomic(attempt.paths.state, {**facts, "owner": {**facts["owner"], "pid": 2**22 + 1}})
 
 
 def test_an_attempt_whose_owner_is_gone_is_lost_or_what_its_result_says(tmp_path: Path) -> None:
@@ -84,11 +79,9 @@ def test_an_attempt_whose_owner_is_gone_is_lost_or_what_its_result_says(tmp_path
         attempt.move(RunState.starting)
         attempt.move(RunState.running)
         assert settle(attempt.paths) is RunState.running, "this process owns it"
-        facts = json.loads(attempt.paths.state.read_text())
-        facts["owner"]["started"] -= 1000
-        attempt.paths.state.write_text(json.dumps(facts))
+        disown(attempt)
         if result:
-            write_json_atomic(attempt.paths.result, {})
+            write_json_atomic(attempt.paths.result, make_result(make_config(tmp_path)))
         assert settle(attempt.paths) is state
 
 
@@ -100,17 +93,50 @@ def test_a_record_of_an_older_version_can_be_read(tmp_path: Path) -> None:
 
 def test_provenance_is_recorded_and_is_no_part_of_the_identity(tmp_path: Path) -> None:
     attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
-    facts = json.loads(attempt.paths.provenance.read_text())
+    facts = require_json(attempt.paths.provenance)
     assert {"commit", "dirty", "packages", "command", "variables"} <= facts.keys()
     assert "torch" in facts["packages"]
-    identity = json.loads((attempt.paths.root.parents[1] / "identity.json").read_text())
+    identity = require_json(attempt.paths.root.parents[1] / "identity.json")
     assert not identity.keys() & facts.keys()
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    write_json_atomic(path, {"a": 1})
-    with pytest.raises(TypeError):
-        write_json_atomic(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert read_json(tmp_path / "absent.json") is None
+def test_an_attempt_whose_owner_is_gone_is_lost_where_its_result_cannot_be_believed(tmp_path: Path) -> None:
+    attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
+    attempt.move(RunState.starting)
+    disown(attempt)
+    attempt.paths.result.write_text("{}")
+    assert settle(attempt.paths) is RunState.lost
+    assert f"{attempt.paths.result}: expected" in Attempt.reopen(attempt.paths).message
+
+
+def test_how_an_attempt_stands_is_told_also_where_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, data: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
+    disown(attempt)
+    monkeypatch.setattr(record, "write_json_atomic", refused)
+    assert settle(attempt.paths) is RunState.lost
+
+
+def test_a_new_attempt_sets_aside_what_is_bad_of_those_before_and_leaves_their_results(tmp_path: Path) -> None:
+    config = to_dict(make_config(tmp_path))
+    torn, good = (new_attempt(tmp_path, config, "a", "cpu") for _ in range(2))
+    write_json_atomic(torn.paths.result, make_result(make_config(tmp_path)))
+    torn.paths.state.write_text("")
+    assert attempts_at(tmp_path, good.point) == [good.paths]
+    third = new_attempt(tmp_path, config, "a", "cpu")
+    assert third.paths.root.name == "03"
+    assert {"state.json.bad", "result.json"} <= {one.name for one in torn.paths.root.iterdir()}
+    assert all_attempts(tmp_path, good.point) == [third.paths, good.paths]
+
+
+def test_a_new_attempt_settles_those_before_whose_commands_were_killed(tmp_path: Path) -> None:
+    config = to_dict(make_config(tmp_path))
+    first = new_attempt(tmp_path, config, "a", "cpu")
+    first.move(RunState.starting)
+    disown(first)
+    new_attempt(tmp_path, config, "a", "cpu")
+    assert Attempt.reopen(first.paths).state is RunState.lost

@@ -179,3 +179,11 @@ def test_the_next_command_measures_the_winner_longer_or_runs_the_failed_point_al
     assert report.next_after_sweep(report.rank([FAILED])) == f"{program()} zero=stage3"
     after = next_after_run(("zero=stage2", "precision=bf16", "data.path=a b"))
     assert after == f"{program()} -m zero=stage0,stage1,stage2,stage3 precision=bf16 'data.path=a b'"
+
+
+def test_a_learning_curve_with_missing_steps_is_warned_about() -> None:
+    entry = make_entry("stage1", 100)
+    assert entry.result is not None
+    entry.result["loss"] |= {"first": None, "missing_steps": [[1, 5], [7, 7], [9, 10]]}
+    missing = "the losses of steps 1 to 5, 7 and 9 to 10 are missing"
+    assert report.warnings(report.rank([entry])) == [f"stage1: {missing}: the record of the attempt before lacks them"]

@@ -16,7 +16,9 @@ from harness.ranks import prepare_fork_server, run_alone
 
 from orchestrator import summary
 from orchestrator.job import RankInfo
-from orchestrator.record import AttemptPaths, EventTail, read_json, write_json_atomic
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import EventTail, read_json, require_json, write_json_atomic
+from orchestrator.record_shapes import RESULT
 from orchestrator.schema import (
     Batch,
     Checkpoint,
@@ -164,6 +166,35 @@ def test_a_checkpoint_resumes_at_another_stage_and_more_steps(tmp_path: Path) ->
     assert second.wait() == [0, 0]
     assert list(second.curve()) == list(range(1, 15))
     assert {step: loss for step, loss in second.curve().items() if step <= 10} == first.curve()
+
+
+def test_a_resumed_run_says_which_steps_of_its_curve_are_missing(tmp_path: Path) -> None:
+    first = Try(tmp_path / "point", config_of(12, every=3))
+    while max(first.curve(), default=0) < 7:
+        assert first.runs
+        time.sleep(0.002)
+    first.kill()
+    before = first.curve()
+    lines = first.paths.metrics.read_text().splitlines()
+    kept = [line for line in lines if '"step": 1,' not in line and '"step": 2,' not in line]
+    changed = [line.replace('"loss": ', '"loss": 1') if '"event": "step", "time"' in line and '"step": 4,' in line
+               else line for line in kept]  # fmt: skip
+    assert changed != kept != lines
+    first.paths.metrics.write_text("\n".join([*changed, "half a li"]))
+    second = Try(tmp_path / "point", config_of(12, every=3))
+    assert second.wait() == [0, 0]
+    result = require_json(second.paths.result, RESULT)
+    assert result["loss"]["missing_steps"] == [[1, 2], [4, 4]]
+    assert result["loss"]["first"] is None
+    curve = second.curve()
+    assert list(curve) == [3, *range(5, 13)]
+    assert {step: curve[step] for step in (3, 5, 6)} == {step: before[step] for step in (3, 5, 6)}
+    (told,) = (event for event in EventTail(second.paths.metrics).read_new() if event["event"] == "resumed")
+    missing = "the losses of steps 1 to 2 and 4 are missing: the record of the attempt before lacks them"
+    assert summary.resumed_text(told).endswith(f"; {missing} ({first.paths.metrics})")
+    (row,) = (row for row in summary.learning_rows(result) if row.name == "loss")
+    assert row.text.startswith("- first, ")
+    assert row.text.endswith(missing)
 
 
 def test_a_run_killed_between_its_last_save_and_its_result_has_the_result_that_it_measured(tmp_path: Path) -> None:

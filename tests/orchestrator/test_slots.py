@@ -118,3 +118,25 @@ def test_a_gpu_on_which_another_computes_is_told(four_gpus: None, monkeypatch: p
     found = slots.pool_of(Device.cuda).slots
     assert slots.busy_gpus(found) == ["GPU GPU-aa1: process 4242 uses 1000"]
     assert slots.busy_gpus(found[2:]) == []
+
+
+def test_places_that_cannot_be_written_are_each_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZLAB_LOCKS", str(tmp_path / "locks"))
+    assert slots.place_problems(str(tmp_path / "new" / "outputs")) == []
+    (tmp_path / "file").touch()
+    below = str(tmp_path / "file" / "outputs")
+    (problem,) = slots.place_problems(below)
+    expected = f"output={below}: expected a folder that can be made and written to, found: Not a directory"
+    assert problem == f"{expected}      fix: output=FOLDER"
+    monkeypatch.setenv("ZLAB_LOCKS", below)
+    assert [one.split(":")[0] for one in slots.place_problems(below)] == [f"output={below}", below]
+
+
+def test_locks_of_another_user_are_a_problem_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZLAB_LOCKS", str(tmp_path))
+    monkeypatch.setattr(os, "getuid", lambda: 4242)
+    (problem,) = slots.place_problems(str(tmp_path))
+    found = f"expected a folder of user 4242, found one of user {tmp_path.stat().st_uid}"
+    assert problem == f"{tmp_path}: {found}; set ZLAB_LOCKS to a folder of yours, or unset it"

@@ -13,7 +13,8 @@ from points import make_config
 from orchestrator import slurm
 from orchestrator.cluster import Cluster, ClusterKind
 from orchestrator.launch import GLIBC
-from orchestrator.record import AttemptPaths, read_json
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import read_json
 from orchestrator.schema import RunConfig
 from orchestrator.slurm_rank import SlurmRank
 from orchestrator.slurm_tools import SlurmError

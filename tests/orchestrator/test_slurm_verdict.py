@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record import AttemptPaths, write_json_atomic
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.slurm_tools import DENIED, UNSEEN, JobSight, Phase
 from orchestrator.slurm_verdict import GRACE_S, LOST_S, Follower, decide, heartbeat_age_s, verdict
@@ -24,7 +25,7 @@ def ended(state: str, code: str = "0:0", reason: str = "") -> JobSight:
 
 
 def record(state: str, time: float = NOW - 1, **facts: Any) -> dict[str, Any]:
-    return {"state": state, "time": time, **facts}
+    return {"state": state, "time": time, "pid": 1, "started": "", **facts}
 
 
 def error(text: str, time: float = NOW - 1, **facts: Any) -> dict[str, Any]:

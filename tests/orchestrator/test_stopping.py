@@ -18,7 +18,8 @@ from test_resume import config_of
 
 from orchestrator.cluster import Cluster, ClusterKind
 from orchestrator.job import STOP_SIGNAL, WHERE_SIGNAL, Stopped, rank_in_world, run_recorded
-from orchestrator.record import AttemptPaths, EventTail, read_json, write_json_atomic
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import EventTail, read_json, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import Checkpoint, CheckpointKind, RunConfig, to_dict
 from orchestrator.watch import Verdict, judge, look_at_ranks

@@ -35,3 +35,12 @@ def test_the_command_line_prints_tables_and_signs_in_ascii() -> None:
     told = printed(code)
     assert b"2Psi" in told
     assert b"1 x 2" in told
+
+
+def test_a_full_disk_under_stdout_is_one_line_and_code_1() -> None:
+    code = "from orchestrator import cli; raise SystemExit(cli.main(['--help']))"
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"error: standard output: No space left on device")
+    assert done.stderr.count(b"\n") == 1

@@ -25,7 +25,8 @@ from orchestrator import comparison, hardware, sweep_record, verbs
 from orchestrator.deciding import Refused, Wishes
 from orchestrator.paths import program
 from orchestrator.point import Point
-from orchestrator.record import AttemptPaths, read_json
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import read_json
 from orchestrator.run_state import RunState
 from orchestrator.schema import Cluster
 from orchestrator.screen import Screen
@@ -193,6 +194,23 @@ def test_points_run_side_by_side_where_there_are_slots_and_one_at_a_time_where_a
         slots = [event["slots"] for event in events if event["event"] == "started"]
         assert all(len(one) == 1 for one in slots)
         assert (slots[0] != slots[1]) is beside
+
+
+def test_bad_lines_in_the_records_of_one_point_end_neither_the_sweep_nor_another_point(tmp_path: Path) -> None:
+    process = start(tmp_path, [1, 2], step_s=0.4)
+    attempt = AttemptPaths(wait_until(lambda: next(iter(running(tmp_path)), None)))
+    # Its next record is that of its end.
+    wait_until(lambda: (read_json(attempt.rank_record(0)) or {}).get("state") == "running")
+    (sweep,) = sweep_record.all_sweeps(tmp_path)
+    for file in (attempt.metrics, sweep.requests, sweep.events):
+        with file.open("ab") as lines:
+            lines.write(b'garbage\n{"do": 3, "event": 3}\n{"do": "cancel", "labels": 3, "event": "ended"}\n{"torn": ')
+    attempt.rank_record(0).write_text('{"torn": ')
+    attempt.exits.write_text("[]")
+    shown, _ = process.communicate(timeout=HANG_S)
+    assert (process.returncode, states(sweep)) == (0, ["ok", "ok"]), shown
+    for file in (attempt.metrics, sweep.requests, attempt.rank_record(0)):
+        assert f"warning: {file}: " in shown
 
 
 # ---- stopped in the middle -------------------------------------------------------------------------------------------

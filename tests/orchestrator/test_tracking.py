@@ -20,7 +20,8 @@ from stub_worker import make_result, step_event
 
 from orchestrator import chart_view, dashboard, tracking
 from orchestrator import tracking_names as names
-from orchestrator.record import Attempt, append_event, new_attempt, store_path, write_json_atomic
+from orchestrator.record import Attempt, new_attempt, store_path
+from orchestrator.record_file import append_event, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import TrackingKind, to_dict
 from orchestrator.screen import Screen

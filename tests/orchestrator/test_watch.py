@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record import AttemptPaths, write_json_atomic
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.watch import GRACE_S, STRAGGLER_S, Sight, Watch, excerpt, judge
 

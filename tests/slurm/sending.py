@@ -14,7 +14,8 @@ from typing import Any
 from orchestrator import slurm, slurm_verdict
 from orchestrator.cluster import Cluster, ClusterKind
 from orchestrator.job import ENTRY
-from orchestrator.record import AttemptPaths, EventTail, write_json_atomic
+from orchestrator.record import AttemptPaths
+from orchestrator.record_file import EventTail, write_json_atomic
 from orchestrator.schema import RunConfig, to_dict
 from orchestrator.slurm_tools import JobSight
 from orchestrator.watch import Verdict

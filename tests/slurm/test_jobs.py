@@ -13,7 +13,7 @@ import pytest
 from sending import GPUS, STEPS, Sent, config_of, in_slurm, send, stub_config, train, trained, until
 
 from orchestrator import slurm, slurm_site, slurm_verdict
-from orchestrator.record import read_json
+from orchestrator.record_file import read_json
 from orchestrator.run_state import RunState
 from orchestrator.schema import Device, RunConfig
 from orchestrator.slurm_tools import Phase, SlurmError

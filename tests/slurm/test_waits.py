@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sending import LONG, Sent, send, stub_config, until
 
-from orchestrator.record import read_json
+from orchestrator.record_file import read_json
 from orchestrator.run_state import RunState
 from orchestrator.slurm_tools import ask
 

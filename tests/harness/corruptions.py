@@ -1,0 +1,68 @@
+"""What bad disks, full disks, other programs and other people make of a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+DEPTH = 200_000
+LARGE = 1 << 40  # sparse: it takes no room
+
+
+def _written(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda path: _write(path, change(path.read_bytes() if path.is_file() else b"{}"))
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def _flipped(data: bytes) -> bytes:
+    """Every digit is the next one: no JSON notices."""
+    return data.translate(bytes.maketrans(b"0123456789", b"1234567891"))
+
+
+def _one_flipped(data: bytes) -> bytes:
+    """One bit of the byte in the middle."""
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if data else b"1"
+
+
+def _replaced(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def replace(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        make(path)
+
+    return replace
+
+
+def _large(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(LARGE)
+
+
+CORRUPTIONS: dict[str, Callable[[Path], None]] = {
+    "empty": _written(lambda data: b""),
+    "half": _written(lambda data: data[: len(data) // 2]),
+    "without its end": _written(lambda data: data[:-3]),
+    "other digits": _written(_flipped),
+    "one bit": _written(_one_flipped),
+    "null": _written(lambda data: b"null\n"),
+    "a list": _written(lambda data: b"[]\n"),
+    "an object": _written(lambda data: b"{}\n"),
+    "a number": _written(lambda data: b"3\n"),
+    "another record": _written(lambda data: b'{"state": 3, "event": "started", "points": {}, "pid": "x", "do": []}\n'),
+    "twice": _written(lambda data: data + data),
+    "garbage": _written(lambda data: bytes(range(128, 256)) * 4),
+    "zeros": _written(lambda data: bytes(len(data))),
+    "deep": _written(lambda data: b"[" * DEPTH + b"]" * DEPTH),
+    "deep objects": _written(lambda data: b'{"a":' * DEPTH + b"1" + b"}" * DEPTH),
+    "not UTF-8": _written(lambda data: data.replace(b'"', b'"\xff', 1)),
+    "a folder": _replaced(Path.mkdir),
+    "a FIFO": _replaced(os.mkfifo),
+    "a link to nothing": _replaced(lambda path: path.symlink_to("gone")),
+    "a link to itself": _replaced(lambda path: path.symlink_to(path.name)),
+    "a terabyte": _large,
+    "missing": _replaced(lambda path: None),
+}

@@ -1,0 +1,110 @@
+"""On a full disk a command says so without a traceback, leaves no process, and goes on where there is room again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness.patience import HANG_S
+from test_sweeps import left_behind
+
+from orchestrator import sweep_record
+
+HERE = Path(__file__).parent
+COMMAND = """
+import sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from orchestrator import cli, hardware
+from orchestrator.deciding import Wishes, retry_states
+from orchestrator.study import run_point
+from orchestrator.sweep_command import SweepRequest, run_sweep
+from points import STUB
+from test_sweeps import points
+
+def sweep(words):
+    found = points(Path({output!r}), [1, 2])
+    wishes = Wishes(retry=retry_states("error"))
+    request = SweepRequest("batch", found, ("sweeps=batch",), wishes, predicts=False, entry=STUB)
+    return run_sweep(request, hardware.detect())
+
+def single(words):
+    return run_point(points(Path({output!r}), [1])[0], entry=STUB)
+
+cli._carried_out = {what}
+raise SystemExit(cli.main([]))
+"""
+
+
+class Disk:
+    """A file system of a size that can be changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(folder)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            pytest.skip(f"a file system of a small size cannot be mounted here: {done.stderr.strip()}")
+
+    def resize(self, kib: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={kib}k", str(self.folder)], check=True)
+
+    def close(self) -> None:
+        subprocess.run(["umount", str(self.folder)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    (tmp_path / "disk").mkdir()
+    found = Disk(tmp_path / "disk")
+    yield found
+    found.close()
+
+
+def run(what: str, output: Path) -> tuple[int, str]:
+    path = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "STUB_STEP_S": "0.01"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND.format(path=path, output=str(output), what=what)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        timeout=HANG_S,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def assert_told_and_resumed(disk: Disk, what: str, kib: int) -> None:
+    output = disk.folder / "outputs"
+    disk.resize(kib)
+    code, shown = run(what, output)
+    assert code in (1, 2, 3), shown
+    assert "No space left on device" in shown or "ended early" in shown, shown
+    logs = "".join(log.read_text() for log in output.glob("sweeps/*/controller.log"))
+    assert "Traceback" not in shown + logs, shown + logs
+    assert not list(disk.folder.rglob(".*.tmp"))
+    assert left_behind(output) == []
+    disk.resize(64 << 10)
+    code, shown = run(what, output)
+    assert code == 0, shown
+    if what == "sweep":
+        (sweep, *_) = sweep_record.all_sweeps(output)
+        assert all(one.state.measured for one in sweep_record.standings(sweep))
+
+
+def test_a_sweep_on_a_full_disk_is_told_in_one_line_and_goes_on_with_room(disk: Disk) -> None:
+    assert_told_and_resumed(disk, "sweep", 60)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kib", [4, 8, 16, 24, 40, 80, 100, 120, 140])
+@pytest.mark.parametrize("what", ["sweep", "single"])
+def test_a_disk_that_is_full_at_any_moment_is_told_and_costs_no_result(disk: Disk, what: str, kib: int) -> None:
+    assert_told_and_resumed(disk, what, kib)

@@ -1,0 +1,220 @@
+"""A record is what was written, or is named with what is wrong; nothing else in its output folder suffers from it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from harness.corruptions import CORRUPTIONS
+from points import make_config
+from stub_worker import make_result, step_event
+
+from orchestrator.record_file import (
+    END_BYTES,
+    BadRecord,
+    EventTail,
+    append_event,
+    make_room,
+    read_cached,
+    read_json,
+    require_json,
+    told,
+    write_cached,
+    write_json_atomic,
+)
+from orchestrator.record_shapes import RESULT
+
+HARMLESS = {"missing", "a link to nothing"}
+RECORD = {"text": "Ψ", "numbers": [1, 2.5e-9, math.inf], "inner": {"a": None, "b": {"c": True}}}
+
+
+# ---- one file -------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    assert read_json(path) is None
+    write_json_atomic(path, RECORD)
+    assert read_json(path) == RECORD
+    write_json_atomic(path, json.loads(path.read_text()) | {"text": "other"})  # its old checksum is not kept
+    assert read_json(path) == {**RECORD, "text": "other"}
+    assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_record_of_an_earlier_version_has_no_checksum_and_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(RECORD))
+    assert read_json(path) == RECORD
+
+
+def test_text_that_is_no_unicode_is_written_and_read(tmp_path: Path) -> None:
+    name = os.fsdecode(b"data-\xff.txt")
+    write_json_atomic(tmp_path / "a.json", {"path": name})
+    append_event(tmp_path / "a.jsonl", {"event": "passed_over", "path": name, "why": ""})
+    assert read_json(tmp_path / "a.json") == {"path": name}
+    assert EventTail(tmp_path / "a.jsonl").read_new()[0]["path"] == name
+
+
+@pytest.mark.parametrize("name", sorted(CORRUPTIONS.keys() - HARMLESS))
+def test_a_bad_result_is_named_with_what_is_wrong(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    write_json_atomic(path, make_result(make_config(tmp_path)))
+    assert require_json(path, RESULT)
+    CORRUPTIONS[name](path)
+    with pytest.raises(BadRecord) as caught:
+        read_json(path, RESULT)
+    assert str(caught.value).startswith(f"{path}: expected a record as it was written, found ")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_every_flipped_bit_of_a_result_is_found_or_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    result = make_result(make_config(tmp_path))
+    write_json_atomic(path, result)
+    whole = path.read_bytes()
+    read = 0
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        try:
+            found = read_json(path, RESULT)
+        except BadRecord:
+            continue
+        read += 1
+        assert found is not None
+        assert {key: found[key] for key in result} == result, place
+    assert read < len(whole) / 3  # indentation, and the checksum's own key
+
+
+def test_what_is_in_the_way_is_set_aside_and_nothing_is_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    for number in range(2):
+        path.write_text(f"torn {number}")
+        make_room(path)
+    path.mkdir()
+    write_json_atomic(path, RECORD)
+    make_room(path)
+    assert read_json(path) == RECORD
+    names = sorted(one.name for one in tmp_path.iterdir())
+    assert names == ["state.json", "state.json.bad", "state.json.bad2", "state.json.bad3"]
+    assert (tmp_path / "state.json.bad").read_text() == "torn 0"
+
+
+def test_a_write_that_fails_names_the_record_and_leaves_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "state.json"
+    write_json_atomic(path, {"a": 1})
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_json_atomic(path, {"a": 2})
+    assert caught.value.filename == str(path)
+    assert told(caught.value).startswith(f"{path}: No space left on device; make room there")
+    assert read_json(path) == {"a": 1}
+    with pytest.raises(TypeError):
+        write_json_atomic(path, {"a": object()})
+    assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_a_bad_cache_counts_as_none_and_is_made_again(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "key.json"
+    write_cached(path, "key", {"bytes": {"kept": 12345}})
+    assert read_cached(path, "key") == {"bytes": {"kept": 12345}}
+    assert read_cached(path, "another") is None
+    CORRUPTIONS[name](path)
+    assert read_cached(path, "key") is None
+    write_cached(path, "key", {"bytes": {"kept": 12345}})
+    assert read_cached(path, "key") == {"bytes": {"kept": 12345}}
+
+
+# ---- lines ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_tail_gives_every_event_once_and_never_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = EventTail(path)
+    assert tail.read_new() == []
+    append_event(path, {"event": "ready"})
+    with path.open("a") as file:
+        file.write('{"event": "sa')
+    assert tail.read_new() == [{"event": "ready"}]
+    with path.open("a") as file:
+        file.write('ved", "step": 1, "why": "Ψ"}\n')
+    assert tail.read_new() == [{"event": "saved", "step": 1, "why": "Ψ"}]
+    assert tail.read_new() == []
+
+
+def test_a_bad_line_is_left_out_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = EventTail(path)
+    append_event(path, step_event(1, 2))
+    tail.read_new()
+    bad = (b"garbage\n", b'{"event": "step", "step": "x"}\n', b"[]\n", b'{"a": 1}\n', b"\xff\n")
+    for line in bad:
+        with path.open("ab") as file:
+            file.write(line)
+        assert tail.read_new() == []
+    append_event(path, step_event(2, 2))
+    for _ in range(2):  # every reader of the process hears it, and the person once
+        assert [one["step"] for one in EventTail(path).read_new()] == [1, 2]
+    told = [one.getMessage() for one in caplog.records]
+    assert len(told) == len(bad)
+    for number, text in enumerate(told, start=2):
+        assert text.startswith(f"warning: {path}: line {number} is left out: expected an event, found ")
+
+
+def test_the_end_of_a_large_file_is_read_without_its_beginning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_event(path, step_event(0, 2))
+    assert EventTail.of_the_end(path).read_new() == [step_event(0, 2)]
+    path.write_bytes(b"garbage\n" * END_BYTES)
+    for step in range(3):
+        append_event(path, step_event(step, 2))
+    tail = EventTail.of_the_end(path)
+    assert tail.read_new() == [step_event(step, 2) for step in range(3)]
+    (told,) = (one.getMessage() for one in caplog.records)
+    assert "a line near its end is left out" in told
+    append_event(path, step_event(3, 2))
+    assert tail.read_new() == [step_event(3, 2)]
+
+
+def test_a_line_with_a_changed_digit_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_event(path, step_event(1, 2))
+    append_event(path, step_event(2, 2))
+    path.write_text(path.read_text().replace("5.99", "5.19"))
+    assert [one["step"] for one in EventTail(path).read_new()] == [2]
+
+
+def test_the_line_after_one_that_a_full_disk_cut_is_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text('{"do": "dra')
+    append_event(path, {"event": "ready"})
+    assert EventTail(path).read_new() == [{"event": "ready"}]
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_whatever_becomes_of_a_file_of_lines_it_can_be_read_and_added_to(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in range(1, 5):
+        append_event(path, step_event(step, 2))
+    tail = EventTail(path)
+    CORRUPTIONS[name](path)
+    if name == "a terabyte":
+        os.truncate(path, 1 << 25)  # what can be read in a moment
+    steps = {event["step"]: event for event in EventTail(path).read_new() if event["event"] == "step"}
+    assert all(event == step_event(step, 2) for step, event in steps.items())
+    tail.read_new()
+    if name != "a link to itself":
+        append_event(path, step_event(5, 2))
+        assert EventTail(path).read_new()[-1] == step_event(5, 2)
