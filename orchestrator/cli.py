@@ -31,11 +31,6 @@ BAD_USAGE = 2
 INTERRUPTED = 130
 
 
-def console() -> None:
-    """The command `zlab`."""
-    sys.exit(main(sys.argv[1:]))
-
-
 def _end_quietly() -> int:
     """Whoever read our output has enough, as `| head` has. Python would complain once more at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

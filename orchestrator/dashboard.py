@@ -6,12 +6,11 @@ import os
 import socket
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from orchestrator import chart_view, processes
+from orchestrator import chart_view, processes, start
 from orchestrator.loopback import family, in_url, loopback
 from orchestrator.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
 from orchestrator.record import artifacts_path, store_path
@@ -61,7 +60,8 @@ def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, 
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
-            env={**os.environ, **environ},
+            cwd="/",  # the server's own children import from where they stand, and nobody puts files there
+            env=start.environment({**os.environ, **environ}),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -86,7 +86,7 @@ def server_command(output: Path, port: int, host: str) -> list[str]:
     stores = ["--backend-store-uri", f"sqlite:///{store_path(output)}"]
     artifacts = ["--default-artifact-root", artifacts_path(output).as_uri()]
     where = ["--host", host, "--port", str(port), "--workers", "1"]
-    return [sys.executable, "-m", "mlflow", "server", *stores, *artifacts, *where]
+    return start.words("mlflow", "server", *stores, *artifacts, *where)
 
 
 def links(store: Path, port: int, host: str) -> list[tuple[str, str]]:

@@ -15,7 +15,6 @@ from orchestrator import launch, slurm_tools
 from orchestrator.job import ENTRY, STOP_SIGNAL
 from orchestrator.record import AttemptPaths, read_json, write_json_atomic
 from orchestrator.schema import Device, RunConfig, to_dict
-from orchestrator.slurm_rank import SlurmRank
 from orchestrator.slurm_tools import (
     DENIED,
     NO_SUCH_JOB,
@@ -40,7 +39,7 @@ def submit(jobs: Sequence[Sent], folder: Path, *, name: str = "zlab", entry: str
     """Sends each attempt out as a job; their ids, in order. Returns at once.
 
     Attempts of one shape are one array, in as many parts as the site's MaxArraySize asks for; cluster.throttle holds
-    for all of them together. Scripts, pickled calls and SLURM's own logs lie in `folder`, which only their owner may
+    for all of them together. Scripts, calls in JSON and SLURM's own logs lie in `folder`, which only their owner may
     read and which the nodes must see; each attempt's job.json says which are its. Where SLURM refuses one, all are
     cancelled and SlurmError tells why.
     """
@@ -116,9 +115,9 @@ def shape_of(config: RunConfig) -> str:
 
 def _send(jobs: Sequence[Sent], folder: Path, name: str, entry: str, after: Sequence[str]) -> list[str]:
     config = jobs[0][1]
-    executor = launch.BatchExecutor(folder, launch.job_settings(config, os.environ))
+    executor = launch.BatchExecutor(folder, entry, launch.job_settings(config, os.environ))
     executor.update_parameters(**parameters(config, name, after))
-    ids = executor.send([SlurmRank(str(attempt.root), entry) for attempt, _ in jobs])
+    ids = executor.send([attempt for attempt, _ in jobs])
     for (attempt, _), job in zip(jobs, ids, strict=True):
         facts = {"job": job, "script": str(executor.script(job)), "log": str(executor.log(job)), "time": time.time()}
         write_json_atomic(attempt.job, facts)

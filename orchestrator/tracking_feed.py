@@ -7,12 +7,12 @@ import json
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator import start
 from orchestrator.record import Attempt, store_path, tracker_log_path
 from orchestrator.schema import RunConfig, TrackingKind
 
@@ -137,12 +137,10 @@ def start_tracker(config: RunConfig, output: Path) -> Tracker:
     # Asked before the child can make it.
     makes_store = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "OMP_NUM_THREADS": "1"}
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))
     with tracker_log_path(output).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.tracking", "follow", "--uri", uri, str(output)],
-            env={**os.environ, **quiet, "PYTHONPATH": path},
+            start.words("orchestrator.tracking", "follow", "--uri", uri, str(output)),
+            env=start.environment({**os.environ, **quiet}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
