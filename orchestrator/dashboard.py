@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from orchestrator import chart_view, processes, start
+from orchestrator import tracking_names as names
 from orchestrator.loopback import family, in_url, loopback
 from orchestrator.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
 from orchestrator.record import artifacts_path, store_path
@@ -83,7 +84,7 @@ def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, 
 
 def server_command(output: Path, port: int, host: str) -> list[str]:
     """What runs the dashboard."""
-    stores = ["--backend-store-uri", f"sqlite:///{store_path(output)}"]
+    stores = ["--backend-store-uri", names.local_uri(output)]
     artifacts = ["--default-artifact-root", artifacts_path(output).as_uri()]
     where = ["--host", host, "--port", str(port), "--workers", "1"]
     return start.words("mlflow", "server", *stores, *artifacts, *where)
@@ -92,7 +93,7 @@ def server_command(output: Path, port: int, host: str) -> list[str]:
 def links(store: Path, port: int, host: str) -> list[tuple[str, str]]:
     """Each experiment and the address of its chart page, newest first. Read without importing mlflow."""
     asked = "SELECT experiment_id, name FROM experiments WHERE lifecycle_stage = 'active' ORDER BY experiment_id DESC"
-    with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as connection:
+    with closing(sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True)) as connection:
         found = [(number, name) for number, name in connection.execute(asked) if name != "Default"]
     page = f"runs?workflowType=machine_learning&viewStateShareKey={chart_view.KEY}&compareRunsMode=CHART"
     return [(name, f"http://{in_url(host)}:{port}/#/experiments/{number}/{page}") for number, name in found]

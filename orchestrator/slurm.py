@@ -6,8 +6,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from orchestrator.slurm_tools import (
     ask,
     read_scontrol_job,
 )
+from zero_runtime.kernels.ownership import for_the_owner_alone
 
 Sent = tuple[AttemptPaths, RunConfig]
 AT_ONCE = 500  # ids on one command line
@@ -45,7 +46,7 @@ def submit(jobs: Sequence[Sent], folder: Path, *, name: str = "zlab", entry: str
     """
     ids: dict[int, str] = {}
     waves = Waves()
-    with _for_the_owner_alone():
+    with for_the_owner_alone():
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
         try:
@@ -159,16 +160,6 @@ def parameters(config: RunConfig, name: str, after: Sequence[str] = ()) -> dict[
         additional["dependency"] = ",".join([*own, f"afterany:{':'.join(after)}"])
     kept = {key: value for key, value in wanted.items() if value is not None}
     return {**kept, "wckey": None, "additional_parameters": additional}
-
-
-@contextmanager
-def _for_the_owner_alone() -> Iterator[None]:
-    """What is written inside, and by the jobs that are sent inside, nobody else may read."""
-    before = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 # ---- looking --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from orchestrator import chart_view
 from orchestrator import tracking_names as names
 from orchestrator.processes import is_alive, start_time
-from orchestrator.record import AttemptPaths, EventTail, artifacts_path, read_json, store_path
+from orchestrator.record import AttemptPaths, EventTail, artifacts_path, read_json
 from orchestrator.run_state import RunState
 
 # Writing a metric costs about 1 ms. After a busy moment the ranks, which are being measured, are left alone for REST
@@ -44,7 +44,7 @@ class Store:
 
         self._metric, self._param, self._tag = Metric, Param, RunTag
         self.client = mlflow.MlflowClient(tracking_uri=uri)
-        self._local = uri == f"sqlite:///{store_path(output)}"
+        self._local = uri == names.local_uri(output)
         self._output = output
         self._experiments: dict[str, str] = {}
 
