@@ -120,14 +120,14 @@ def test_json_in_the_place_of_its_path_is_told(tmp_path: Path) -> None:
         assert "found JSON itself; give json.loads of it" in refused(text)
     assert "found no file" in refused("missing.json")
     assert len(refused("x" * 5000)) < 500
-    assert "expected a file in UTF-8" in refused("a\0b")
+    assert "'a\\x00b'" in refused("a\0b")
     assert "found no file" in refused(tmp_path)
 
 
 def test_files_that_no_reader_takes_are_named(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_bytes(b'{"train_batch_size": 8, "a": "\xff"}')
-    assert refused(path).startswith(f"config {str(path)!r}: expected a file in UTF-8, found 'utf-8' codec")
+    assert refused(path).startswith(f"config {str(path)!r}: expected a JSON file in UTF-8, found: 'utf-8' codec")
     path.write_text('{"a":' * 50_000 + "1" + "}" * 50_000)
     assert "expected JSON of a configuration, found: maximum recursion depth" in refused(path)
     path.write_text('{"train_batch_size": ' + "9" * 5000 + "}")

@@ -169,6 +169,7 @@ def _load(item: _Item) -> torch.Tensor:
     data = _bytes_of(item)
     try:
         check_archive(data)
+        data.seek(0)
         values = torch.load(data, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle raises what it likes
         told = " ".join(str(error).split())[:200] or type(error).__name__

@@ -26,14 +26,15 @@ def load(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         raise PlanError(f"config: expected a dict or the path of a JSON file, found a {type(config).__name__}")
     if str(config).lstrip().startswith("{"):
         raise PlanError("config: expected a dict or the path of a JSON file, found JSON itself; give json.loads of it")
-    path = Path(config)
+    path, text = Path(config), None
     try:
-        if not path.is_file():
-            raise PlanError(f"config: expected a dict or the path of a JSON file, found no file {shown(str(config))}")
-        text = path.read_text(encoding="utf-8")
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte in the name
-        told = str(error) if len(str(config)) < 256 else type(error).__name__
-        raise PlanError(f"config {shown(str(config))}: expected a file in UTF-8, found {told}; mend it") from error
+        told = error if isinstance(error, UnicodeError) else getattr(error, "strerror", "") or error
+        raise PlanError(f"config {shown(str(config))}: expected a JSON file in UTF-8, found: {told}") from error
+    if text is None:
+        raise PlanError(f"config: expected a dict or the path of a JSON file, found no file {shown(str(config))}")
     try:
         found = json.loads(_bare(text), object_pairs_hook=_once)
     except json.JSONDecodeError as error:
