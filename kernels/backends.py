@@ -132,9 +132,11 @@ def _on_cpu(*, strict: bool) -> Backend:
 def _compiled() -> CpuKernels | BuildError:
     """One try a process."""
     try:
-        return CpuKernels(load_library())
+        kernels = CpuKernels(load_library())
     except BuildError as error:
         return error
+    trouble = trouble_of(kernels, torch.device("cpu"))
+    return kernels if trouble is None else BuildError(f"compiled here, {trouble}")
 
 
 @cache
@@ -153,9 +155,9 @@ def _on_cuda() -> Backend:
 
 
 def trouble_of(kernels: Backend, device: torch.device) -> str | None:
-    """Why an implementation that is compiled as it is used is not to be trusted here; None where it is as it should be.
+    """Why an implementation that was compiled on this machine is not to be trusted; None where it is as it should be.
 
-    A few operations on a few elements, beside the reference: once a process, and the only reading on the host.
+    A few operations on a few elements, beside the reference: once a process, a few milliseconds on a CPU.
     """
     found: dict[str, list[torch.Tensor]] = {}
     for name, backend in (("found", kernels), ("wanted", reference)):

@@ -9,6 +9,7 @@ from typing import Any
 from orchestrator import cli, comparison, sweep_record
 from orchestrator.run_state import RunState
 from orchestrator.strict import Refusal
+from zero_runtime.kernels.ownership import for_the_owner_alone
 
 __all__ = ["Record", "Refusal", "run", "sweep"]
 
@@ -40,13 +41,15 @@ def sweep(*words: str) -> list[Record]:
     """Measures every point, or takes the answer that is there, as the command line does: the best first.
 
     `words` are overrides and flags as they would be typed ("zero=stage1,stage2", "--fresh"). Points run in processes
-    of their own, so nothing of the caller's state is theirs. Raises `Refusal`, whose message tells all that is wrong.
+    of their own, so nothing of the caller's state is theirs. What is written is the user's alone, so that until it
+    returns this process's umask is 077. Raises `Refusal`, whose message tells all that is wrong.
     """
     line = [word for word in words if word not in ("-m", "--multirun")]
     request, hardware = cli.sweep_request(["-m", *line])
     from orchestrator.sweep_command import run_quietly
 
-    paths = run_quietly(request, hardware)
+    with for_the_owner_alone():
+        paths = run_quietly(request, hardware)
     order = [one.entry.label for one in comparison.ranked(paths)]
     records = [_record(one) for one in sweep_record.standings(paths)]
     if all(one.state is RunState.refused for one in records):

@@ -33,11 +33,6 @@ BAD_USAGE = 2
 INTERRUPTED = 130
 
 
-def console() -> None:
-    """The command `zlab`."""
-    sys.exit(main(sys.argv[1:]))
-
-
 def _drop_unshown() -> None:
     """What cannot be printed, as on a full disk under stdout, is dropped: Python would complain again at its end."""
     try:

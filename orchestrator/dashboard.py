@@ -6,12 +6,12 @@ import os
 import socket
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from orchestrator import chart_view, processes
+from orchestrator import chart_view, processes, start
+from orchestrator import tracking_names as names
 from orchestrator.loopback import family, in_url, loopback
 from orchestrator.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
 from orchestrator.record import artifacts_path, store_path
@@ -67,7 +67,8 @@ def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, 
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
-            env={**os.environ, **environ},
+            cwd="/",  # the server's own children import from where they stand, and nobody puts files there
+            env=start.environment({**os.environ, **environ}),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -89,16 +90,16 @@ def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, 
 
 def server_command(output: Path, port: int, host: str) -> list[str]:
     """What runs the dashboard."""
-    stores = ["--backend-store-uri", f"sqlite:///{store_path(output)}"]
+    stores = ["--backend-store-uri", names.local_uri(output)]
     artifacts = ["--default-artifact-root", artifacts_path(output).as_uri()]
     where = ["--host", host, "--port", str(port), "--workers", "1"]
-    return [sys.executable, "-m", "mlflow", "server", *stores, *artifacts, *where]
+    return start.words("mlflow", "server", *stores, *artifacts, *where)
 
 
 def links(store: Path, port: int, host: str) -> list[tuple[str, str]]:
     """Each experiment and the address of its chart page, newest first. Read without importing mlflow."""
     asked = "SELECT experiment_id, name FROM experiments WHERE lifecycle_stage = 'active' ORDER BY experiment_id DESC"
-    with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as connection:
+    with closing(sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True)) as connection:
         found = [(number, name) for number, name in connection.execute(asked) if name != "Default"]
     page = f"runs?workflowType=machine_learning&viewStateShareKey={chart_view.KEY}&compareRunsMode=CHART"
     return [(name, f"http://{in_url(host)}:{port}/#/experiments/{number}/{page}") for number, name in found]

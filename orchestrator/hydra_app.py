@@ -5,6 +5,11 @@
 
 from __future__ import annotations
 
+from orchestrator import start
+
+if __name__ == "__main__":
+    start.forget_current_folder()
+
 import os
 import sys
 import time

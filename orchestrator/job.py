@@ -1,4 +1,4 @@
-"""One rank's part of a job: who it is, the picklable call that runs on it, and the record that it leaves."""
+"""One rank's part of a job: who it is, the call that runs on it, and the record that it leaves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STDERR = 2
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A rank's place in the world; `init_method` is how torch.distributed finds the other ranks.
+    """A rank's place in the world; `meeting` is where the ranks find each other, as `join_world` takes it.
 
     `restarts`: how often this attempt was begun before, by a scheduler that put its job back into the queue.
     """
@@ -42,7 +42,7 @@ class RankInfo:
     rank: int
     world: int
     local_rank: int
-    init_method: str
+    meeting: str | Path
     restarts: int = 0
 
 
@@ -61,16 +61,16 @@ class Stopped:
 Entry = Callable[[AttemptPaths, RankInfo], Stopped | None]
 
 
-def rank_in_world(environ: Mapping[str, str], init_method: str) -> RankInfo | None:
+def rank_in_world(environ: Mapping[str, str], meeting: str | Path) -> RankInfo | None:
     """The place that torchrun, srun or our own launcher gave this process; None where none did."""
     restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
     if "RANK" in environ and "WORLD_SIZE" in environ:
         local = environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", environ["RANK"]))
-        return RankInfo(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(local), init_method, restarts)
+        return RankInfo(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(local), meeting, restarts)
     # A batch script has SLURM_PROCID too; only the processes of a step are ranks.
     if environ.get("SLURM_STEP_ID", "").isdigit() and "SLURM_PROCID" in environ:
         rank, world, place = (int(environ[f"SLURM_{key}"]) for key in ("PROCID", "NTASKS", "LOCALID"))
-        return RankInfo(rank, world, place, init_method, restarts)
+        return RankInfo(rank, world, place, meeting, restarts)
     return None
 
 
@@ -124,21 +124,12 @@ def run_recorded(attempt: AttemptPaths, rank: RankInfo, entry: str) -> BaseExcep
     return None
 
 
-@dataclass(frozen=True)
-class RankJob:
-    """The call that travels to each rank: two strings, so that nothing of the user's is pickled."""
-
-    attempt_dir: str
-    entry: str = ENTRY
-
-    def __call__(self) -> None:
-        attempt = AttemptPaths(Path(self.attempt_dir))
-        rank = rank_in_world(os.environ, f"file://{attempt.rendezvous.absolute()}")
-        assert rank is not None, "the launcher did not say which rank this is"
-        for one in (STOP_SIGNAL, signal.SIGTERM):
-            signal.signal(one, signal.SIG_DFL)  # submitit's handlers swallow them, or start the rank again
-        if isinstance(run_recorded(attempt, rank, self.entry), BaseException):
-            leave_failed()
+def run_as_rank(attempt: AttemptPaths, entry: str) -> None:
+    """The whole of a rank of our own launcher; it ends the process where the entry fails."""
+    rank = rank_in_world(os.environ, attempt.rendezvous.absolute())
+    assert rank is not None, "the launcher did not say which rank this is"
+    if isinstance(run_recorded(attempt, rank, entry), BaseException):
+        leave_failed()
 
 
 def leave_failed() -> NoReturn:

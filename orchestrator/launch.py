@@ -1,31 +1,31 @@
 """Sends points out through submitit: their ranks as one session of processes of this machine, or as jobs of SLURM.
 
-It is also the program of those processes: `controller FOLDER`, `rank FOLDER ATTEMPT` and `slurm-rank FOLDER`.
+It is also the program of those processes: `controller FOLDER`, `rank ATTEMPT ENTRY` and `slurm-rank FOLDER ENTRY`.
+What travels to a rank is two strings, on its command line or as JSON: no pickle, which would be code for whoever may
+write where it lies.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shlex
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import submitit
-from submitit.core.utils import DelayedSubmission, JobPaths
+from submitit.core.utils import JobPaths
 from submitit.local.local import Controller
 
-from orchestrator import slurm_rank
-from orchestrator.job import STOP_SIGNAL, RankJob, RankRecord
+from orchestrator import slurm_rank, start
+from orchestrator.job import STOP_SIGNAL, RankRecord, run_as_rank
 from orchestrator.processes import die_with_parent, end_session, redirect_output
 from orchestrator.record import AttemptPaths
-from orchestrator.record_file import write_json_atomic
+from orchestrator.record_file import read_json, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import Device, RunConfig
 from orchestrator.slurm_tools import ask, outside_of_jobs
@@ -35,7 +35,7 @@ TUNABLES, TUNABLES_OF_RANKS = "GLIBC_TUNABLES", "ZLAB_GLIBC_TUNABLES"
 GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"
 # Beyond the run's own limit, which the command watches: the controller's is for when that fails.
 BACKSTOP_MIN = 2.0
-PICKLE_S = 60.0
+CALL_S = 60.0
 
 
 def job_environment(config: RunConfig, base: Mapping[str, str], gpus: Sequence[str] | None = None) -> dict[str, str]:
@@ -66,16 +66,10 @@ def job_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
         wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     if on_cuda and "PYTORCH_CUDA_ALLOC_CONF" not in base:
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    fixed = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": _python_path(base)}
+    fixed = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, start.PYTHONPATH: start.named(base)}
     if not on_cuda:
         fixed["CUDA_VISIBLE_DEVICES"] = ""
     return {key: value for key, value in wanted.items() if key not in base} | fixed
-
-
-def _python_path(base: Mapping[str, str]) -> str:
-    """The job must import the code that submits it, also where that is not installed."""
-    root = str(Path(__file__).resolve().parents[1])
-    return os.pathsep.join(dict.fromkeys([*filter(None, base.get("PYTHONPATH", "").split(os.pathsep)), root]))
 
 
 class _SessionExecutor(submitit.LocalExecutor):
@@ -84,16 +78,22 @@ class _SessionExecutor(submitit.LocalExecutor):
     It leaves CUDA_VISIBLE_DEVICES as it is: the plain executor replaces it, and cannot write GPUs by UUID.
     """
 
-    def __init__(self, attempt: AttemptPaths, environment: Mapping[str, str]) -> None:
+    def __init__(self, attempt: AttemptPaths, entry: str, environment: Mapping[str, str]) -> None:
         super().__init__(attempt.submitit)
-        self._attempt = attempt
+        self._attempt, self._entry = attempt, entry
         self._environment = dict(environment)
         self.controller: subprocess.Popen[bytes] | None = None
 
     @property
     def _submitit_command_str(self) -> str:
-        words = [sys.executable, "-u", "-m", "orchestrator.launch", "rank", str(self.folder)]
-        return shlex.join([*words, str(self._attempt.root)])
+        words = ["rank", str(self._attempt.root), self._entry]
+        return shlex.join(start.words("orchestrator.launch", *words, flags=("-u",)))
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """The controller of the ranks, in place of `submit`, which pickles a call."""
+        self._submit_command(self._submitit_command_str)
+        assert self.controller is not None
+        return self.controller
 
     def _submit_command(self, command: str) -> submitit.LocalJob[Any]:
         ranks: int = self.parameters["tasks_per_node"]
@@ -115,7 +115,7 @@ class _SessionExecutor(submitit.LocalExecutor):
         environment = {key: value for key, value in self._environment.items() if key != TUNABLES}
         with self._attempt.controller_log.open("ab") as log:
             self.controller = subprocess.Popen(
-                [sys.executable, "-m", "orchestrator.launch", "controller", str(self.folder)],
+                start.words("orchestrator.launch", "controller", str(self.folder)),
                 env={**environment, **told},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -146,12 +146,10 @@ class Job:
 def submit(attempt: AttemptPaths, config: RunConfig, entry: str, gpus: Sequence[str] | None = None) -> Job:
     """Starts the ranks; call it from the main thread (see processes.die_with_parent). Never blocks on them."""
     attempt.submitit.mkdir(exist_ok=True)
-    executor = _SessionExecutor(attempt, job_environment(config, os.environ, gpus))
+    executor = _SessionExecutor(attempt, entry, job_environment(config, os.environ, gpus))
     limit_min = config.resources.time_limit_min + BACKSTOP_MIN
     executor.update_parameters(tasks_per_node=config.resources.ranks, timeout_min=limit_min)
-    executor.submit(RankJob(str(attempt.root), entry))
-    assert executor.controller is not None
-    return Job(executor.controller)
+    return Job(executor.start())
 
 
 class _Watcher(Controller):
@@ -181,7 +179,7 @@ def _controller_main(folder: str) -> None:
     _Watcher(Path(folder)).run(max_retry=1)
 
 
-def _rank_main(folder: str, attempt_dir: str) -> None:
+def _rank_main(attempt_dir: str, entry: str) -> None:
     die_with_parent(int(os.environ["SUBMITIT_LOCAL_JOB_ID"]))
     place = submitit.JobEnvironment()
     _say_place(place)
@@ -189,10 +187,7 @@ def _rank_main(folder: str, attempt_dir: str) -> None:
     redirect_output(attempt.rank_log(place.global_rank))
     RankRecord(attempt, place.global_rank).write(RunState.starting)
     os.write(1, f"rank {place.global_rank} of {place.num_tasks}, pid {os.getpid()}\n".encode())
-    logging.getLogger("submitit").setLevel(logging.WARNING)
-    from submitit.core.submission import process_job  # here: it imports numpy, which the command does without
-
-    process_job(folder)
+    run_as_rank(attempt, entry)
 
 
 class BatchExecutor(submitit.SlurmExecutor):
@@ -202,9 +197,9 @@ class BatchExecutor(submitit.SlurmExecutor):
     read what it writes, and in that no call of SLURM's waits for ever.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, entry: str, settings: Mapping[str, str]) -> None:
         super().__init__(folder)
-        self._settings = dict(settings)
+        self._entry, self._settings = entry, dict(settings)
 
     @property
     def _submitit_command_str(self) -> str:
@@ -213,24 +208,22 @@ class BatchExecutor(submitit.SlurmExecutor):
         # `env` sets them last: glibc cuts GLIBC_TUNABLES short in each process that reads it (see _SessionExecutor),
         # and srun is one.
         settings = [f"{key}={value}" for key, value in sorted(self._settings.items())]
-        program = [sys.executable, "-u", "-m", "orchestrator.launch", "slurm-rank", str(self.folder)]
+        program = start.words("orchestrator.launch", "slurm-rank", str(self.folder), self._entry, flags=("-u",))
         return shlex.join(["sh", "-c", ignoring, "rank", "env", *settings, *program])
 
-    def send(self, calls: Sequence[Callable[[], None]]) -> list[str]:
+    def send(self, attempts: Sequence[AttemptPaths]) -> list[str]:
         """One job, or one array of them; their ids in order. Asks for an umask that leaves files to their owner."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        pickles = [self.folder / f"{uuid.uuid4().hex}.pkl" for _ in calls]
-        for call, path in zip(calls, pickles, strict=True):
-            DelayedSubmission(call).dump(path)
-        if len(calls) > 1:
-            self.parameters["map_count"] = len(calls)
-        script = self.folder / f"{uuid.uuid4().hex}.sh"
-        script.write_text(self._make_submission_file_text(self._submitit_command_str, ""), encoding="utf-8")
-        job = ask(["sbatch", "--parsable", str(script)], environ=outside_of_jobs(os.environ)).split(";")[0].strip()
-        ids = [f"{job}_{index}" for index in range(len(calls))] if len(calls) > 1 else [job]
-        for one, path in zip(ids, pickles, strict=True):
-            JobPaths(self.folder, one).move_temporary_file(path, "submitted_pickle")
-        JobPaths(self.folder, ids[0]).move_temporary_file(script, "submission_file")
+        many = len(attempts) > 1
+        if many:
+            self.parameters["map_count"] = len(attempts)
+        script = self._make_submission_file_text(self._submitit_command_str, "")
+        # By its standard input: between a file's writing and its reading somebody else could have put another there.
+        job = ask(["sbatch", "--parsable"], outside_of_jobs(os.environ), text=script).split(";")[0].strip()
+        ids = [f"{job}_{index}" for index in range(len(attempts))] if many else [job]
+        for one, attempt in zip(ids, attempts, strict=True):
+            write_json_atomic(_call_path(self.folder, one), {"attempt": str(attempt.root)})
+        self.script(ids[0]).write_text(script, encoding="utf-8")
         return ids
 
     def script(self, job: str) -> Path:
@@ -241,18 +234,21 @@ class BatchExecutor(submitit.SlurmExecutor):
         return JobPaths(self.folder, job).stdout
 
 
-def _slurm_rank_main(folder: str) -> None:
+def _call_path(folder: Path, job: str) -> Path:
+    """Which attempt a job is."""
+    return folder / f"{job}_submitted.json"
+
+
+def _slurm_rank_main(folder: str, entry: str) -> None:
     place = submitit.JobEnvironment()
-    pickle = JobPaths(folder, place.job_id).submitted_pickle
-    deadline = time.monotonic() + PICKLE_S
-    while not pickle.exists():  # the job may start before its submission has moved the call to where its id says
+    path = _call_path(Path(folder), place.job_id)
+    deadline = time.monotonic() + CALL_S
+    while (call := read_json(path)) is None:  # the job may start before its submission has written it
         if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"{pickle}: expected the call of this job within {PICKLE_S:g} s; is it on a shared drive?"
-            )
+            raise RuntimeError(f"{path}: expected the call of this job within {CALL_S:g} s; is it on a shared drive?")
         time.sleep(0.2)
     slurm_rank.say_place(os.environ, place.hostnames)
-    DelayedSubmission.load(pickle).result()
+    slurm_rank.run_in_job(AttemptPaths(Path(call["attempt"])), entry)
 
 
 def _say_place(place: submitit.JobEnvironment) -> None:
@@ -266,6 +262,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "controller":
         _controller_main(sys.argv[2])
     elif sys.argv[1] == "slurm-rank":
-        _slurm_rank_main(sys.argv[2])
+        _slurm_rank_main(sys.argv[2], sys.argv[3])
     else:
         _rank_main(sys.argv[2], sys.argv[3])

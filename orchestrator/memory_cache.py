@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from orchestrator import start
 from orchestrator.record_file import read_cached, write_cached
 from orchestrator.schema import Device, RunConfig, to_dict
 from zero_runtime.kernels.cpu.build import BuildError, cache_folder
@@ -159,11 +159,9 @@ def _answer_in(line: str) -> tuple[str, Any] | None:
 
 
 def _start_child() -> subprocess.Popen[str]:
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))
     return subprocess.Popen(
-        [sys.executable, "-m", "orchestrator.worker.shapes"],
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        start.words("orchestrator.worker.shapes"),
+        env=start.environment({**os.environ, "CUDA_VISIBLE_DEVICES": ""}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

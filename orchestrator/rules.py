@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orchestrator import cluster_rules, data_rules, offload_rules, precision_rules, pretrained, saving_rules
+from orchestrator import (
+    cluster_rules,
+    data_rules,
+    offload_rules,
+    output_rules,
+    precision_rules,
+    pretrained,
+    saving_rules,
+)
 from orchestrator.hardware import Hardware
 from orchestrator.record import scratch_path
 from orchestrator.schema import (
@@ -241,7 +249,10 @@ class Rule(NamedTuple):
 
 
 RULES = (
+    Rule(output_rules.output_can_be_written_down, ("output",)),
     Rule(_output_can_be_written, ("output",)),
+    Rule(output_rules.output_is_the_user_s, ("output",)),
+    Rule(output_rules.slurm_takes_the_output, ("output", "cluster")),
     Rule(_ranks_are_as_many_as_started, ("resources",)),
     Rule(_cuda_is_there, ("resources", "cluster")),
     Rule(_each_rank_has_a_gpu, ("resources", "cluster")),

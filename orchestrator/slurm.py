@@ -6,8 +6,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from orchestrator.record import AttemptPaths
 from orchestrator.record_file import read_or_warn, write_json_atomic
 from orchestrator.record_shapes import JOB
 from orchestrator.schema import Device, RunConfig, to_dict
-from orchestrator.slurm_rank import SlurmRank
 from orchestrator.slurm_tools import (
     DENIED,
     NO_SUCH_JOB,
@@ -28,6 +27,7 @@ from orchestrator.slurm_tools import (
     ask,
     read_scontrol_job,
 )
+from zero_runtime.kernels.ownership import for_the_owner_alone
 
 Sent = tuple[AttemptPaths, RunConfig]
 AT_ONCE = 500  # ids on one command line
@@ -42,13 +42,13 @@ def submit(jobs: Sequence[Sent], folder: Path, *, name: str = "zlab", entry: str
     """Sends each attempt out as a job; their ids, in order. Returns at once.
 
     Attempts of one shape are one array, in as many parts as the site's MaxArraySize asks for; cluster.throttle holds
-    for all of them together. Scripts, pickled calls and SLURM's own logs lie in `folder`, which only their owner may
+    for all of them together. Scripts, calls in JSON and SLURM's own logs lie in `folder`, which only their owner may
     read and which the nodes must see; each attempt's job.json says which are its. Where SLURM refuses one, all are
     cancelled and SlurmError tells why.
     """
     ids: dict[int, str] = {}
     waves = Waves()
-    with _for_the_owner_alone():
+    with for_the_owner_alone():
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
         try:
@@ -118,9 +118,9 @@ def shape_of(config: RunConfig) -> str:
 
 def _send(jobs: Sequence[Sent], folder: Path, name: str, entry: str, after: Sequence[str]) -> list[str]:
     config = jobs[0][1]
-    executor = launch.BatchExecutor(folder, launch.job_settings(config, os.environ))
+    executor = launch.BatchExecutor(folder, entry, launch.job_settings(config, os.environ))
     executor.update_parameters(**parameters(config, name, after))
-    ids = executor.send([SlurmRank(str(attempt.root), entry) for attempt, _ in jobs])
+    ids = executor.send([attempt for attempt, _ in jobs])
     for (attempt, _), job in zip(jobs, ids, strict=True):
         facts = {"job": job, "script": str(executor.script(job)), "log": str(executor.log(job)), "time": time.time()}
         write_json_atomic(attempt.job, facts)
@@ -162,16 +162,6 @@ def parameters(config: RunConfig, name: str, after: Sequence[str] = ()) -> dict[
         additional["dependency"] = ",".join([*own, f"afterany:{':'.join(after)}"])
     kept = {key: value for key, value in wanted.items() if value is not None}
     return {**kept, "wckey": None, "additional_parameters": additional}
-
-
-@contextmanager
-def _for_the_owner_alone() -> Iterator[None]:
-    """What is written inside, and by the jobs that are sent inside, nobody else may read."""
-    before = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 # ---- looking --------------------------------------------------------------------------------------------------------

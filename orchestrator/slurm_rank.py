@@ -10,12 +10,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
-from orchestrator.job import ENTRY, RankRecord, Stopped, leave_failed, rank_in_world, run_recorded
+from orchestrator.job import RankRecord, Stopped, leave_failed, rank_in_world, run_recorded
 from orchestrator.loopback import loopback
 from orchestrator.processes import redirect_output
 from orchestrator.record import AttemptPaths
@@ -102,32 +100,25 @@ def interface_to(address: str) -> str | None:
 # ---- the rank -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SlurmRank:
-    """The call that travels to each task of a job: two strings, so that nothing of the user's is pickled."""
-
-    attempt_dir: str
-    entry: str = ENTRY
-
-    def __call__(self) -> None:
-        os.umask(0o077)
-        attempt = AttemptPaths(Path(self.attempt_dir))
-        rank = rank_in_world(os.environ, "env://")
-        assert rank is not None, "SLURM did not say which rank this is"
-        redirect_output(attempt.rank_log(rank.rank))
-        RankRecord(attempt, rank.rank).write(RunState.starting)
-        node, job = os.environ.get("SLURMD_NODENAME", socket.gethostname()), environ_job()
-        again = f", restart {rank.restarts}" if rank.restarts else ""
-        os.write(1, f"rank {rank.rank} of {rank.world}, job {job} on {node}, pid {os.getpid()}{again}\n".encode())
-        if rank.rank == 0:
-            Heartbeat(attempt, node).start()
-        ended = run_recorded(attempt, rank, self.entry)
-        if isinstance(ended, BaseException):
-            leave_failed()
-        if isinstance(ended, Stopped) and rank.rank == 0:
-            _wait_for_others(attempt, rank.world)
-            told = requeue(job, lambda asked: _tell_requeue(attempt, ended, asked))
-            os.write(1, f"{told}\n".encode())
+def run_in_job(attempt: AttemptPaths, entry: str) -> None:
+    """The whole of a rank, in an environment where `say_place` has said its place."""
+    os.umask(0o077)
+    rank = rank_in_world(os.environ, "env://")
+    assert rank is not None, "SLURM did not say which rank this is"
+    redirect_output(attempt.rank_log(rank.rank))
+    RankRecord(attempt, rank.rank).write(RunState.starting)
+    node, job = os.environ.get("SLURMD_NODENAME", socket.gethostname()), environ_job()
+    again = f", restart {rank.restarts}" if rank.restarts else ""
+    os.write(1, f"rank {rank.rank} of {rank.world}, job {job} on {node}, pid {os.getpid()}{again}\n".encode())
+    if rank.rank == 0:
+        Heartbeat(attempt, node).start()
+    ended = run_recorded(attempt, rank, entry)
+    if isinstance(ended, BaseException):
+        leave_failed()
+    if isinstance(ended, Stopped) and rank.rank == 0:
+        _wait_for_others(attempt, rank.world)
+        told = requeue(job, lambda asked: _tell_requeue(attempt, ended, asked))
+        os.write(1, f"{told}\n".encode())
 
 
 class Heartbeat(threading.Thread):

@@ -67,12 +67,19 @@ DENIED = JobSight(reason="SLURM knows no such job")  # they did; it may have end
 NO_SUCH_JOB = "Invalid job id"
 
 
-def ask(words: Sequence[str], environ: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S) -> str:
-    """What the tool prints. SlurmError where it fails, or is silent as clients are of a controller that is down."""
+def ask(
+    words: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    *,
+    text: str | None = None,
+) -> str:
+    """What the tool prints, given `text` on its standard input. SlurmError where it fails, or is silent as clients are
+    of a controller that is down."""
     tool = words[0]
     try:
         told = subprocess.run(
-            words, env=environ, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s
+            words, env=environ, input=text, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s
         )
     except FileNotFoundError:
         raise SlurmError(f"{tool}: expected it on the PATH, found none; use a machine of the cluster") from None

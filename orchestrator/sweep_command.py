@@ -23,6 +23,7 @@ from orchestrator import (
     slurm_site,
     slurm_sweep,
     slurm_tools,
+    start,
     sweep_record,
     sweep_table,
 )
@@ -299,15 +300,13 @@ def _running(request: SweepRequest, planned: Sequence[Planned]) -> SweepPaths | 
 
 def _start_controller(sweep: SweepPaths, request: SweepRequest) -> subprocess.Popen[bytes]:
     """In a session of its own: Ctrl-C is this terminal's, and what it means is asked first."""
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))
-    line = [sys.executable, "-m", "orchestrator.controller", str(sweep.root), "--entry", request.entry]
+    line = start.words("orchestrator.controller", str(sweep.root), "--entry", request.entry)
     if not request.detach:
         line += ["--viewer", str(os.getpid())]
     with sweep.log.open("ab") as log:
         process = subprocess.Popen(
             line,
-            env={**os.environ, "PYTHONPATH": path},
+            env=start.environment(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from orchestrator import chart_view
 from orchestrator import tracking_names as names
 from orchestrator.processes import is_alive, start_time
-from orchestrator.record import AttemptPaths, artifacts_path, store_path
+from orchestrator.record import AttemptPaths, artifacts_path
 from orchestrator.record_file import EventTail, read_or_warn
 from orchestrator.record_shapes import RESULT, STATE
 from orchestrator.run_state import RunState
@@ -46,7 +46,7 @@ class Store:
 
         self._metric, self._param, self._tag = Metric, Param, RunTag
         self.client = mlflow.MlflowClient(tracking_uri=uri)
-        self._local = uri == f"sqlite:///{store_path(output)}"
+        self._local = uri == names.local_uri(output)
         self._output = output
         self._experiments: dict[str, str] = {}
 

@@ -7,12 +7,13 @@ import json
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator import start
+from orchestrator import tracking_names as names
 from orchestrator.record import Attempt, store_path, tracker_log_path
 from orchestrator.schema import RunConfig, TrackingKind
 
@@ -25,7 +26,7 @@ ADVICE = (
 
 def store_uri(config: RunConfig, output: Path, environ: Mapping[str, str]) -> str:
     """Where runs go: tracking.uri, else MLFLOW_TRACKING_URI, else an SQLite file beside the outputs."""
-    return config.tracking.uri or environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{store_path(output)}"
+    return config.tracking.uri or environ.get("MLFLOW_TRACKING_URI") or names.local_uri(output)
 
 
 def experiment_name(config: RunConfig) -> str:
@@ -135,14 +136,12 @@ def start_tracker(config: RunConfig, output: Path) -> Tracker:
     uri = store_uri(config, output, os.environ)
     output.mkdir(parents=True, exist_ok=True)
     # Asked before the child can make it.
-    makes_store = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
+    makes_store = uri == names.local_uri(output) and not store_path(output).exists()
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "OMP_NUM_THREADS": "1"}
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))
     with tracker_log_path(output).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.tracking", "follow", "--uri", uri, str(output)],
-            env={**os.environ, **quiet, "PYTHONPATH": path},
+            start.words("orchestrator.tracking", "follow", "--uri", uri, str(output)),
+            env=start.environment({**os.environ, **quiet}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

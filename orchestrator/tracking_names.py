@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+
+from orchestrator.record import store_path
 
 MIB = 2**20
 PARAM_LIMIT = 6000
@@ -17,6 +21,11 @@ STATUS = {
     **dict.fromkeys(("error", "hang", "timeout"), "FAILED"),
     **dict.fromkeys(("preempted", "cancelled", "lost"), "KILLED"),
 }
+
+
+def local_uri(output: str | Path) -> str:
+    """The tracking store beside the outputs, as MLflow takes it: SQLAlchemy undoes %, and cuts at a ?."""
+    return f"sqlite:///{quote(str(store_path(output)))}"
 
 
 def params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -46,14 +47,18 @@ class WorldSettings:
 
 
 def join_world(
-    init_method: str, rank: int, world: int, device: torch.device, settings: WorldSettings | None = None
+    place: str | Path, rank: int, world: int, device: torch.device, settings: WorldSettings | None = None
 ) -> RankWatch:
     """Become one of `world` ranks: NCCL between GPUs, gloo between CPUs. Blocks until all have come.
 
+    place: where ranks meet: a file that all of them can write to, or an `init_method` of torch.distributed.
     Returns the rank's watch, whose context tells the others how this rank ended; give it to RuntimeSettings too.
     """
     settings = settings or WorldSettings()
-    store, rank, world = next(dist.rendezvous(init_method, rank, world, timeout=settings.timeout))
+    if isinstance(place, Path):  # as a URL, torch would cut it at a # or ?, and other runs' ranks may meet there
+        store = dist.FileStore(str(place), world)
+    else:
+        store, rank, world = next(dist.rendezvous(place, rank, world, timeout=settings.timeout))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("world", store),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from zero_runtime.errors import PlanError
 
 FACTOR = 2.0
+LARGEST_POWER = 127
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class LossScaleRule:
         for name in ("window", "hysteresis"):
             if vars(self)[name] < 1:
                 raise PlanError(f"loss_scale.{name}: expected at least 1, found {vars(self)[name]}")
+        if not -LARGEST_POWER <= self.initial_power <= LARGEST_POWER:
+            raise PlanError(f"loss_scale.initial_power: expected at most {LARGEST_POWER}, which fp32 holds, found more")
         if not (math.isfinite(self.minimum) and self.minimum > 0):
             raise PlanError(f"loss_scale.minimum: expected a finite number above 0, found {self.minimum}")
         if self.static is None and 2.0**self.initial_power < self.minimum:

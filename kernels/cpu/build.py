@@ -2,8 +2,9 @@
 
 [Note: the cache] `$XDG_CACHE_HOME/zero-lab` (or `~/.cache/zero-lab`, or `zero-lab-UID` in the folder of temporary files
 where there is no home that can be written to) is the user's alone (0700): what lies there is loaded into processes.
-A library's name is a hash of its sources, flags, compiler and processor, and it gets that name when it is whole, by a
-rename; so a name is proof enough, and a home shared by machines of several kinds works.
+A library's name is a hash of its sources, flags, compiler and processor, so that a home shared by machines of several
+kinds works. Its checksum lies beside it, and is compared before the library is loaded: a short file would kill every
+process that maps it, a flipped bit would train another model. What does not verify is compiled again.
 A lock saves the work of compiling twice, not correctness: it is the kernel's (flock), so one whose holder died is
 free, and whoever has waited too long compiles for itself.
 """
@@ -18,7 +19,6 @@ import logging
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
@@ -26,6 +26,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from zero_runtime.kernels.ownership import trouble_of_private
 
 logger = logging.getLogger(__name__)
 
@@ -57,18 +59,28 @@ def load_library(wait: LockWait = LockWait()) -> ctypes.CDLL:
     """The library for this machine, compiled if it is not in the cache. Raises BuildError."""
     compiler = find_compiler()
     path = cache_folder() / f"kernels-{library_key(compiler)}.so"
-    if not path.exists():
-        _build_once(compiler, path, wait)
     try:
-        return ctypes.CDLL(str(path))
-    except OSError as damaged:  # a machine that went down while the file was written leaves a short one
-        logger.warning("%s cannot be loaded (%s); it is compiled again", path, damaged)
-        path.unlink(missing_ok=True)
-    _build_once(compiler, path, wait)
-    try:
+        if not _verifies(path):
+            _build_once(compiler, path, wait)
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise BuildError(f"{path} was compiled and cannot be loaded: {error}") from error
+        raise BuildError(f"{path} cannot be loaded: {error}") from error
+
+
+def _verifies(path: Path) -> bool:
+    """Whether the library is there, and what was compiled."""
+    try:
+        return _checksum_path(path).read_bytes() == _checksum(path)
+    except OSError:
+        return False
+
+
+def _checksum_path(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _checksum(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).hexdigest().encode()
 
 
 def find_compiler() -> str:
@@ -103,12 +115,10 @@ def _writable(folder: Path) -> Path:
 def _private(folder: Path) -> Path:
     """The folder, made if it is missing. BuildError where others own it or may write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if (trouble := trouble_of_private(folder)) is not None:
         raise BuildError(
-            f"the cache {folder} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}, and must "
-            f"be user {os.getuid()}'s and writable to nobody else: what lies there is loaded; chmod 700 it, or set "
-            "XDG_CACHE_HOME"
+            f"the cache must be the user's and writable to nobody else, since what lies there is loaded: {trouble}; "
+            "chmod 700 it, or set XDG_CACHE_HOME"
         )
     return folder
 
@@ -158,13 +168,14 @@ def _processor() -> str:
 
 def _build_once(compiler: str, path: Path, wait: LockWait) -> None:
     with _lock(path.with_suffix(".lock"), wait):
-        if not path.exists():
+        if not _verifies(path):
             compile_library(compiler, path)
 
 
 def compile_library(compiler: str, path: Path) -> None:
-    """Compile into `path` by way of another name. Raises BuildError with the compiler's first words."""
+    """Compile into `path`, with its checksum beside it. Raises BuildError with the compiler's first words."""
     part = path.with_name(f"{path.stem}.{os.getpid()}.part")
+    beside = part.with_suffix(".sum")
     command = [compiler, *flags(), *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(part)]
     start = time.perf_counter()
     try:
@@ -174,12 +185,21 @@ def compile_library(compiler: str, path: Path) -> None:
         if run.returncode != 0:
             said = "\n".join(run.stderr.strip().splitlines()[:8])
             raise BuildError(f"{compiler} failed with exit status {run.returncode}: {said}")
-        os.replace(part, path)
+        beside.write_bytes(_checksum(part))
+        for one, name in ((beside, _checksum_path(path)), (part, path)):
+            _make_durable(one)  # else the names could survive a power cut, and the bytes not
+            os.replace(one, name)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler} did not compile the CPU kernels: {error}") from error
     finally:
         part.unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
     logger.info("compiled the CPU kernels in %.1f s: %s", time.perf_counter() - start, path)
+
+
+def _make_durable(file: Path) -> None:
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> Stopped | None:
         watch=WatchSettings(stuck_s=config.resources.stuck_s),
         on_end=RankRecord(attempt, rank.rank).write_error,
     )
-    watch = join_world(rank.init_method, rank.rank, rank.world, device, settings)
+    watch = join_world(rank.meeting, rank.rank, rank.world, device, settings)
     try:
         with watch:
             built = build_runtime(config, device, watch, signals.asked if signals else None)

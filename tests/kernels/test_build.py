@@ -125,11 +125,56 @@ def test_without_a_home_that_can_be_written_to_the_cache_lies_among_temporary_fi
     assert build.cache_folder() == tmp_path / "home" / ".cache" / "zero-lab"
 
 
-def test_a_damaged_library_is_compiled_again(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:4096])  # the loader maps such a file, and dies of it
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": _cut,
+    "one bit": _flip,
+    "another": lambda path: path.write_bytes(b"not a library"),
+    "gone": lambda path: path.unlink(),
+    "no checksum": lambda path: path.with_suffix(".sha256").unlink(),
+    "a torn checksum": lambda path: path.with_suffix(".sha256").write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_library_that_is_not_what_was_compiled_is_compiled_again_and_never_loaded(
+    damage: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(counting_compiler(tmp_path)))
     path = build.cache_folder() / f"kernels-{build.library_key(build.find_compiler())}.so"
-    path.touch()  # what a machine that went down may leave
+    build.compile_library(build.find_compiler(), path)
+    assert build._verifies(path)
+    DAMAGE[damage](path)
+    assert not build._verifies(path)
     assert build.load_library().answer() == 42
-    assert "compiled again" in caplog.text
+    assert build._verifies(path)
+    assert compilations(tmp_path) == 2
+    assert caplog.text == ""
+    assert not [*build.cache_folder().glob("*.part"), *build.cache_folder().glob("*.sum")]
+
+
+@pytest.mark.usefixtures("fresh_choice")
+def test_kernels_whose_numbers_are_off_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def accumulate(self: object, target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
+        reference.accumulate(target, values, 1.01 * scale)
+
+    monkeypatch.setattr(backends.CpuKernels, "accumulate", accumulate)
+    if isinstance(backends._compiled(), BuildError) and "results are off" not in str(backends._compiled()):
+        pytest.skip(str(backends._compiled()))
+    assert backends.backend_for(CPU) is reference
+    assert "compiled here, its results are off by up to" in caplog.text
 
 
 # ---- the lock --------------------------------------------------------------------------------------------------------

@@ -50,6 +50,21 @@ def test_a_run_returns_its_one_record_and_again_what_was_measured(stubbed: list[
     assert orchestrator.run("zero=stage2").state is RunState.cached
 
 
+def test_what_is_written_is_the_user_s_alone_and_the_caller_s_umask_comes_back(
+    stubbed: list[list[str]], tmp_path: Path
+) -> None:
+    before = os.umask(0o022)
+    try:
+        (record,) = orchestrator.sweep("zero=stage2")
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
+    assert record.folder is not None
+    written = [path for path in tmp_path.rglob("*") if not path.is_symlink()]
+    assert {"sweep.json", "plan.json", "report.md", "results.csv", "result.json"} <= {path.name for path in written}
+    assert [path for path in written if path.stat().st_mode & 0o077] == []
+
+
 def test_what_is_wrong_with_the_words_is_raised_and_starts_nothing() -> None:
     with pytest.raises(Refusal, match="Did you mean 'stage2'"):
         orchestrator.sweep("zero=stge2")

@@ -99,6 +99,15 @@ def test_ranks_are_told_their_place_and_start_in_the_environment_of_a_careful_pe
     assert state["state"] == "ok"
 
 
+def test_any_character_may_be_in_the_path_and_no_pickle_is_written(tmp_path: Path, sessions: list[int]) -> None:
+    output = tmp_path / "a#1?b=%20%d;\t\n'\"$(x) ünï"
+    code, _, attempt = run(make_config(output))
+    assert code == 0
+    assert attempt.result.is_relative_to(output)
+    assert [one.name for one in tmp_path.iterdir()] == [output.name]
+    assert [one for one in tmp_path.rglob("*") if one.suffix in (".pkl", ".pickle")] == []
+
+
 def test_a_rank_that_raises_ends_the_run_with_its_own_traceback(
     tmp_path: Path, sessions: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,7 +66,7 @@ def _rank_main(root: Path, rank: int) -> None:
     from orchestrator.worker.train import run_rank
 
     try:
-        run_rank(AttemptPaths(root), RankInfo(rank, WORLD, rank, f"file://{root}/rendezvous"))
+        run_rank(AttemptPaths(root), RankInfo(rank, WORLD, rank, root / "rendezvous"))
     except BaseException:
         (root / f"rank{rank}.log").write_text(traceback.format_exc())
         os._exit(1)

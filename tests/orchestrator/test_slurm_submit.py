@@ -1,8 +1,8 @@
-"""What is sent to SLURM: the script, the pickles, the owner's rights. Programs on the PATH stand for its own."""
+"""What is sent to SLURM: the script, the calls, the owner's rights. Programs on the PATH stand for its own."""
 
 from __future__ import annotations
 
-import pickle
+import json
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +12,15 @@ from points import make_config
 
 from orchestrator import slurm
 from orchestrator.cluster import Cluster, ClusterKind
+from orchestrator.job import ENTRY
 from orchestrator.launch import GLIBC
 from orchestrator.record import AttemptPaths
 from orchestrator.record_file import read_json
 from orchestrator.schema import RunConfig
-from orchestrator.slurm_rank import SlurmRank
 from orchestrator.slurm_tools import SlurmError
 
 SBATCH = """#!/bin/sh
-case "$(cat "$2")" in *nowhere*) echo "sbatch: error: invalid partition specified: nowhere" >&2; exit 1;; esac
+case "$(cat)" in *nowhere*) echo "sbatch: error: invalid partition specified: nowhere" >&2; exit 1;; esac
 umask >>"{folder}/umask"
 env >"{folder}/environment"
 echo x >>"{folder}/sent"
@@ -76,19 +76,20 @@ def test_an_array_s_script_starts_every_rank_with_the_settings_of_a_careful_pers
     assert command.startswith("srun --unbuffered")
     assert '--kill-on-bad-exit=1 --cpus-per-task=1 sh -c \'trap "" USR2; exec "$@"\' rank env ' in command
     assert f" GLIBC_TUNABLES={GLIBC} " in command
-    assert f"-m orchestrator.launch slurm-rank {slurm_tools}/jobs" in command
+    assert f"/orchestrator/start.py orchestrator.launch slurm-rank {slurm_tools}/jobs {ENTRY}" in command
     assert "wckey" not in script
 
 
-def test_calls_hold_two_strings_and_everything_is_the_owner_s_alone(slurm_tools: Path) -> None:
+def test_a_call_is_json_and_everything_is_the_owner_s_alone(slurm_tools: Path) -> None:
     sent = jobs(slurm_tools, 1)
     assert slurm.submit(sent, slurm_tools / "jobs", entry="mine:run") == ["44111"]
     for path in (slurm_tools / "jobs", *(slurm_tools / "jobs").iterdir()):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
     assert (slurm_tools / "umask").read_text() == "0077\n"
-    call = pickle.loads((slurm_tools / "jobs" / "44111_submitted.pkl").read_bytes()).function
-    assert call == SlurmRank(str(sent[0][0].root), "mine:run")
-    assert all(type(value) is str for value in vars(call).values())
+    call = json.loads((slurm_tools / "jobs" / "44111_submitted.json").read_bytes())
+    assert call == {"attempt": str(sent[0][0].root)}
+    assert Path((read_json(sent[0][0].job) or {})["script"]).read_text().endswith(" mine:run\n")
+    assert not list(slurm_tools.rglob("*.pkl"))
     assert "SLURM_JOB_ID" not in (slurm_tools / "environment").read_text()
 
 

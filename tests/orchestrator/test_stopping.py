@@ -31,7 +31,7 @@ STEPS = 60
 
 def _rank_main(root: Path, rank: int, life: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "SLURM_RESTART_COUNT": str(life)}
-    place = rank_in_world(os.environ, f"file://{root}/rendezvous{life}")
+    place = rank_in_world(os.environ, root / f"life #{life}? 100%")  # as a URL, both lives' file would be `life `
     assert place is not None
     attempt = AttemptPaths(root)
     ended = run_recorded(attempt, place, "orchestrator.worker.train:run_rank")

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -220,3 +221,20 @@ def test_the_command_s_process_imports_neither_torch_nor_mlflow_nor_numpy() -> N
     text = f"import sys, orchestrator.study, orchestrator.join; print({heavy} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=HERE.parents[1])
     assert answer.stdout.strip() == "set()"
+
+
+def test_the_store_s_address_leads_to_its_file_whatever_is_in_the_path(tmp_path: Path) -> None:
+    from sqlalchemy.engine import make_url
+
+    for name in ("plain", "a#1", "a?b=c", "a%20b", "50%", "tab\t", "line\n", "sp ace", "ünï", "'\"$;&=+@:"):
+        assert make_url(names.local_uri(tmp_path / name)).database == str(store_path(tmp_path / name))
+    assert names.local_uri("/out") == "sqlite:////out/mlflow.db"
+
+
+def test_the_dashboard_finds_its_experiments_whatever_is_in_the_path(tmp_path: Path) -> None:
+    output = tmp_path / "a#1?b%20c\n"
+    output.mkdir()
+    with sqlite3.connect(store_path(output)) as store:
+        store.execute("CREATE TABLE experiments (experiment_id INTEGER, name TEXT, lifecycle_stage TEXT)")
+        store.execute("INSERT INTO experiments VALUES (3, 'zlab/tiny', 'active')")
+    assert [name for name, _ in dashboard.links(store_path(output), 5000, "127.0.0.1")] == ["zlab/tiny"]

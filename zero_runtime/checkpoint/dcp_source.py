@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero_runtime.checkpoint.archive import check_archive
 from zero_runtime.checkpoint.foreign import Chunk, ForeignCheckpoint, Shape
 from zero_runtime.checkpoint.layout import MASTER
+from zero_runtime.checkpoint.stand_ins import StandIn, field, read_pickle
+from zero_runtime.checkpoint.tensor_file import opened, read_small_file
 from zero_runtime.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -36,18 +39,14 @@ _PLAIN = {
     )
 } | {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")}
 _PATHS = {("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib._local", "PosixPath")}
+_MOST = 1 << 62
 _DTYPES = {name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype)}
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PATHS:
-            return Path
-        if (module, name) == ("torch", "Size") or (module == "torch" and name in _DTYPES):
-            return getattr(torch, name)
-        if (module, name) in _PLAIN:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is none of the plain classes of this format")
+def _allows(module: str, name: str) -> bool:
+    if module == "torch":
+        return name == "Size" or name in _DTYPES
+    return (module, name) in _PLAIN or (module, name) in _PATHS
 
 
 class _Item(NamedTuple):
@@ -92,8 +91,8 @@ def open_dcp(path: str | Path, names: Iterable[str]) -> ForeignCheckpoint:
             if not key.startswith(begin) or "." in state:
                 continue
             if state == "step":
-                updates = max(updates, int(_load(found.items[0])))
-            elif found.shape == own[name].shape:
+                updates = max(updates, _number(path, key, found))
+            elif name in own and found.shape == own[name].shape:
                 chunks.setdefault(state, {})[name] = _chunks(path, key, found)
     rest = {name: found for name, found in own.items() if name not in chunks[MASTER]}
     return ForeignCheckpoint(
@@ -121,6 +120,14 @@ class _Buffers(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+def _number(path: Path, key: str, found: _Tensor) -> int:
+    """A count that is kept as a tensor of one element."""
+    value = _load(found.items[0]).double() if found.items and math.prod(found.shape) == 1 else None
+    if value is None or not 0 <= float(value) < _MOST:
+        raise CheckpointError(f"{path}: expected a count of steps in {key}, found none; copy the folder again")
+    return int(value)
 
 
 def _prefix_of(path: Path, tensors: Mapping[str, _Tensor], names: Sequence[str]) -> str:
@@ -159,48 +166,80 @@ def _reader(item: _Item) -> Any:
 
 @lru_cache(maxsize=1)  # one chunk is read in several ranges, one after the other
 def _load(item: _Item) -> torch.Tensor:
+    data = _bytes_of(item)
     try:
-        with item.file.open("rb") as file:
-            file.seek(item.offset)
-            data = io.BytesIO(file.read(item.length))
+        check_archive(data)
+        data.seek(0)
         values = torch.load(data, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        told = " ".join(str(error).split())[:200]
+    except Exception as error:  # a damaged pickle raises what it likes
+        told = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(
             f"{item.file}: expected a tensor of {list(item.sizes)} at byte {item.offset}, found none that torch reads "
             f"without running code ({told}); copy the folder again"
         ) from error
-    if not isinstance(values, torch.Tensor) or tuple(values.shape) != item.sizes:
+    if not isinstance(values, torch.Tensor) or tuple(values.shape) != item.sizes or not values.is_contiguous():
         raise CheckpointError(f"{item.file}: expected a tensor of {list(item.sizes)}, found another; copy it again")
     return values
+
+
+def _bytes_of(item: _Item) -> io.BytesIO:
+    with opened(item.file) as file:
+        data = bytearray(min(item.length, os.fstat(file.fd).st_size))  # no more than there can be
+        file.read_into(memoryview(data), item.offset)
+    return io.BytesIO(data)
 
 
 def _read_metadata(path: Path) -> dict[str, _Tensor]:
     """The tensors by key. What is no tensor (a rate, a number of steps) is left where it is."""
     file = path / METADATA
+    data = read_small_file(file)
     try:
-        with file.open("rb") as data:
-            metadata = _Unpickler(data).load()
+        metadata = read_pickle(io.BytesIO(data), _allows)
         places: dict[str, list[tuple[Any, Any]]] = {}
-        for key, place in metadata.storage_data.items():
-            places.setdefault(key.fqn, []).append((key, place))
+        for key, place in field(metadata, "storage_data").items():
+            places.setdefault(field(key, "fqn"), []).append((key, place))
         return {
-            key: _Tensor(tuple(entry.size), tuple(_item(path, entry, *place) for place in places[key]))
-            for key, entry in metadata.state_dict_metadata.items()
-            if hasattr(entry, "chunks")
+            str(key): _Tensor(_sizes(field(entry, "size")), tuple(_item(path, entry, *place) for place in places[key]))
+            for key, entry in field(metadata, "state_dict_metadata").items()
+            if isinstance(entry, StandIn) and entry.has("chunks")
         }
-    except (OSError, pickle.UnpicklingError, AttributeError, KeyError, TypeError, EOFError, IndexError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises what it likes
         raise CheckpointError(
-            f"{file}: expected the metadata of a distributed checkpoint, found something else ({error}); save it anew "
-            "with torch.distributed.checkpoint, or copy the folder again"
+            f"{file}: expected the metadata of a distributed checkpoint, found something else "
+            f"({type(error).__name__}: {error}); save it anew with torch.distributed.checkpoint, or copy the folder "
+            "again"
         ) from error
 
 
 def _item(path: Path, entry: Any, key: Any, place: Any) -> _Item:
-    if getattr(place, "transform_descriptors", None):
-        raise CheckpointError(f"{path}: expected plain tensors, found {place.transform_descriptors}; save it without")
-    if Path(place.relative_path).name != place.relative_path:
-        raise CheckpointError(f"{path}: expected names of files beside {METADATA}, found {place.relative_path!r}")
-    wanted = tuple(key.offset or ())
-    chunk = next(chunk for chunk in entry.chunks if tuple(chunk.offsets) == wanted)
-    return _Item(wanted, tuple(chunk.sizes), path / place.relative_path, place.offset, place.length)
+    transforms = place.has("transform_descriptors") and place.field("transform_descriptors")
+    if transforms:
+        raise CheckpointError(f"{path}: expected plain tensors, found transformed ones; save it without extensions")
+    file = field(place, "relative_path")
+    if not isinstance(file, str) or Path(file).name != file:
+        raise CheckpointError(f"{path}: expected names of files beside {METADATA}, found {file!r}")
+    wanted = _sizes(field(key, "offset") or ())
+    chunk = next((one for one in field(entry, "chunks") if _sizes(field(one, "offsets")) == wanted), None)
+    if chunk is None:
+        raise ValueError(f"no part of the tensor at {list(wanted)}")
+    offset, length = (_count(field(place, name)) for name in ("offset", "length"))
+    return _Item(wanted, _sizes(field(chunk, "sizes")), path / file, offset, length)
+
+
+def _sizes(found: Any) -> tuple[int, ...]:
+    """A torch.Size, or a plain list or tuple."""
+    if isinstance(found, StandIn) and len(found.arguments) == 1:
+        (found,) = found.arguments
+    if not isinstance(found, (list, tuple)):
+        raise ValueError(f"a {type(found).__name__} where sizes belong")
+    sizes = tuple(map(_count, found))
+    _count(math.prod(sizes))
+    return sizes
+
+
+def _count(found: Any) -> int:
+    if type(found) is not int or not 0 <= found < _MOST:
+        raise ValueError("a number where a count of bytes or elements belongs, which is none")
+    return found

@@ -14,13 +14,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from zero_runtime.checkpoint.foreign import Chunk, ForeignCheckpoint, Shape, of_tensor
 from zero_runtime.checkpoint.layout import MASTER
+from zero_runtime.checkpoint.stand_ins import StandIn, field
+from zero_runtime.checkpoint.tensor_file import opened, read_small_file
 from zero_runtime.errors import CheckpointError
 
 LATEST = "latest"
@@ -39,40 +40,49 @@ def open_deepspeed(path: str | Path, _names: Iterable[str] = ()) -> ForeignCheck
     CheckpointError where files are missing, or are of another layout or release.
     """
     folder = _folder_of(Path(path))
-    optimizer = [_load(file)["optimizer_state_dict"] for file in _optimizer_files(folder)]
+    try:
+        return _open(folder, _optimizer_files(folder))
+    except CheckpointError:
+        raise
+    except Exception as error:  # files of another layout, or damaged ones, hold anything anywhere
+        told = f"{type(error).__name__}: {error}"
+        raise _bad(folder, "the layout of DeepSpeed 0.10 or later", told, _WEIGHTS_INSTEAD) from error
+
+
+def _open(folder: Path, files: Sequence[Path]) -> ForeignCheckpoint:
+    optimizer = [_load(file)["optimizer_state_dict"] for file in files]
     stage = 3 if "fp32_flat_groups" in optimizer[0] else 2
     world = len(optimizer)
     partitions = optimizer[0].get("partition_count")
     count = partitions[0] if isinstance(partitions, Sequence) else partitions
     if count != world:
         raise _bad(folder, f"the files of {count} ranks", str(world), "copy the whole folder")
-    try:
-        read = _stage3 if stage == 3 else _stages1_and_2
-        model = [_load(file) for file in _model_files(folder, stage, world)]
-        parameters = {name: Shape(tuple(shape)) for group in model[0]["param_shapes"] for name, shape in group.items()}
-        chunks = read(folder, optimizer, parameters, model[0]["param_shapes"])
-        for name, shape, found in _frozen(model, stage):
-            parameters[name] = Shape(shape)
-            chunks[MASTER][name] = found
-        return ForeignCheckpoint(
-            path=folder,
-            kind=f"DeepSpeed ZeRO stage {3 if stage == 3 else '1 or 2'}, {world} ranks",
-            updates=_updates(optimizer[0], model[0]),
-            parameters=parameters,
-            chunks=chunks,
-            tied=dict(model[0].get("shared_params") or {}),
-            buffers={name: model[0]["module"][name] for name in model[0].get("buffer_names") or ()},
-        )
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise _bad(folder, "the layout of DeepSpeed 0.10 or later", repr(error), _WEIGHTS_INSTEAD) from error
+    read = _stage3 if stage == 3 else _stages1_and_2
+    model_files = _model_files(folder, stage, world)
+    model = [_load(file) for file in model_files]
+    parameters = {name: Shape(tuple(shape)) for group in model[0]["param_shapes"] for name, shape in group.items()}
+    chunks = read(folder, optimizer, parameters, model[0]["param_shapes"])
+    for name, shape, found in _frozen(model, stage):
+        parameters[name] = Shape(shape)
+        chunks[MASTER][name] = found
+    return ForeignCheckpoint(
+        path=folder,
+        kind=f"DeepSpeed ZeRO stage {3 if stage == 3 else '1 or 2'}, {world} ranks",
+        updates=_updates(optimizer[0], model[0]),
+        parameters=parameters,
+        chunks=chunks,
+        tied=dict(model[0].get("shared_params") or {}),
+        buffers={name: model[0]["module"][name] for name in model[0].get("buffer_names") or ()},
+        archives=(*files, *model_files),
+    )
 
 
 def _folder_of(path: Path) -> Path:
     latest = path / LATEST
     if not latest.is_file():
         return path
-    tag = latest.read_text(encoding="utf-8").strip()
-    if Path(tag).name != tag or not (path / tag).is_dir():
+    tag = read_small_file(latest).decode("utf-8", errors="replace").strip()
+    if not tag or "\0" in tag or Path(tag).name != tag or not (path / tag).is_dir():
         raise _bad(path, f"the folder {tag!r} that {LATEST} names", "none", "give the folder of a checkpoint")
     return path / tag
 
@@ -109,9 +119,9 @@ def _stages1_and_2(
             flat = {MASTER: rank["single_partition_of_fp32_groups"][group], **_tensors(states.get(group, {}))}
             for name, address in mapping.items():
                 start = reached[name]
-                reached[name] = stop = start + address.numel
+                reached[name] = stop = start + field(address, "numel")
                 for state, values in flat.items():
-                    chunk = of_tensor(values, start, stop, address.start)
+                    chunk = of_tensor(values, start, stop, field(address, "start"))
                     chunks.setdefault(state, {}).setdefault(name, []).append(chunk)
     for name, end in reached.items():
         if end != math.prod(parameters[name].shape):
@@ -181,31 +191,17 @@ def _updates(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> int:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-class _Plain:
-    """Stands for every class of DeepSpeed's: keeps what it is given and does nothing."""
-
-    numel: int
-    start: int
-
-    def __init__(self, *_args: object, **_values: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-
-
 def _load(file: Path) -> dict[str, Any]:
-    """A file of theirs, mapped into memory; their own classes become `_Plain`, any other is refused."""
+    """A file of theirs, mapped into memory; their own classes become stand-ins, any other is refused."""
+    with opened(file):  # torch would wait for a pipe
+        pass
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        plain: list[Any] = [(_Plain, name) for name in found if name.startswith("deepspeed.")]
+        plain: list[Any] = [(StandIn, name) for name in found if name.startswith("deepspeed.")]
         with torch.serialization.safe_globals(plain):
             return dict(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
-    except FileNotFoundError as error:
-        raise _bad(file.parent, f"the file {file.name}", "none", "copy the whole folder") from error
-    except (OSError, RuntimeError, ValueError, EOFError, ImportError, UnpicklingError) as error:
-        told = " ".join(str(error).split())[:200]
+    except Exception as error:  # a damaged pickle raises what it likes
+        told = " ".join(str(error).split())[:200] or type(error).__name__
         raise _bad(file, "a file that torch reads without running code", told, _WEIGHTS_INSTEAD) from error
 
 

@@ -2,7 +2,8 @@
 
 [Note: no code from a checkpoint]
 Their files are pickles. Tensors are opened with torch's `weights_only`, everything else with an unpickler that knows
-a handful of plain classes by name; a name that is not among them ends the reading. Nothing a file says is ever called.
+a handful of plain classes by name; a name that is not among them ends the reading. The classes of those libraries are
+never looked up: what stands for them is one of ours, which keeps what it is given (stand_ins.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from zero_runtime.checkpoint.archive import check_archive
 from zero_runtime.checkpoint.compare import check_shapes
 from zero_runtime.checkpoint.layout import MASTER
 from zero_runtime.checkpoint.load import fill
@@ -42,6 +44,7 @@ class ForeignCheckpoint:
 
     kind: what it is, for people. updates: optimizer steps made. parameters: shapes by name. chunks: by state
     (`master`, `exp_avg`, ...), then by parameter. tied: other names of a parameter, each with the name it is under.
+    archives: files that are mapped, whose checksums nobody has compared.
     """
 
     path: Path
@@ -51,6 +54,7 @@ class ForeignCheckpoint:
     chunks: dict[str, dict[str, list[Chunk]]]
     tied: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    archives: tuple[Path, ...] = ()
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -60,6 +64,11 @@ class ForeignCheckpoint:
     def source(self, state: str) -> TensorSource:
         """One state of it."""
         return _ChunkSource(self, state)
+
+    def verify(self, place: int = 0, places: int = 1) -> None:
+        """Read the archives place, place + places, ... once; CheckpointError where one is not what was written."""
+        for file in self.archives[place::places]:
+            _check_archive(file)
 
 
 class _ChunkSource:
@@ -93,6 +102,8 @@ class _ChunkSource:
 
 def of_tensor(flat: torch.Tensor, start: int, stop: int, offset: int = 0) -> Chunk:
     """Elements [start, stop) of a parameter that lie in a 1-D tensor from `offset` on."""
+    if not isinstance(flat, torch.Tensor) or flat.dim() != 1 or not 0 <= offset <= flat.numel() - (stop - start):
+        raise ValueError(f"no {stop - start} elements from {offset} on")
     return Chunk(start, stop, lambda low, high: flat[offset + low : offset + high])
 
 
@@ -112,10 +123,13 @@ def load_foreign(
         check_shapes(runtime, found.parameters, str(found.path), found.tied)
         if found.states and not weights_only:
             _check_optimizer(runtime, found)
+        _check_buffers(runtime, found)
         opened.append(found)
 
     agree(runtime.collectives, trouble_of(look))
     (found,) = opened
+    rank, world = runtime.collectives.rank, runtime.collectives.world
+    agree(runtime.collectives, trouble_of(lambda: found.verify(rank, world)))
     states = (MASTER, *(() if weights_only or not found.states else runtime.optimizer.state_names))
     agree(runtime.collectives, trouble_of(lambda: fill(runtime, {state: found.source(state) for state in states})))
     if len(states) > 1:
@@ -136,6 +150,25 @@ def _check_optimizer(runtime: ZeroRuntime, found: ForeignCheckpoint) -> None:
             f"{f', and none for {without[0]}' if without else ''}; use the optimizer that saved it, or take its "
             "weights alone"
         )
+
+
+def _check_archive(file: Path) -> None:
+    try:
+        check_archive(file)
+    except Exception as error:  # a damaged archive raises what it likes
+        raise CheckpointError(
+            f"{file}: expected the records that were written, found damage ({error}); copy the file again"
+        ) from error
+
+
+def _check_buffers(runtime: ZeroRuntime, found: ForeignCheckpoint) -> None:
+    for name, buffer in runtime.kept_buffers().items():
+        values = found.buffers.get(name, buffer)
+        if not isinstance(values, torch.Tensor) or values.numel() != buffer.numel():
+            raise CheckpointError(
+                f"{found.path}: another architecture: expected {buffer.numel()} elements of {name}, found others; "
+                "build the model that saved it"
+            )
 
 
 def _fill_buffers(runtime: ZeroRuntime, buffers: Mapping[str, torch.Tensor]) -> None:

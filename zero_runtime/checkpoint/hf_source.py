@@ -50,7 +50,7 @@ class WeightsFolder:
         path = self.path / WEIGHTS_INDEX
         try:
             return {str(name): str(file) for name, file in json.loads(read_small_file(path))["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path}: expected an index with a weight_map, found something else ({error!r}); copy the folder again"
             ) from error

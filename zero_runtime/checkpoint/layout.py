@@ -193,7 +193,7 @@ class _Strict:
     def parse(self, data: bytes) -> dict[str, Any]:
         try:
             found = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self.fail("an index in JSON", f"{len(data)} bytes that are none ({error})") from error
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             kind = found.get("format") if isinstance(found, dict) else type(found).__name__
@@ -238,7 +238,7 @@ class _Strict:
                 rng=take(found, "rng", dict),
                 trainer=take(found, "trainer", dict),
             )
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self.fail("the fields of an index", f"values of other kinds ({error})") from error
         self._check_pieces(index)
         return index

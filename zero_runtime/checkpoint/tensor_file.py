@@ -6,9 +6,11 @@ gaps. It is written here, not by the library, because the library wants all byte
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +37,7 @@ DTYPE_NAMES = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LENGTH_BYTES = 8
 _LARGEST_HEADER_BYTES = 100_000_000  # the library's own limit
+_LARGEST_SMALL_BYTES = 1 << 30
 _SMALL_BYTES = 1 << 16  # tensors below this are joined before they are written
 _READ_BYTES = 8 << 20
 
@@ -145,7 +148,7 @@ def check_file(path: Path, wanted: FileEntry) -> None:
     """Read the whole file once; CheckpointError unless it is what was written."""
     advice = "the checkpoint is damaged: take another one, or a copy"
     digest = RunningDigest()
-    with _opened(path) as file:
+    with opened(path) as file:
         size = os.fstat(file.fd).st_size
         if size != wanted.bytes:
             raise CheckpointError(f"{path}: expected {wanted.bytes} bytes, found {size}; {advice}")
@@ -176,11 +179,14 @@ class Place(NamedTuple):
 
 
 class _File:
-    """An open file; its positioned reads."""
+    """An open regular file; its positioned reads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.fd = os.open(path, os.O_RDONLY)
+        self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else a pipe that nobody writes to is waited for
+        if not stat.S_ISREG(os.fstat(self.fd).st_mode):
+            os.close(self.fd)
+            raise OSError(errno.EINVAL, "no regular file")
 
     def __enter__(self) -> _File:
         return self
@@ -203,14 +209,15 @@ class _File:
             target, offset = target[count:], offset + count
 
 
-def _opened(path: Path) -> _File:
+def opened(path: Path) -> _File:
+    """Open for reading; CheckpointError, naming the path, where that cannot be."""
     try:
         return _File(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise _unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
         return CheckpointError(
             f"{path}: expected a file of the checkpoint, found none; copy the whole folder, or take another checkpoint"
@@ -222,8 +229,14 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 def read_small_file(path: Path) -> bytes:
     """All bytes; CheckpointError as for any other file of a checkpoint."""
-    with _opened(path) as file:
-        data = bytearray(os.fstat(file.fd).st_size)
+    with opened(path) as file:
+        size = os.fstat(file.fd).st_size
+        if size > _LARGEST_SMALL_BYTES:
+            raise CheckpointError(
+                f"{path}: expected at most {_LARGEST_SMALL_BYTES} bytes, found {size}; take another checkpoint, or a "
+                "copy"
+            )
+        data = bytearray(size)
         file.read_into(memoryview(data), 0)
     return bytes(data)
 
@@ -232,7 +245,7 @@ class TensorFile:
     """An open safetensors file. `bytes_read` counts the bytes of tensors."""
 
     def __init__(self, path: Path) -> None:
-        self._file = _opened(path)
+        self._file = opened(path)
         self.bytes_read = 0
         try:
             self._places = dict(self._read_header())
@@ -255,7 +268,7 @@ class TensorFile:
             for key, entry in json.loads(text).items():
                 if key != "__metadata__":
                     yield key, self._place(key, entry, _LENGTH_BYTES + size)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise CheckpointError(
                 f"{self._file.path}: expected a safetensors header, found something else ({error!r}); the checkpoint "
                 "is damaged: take another one, or a copy"

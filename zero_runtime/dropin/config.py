@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_runtime.dropin.batch import BatchSizes, read_batch
-from zero_runtime.dropin.json_text import load
+from zero_runtime.dropin.json_text import load, shown
 from zero_runtime.dropin.keys import HOMES, TOP
 from zero_runtime.dropin.offload_section import read_offload
 from zero_runtime.dropin.optimizer_section import ChosenOptimizer, choose_optimizer
@@ -81,7 +81,7 @@ def _precision(values: Mapping[str, Any], reader: Reader) -> MixedPrecision:
 def _dtype(name: str | None, where: str, reader: Reader) -> str:
     if name is None or name.lower() in ITEMSIZE_BYTES:
         return (name or "fp32").lower()
-    reader.problems.append(f"{where}: expected one of {', '.join(sorted(ITEMSIZE_BYTES))}, found {name!r}")
+    reader.problems.append(f"{where}: expected one of {', '.join(sorted(ITEMSIZE_BYTES))}, found {shown(name)}")
     return "fp32"
 
 

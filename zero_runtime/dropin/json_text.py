@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from zero_runtime.errors import PlanError
 
+LONGEST = 200
 # A string is kept whole: what looks like a comment inside it is none.
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 _STRING_OR_TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
@@ -22,15 +24,25 @@ def load(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         return dict(config)
     if not isinstance(config, (str, Path)):
         raise PlanError(f"config: expected a dict or the path of a JSON file, found a {type(config).__name__}")
-    path = Path(config)
-    if not path.is_file():
-        raise PlanError(f"config: expected a dict or the path of a JSON file, found no file {str(config)!r}")
+    if str(config).lstrip().startswith("{"):
+        raise PlanError("config: expected a dict or the path of a JSON file, found JSON itself; give json.loads of it")
+    path, text = Path(config), None
     try:
-        found = json.loads(_bare(path.read_text(encoding="utf-8")), object_pairs_hook=_once)
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte in the name
+        told = error if isinstance(error, UnicodeError) else getattr(error, "strerror", "") or error
+        raise PlanError(f"config {shown(str(config))}: expected a JSON file in UTF-8, found: {told}") from error
+    if text is None:
+        raise PlanError(f"config: expected a dict or the path of a JSON file, found no file {shown(str(config))}")
+    try:
+        found = json.loads(_bare(text), object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise PlanError(f"config {path}, line {error.lineno}: expected JSON, found: {error.msg}") from error
     except PlanError as error:
         raise PlanError(f"config {path}: {error}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, objects in objects in objects
+        raise PlanError(f"config {path}: expected JSON of a configuration, found: {error}") from error
     if not isinstance(found, dict):
         raise PlanError(f"config {path}: expected an object {{...}}, found a {type(found).__name__}")
     return found
@@ -42,13 +54,28 @@ def _bare(text: str) -> str:
     return _STRING_OR_TRAILING_COMMA.sub(lambda match: match[0] if match[0][0] == '"' else "", text)
 
 
+def shown(value: Any) -> str:
+    """A value in a message: at most LONGEST characters, whatever it holds."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # ValueError: of a number of more digits than Python writes
+        return f"a {type(value).__name__} too deep or long to show"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def shown_key(key: Any) -> str:
+    """A key in a message, as it is written wherever it can be."""
+    text = str(key)
+    return text if text.isprintable() and len(text) <= LONGEST else shown(text)
+
+
 def _kept(token: str) -> str:
     return token if token[0] == '"' else "\n" * token.count("\n")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
+    twice = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
     if twice:
-        raise PlanError(f"expected each key once in an object, found {', '.join(twice)} more than once; keep one")
+        told = ", ".join(map(shown_key, twice))
+        raise PlanError(f"expected each key once in an object, found {told} more than once; keep one")
     return dict(pairs)

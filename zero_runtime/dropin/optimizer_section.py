@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zero_runtime.dropin.json_text import shown
 from zero_runtime.dropin.schema import ANY, BOOL, NUMBER, PAIR, Key, Reader, idle, mapped, only
 from zero_runtime.errors import PlanError
 from zero_runtime.optimizers import (
@@ -96,7 +97,7 @@ def choose_optimizer(section: Mapping[str, Any] | None, reader: Reader) -> Chose
     if build is None and not torch_name:
         reason = _REFUSED.get(lower, "it is not known here")
         reader.problems.append(
-            f"optimizer.type: {kind!r}: {reason}; expected Adam, AdamW, Lion, Lamb, SGD or another of {_others()}"
+            f"optimizer.type: {shown(kind)}: {reason}; expected Adam, AdamW, Lion, Lamb, SGD or another of {_others()}"
         )
         return None
     params = section.get("params", {})

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from zero_runtime.dropin.json_text import shown
 from zero_runtime.dropin.schema import BOOL, NUMBER, TEXT, WHOLE, Reader, idle, mapped
 from zero_runtime.errors import PlanError
 from zero_runtime.lr_schedule import LRRangeTest, LrSchedule, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -29,8 +30,8 @@ def choose_schedule(section: Mapping[str, Any] | None, reader: Reader) -> Schedu
     kind = _TYPES.get(section.get("type", ""))
     if kind is None:
         reader.problems.append(
-            f"scheduler.type: expected one of {', '.join(_TYPES)}, found {section.get('type')!r}; any other schedule "
-            "of torch may be handed to initialize as lr_scheduler"
+            f"scheduler.type: expected one of {', '.join(_TYPES)}, found {shown(section.get('type'))}; any other "
+            "schedule of torch may be handed to initialize as lr_scheduler"
         )
         return None
     own = [field for field in fields(kind) if field.name not in _OF_THE_OPTIMIZER]

@@ -13,13 +13,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero_runtime.dropin.json_text import shown, shown_key
 from zero_runtime.errors import PlanError
 
 AUTO = "auto"
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def _is_whole(value: Any) -> bool:
@@ -102,7 +108,7 @@ class Reader:
         """The values of the keys that act; whole numbers as int. null is as if the key were not there."""
         values: dict[str, Any] = {}
         for name, value in found.items():
-            where = path + str(name)
+            where = path + shown_key(name)
             if name not in table:
                 self.problems.append(f"{where}: unknown key{self._hint(str(name), table, path)}")
             elif value is not None and self._fits(table[name], value, where):
@@ -121,15 +127,15 @@ class Reader:
 
     def _fits(self, key: Key, value: Any, where: str) -> bool:
         problem = ""
-        if value == AUTO:
+        if isinstance(value, str) and value == AUTO:
             expected = f"write {key.kind}" if key.acts else "leave the key out"
             problem = f'"auto" is for a trainer that fills it in, and there is none here; {expected}'
         elif not KINDS[key.kind](value):
-            problem = f"expected {key.kind}, found {value!r}"
+            problem = f"expected {key.kind}, found {shown(value)}"
         elif key.only == () and not _is_off(value):
             problem = key.reason
         elif key.only and value not in key.only:
-            problem = f"expected {' or '.join(map(repr, key.only))}, found {value!r}: {key.reason}"
+            problem = f"expected {' or '.join(map(repr, key.only))}, found {shown(value)}: {key.reason}"
         if problem:
             self.problems.append(f"{where}: {problem}")
         return not problem

@@ -1,0 +1,53 @@
+"""What must hold of the output folder: nobody else decides what lies in it, and its path is one that all can take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator import cluster_rules
+from orchestrator.cluster import Cluster
+from orchestrator.strict import Broken
+from zero_runtime.kernels.ownership import trouble_of_own, trouble_of_parents
+
+if TYPE_CHECKING:
+    from orchestrator.rules import Scene
+
+INSIDE = ("points", "sweeps", "joins", "scratch", "artifacts")
+
+
+def output_is_the_user_s(scene: Scene, output: str) -> Broken | None:
+    """Records steer what a run does and where it writes; in a folder of somebody else's they would be his."""
+    try:
+        typed = Path(output).expanduser().absolute()
+        places = dict.fromkeys((typed, typed.resolve()))
+        above = [trouble_of_parents(place) for place in places]
+        troubles = [*above, *(trouble_of_own(one) for one in (typed, *(typed / name for name in INSIDE)))]
+    except (OSError, RuntimeError):  # told by the rule that it can be written to
+        return None
+    trouble = next(filter(None, troubles), None)
+    if trouble is None:
+        return None
+    rule = "output must be yours, and neither it nor what holds it everybody's to write to (chmod o-w)"
+    return Broken(rule, f"{output}, and {trouble}", ("output=outputs",))
+
+
+def output_can_be_written_down(scene: Scene, output: str) -> Broken | None:
+    """Records and MLflow hold it as text."""
+    try:
+        output.encode()
+    except UnicodeEncodeError:
+        found = output.encode("utf-8", errors="backslashreplace").decode()
+        return Broken("output must be a path in UTF-8", found, ("output=outputs",))
+    return None
+
+
+def slurm_takes_the_output(scene: Scene, output: str, cluster: Cluster) -> Broken | None:
+    """sbatch replaces %j and the like in the names of logs, wherever they stand, and its script has lines."""
+    if not cluster_rules.is_slurm(cluster):
+        return None
+    odd = sorted({char for char in str(Path(output).expanduser().absolute()) if char == "%" or not char.isprintable()})
+    if not odd:
+        return None
+    rule = "cluster=slurm needs an output without % and control characters in its path"
+    return Broken(rule, f"{output!r}", ("output=outputs",))

@@ -1,0 +1,35 @@
+"""Whole runs, with MLflow, in output folders whose names hold what URLs and shells read otherwise."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness.patience import HANG_S
+
+ROOT = Path(__file__).resolve().parents[2]
+LINE = (
+    "model=llama_tiny data=synthetic zero=stage2 precision=fp32 resources.device=cpu resources.ranks=2 "
+    "resources.threads=1 batch.seq=16 batch.micro=1 measure.validation_batches=0 measure.warmup_steps=1 "
+    "measure.steps=2"
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["a#1", "what?", "100%25", "tab\there", "line\nbreak", "sp ace ünï", "';$(x)&"])
+def test_a_run_and_its_records_are_where_they_were_asked_for(name: str, tmp_path: Path) -> None:
+    here = tmp_path / "base" / name
+    here.mkdir(parents=True)
+    for seed in (1, 2, 1):  # the third meets what the first left
+        line = [sys.executable, str(ROOT / "run.py"), *LINE.split(), f"seed={seed}"]
+        subprocess.run(line, cwd=here, timeout=HANG_S, check=True)
+    results = {path: json.loads(path.read_text()) for path in here.glob("outputs/points/*/attempts/*/result.json")}
+    assert len(results) == 3
+    assert len({one["loss"]["last"] for one in results.values()}) == 2
+    with sqlite3.connect(here / "outputs" / "mlflow.db") as store:
+        assert store.execute("SELECT status FROM runs").fetchall() == [("FINISHED",)] * 3
+    assert [one.name for one in (tmp_path / "base").iterdir()] == [name]

@@ -1,0 +1,114 @@
+"""No process of ours imports from the folder that somebody stands in, whatever lies there."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness.patience import HANG_S
+
+from orchestrator import dashboard, start
+
+ROOT = Path(__file__).resolve().parents[2]
+# A user's own files, and what somebody would choose who wants to be imported.
+NAMES = ("queue", "random", "yaml", "torch", "numpy", "psutil", "rich", "submitit", "transformers", "json", "argparse")
+TINY = (
+    "model=llama_tiny data=synthetic zero=stage1 precision=fp32 tracking=none resources.device=cpu resources.ranks=1 "
+    "resources.threads=1 batch.seq=16 batch.micro=1 measure.validation_batches=0 measure.warmup_steps=1 "
+    "measure.steps=1 output=out"
+)
+
+
+@pytest.fixture
+def trapped(tmp_path: Path) -> Path:
+    """A folder of modules that say so when they are imported."""
+    for name in (*NAMES, "orchestrator", "zero_runtime", "mlflow"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path)!r} + '/imported', 'a').write({name!r} + ' ')\n")
+    return tmp_path
+
+
+def run(words: list[str], cwd: Path, environ: dict[str, str]) -> str:
+    done = subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not (cwd / "imported").exists(), (cwd / "imported").read_text()
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", [None, "", ":", "HERE", ":HERE", "HERE::HERE", "HERE:"])
+def test_a_child_has_our_code_and_what_the_user_named_on_its_path_and_not_the_current_folder(
+    path: str | None, trapped: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    mine = tmp_path_factory.mktemp("mine")
+    (mine / "shown.py").write_text(
+        "import sys, queue, random, json, argparse; print(*sys.argv[1:], *sys.path, sep='\\n')"
+    )
+    base = {key: value for key, value in os.environ.items() if key != start.PYTHONPATH}
+    if path is not None:
+        base[start.PYTHONPATH] = path.replace("HERE", str(mine))
+    if path is None or "HERE" not in path:
+        assert "usage" in run(start.words("json.tool", "--help"), trapped, start.environment(base))
+        return
+    for flags in ((), ("-u",)):
+        told = run(start.words("shown", "a b", "--c", flags=flags), trapped, start.environment(base)).splitlines()
+        assert told[:2] == ["a b", "--c"]
+        assert str(mine) in told
+        assert str(ROOT) in told
+        assert not {"", str(trapped), str(ROOT / "orchestrator")} & set(told)
+
+
+def test_with_pythonsafepath_nothing_else_is_lost(trapped: Path) -> None:
+    environ = {**os.environ, "PYTHONSAFEPATH": "1", start.PYTHONPATH: str(ROOT / "tests")}
+    told = run(start.words("json.tool", "--help"), trapped, environ)
+    assert "usage" in told
+
+
+def test_a_folder_that_the_user_named_stays_also_where_it_is_the_current_one() -> None:
+    assert start.environment({"PYTHONPATH": ".::/mine:", "A": "b"}) == {"PYTHONPATH": ".:/mine", "A": "b"}
+    assert start.environment({"A": "b"}) == {"A": "b"}
+
+
+def test_a_whole_run_imports_nothing_from_there(trapped: Path) -> None:
+    environ = {**os.environ, start.PYTHONPATH: ":"}
+    run([sys.executable, str(ROOT / "run.py"), *TINY.split()], trapped, environ)
+    assert list(trapped.glob("out/points/*/attempts/01/result.json"))
+
+
+@pytest.mark.full
+def test_a_sweep_with_tracking_imports_nothing_from_there(trapped: Path) -> None:
+    line = TINY.replace("tracking=none", "").replace("zero=stage1", "zero=stage0,stage1")
+    run([sys.executable, str(ROOT / "run.py"), "-m", *line.split()], trapped, dict(os.environ))
+    assert len(list(trapped.glob("out/points/*/attempts/01/result.json"))) == 2
+    assert (trapped / "out" / "mlflow.db").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["-m", "orchestrator.hydra_app"], ["-c", "from orchestrator.start import console; console()"]]
+)
+def test_programs_that_python_starts_there_forget_it(words: list[str], tmp_path: Path) -> None:
+    # Without ours among them: python -m and -c find the first module by the path that Python made.
+    for name in ("queue", "random", "yaml", "torch", "numpy", "psutil", "hydra", "omegaconf"):
+        (tmp_path / f"{name}.py").write_text(f"open('imported', 'a').write({name!r})\n")
+    told = run([sys.executable, *words, "--help"], tmp_path, {**os.environ, start.PYTHONPATH: f"{ROOT}:"})
+    assert told
+
+
+def test_the_dashboard_s_server_stands_where_nobody_puts_files(
+    trapped: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path_factory.mktemp("output")
+    monkeypatch.chdir(trapped)
+    assert dashboard.server_command(output, 5000, "127.0.0.1")[:3] == start.words("mlflow", "server")[:3]
+    code = "import os; print(os.getcwd())"
+    log = output / "log"
+    dashboard._until_interrupt([sys.executable, "-c", code], {}, log, dashboard.Screen())
+    assert log.read_text() == "/\n"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "orchestrator").rglob("*.py")), ids=lambda file: file.name)
+def test_the_interpreter_is_called_in_one_place(file: Path) -> None:
+    names = {ast.unparse(node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+    assert "sys.executable" not in names or file.name in ("start.py", "paths.py"), "start.words makes such commands"
