@@ -16,6 +16,7 @@ from orchestrator.loopback import family, in_url, loopback
 from orchestrator.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
 from orchestrator.record import artifacts_path, store_path
 from orchestrator.screen import Screen
+from orchestrator.tracking_feed import complete_left_behind
 from orchestrator.verb_parser import VerbParser, add_json, verb_parser
 
 FIRST_PORT = 5000
@@ -45,9 +46,18 @@ def serve(output: Path, port: int | None) -> int:
         made_by = "a run without tracking=none makes it"
         screen.say(f"error: there is no {shown(store)}: {made_by}, or give the folder of one: {program()} ui FOLDER")
         return 2
+    complete_left_behind(output.absolute())
     host = loopback()
     chosen = port or free_port(host)
-    for name, link in links(store, chosen, host):
+    try:
+        found = links(store, chosen, host)
+    except sqlite3.Error as error:
+        screen.say(
+            f"error: {shown(store)}: expected MLflow's SQLite store, found one that cannot be read ({error}); move it "
+            "away: the records of the runs lie in points/, and the next run makes a new store"
+        )
+        return 2
+    for name, link in found:
         screen.say(f"{name}: {link}")
     log = output.absolute() / LOG
     screen.say(f"The page answers after about 10 s. Ctrl-C ends it. What the server says is in {shown(log)}.")

@@ -139,12 +139,23 @@ def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Itera
                 continue
             if line is None:
                 return
-            done, heard = done + 1, time.monotonic()
-            key, answer = json.loads(line)
-            yield key, answer
+            heard = time.monotonic()
+            if (answer := _as_answer(line)) is not None:
+                done += 1
+                yield answer
     finally:
         child.kill()
         child.wait()
+
+
+def _as_answer(line: str) -> tuple[str, Any] | None:
+    """None for what some library printed when it was imported."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    is_answer = isinstance(found, list) and len(found) == 2 and isinstance(found[0], str)
+    return (found[0], found[1]) if is_answer else None
 
 
 def _start_child() -> subprocess.Popen[str]:

@@ -8,13 +8,15 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator import contents, provenance
-from orchestrator.processes import is_alive, start_time
+from orchestrator.processes import is_alive, started
 from orchestrator.run_state import MOVES, RunState
+from zero_runtime.process_identity import mark, remove_left_behind
 
 SCHEMA = 1
 # What may differ between two runs that measure the same thing.
@@ -83,8 +85,13 @@ class AttemptPaths:
 
     @property
     def denied(self) -> Path:
-        """Since when the scheduler says that it knows no such job; gone as soon as it does."""
+        """For how long the scheduler has denied the job while its heartbeat stood still; gone when it knows it."""
         return self.root / "denied.json"
+
+    @property
+    def failing(self) -> Path:
+        """For how long the first error of a cluster's attempt has been seen."""
+        return self.root / "failing.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -120,6 +127,11 @@ def artifacts_path(output: str | Path) -> Path:
     return Path(output) / "artifacts"
 
 
+def tracking_path(output: str | Path) -> Path:
+    """A file for each run that the tracking store does not have completely."""
+    return Path(output) / "tracking"
+
+
 def tracker_log_path(output: str | Path) -> Path:
     return Path(output) / "tracker.log"
 
@@ -136,12 +148,22 @@ def joins_path(output: str | Path) -> Path:
 
 def write_json_atomic(path: Path, data: object) -> None:
     """A reader sees the old file or the whole new one; on return the new one survives a crash of the machine."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    temporary = path.with_name(f".{path.name}.{mark()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def clear_leftovers(folder: Path) -> list[Path]:
+    """Remove what processes that have ended began to write in the folder and could not finish; what went."""
+    return remove_left_behind(folder.glob(".*.tmp"))
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -265,8 +287,9 @@ class Attempt:
         write_json_atomic(self.paths.state, {**state, **self._facts})
 
 
-def _this_process() -> dict[str, object]:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": start_time(os.getpid())}
+def this_process() -> dict[str, object]:
+    """Who this is, for records: see processes.is_alive."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": started(os.getpid())}
 
 
 def settle(paths: AttemptPaths) -> RunState:
@@ -313,6 +336,8 @@ def new_attempt(
     point = point_id(config, world, hardware, held)
     folder = _point_folder(output, point)
     folder.mkdir(parents=True, exist_ok=True)
+    for one in (folder, *(earlier.root for earlier in all_attempts(output, point))):
+        clear_leftovers(one)
     write_json_atomic(folder / "config.json", config)
     hashed = {"point": folder.name, "ignored": IGNORED_KEYS, **identity(config, world, hardware)}
     write_json_atomic(folder / "identity.json", hashed)
@@ -321,7 +346,7 @@ def new_attempt(
     write_json_atomic(paths.provenance, provenance.facts())
     if diff := provenance.code().diff:
         paths.diff.write_text(diff + "\n", encoding="utf-8")
-    attempt = Attempt(paths, point, label, facts={"owner": owner or _this_process(), "contents": held})
+    attempt = Attempt(paths, point, label, facts={"owner": owner or this_process(), "contents": held})
     attempt.write()
     return attempt
 

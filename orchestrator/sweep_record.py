@@ -13,8 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.processes import is_alive
-from orchestrator.record import SCHEMA, AttemptPaths, EventTail, append_event, read_json, settle, write_json_atomic
+from orchestrator.record import (
+    SCHEMA,
+    AttemptPaths,
+    EventTail,
+    append_event,
+    clear_leftovers,
+    read_json,
+    settle,
+    write_json_atomic,
+)
 from orchestrator.run_state import RunState
+
+TAKEN = 75  # exit code of a controller that finds another one at its sweep; EX_TEMPFAIL of sysexits.h
 
 
 @dataclass(frozen=True)
@@ -49,8 +60,13 @@ class SweepPaths:
 
     @property
     def controller(self) -> Path:
-        """Who the controller is."""
+        """Who the controller is, by its own word."""
         return self.root / "controller.json"
+
+    @property
+    def claim(self) -> Path:
+        """Who the controller will be, by the word of the command that started it a moment ago."""
+        return self.root / "claim.json"
 
     @property
     def log(self) -> Path:
@@ -124,8 +140,9 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
     for found in all_sweeps(output):
         if (read_json(found.sweep) or {}).get("id") == identity:
             paths = found
+            clear_leftovers(paths.root)
             # What its last controller did and was asked is over; the attempts tell what came of it.
-            for file in (paths.events, paths.requests, paths.controller):
+            for file in (paths.events, paths.requests, paths.controller, paths.claim):
                 file.unlink(missing_ok=True)
             break
     else:
@@ -199,8 +216,19 @@ def ask(sweep: SweepPaths, what: str, **facts: object) -> None:
 
 def controller_pid(sweep: SweepPaths) -> int | None:
     """The process that runs the sweep, while it lives."""
-    who = read_json(sweep.controller)
-    return who["pid"] if who is not None and is_alive(who["pid"], who["started"]) else None
+    found = filter(None, map(read_json, (sweep.controller, sweep.claim)))
+    return next((who["pid"] for who in found if is_alive(who["pid"], who["started"])), None)
+
+
+@contextlib.contextmanager
+def only_starter(output: str | Path) -> Iterator[None]:
+    """Commands that start a sweep of this output do it one after the other, so that the second of two finds the sweep
+    of the first. Blocks while another one is at it."""
+    sweeps = Path(output).absolute() / "sweeps"
+    sweeps.mkdir(parents=True, exist_ok=True)
+    with (sweeps / ".lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

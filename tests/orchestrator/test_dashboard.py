@@ -52,6 +52,18 @@ def test_ctrl_c_ends_the_server_quietly_with_code_0(
         os.kill(int(began.read_text()), 0)
 
 
+@pytest.mark.parametrize("content", [b"", b"this is no database", b"SQLite format 3\0" + 100 * b"\xff"])
+def test_a_store_that_cannot_be_read_is_told_in_one_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store_path(tmp_path).write_bytes(content)
+    assert cli.main(["ui", str(tmp_path)]) == 2
+    (line,) = "".join(capsys.readouterr()).replace("\n", " ").strip().split("  ")
+    assert line.startswith("error: ")
+    assert "expected MLflow's SQLite store, found one that cannot be read" in line
+    assert store_path(tmp_path).read_bytes() == content
+
+
 def test_a_server_that_ends_by_itself_is_an_error_with_its_last_words(
     output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from points import make_config
 from orchestrator.record import EventTail, append_event, new_attempt, point_id, read_json, settle, write_json_atomic
 from orchestrator.run_state import MOVES, RunState
 from orchestrator.schema import to_dict
+from zero_runtime.process_identity import mark
 
 
 def test_the_id_ignores_where_a_run_goes_and_how_it_is_tracked(tmp_path: Path) -> None:
@@ -85,7 +88,7 @@ def test_an_attempt_whose_owner_is_gone_is_lost_or_what_its_result_says(tmp_path
         attempt.move(RunState.running)
         assert settle(attempt.paths) is RunState.running, "this process owns it"
         facts = json.loads(attempt.paths.state.read_text())
-        facts["owner"]["started"] -= 1000
+        facts["owner"]["started"] = "0@an earlier boot"
         attempt.paths.state.write_text(json.dumps(facts))
         if result:
             write_json_atomic(attempt.paths.result, {})
@@ -113,4 +116,20 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_json_atomic(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path], "nor does it leave what it began"
     assert read_json(tmp_path / "absent.json") is None
+
+
+def test_what_a_killed_process_began_to_write_goes_at_the_next_attempt(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    dead = mark(child.pid)
+    child.kill()
+    child.wait()
+    config = to_dict(make_config(tmp_path))
+    first = new_attempt(tmp_path, config, "a", "cpu").paths.root
+    point = first.parents[1]
+    for folder in (first, point):
+        (folder / f".state.json.{dead}.tmp").touch()
+        (folder / f".state.json.{mark()}.tmp").touch()
+    new_attempt(tmp_path, config, "a", "cpu")
+    assert {path.name for path in point.rglob("*.tmp")} == {f".state.json.{mark()}.tmp"}
