@@ -71,12 +71,12 @@ def test_a_dead_controller_is_told_as_such() -> None:
 
 
 def test_ranks_that_end_with_the_killed_process_that_held_them_are_not_to_blame() -> None:
-    gone = [Sight(rank, RUNNING, alive=False) for rank in range(2)]
+    gone = [Sight(rank, RUNNING, alive=False, exit_time=9.0) for rank in range(2)]
     state, rank, message = decide(*gone, controller=False)
     assert (state, rank) == ("lost", 0)
     assert "the process that starts and holds the ranks was killed" in message
     assert decide(gone[0], Sight(1, ERROR, 1.0, "ValueError: bad"), controller=False)[:2] == ("error", 1)
-    assert decide(gone[0], Sight(1, RUNNING, exit_code=KILLED), controller=False)[:2] == ("error", 1)
+    assert decide(gone[0], Sight(1, RUNNING, exit_code=KILLED, exit_time=8.0), controller=False)[:2] == ("error", 1)
 
 
 def test_an_error_that_says_more_than_error_names_the_outcome() -> None:
