@@ -68,11 +68,12 @@ class Tracker:
         """A store that has to be made is there when this returns. One that was there is not waited for:
         it is opened while the ranks start, and only the tracker writes to it."""
         deadline = time.monotonic() + READY_S
-        while not self._ready and time.monotonic() < deadline and self._running():
+        while not self._ready and time.monotonic() < deadline and self._process is not None:
             self._listen(0.1)
-        if not self._ready:
+            self._revive()
+        if not self._ready and self._process is not None:
             self._warn(f"its store was not there after {READY_S:g} s")
-            self._ready = True
+        self._ready = True
 
     def begin(self, attempt: Attempt, experiment: str, sweep: str) -> None:
         """The attempt's configuration is written; its run appears, and its numbers as they come."""
