@@ -184,7 +184,7 @@ def test_what_dead_commands_left_is_completed_once_and_what_living_ones_have_is_
     message |= {"experiment": EXPERIMENT, "sweep": ""}
     tracking_notes.note(scene.output, message)
     assert tracking_notes.left_behind(scene.output) == [], "this process lives"
-    (note,) = tracking_path(scene.output).glob("*.json")
+    (note,) = (one for one in tracking_path(scene.output).glob("*.json") if attempt.label in one.read_text())
     facts = json.loads(note.read_text())
     facts["command"]["started"] = "0@an earlier boot"
     note.write_text(json.dumps(facts))
@@ -197,9 +197,14 @@ def test_what_dead_commands_left_is_completed_once_and_what_living_ones_have_is_
     assert not note.exists()
 
 
-def test_a_store_that_refuses_is_asked_three_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_that_refuses_is_asked_three_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("the store is away")
+
     scene = Scene(tmp_path)
-    store_path(tmp_path).write_text("this is no database")
+    monkeypatch.setattr(tracking, "Store", refuse)
     attempt = recorded(scene, "refused", RunState.ok)
     message = {"attempt": str(attempt.paths.root), "label": "refused", "point": attempt.point, "experiment": EXPERIMENT}
     tracking_notes.note(tmp_path, message)
