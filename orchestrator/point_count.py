@@ -30,6 +30,6 @@ def of_range(start: float, stop: float, step: float) -> int:
     """The number of values of range(start,stop,step). ValueError where that is no number."""
     if not all(map(math.isfinite, (start, stop, step))) or step == 0:
         raise ValueError(f"range({start},{stop},{step}): expected finite numbers and a step that is not 0")
-    if all(isinstance(one, int) for one in (start, stop, step)):
-        return max(0, -((start - stop) // step))
+    if isinstance(start, int) and isinstance(stop, int) and isinstance(step, int):
+        return max(0, -((start - stop) // step))  # `len` of a range knows no number above 2^63
     return max(0, math.ceil((stop - start) / step))

@@ -196,9 +196,7 @@ def start_tracker(config: RunConfig, output: Path) -> Tracker:
     makes_store = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
 
     def start() -> subprocess.Popen[bytes]:
-        return _start_child(
-            ["follow", "--uri", uri, str(output)], output, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        return _start_child(["follow", "--uri", uri, str(output)], output, subprocess.PIPE)
 
     tracker = Tracker(output, start, makes_store=makes_store)
     tracker.open(experiment_name(config))
@@ -210,10 +208,11 @@ def complete_left_behind(output: Path) -> subprocess.Popen[bytes] | None:
     are none. Cheap where all is well, so every command asks."""
     if not tracking_notes.left_behind(output):
         return None
-    return _start_child(["complete", str(output)], output, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    return _start_child(["complete", str(output)], output, subprocess.DEVNULL)
 
 
-def _start_child(words: list[str], output: Path, **streams: int) -> subprocess.Popen[bytes]:
+def _start_child(words: list[str], output: Path, stream: int) -> subprocess.Popen[bytes]:
+    """`stream`: what its stdin and stdout are."""
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "OMP_NUM_THREADS": "1"}
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))
@@ -221,7 +220,8 @@ def _start_child(words: list[str], output: Path, **streams: int) -> subprocess.P
         return subprocess.Popen(
             [sys.executable, "-m", "orchestrator.tracking", *words],
             env={**os.environ, **quiet, "PYTHONPATH": path},
+            stdin=stream,
+            stdout=stream,
             stderr=log,
             start_new_session=True,
-            **streams,
         )

@@ -187,8 +187,8 @@ def _decode(content: bytes) -> tuple[Place, list[Op]]:
     words = memoryview(content).cast("Q")
     end = _TABLE + words[_WORDS_END]
     table = content[_TABLE:end].decode(errors="replace").split("\n")
-    phase, unit = table[words[_PHASE]], table[words[_UNIT]]
-    place = Place(words[_TICKS], words[_ISSUED], words[_WAITING], words[_STEP], phase, unit, not words[_STARTED])
+    where = table[words[_PHASE]], table[words[_UNIT]], not words[_STARTED]
+    place = Place(words[_TICKS], words[_ISSUED], words[_WAITING], words[_STEP], *where)
     ops = []
     for slot in range(1, RING + 1):
         sequence, kind, unit, numel, dtype, step, phase, number = words[_FIELDS * slot : _FIELDS * (slot + 1)]

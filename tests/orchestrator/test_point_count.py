@@ -28,6 +28,10 @@ def test_a_range_has_as_many_values_as_hydra_makes_of_it(start: float, stop: flo
     assert of_range(start, stop, step) == len(list(values))
 
 
+def test_a_range_may_have_more_values_than_a_computer_counts() -> None:
+    assert of_range(0, 10**30, 3) == (10**30 + 2) // 3
+
+
 @pytest.mark.parametrize("given", [(0, float("inf"), 1.0), (float("nan"), 1, 1), (0, 9, 0)])
 def test_a_range_without_an_end_is_refused(given: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="expected finite numbers and a step that is not 0"):
