@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from orchestrator import point_count
 from orchestrator.schema import RunConfig
 from orchestrator.strict import nearest
 
@@ -34,7 +35,7 @@ SHORT = {
 }
 SWEEPING = ("--plan", "--fresh", "--detach", "--json")
 SWITCHES = ("--help", "--multirun", "--run", "--resolve", "--hydra-help", "--shell-completion", "--version", *SWEEPING)
-VALUED = ("--cfg", "--package", "--config-name", "--config-dir", "--retry", "--prune")
+VALUED = ("--cfg", "--package", "--config-name", "--config-dir", "--retry", "--prune", point_count.FLAG)
 CHOICES = {
     "--cfg": ("job", "hydra", "all"),
     "--prune": ("safe", "off"),
@@ -73,6 +74,11 @@ class Arguments:
         """Whether what is shown is composed from the overrides, so that they must be right."""
         return "--cfg" in self.flags or "--info" in self.flags
 
+    @property
+    def max_points(self) -> int:
+        """How many points a sweep may have."""
+        return int(self.flags.get(point_count.FLAG) or point_count.LIMIT)
+
     def folders(self) -> list[str]:
         """The flags without which the overrides do not mean the same, each as one word."""
         return [f"{flag}={value}" for flag, value in self.flags.items() if flag in ("--config-dir", "--config-name")]
@@ -89,7 +95,8 @@ class Arguments:
         """The same line as Hydra's own parser wants it: flags in front."""
         line = []
         for flag, value in self.flags.items():
-            line += [flag] if value is None else [flag, value]
+            if flag != point_count.FLAG:
+                line += [flag] if value is None else [flag, value]
         # "--" so that an override such as ~experiment is never taken for the value of --info.
         return [*line, "--", *self.overrides]
 
@@ -139,6 +146,8 @@ def _take_flag(found: Arguments, word: str, words: list[str]) -> None:
         found.flags[flag] = value if equals else words.pop(0)
         if flag in CHOICES and found.flags[flag] not in CHOICES[flag]:
             found.problems.append(f"{name} cannot be '{found.flags[flag]}'{_choices(flag)}")
+        if flag == point_count.FLAG and not re.fullmatch(r"[1-9]\d{0,17}", found.flags[flag] or ""):
+            found.problems.append(f"{name} cannot be '{found.flags[flag]}': a whole number of points")
     else:
         near = nearest(name, [*SWITCHES, *VALUED, "--info", *SHORT])
         hint = f" Did you mean '{near}'?" if near else ""

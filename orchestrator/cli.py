@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator import arguments, folders, hardware, help_page, overrides, rules
+from orchestrator import arguments, folders, hardware, help_page, overrides, point_count, rules
 from orchestrator.arguments import VERBS, Arguments
 from orchestrator.cluster import ClusterKind
 from orchestrator.deciding import Refused, Wishes, retry_states
@@ -23,6 +23,7 @@ from orchestrator.schema import Device, RunConfig, root_limits, to_dict
 from orchestrator.slurm_tools import SlurmError
 from orchestrator.streams import take_any_text
 from orchestrator.strict import Broken, ConfigError, Refusal, build_parts
+from orchestrator.worker.faults import Faults
 
 if TYPE_CHECKING:
     from orchestrator.compose import Composition
@@ -125,11 +126,13 @@ def _run(composition: Composition, asked: Arguments) -> int:
         from orchestrator.sweep_command import run_sweep
 
         return run_sweep(request, scene.hardware)
-    if sweeping := [flag for flag in ("--plan", "--fresh", "--detach", "--retry", "--prune") if flag in asked.flags]:
+    only_sweeps = ("--plan", "--fresh", "--detach", "--retry", "--prune", point_count.FLAG)
+    if sweeping := [flag for flag in only_sweeps if flag in asked.flags]:
         raise Refusal([f"{' and '.join(sweeping)} belongs to a sweep: add -m, or leave it out"])
     points, problems = checked_points(composition, scene)
     if problems:
         raise Refusal(problems)
+    _check_fault(points)
     _note_idle_gpus(scene, points[0].config)
     as_json = "--json" in asked.flags
     if scene.world is not None:
@@ -172,6 +175,7 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: rules.Scen
         raise Refusal(problems)
     for problem in problems:
         print(f"refused: {problem}", file=sys.stderr)
+    _check_fault(points)
     _note_idle_gpus(scene, points[0].config)
     if composition.sweep.prune in ("off", False) and "--prune" not in asked.flags:
         wishes = replace(wishes, prune=False)
@@ -185,6 +189,18 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: rules.Scen
         detach="--detach" in asked.flags,
         as_json="--json" in asked.flags,
     )
+
+
+def _check_fault(points: Sequence[Point]) -> None:
+    """Refusal where ZLAB_FAULT cannot be read, or can act in none of the points: its run would seem to pass a test."""
+    try:
+        fault = Faults.from_env()
+    except ValueError as error:
+        raise Refusal([str(error)]) from None
+    measured = [(one.config.resources.ranks or 1, one.config.measure) for one in points]
+    problems = [fault.problem(ranks, measure.warmup_steps + measure.steps) for ranks, measure in measured]
+    if all(problems):
+        raise Refusal(problems[:1])
 
 
 def _places_problem(points: Sequence[Point]) -> str | None:

@@ -21,7 +21,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override, OverrideType, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator import folders, merge, overrides, sweep_file
+from orchestrator import folders, merge, overrides, point_count, sweep_file
 from orchestrator.arguments import Arguments
 from orchestrator.merge import Merger
 from orchestrator.sweep_file import Line, SweepFile
@@ -103,6 +103,9 @@ def compose(arguments: Arguments) -> Composition:
             found = _expansion(loader, name, searchpath, arguments)
             composer = Composer(loader, name, searchpath, arguments)
             points = tuple(composer.point(list(line.values())) for line in found.lines)
+    except (UnicodeDecodeError, OSError, AssertionError, RecursionError) as error:
+        # What Hydra raises while it reads a file of another shape does not say which.
+        raise ComposeError(_file_problem(arguments) or in_one_line(error)) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ComposeError(in_one_line(error)) from error
     return Composition(points, found.is_sweep, found.axes, found.sweep)
@@ -133,8 +136,10 @@ def _expansion(loader: ConfigLoader, name: str, searchpath: list[str], arguments
     tree = overrides.read_tree(arguments.flags.get("--config-dir"))
     declared = _declared_sweep(arguments)
     if declared is not None:
-        typed = _axes(loader, [word for word in words if not word.startswith("sweeps=")])
-        expansion = sweep_file.expand(declared, typed)
+        parsed = _parsed(loader, [word for word in words if not word.startswith("sweeps=")])
+        counts = sweep_file.counts(declared, {key: _count(one) for key, one in parsed.items()})
+        point_count.check(counts, arguments.max_points, more=len(declared.concat))
+        expansion = sweep_file.expand(declared, {key: _values(one) for key, one in parsed.items()})
         if not expansion.lines:
             raise HydraException("the sweep has no points: exclude leaves none")
         said = list(dict.fromkeys(word for line in expansion.lines for word in line.values()))
@@ -151,7 +156,9 @@ def _expansion(loader: ConfigLoader, name: str, searchpath: list[str], arguments
         params = (OmegaConf.select(master, "hydra.sweeper.params") or {}) if is_sweep else {}
     said = [f"{key}={value}" for key, value in params.items()]
     _check_file(said, tree)
-    axes = _axes(loader, [*said, *words])
+    parsed = _parsed(loader, [*said, *words])
+    point_count.check({key: _count(one) for key, one in parsed.items()}, arguments.max_points)
+    axes = {key: _values(one) for key, one in parsed.items()}
     _need_a_sweep(axes, is_sweep)
     lines = [dict(zip(axes, line, strict=True)) for line in itertools.product(*axes.values())]
     return _Lines(lines, tuple(key for key, values in axes.items() if len(values) > 1), is_sweep, SweepFile())
@@ -273,10 +280,20 @@ def in_one_line(error: BaseException) -> str:
     return " ".join(kept[:search])
 
 
-def _axes(loader: ConfigLoader, words: Sequence[str]) -> dict[str, list[str]]:
-    """For each key its overrides, one for each value; of a key that comes twice the last wins."""
+def _parsed(loader: ConfigLoader, words: Sequence[str]) -> dict[str, Override]:
+    """The override of each key; of a key that comes twice the last wins."""
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(words))
-    return {override.get_key_element(): _values(override) for override in parsed}
+    return {override.get_key_element(): override for override in parsed}
+
+
+def _count(override: Override) -> int:
+    """How many values it has, without making them. Text cannot be long enough to matter, a range can."""
+    value = override.value()
+    if isinstance(value, RangeSweep):
+        assert value.start is not None
+        assert value.stop is not None
+        return point_count.of_range(value.start, value.stop, value.step)
+    return len(_values(override))
 
 
 def _need_a_sweep(axes: dict[str, list[str]], is_sweep: bool) -> None:
@@ -301,8 +318,43 @@ def _values(override: Override) -> list[str]:
 
 
 def read_yaml(path: Path) -> Any:
-    """A file's plain data as Hydra reads it: 1e-3 is a number, and a key that is there twice is an error."""
-    return OmegaConf.to_container(OmegaConf.load(path))
+    """A file's plain data as Hydra reads it: 1e-3 is a number, and a key that is there twice is an error.
+
+    Raises ValueError, or YAML's own error, for a file that holds something else.
+    """
+    where = f"{path.parent.name}/{path.name}"
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where}: expected text in UTF-8, found the byte 0x{error.object[error.start]:02x}; save it as UTF-8"
+        ) from None
+    except RecursionError:
+        raise ValueError(
+            f"{where}: expected settings in a few levels, found thousands, or an alias inside what it stands for; "
+            "write the values out"
+        ) from None
+    except (OSError, AssertionError) as error:
+        found = getattr(error, "strerror", None) or "a single value"
+        raise ValueError(f"{where}: expected a mapping of settings, found {found}; write 'key: value' lines") from None
+
+
+def _file_problem(arguments: Arguments) -> str:
+    """What is wrong with the first file of the user's that cannot be read, those first that the line names."""
+    added = arguments.flags.get("--config-dir")
+    owned = [*folders.config_folders(added)[1:], *(one / "sweeps" for one in folders.sweep_parents(added)[1:])]
+    named = set(re.split(r"[=,]", ",".join(arguments.overrides)))
+    files = [file for folder in owned for file in sorted(folder.rglob("*.yaml"))]
+    found = map(_problem_of, sorted(files, key=lambda one: one.stem not in named))
+    return next(filter(None, found), "")
+
+
+def _problem_of(file: Path) -> str:
+    try:
+        read_yaml(file)
+    except (ValueError, yaml.YAMLError) as error:
+        return in_one_line(error)
+    return ""
 
 
 def added_folders(arguments: Arguments) -> list[str]:

@@ -20,13 +20,13 @@ from orchestrator import comparison, deciding, hardware, record_file, slots
 from orchestrator.job import ENTRY
 from orchestrator.point import Point
 from orchestrator.point_run import PointRun, signals_ignored
-from orchestrator.processes import is_alive, start_time
+from orchestrator.processes import is_alive, started
 from orchestrator.record import new_attempt
 from orchestrator.record_file import BadRecord, EventTail, read_or_warn, told, write_json_atomic
 from orchestrator.record_shapes import REQUESTS
 from orchestrator.run_state import RunState
 from orchestrator.schema import Device, from_dict
-from orchestrator.sweep_record import Planned, SweepPaths, only_controller, plan_of, tell
+from orchestrator.sweep_record import TAKEN, Planned, SweepPaths, only_controller, plan_of, tell
 from orchestrator.tracking_feed import Tracker, experiment_name, start_tracker
 
 LOOK_S = 0.2
@@ -37,7 +37,7 @@ SAME_FAILURES = 3
 class Controller:
     """Takes the points from the plan as slots become free. All it knows is on disk, so it may die at any time."""
 
-    def __init__(self, sweep: SweepPaths, entry: str, viewer: tuple[int, float] | None) -> None:
+    def __init__(self, sweep: SweepPaths, entry: str, viewer: tuple[int, str] | None) -> None:
         self._sweep, self._entry, self._viewer = sweep, entry, viewer
         facts = read_or_warn(sweep.sweep) or {}
         self._prune, self._exclusive = bool(facts.get("prune", True)), bool(facts.get("exclusive", False))
@@ -227,10 +227,10 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, stop)
     with only_controller(sweep) as alone:
         if not alone:
-            return 1
-        write_json_atomic(sweep.controller, {"pid": os.getpid(), "started": start_time(os.getpid())})
-        began = start_time(found.viewer) if found.viewer is not None else None
-        viewer = (found.viewer, began or 0.0) if found.viewer is not None else None
+            return TAKEN
+        write_json_atomic(sweep.controller, {"pid": os.getpid(), "started": started(os.getpid())})
+        began = started(found.viewer) if found.viewer is not None else None
+        viewer = (found.viewer, began or "") if found.viewer is not None else None
         record_file.logger.addHandler(_Warnings(sweep))
         record_file.logger.propagate = False
         try:

@@ -16,6 +16,7 @@ from orchestrator.loopback import family, in_url, loopback
 from orchestrator.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
 from orchestrator.record import artifacts_path, store_path
 from orchestrator.screen import Screen
+from orchestrator.tracking_feed import complete_left_behind
 from orchestrator.verb_parser import VerbParser, add_json, verb_parser
 
 FIRST_PORT = 5000
@@ -45,6 +46,7 @@ def serve(output: Path, port: int | None) -> int:
         made_by = "a run without tracking=none makes it"
         screen.say(f"error: there is no {shown(store)}: {made_by}, or give the folder of one: {program()} ui FOLDER")
         return 2
+    complete_left_behind(output.absolute())
     host = loopback()
     chosen = port or free_port(host)
     try:

@@ -43,12 +43,14 @@ def text_is_there(scene: Scene, data: Data) -> Broken | None:
     if data.kind is not DataKind.text or data.path is None:
         return None
     path = Path(data.path).expanduser()
-    if path.exists():
+    if path.is_file() or path.is_dir():  # a device or a pipe has no end, and cannot be read twice
         return None
     beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = nearest(path.name, beside)
+    near = nearest(path.name, [] if path.exists() else beside)
     fixes = (f"data.path={path.parent / near}",) if near else ()
-    return Broken("data.path must be a file or folder that is there", data.path, (*fixes, "data=stdlib data.path=null"))
+    return Broken(
+        "data.path must be a regular file or a folder that is there", data.path, (*fixes, "data=stdlib data.path=null")
+    )
 
 
 def vocabulary_holds_bytes(scene: Scene, model: Model, data: Data) -> Broken | None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from orchestrator.processes import start_time
+from orchestrator.processes import started
 from orchestrator.record import AttemptPaths
 from orchestrator.record_file import write_json_atomic
 from orchestrator.run_state import RunState
@@ -86,10 +86,12 @@ class RankRecord:
 
     def __init__(self, attempt: AttemptPaths, rank: int) -> None:
         self._path = attempt.rank_record(rank)
-        self._facts = {"rank": rank, "pid": os.getpid(), "started": start_time(os.getpid())}
+        self._facts = {"rank": rank, "pid": os.getpid(), "started": started(os.getpid())}
 
     def write(self, state: RunState, **facts: Any) -> None:
-        write_json_atomic(self._path, {**self._facts, "state": state.value, "time": time.time(), **facts})
+        # `monotonic` is the same clock for all processes of a machine, and nobody sets it: order is judged by it.
+        now = {"time": time.time(), "monotonic": time.monotonic()}
+        write_json_atomic(self._path, {**self._facts, "state": state.value, **now, **facts})
 
     def write_error(self, error: BaseException) -> None:
         """`outcome` is what the run's becomes where this error is its root."""

@@ -167,7 +167,7 @@ class _Watcher(Controller):
             for rank, task in enumerate(self.tasks):
                 code = task.poll()
                 if code is not None and str(rank) not in exits:
-                    exits[str(rank)] = {"code": code, "time": time.time()}
+                    exits[str(rank)] = {"code": code, "time": time.time(), "monotonic": time.monotonic()}
                     write_json_atomic(self._exits, exits)
             time.sleep(1 / freq)
         return [task.poll() for task in self.tasks]

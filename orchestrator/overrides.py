@@ -230,5 +230,5 @@ def _config_of(file: Path) -> Iterable[object]:
     """Nothing for a broken file: composing it tells what is wrong."""
     try:
         return list(yaml.safe_load(file.read_text(encoding="utf-8"))["config"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):
         return []

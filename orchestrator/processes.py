@@ -15,22 +15,30 @@ from typing import NoReturn
 
 import psutil
 
+from zero_runtime import process_identity
+
 _PR_SET_PDEATHSIG = 1
 
 
-def start_time(pid: int) -> float | None:
-    """When the process began; None when there is none, or only a zombie. A pid alone is used again by others."""
+def started(pid: int) -> str | None:
+    """A token of the process, the same for as long as it lives; None when there is none, or only a zombie.
+
+    A pid alone is used again by others. No step of the clock moves the token: process_identity [Note: clock steps].
+    """
+    if process_identity.has_proc():
+        return process_identity.started(pid)
     try:
         process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+        return None if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
     except psutil.Error:
         return None
 
 
-def is_alive(pid: int, started: float) -> bool:
-    """Whether the process that began at `started` still runs."""
-    found = start_time(pid)
-    return found is not None and abs(found - started) < 0.1
+def is_alive(pid: int, token: object) -> bool:
+    """Whether the process with this token of `started` still runs. Records of before have no token but a float, which
+    no process has: their processes count as gone."""
+    found = started(pid)
+    return found is not None and found == token
 
 
 class Stopped(KeyboardInterrupt):
@@ -74,7 +82,7 @@ def redirect_output(log: Path) -> None:
 
 def session_members(session: int) -> list[int]:
     """Pids of the processes of a session, less zombies."""
-    return [pid for pid in psutil.pids() if _session_of(pid) == session and start_time(pid) is not None]
+    return [pid for pid in psutil.pids() if _session_of(pid) == session and started(pid) is not None]
 
 
 def _session_of(pid: int) -> int | None:
@@ -97,7 +105,7 @@ def end_session(session: int, *, patience_s: float = 5.0) -> bool:
             _kill(pid)
         if not others:
             alone_since = alone_since or time.monotonic()
-            if start_time(session) is None:
+            if started(session) is None:
                 return True
             if time.monotonic() - alone_since > 0.5:
                 _kill(session)

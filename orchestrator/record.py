@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import contents, provenance
-from orchestrator.processes import is_alive, start_time
+from orchestrator.processes import is_alive, started
 from orchestrator.record_file import (
     BadRecord,
+    clear_leftovers,
     make_room,
     read_or_warn,
     require_json,
@@ -94,8 +95,13 @@ class AttemptPaths:
 
     @property
     def denied(self) -> Path:
-        """Since when the scheduler says that it knows no such job; gone as soon as it does."""
+        """For how long the scheduler has denied the job while its heartbeat stood still; gone when it knows it."""
         return self.root / "denied.json"
+
+    @property
+    def failing(self) -> Path:
+        """For how long the first error of a cluster's attempt has been seen."""
+        return self.root / "failing.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -129,6 +135,11 @@ def store_path(output: str | Path) -> Path:
 
 def artifacts_path(output: str | Path) -> Path:
     return Path(output) / "artifacts"
+
+
+def tracking_path(output: str | Path) -> Path:
+    """A file for each run that the tracking store does not have completely."""
+    return Path(output) / "tracking"
 
 
 def tracker_log_path(output: str | Path) -> Path:
@@ -239,8 +250,9 @@ class Attempt:
         write_json_atomic(self.paths.state, {**state, **self._facts})
 
 
-def _this_process() -> dict[str, object]:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": start_time(os.getpid())}
+def this_process() -> dict[str, object]:
+    """Who this is, for records: see processes.is_alive."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": started(os.getpid())}
 
 
 def settle(paths: AttemptPaths) -> RunState:
@@ -315,6 +327,8 @@ def new_attempt(
     point = point_id(config, world, hardware, held)
     folder = _point_folder(output, point)
     folder.mkdir(parents=True, exist_ok=True)
+    for one in (folder, *(earlier.root for earlier in all_attempts(output, point))):
+        clear_leftovers(one)
     write_json_atomic(folder / "config.json", config)
     hashed = {"point": folder.name, "ignored": IGNORED_KEYS, **identity(config, world, hardware)}
     write_json_atomic(folder / "identity.json", hashed)
@@ -328,7 +342,7 @@ def new_attempt(
     write_json_atomic(paths.provenance, provenance.facts())
     if diff := provenance.code().diff:
         paths.diff.write_text(diff + "\n", encoding="utf-8")
-    attempt = Attempt(paths, point, label, facts={"owner": owner or _this_process(), "contents": held})
+    attempt = Attempt(paths, point, label, facts={"owner": owner or this_process(), "contents": held})
     attempt.write()
     return attempt
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from orchestrator.record_shapes import METRICS, Events, Shape, misfit
+from zero_runtime.process_identity import mark, remove_left_behind
 
 CHECKSUM = "checksum"
 MOST_BYTES = 1 << 28  # a plan of 10,000 points has a quarter
@@ -182,7 +183,7 @@ def write_json_atomic(path: Path, data: Mapping[str, Any]) -> None:
 
 def write_text_atomic(path: Path, text: str) -> None:
     """The same of any text."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{mark()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
@@ -198,6 +199,11 @@ def write_text_atomic(path: Path, text: str) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def clear_leftovers(folder: Path) -> list[Path]:
+    """Remove what processes that have ended began to write in the folder and could not finish; what went."""
+    return remove_left_behind(folder.glob(".*.tmp"))
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -90,6 +90,8 @@ RANK = {
 EXITS = Each({"code": int, "time": NUMBER, "monotonic": Maybe(NUMBER)})
 JOB = {"job": str, "log": Maybe(str)}
 HEARTBEAT = {"time": NUMBER}
+NOTE = {"attempt": str, "command": {**PROCESS, "host": str}, "tries": int}
+SEEN = {"value": object, "since": NUMBER}  # what a machine saw in a record, and since when
 
 SWEEP = {"id": str, "command": Maybe([str]), "folder": Maybe(str), "rank_by": Maybe(str)}
 POINT = {

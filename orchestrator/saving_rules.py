@@ -18,9 +18,14 @@ def checkpoint_is_there(scene: Scene, checkpoint: Checkpoint) -> Broken | None:
     path = Path(checkpoint.resume).expanduser()
     if path.is_dir():
         return None
-    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = nearest(path.name, beside)
-    fixes = (f"checkpoint.resume={path.parent / near}",) if near else ()
+    if path.exists():  # a file; the checkpoint is the folder that it lies in, if any
+        near = path.parent if path.parent.name.startswith("step-") else None
+    else:
+        found = nearest(
+            path.name, [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
+        )
+        near = path.parent / found if found else None
+    fixes = (f"checkpoint.resume={near}",) if near else ()
     rule = "checkpoint.resume must be none, auto or the folder of a checkpoint"
     return Broken(rule, checkpoint.resume, (*fixes, "checkpoint.resume=none"))
 

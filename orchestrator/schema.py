@@ -197,7 +197,8 @@ class Resources:
     """`ranks` null = the GPUs there, else 2; `threads` null = cores // ranks; the limit is of one run.
 
     nodes: machines that the ranks are spread over, as many on each.
-    stuck_s: how long a rank may keep the others waiting in a collective before the run is ended.
+    stuck_s: how long a rank may keep the others waiting in a collective before the run is ended, in every step. While
+    ranks load and compile before the first step it is 300, where stuck_s is less.
     """
 
     device: Device = Device.auto

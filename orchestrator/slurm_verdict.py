@@ -1,8 +1,14 @@
-"""How a point of a cluster stands: its result before its ranks' records, those before what the scheduler says."""
+"""How a point of a cluster stands: its result before its ranks' records, those before what the scheduler says.
+
+[Note: silence] Clocks of several machines are not compared, and each may be set at any time. How long something has
+stood still is what one machine saw, by a clock of its own that nobody sets; it is on disk for the next command there.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,10 +17,11 @@ from typing import Any
 
 from orchestrator.record import AttemptPaths
 from orchestrator.record_file import read_or_warn, write_json_atomic
-from orchestrator.record_shapes import JOB, RANK
+from orchestrator.record_shapes import HEARTBEAT, JOB, RANK, SEEN, misfit
 from orchestrator.run_state import RunState
 from orchestrator.slurm_tools import DENIED, UNSEEN, JobSight, Phase
 from orchestrator.watch import Sight, Verdict, judge
+from zero_runtime.process_identity import boot_id
 
 # After the first record of an error: on a shared drive the one that caused it may show later.
 GRACE_S = 5.0
@@ -38,10 +45,15 @@ MEMORY = re.compile(r"exceeded (job )?memory limit|oom[-_]kill|Out Of Memory|Out
 
 
 def verdict(attempt: AttemptPaths, world: int, sight: JobSight, now: float | None = None) -> Verdict | None:
-    """None while nothing is decided: also where the scheduler does not know, which is never an end by itself."""
+    """None while nothing is decided: also where the scheduler does not know, which is never an end by itself.
+
+    now: of time.monotonic.
+    """
     records = [read_or_warn(attempt.rank_record(rank), RANK) for rank in range(world)]
     log = Path((read_or_warn(attempt.job, JOB) or {}).get("log") or "")
-    found = decide(records, sight, has_result=attempt.result.exists(), now=time.time() if now is None else now)
+    first = _first_error(records, sight)
+    error_s = 0.0 if first is None else _unchanged_s(attempt.failing, first, now)
+    found = decide(records, sight, has_result=attempt.result.exists(), error_s=error_s)
     if found is None or found.state is not RunState.error or sight.state is not Phase.ended:
         return found
     line = next(filter(None, map(_of_memory, [log, *map(attempt.rank_log, range(world))])), "")
@@ -61,31 +73,39 @@ class Follower:
     def verdict(self, sight: JobSight, now: float | None = None) -> Verdict | None:
         """As the function; and lost, where SLURM denies the job again and again while nothing says that it lives.
 
-        When it was denied first is on disk: the next look may be another command's.
+        See [Note: silence].
         """
-        now = time.time() if now is None else now
         found = verdict(self._attempt, self._world, sight, now)
         if sight not in (DENIED, UNSEEN):
             self._attempt.denied.unlink(missing_ok=True)
         if found is not None or sight != DENIED:
             return found
-        since = (read_or_warn(self._attempt.denied) or {}).get("since")
-        if since is None:
-            write_json_atomic(self._attempt.denied, {"since": now})
+        beat = (read_or_warn(self._attempt.heartbeat, HEARTBEAT) or {}).get("time")
+        silent_s = _unchanged_s(self._attempt.denied, beat, now)
+        if silent_s < LOST_S:
             return None
-        age_s = heartbeat_age_s(self._attempt, now)
-        if now - since < LOST_S or (age_s is not None and age_s < LOST_S):
-            return None
-        beat = "rank 0 never told that it lives" if age_s is None else f"rank 0 told last {age_s / 60:.0f} min ago"
-        return Verdict(RunState.lost, 0, f"SLURM knows the job no more, and {beat}")
+        told = "has never told that it lives" if beat is None else f"has been silent for {silent_s / 60:.0f} min"
+        return Verdict(RunState.lost, 0, f"SLURM knows the job no more, and rank 0 {told}")
+
+
+def _unchanged_s(kept: Path, value: object, now: float | None = None) -> float:
+    """For how long this machine has seen the value as it is; `kept` is where that is on disk. See [Note: silence]."""
+    now = time.monotonic() if now is None else now
+    witness = f"{socket.gethostname()} {boot_id()}"
+    seen = read_or_warn(kept) or {}
+    before = seen.get(witness)
+    if before is None or misfit(before, SEEN) or before["value"] != value:
+        write_json_atomic(kept, {**seen, witness: {"value": value, "since": now}})
+        return 0.0
+    return max(0.0, now - float(before["since"]))
 
 
 def decide(
-    records: Sequence[Mapping[str, Any] | None], sight: JobSight, *, has_result: bool, now: float
+    records: Sequence[Mapping[str, Any] | None], sight: JobSight, *, has_result: bool, error_s: float
 ) -> Verdict | None:
-    """The same without files."""
+    """The same without files. `error_s`: for how long the first error has been seen."""
     ended = sight.state is Phase.ended
-    ranks = [_rank(rank, record, sight, now) for rank, record in enumerate(records)]
+    ranks = [_rank(rank, record, sight) for rank, record in enumerate(records)]
     if has_result:
         done = ended or all(rank.state is RunState.ok for rank in ranks)
         return judge(ranks, has_result=True, controller_alive=False) if done else None
@@ -95,8 +115,7 @@ def decide(
     if ended and not causes and sight.slurm_state in OUTSIDE:
         return _from_outside(ranks, sight)
     if any(rank.state is RunState.error for rank in ranks):
-        waited = now - min(rank.time for rank in ranks if rank.state is RunState.error)
-        return judge(ranks, has_result=False, controller_alive=not ended) if ended or waited > GRACE_S else None
+        return judge(ranks, has_result=False, controller_alive=not ended) if ended or error_s > GRACE_S else None
     if not ended:
         return None
     if all(rank.state is RunState.preempted for rank in ranks):
@@ -104,10 +123,10 @@ def decide(
     return _without_words(ranks, sight)
 
 
-def heartbeat_age_s(attempt: AttemptPaths, now: float | None = None) -> float | None:
-    """Since rank 0 last told that it lives; None where it never did."""
-    beat = read_or_warn(attempt.heartbeat)
-    return None if beat is None else max(0.0, (time.time() if now is None else now) - beat["time"])
+def _first_error(records: Sequence[Mapping[str, Any] | None], sight: JobSight) -> float | None:
+    """When the first rank failed, by its own clock; None where none has, in this life of the job."""
+    ranks = [_rank(rank, record, sight) for rank, record in enumerate(records)]
+    return min((rank.time for rank in ranks if rank.state is RunState.error), default=None)
 
 
 def _of_memory(log: Path) -> str:
@@ -124,13 +143,13 @@ def _end_of(log: Path) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _rank(rank: int, record: Mapping[str, Any] | None, sight: JobSight, now: float) -> Sight:
+def _rank(rank: int, record: Mapping[str, Any] | None, sight: JobSight) -> Sight:
     """What a rank said in this life of the job; a record of before its newest start counts for nothing.
 
     Nobody saw its process end: that is later than all that any rank wrote.
     """
     stale = record is not None and sight.began is not None and record["time"] < sight.began - SKEW_S
-    unseen = Sight(rank, alive=sight.state is not Phase.ended, exit_time=now)
+    unseen = Sight(rank, alive=sight.state is not Phase.ended, exit_time=math.inf)
     if record is None or stale:
         return unseen
     return replace(

@@ -114,11 +114,18 @@ def convert(hint: Any, value: object) -> Any:
         return kind(value)
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
-    if kind is float and type(value) in (int, float) and math.isfinite(value):  # type: ignore[arg-type]
-        return float(value)  # type: ignore[arg-type]
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value):
+        return float(value)
     if kind in (bool, int) and type(value) is kind:
         return value
     raise ValueError(f"expected {describe(hint)}, found {value!r}")
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond the largest float
+        return False
 
 
 def hints_of(cls: type) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from orchestrator.run_state import RunState
 from orchestrator.schema import TrackingKind, to_dict
 from orchestrator.screen import Screen, make_console
 from orchestrator.summary import Row
-from orchestrator.tracking_feed import Tracker, experiment_name, start_tracker
+from orchestrator.tracking_feed import Tracker, complete_left_behind, experiment_name, start_tracker
 from orchestrator.watch import Verdict
 
 LOOK_S = 0.2
@@ -37,6 +37,8 @@ def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None,
     config = point.config
     output = Path(config.output).absolute()
     screen = screen or Screen(make_console(on_stderr=as_json))
+    if config.tracking.kind is TrackingKind.none:  # else the tracker does it
+        complete_left_behind(output)
     tracker = start_tracker(config, output)
     name = hardware.detect().name(config.resources.device)
     attempt = new_attempt(output, to_dict(config), point.label, name)

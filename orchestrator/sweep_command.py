@@ -34,14 +34,15 @@ from orchestrator.job import ENTRY
 from orchestrator.live import Choice, SweepWatch
 from orchestrator.paths import dashboard, shown, verb
 from orchestrator.point import Point
-from orchestrator.processes import start_time
+from orchestrator.processes import started
 from orchestrator.record_file import read_or_warn, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import Device, RunConfig, TrackingKind, from_dict
 from orchestrator.screen import Screen, make_console
 from orchestrator.strict import Broken, Refusal
 from orchestrator.summary import Row
-from orchestrator.sweep_record import Planned, SweepPaths
+from orchestrator.sweep_record import TAKEN, Planned, SweepPaths
+from orchestrator.tracking_feed import complete_left_behind
 from orchestrator.units import many
 
 REFUSED, INTERRUPTED = 2, 130
@@ -72,6 +73,8 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
             "dim",
         )
     planned = _plan(request, hardware, screen)
+    if request.plan_only or not any(one.decision is RunState.queued for one in planned):  # else its tracker does it
+        complete_left_behind(_output(request).absolute())
     if all(one.decision is RunState.refused for one in planned):
         raise Refusal(list(dict.fromkeys(one.reason for one in planned)))
     if request.plan_only:
@@ -86,17 +89,14 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
 
 def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths | None]:
     """Runs, sends or joins the sweep: the exit code, and its records; none where the cluster can never run it."""
-    running = _running(request, planned)
+    with sweep_record.only_starter(_output(request)):
+        running = _running(request, planned)
+        if running is None and _on_cluster(_runnable(request)):
+            return _send(request, planned, screen)
+        if running is None:
+            sweep, process = _start(request, planned)
     if running is not None:
-        where = "with the cluster" if slurm_sweep.is_on_cluster(running) else "running"
-        screen.say(f"this sweep is {where} already: {sweep_table.counts(sweep_record.standings(running))}")
-        if slurm_sweep.is_on_cluster(running):
-            screen.closing(_left_running(running))
-            return comparison.OK, running
-        return watch(running, screen, attached=False), running
-    if _on_cluster(_runnable(request)):
-        return _send(request, planned, screen)
-    sweep, process = _start(request, planned)
+        return _joined(running, screen), running
     screen.sweep_plan(planned, shown(sweep.root))
     screen.rows(_cost_rows(planned))
     if process is not None and not request.detach:
@@ -107,6 +107,17 @@ def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) 
     code = live.conclude(sweep, screen)
     screen.closing(_next(sweep))
     return code, sweep
+
+
+def _joined(running: SweepPaths, screen: Screen) -> int:
+    """Shows the sweep that another command started."""
+    on_cluster = slurm_sweep.is_on_cluster(running)
+    where = "with the cluster" if on_cluster else "running"
+    screen.say(f"this sweep is {where} already: {sweep_table.counts(sweep_record.standings(running))}")
+    if not on_cluster:
+        return watch(running, screen, attached=False)
+    screen.closing(_left_running(running))
+    return comparison.OK
 
 
 def _send(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths | None]:
@@ -170,16 +181,22 @@ def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
     """The same without a screen: returns when the sweep has ended. An interrupt cancels it and is raised again."""
     planned = _plan(request, hardware)
     _check_places(request)
-    running = _running(request, planned)
+    with sweep_record.only_starter(_output(request)):
+        running = _running(request, planned)
+        on_cluster = running is None and _on_cluster(_runnable(request))
+        if on_cluster:
+            sweep = _sent(request, planned)
+        elif running is None:
+            sweep, process = _start(request, planned)
     if running is not None:  # another terminal's: its records are not ours to begin anew
         _await(running)
         return running
-    if _on_cluster(_runnable(request)):
-        return _await_cluster(request, planned)
-    sweep, process = _start(request, planned)
+    if on_cluster:
+        return _await_cluster(sweep)
     if process is not None:
         try:
-            process.wait()
+            if process.wait() == TAKEN:
+                _await(sweep)
         except KeyboardInterrupt:
             sweep_record.ask(sweep, "cancel")
             process.wait()
@@ -188,14 +205,19 @@ def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
     return sweep
 
 
-def _await_cluster(request: SweepRequest, planned: list[Planned]) -> SweepPaths:
-    """Sends what is to run and looks until all has ended. An interrupt cancels it and is raised again."""
+def _sent(request: SweepRequest, planned: list[Planned]) -> SweepPaths:
+    """Sends what is to run; SlurmError where the cluster can never run it."""
     configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
     if problems := slurm_site.preflight(configs) if configs else []:
         raise slurm_tools.SlurmError("; ".join(problems))
     sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, _runnable(request)))
     if configs:
         slurm_sweep.send(sweep, planned, request.entry)
+    return sweep
+
+
+def _await_cluster(sweep: SweepPaths) -> SweepPaths:
+    """Looks until all has ended. An interrupt cancels it and is raised again."""
     try:
         _await(sweep)
     except KeyboardInterrupt:
@@ -313,7 +335,7 @@ def _start_controller(sweep: SweepPaths, request: SweepRequest) -> subprocess.Po
             start_new_session=True,
         )
     # It says so itself a moment later: until then nobody else may take the sweep for one without a controller.
-    write_json_atomic(sweep.controller, {"pid": process.pid, "started": start_time(process.pid)})
+    write_json_atomic(sweep.claim, {"pid": process.pid, "started": started(process.pid)})
     return process
 
 
@@ -345,7 +367,10 @@ def watch(
             interrupted = choice is not Choice.GO_ON
             if interrupted:
                 sweep_record.ask(sweep, "cancel" if choice is Choice.CANCEL else "drain")
-    if process is not None and process.wait() not in (0, INTERRUPTED):
+    code = process.wait() if process is not None else 0
+    if code == TAKEN:
+        return _joined(sweep, screen)
+    if code not in (0, INTERRUPTED):
         screen.warn(f"the sweep's controller ended early: {_last_line(sweep.log)}see {shown(sweep.log)}")
     code = live.conclude(sweep, screen)
     screen.closing(_next(sweep))

@@ -180,6 +180,20 @@ def expand(sweep: SweepFile, typed: Mapping[str, Sequence[str]]) -> Expansion:
     return Expansion(tuple(lines), tuple(key for key in varying if key not in implied))
 
 
+def counts(sweep: SweepFile, typed: Mapping[str, int]) -> dict[str, int]:
+    """The number of values of each axis that `expand` makes the product of, by the axis's keys, from the numbers of
+    values that are typed."""
+    found = {key: typed.get(key, len(values)) for key, values in sweep.axes.items()}
+    for group in sweep.zip:
+        free = [key for key in group if key not in typed]
+        if free:
+            found["+".join(free)] = len(group[free[0]])
+    found |= {key: count for key, count in typed.items() if key not in sweep.axes}
+    if sweep.seeds and "seed" not in typed:
+        found["seed"] = len(sweep.seeds)
+    return found
+
+
 def patterns(sweep: SweepFile) -> list[tuple[str, list[str]]]:
     """What exclude and when say, as overrides, each with its place: a misspelled option would match no point."""
     found = [("exclude", _choices(one)) for one in sweep.exclude]

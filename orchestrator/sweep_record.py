@@ -18,6 +18,7 @@ from orchestrator.record_file import (
     BadRecord,
     EventTail,
     append_event,
+    clear_leftovers,
     judged,
     loaded,
     make_room,
@@ -29,6 +30,8 @@ from orchestrator.record_file import (
 )
 from orchestrator.record_shapes import CONTROLLER, POINT, SWEEP, SWEEP_EVENTS
 from orchestrator.run_state import RunState
+
+TAKEN = 75  # exit code of a controller that finds another one at its sweep; EX_TEMPFAIL of sysexits.h
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,13 @@ class SweepPaths:
 
     @property
     def controller(self) -> Path:
-        """Who the controller is."""
+        """Who the controller is, by its own word."""
         return self.root / "controller.json"
+
+    @property
+    def claim(self) -> Path:
+        """Who the controller will be, by the word of the command that started it a moment ago."""
+        return self.root / "claim.json"
 
     @property
     def log(self) -> Path:
@@ -139,15 +147,16 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
     sweeps.mkdir(parents=True, exist_ok=True)
     for paths in all_sweeps(output):
         if is_sweep(paths, name, identity):
+            clear_leftovers(paths.root)
             make_room(paths.sweep, SWEEP)
             try:
                 plan_of(paths)
             except BadRecord as bad:
                 set_aside(paths.plan, bad.wrong)
             # What its last controller did and was asked is over; the attempts tell what came of it.
-            for file in (paths.events, paths.requests, paths.controller, paths.log):
+            for file in (paths.events, paths.requests, paths.controller, paths.claim, paths.log):
                 make_way(file)
-            for file in (paths.events, paths.requests, paths.controller):
+            for file in (paths.events, paths.requests, paths.controller, paths.claim):
                 file.unlink(missing_ok=True)
             break
     else:
@@ -272,8 +281,19 @@ def ask(sweep: SweepPaths, what: str, **facts: object) -> None:
 
 def controller_pid(sweep: SweepPaths) -> int | None:
     """The process that runs the sweep, while it lives."""
-    who = read_or_warn(sweep.controller, CONTROLLER)
-    return int(who["pid"]) if who is not None and is_alive(who["pid"], who["started"]) else None
+    found = filter(None, (read_or_warn(path, CONTROLLER) for path in (sweep.controller, sweep.claim)))
+    return next((int(who["pid"]) for who in found if is_alive(who["pid"], who["started"])), None)
+
+
+@contextlib.contextmanager
+def only_starter(output: str | Path) -> Iterator[None]:
+    """Commands that start a sweep of this output do it one after the other, so that the second of two finds the sweep
+    of the first. Blocks while another one is at it."""
+    sweeps = Path(output).absolute() / "sweeps"
+    sweeps.mkdir(parents=True, exist_ok=True)
+    with (sweeps / ".lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

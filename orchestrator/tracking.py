@@ -1,6 +1,7 @@
 """Writes runs into MLflow, from a process of its own that follows their records: the only importer of mlflow.
 
-`follow` reads one JSON message a line on stdin and answers on stdout; `ui OUTPUT` opens the dashboard.
+`follow` reads one JSON message a line on stdin and answers on stdout; `complete OUTPUT` completes from the records what
+dead commands left.
 Nothing here can end a run: what fails becomes a warning, and the records stay.
 """
 
@@ -22,13 +23,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from orchestrator import chart_view
+from orchestrator import chart_view, tracking_notes
 from orchestrator import tracking_names as names
-from orchestrator.processes import is_alive, start_time
-from orchestrator.record import AttemptPaths, artifacts_path
+from orchestrator.processes import is_alive, started
+from orchestrator.record import AttemptPaths, artifacts_path, settle
 from orchestrator.record_file import EventTail, read_or_warn
 from orchestrator.record_shapes import RESULT, STATE
 from orchestrator.run_state import RunState
+from orchestrator.schema import from_dict
+from orchestrator.tracking_feed import store_uri
 
 # Writing a metric costs about 1 ms. After a busy moment the ranks, which are being measured, are left alone for REST
 # times as long, so that a run of many short steps is not slowed by being shown.
@@ -47,27 +50,33 @@ class Store:
         self._metric, self._param, self._tag = Metric, Param, RunTag
         self.client = mlflow.MlflowClient(tracking_uri=uri)
         self._local = uri == names.local_uri(output)
-        self._output = output
+        self.output = output
         self._experiments: dict[str, str] = {}
 
     def experiment(self, name: str) -> str:
         """The id of the experiment, which exists from then on."""
         if name not in self._experiments:
-            with _locked(self._output):
+            with _locked(self.output):
                 self._experiments[name] = self._open(name)
-            reconcile(self.client, self._experiments[name])
+            reconcile(self, self._experiments[name])
         return self._experiments[name]
 
     def _open(self, name: str) -> str:
         found = self.client.get_experiment_by_name(name)
         if found is None:
-            where = artifacts_path(self._output).as_uri() if self._local else None
+            where = artifacts_path(self.output).as_uri() if self._local else None
             experiment = str(self.client.create_experiment(name, artifact_location=where))
         else:
             experiment = str(found.experiment_id)
         if found is None or found.tags.get(chart_view.TAG) != chart_view.view():
             self.client.set_experiment_tag(experiment, chart_view.TAG, chart_view.view())
         return experiment
+
+    def run_of(self, experiment: str, tags: Mapping[str, str], *, told_apart_by: str) -> str | None:
+        """The id of the newest run with the tags; the query names one of them, whose value needs no quoting."""
+        asked = f"tags.`{told_apart_by}` = '{tags[told_apart_by]}'"
+        found = self.client.search_runs([self.experiment(experiment)], asked)
+        return next((str(run.info.run_id) for run in found if tags.items() <= run.data.tags.items()), None)
 
     def create_run(self, experiment: str, name: str, tags: Mapping[str, str]) -> str:
         run = self.client.create_run(self.experiment(experiment), run_name=name, tags=dict(tags))
@@ -93,34 +102,46 @@ def _locked(output: Path) -> Iterator[None]:
         yield
 
 
-def reconcile(client: Any, experiment: str) -> list[str]:
-    """Ends the runs that say RUNNING though the command that owned them is gone from this host; their ids."""
+def reconcile(store: Store, experiment: str) -> list[str]:
+    """Ends the runs that say RUNNING though the command that owned them is gone from this host; their ids. Each ends
+    as its records say, and where there are none as lost."""
     ended = []
-    for run in client.search_runs([experiment], "attributes.status = 'RUNNING'"):
+    for run in store.client.search_runs([experiment], "attributes.status = 'RUNNING'"):
         tags = run.data.tags
         if tags.get(names.HOST) != socket.gethostname() or names.PID not in tags:
             continue
-        if is_alive(int(tags[names.PID]), float(tags[names.STARTED])):
+        if is_alive(int(tags[names.PID]), tags.get(names.STARTED)):
             continue
-        client.set_tag(run.info.run_id, names.RECONCILED, "its command was gone")
-        client.set_tag(run.info.run_id, names.OUTCOME, RunState.lost.value)
-        client.set_terminated(run.info.run_id, status="KILLED")
+        store.client.set_tag(run.info.run_id, names.RECONCILED, "its command was gone")
+        paths = AttemptPaths(Path(tags.get(names.ATTEMPT, "nowhere")))
+        if paths.state.exists():
+            settle(paths)
+        FollowedRun(store, run.info.run_id, paths).finish()
         ended.append(run.info.run_id)
     return ended
 
 
-class FollowedRun:
-    """One attempt and its run in MLflow; `catch_up` may be called at any time and as often as one likes."""
-
-    def __init__(self, store: Store, message: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        self._store = store
-        self._paths = AttemptPaths(Path(message["attempt"]))
-        self._tail = EventTail(self._paths.metrics)
-        self._waiting: list[tuple[str, float, int, int]] = []
-        attempt = {names.KIND: "point", names.POINT: message["point"], names.ATTEMPT: message["attempt"]}
+def open_run(store: Store, message: Mapping[str, Any], tags: Mapping[str, str]) -> FollowedRun:
+    """The run of the attempt that a message begins: a new one, or with `again` the one that an earlier tracker made."""
+    attempt = {names.KIND: "point", names.POINT: message["point"], names.ATTEMPT: message["attempt"]}
+    paths = AttemptPaths(Path(message["attempt"]))
+    experiment = message["experiment"]
+    run = store.run_of(experiment, attempt, told_apart_by=names.POINT) if message.get("again") else None
+    if run is None:
         sweep = {names.SWEEP: message["sweep"]} if message.get("sweep") else {}
-        self.run = store.create_run(message["experiment"], message["label"], {**tags, **attempt, **sweep})
-        store.log_params(self.run, names.params(read_or_warn(self._paths.config) or {}))
+        run = store.create_run(experiment, message["label"], {**tags, **attempt, **sweep})
+    store.log_params(run, names.params(read_or_warn(paths.config) or {}))
+    return FollowedRun(store, run, paths)
+
+
+class FollowedRun:
+    """One attempt and its run in MLflow; `catch_up` may be called at any time and as often as one likes. What was
+    written before is written again with the same steps and times, which changes nothing there."""
+
+    def __init__(self, store: Store, run: str, paths: AttemptPaths) -> None:
+        self._store, self.run, self._paths = store, run, paths
+        self._tail = EventTail(paths.metrics)
+        self._waiting: list[tuple[str, float, int, int]] = []
 
     def catch_up(self) -> None:
         """Writes what the ranks recorded since the last time; what fails is tried again the next time."""
@@ -150,6 +171,40 @@ class FollowedRun:
             if path.exists():
                 self._store.client.log_artifact(self.run, str(path))
         self._store.client.set_terminated(self.run, status=names.STATUS[outcome])
+        if RunState(state.get("state", RunState.lost)).final:  # else the next command, which knows more, completes it
+            tracking_notes.forget(self._store.output, str(self._paths.root))
+
+
+def complete(output: Path, stores: dict[str, Store]) -> None:
+    """Completes from the records the runs that dead commands left. `stores`: those that are open, by their URI. What
+    fails is told on stderr and tried again by a later command."""
+    with (output / ".tracking.lock").open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # another command's process is at it
+        for message in tracking_notes.left_behind(output):
+            try:
+                _complete_one(output, message, stores)
+            except Exception as error:  # noqa: PERF203  one that cannot be completed keeps no other from it
+                print(f"{message['attempt']}: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _complete_one(output: Path, message: Mapping[str, Any], stores: dict[str, Store]) -> None:
+    paths = AttemptPaths(Path(message["attempt"]))
+    config = read_or_warn(paths.config)
+    if config is None or not paths.state.exists():
+        tracking_notes.forget(output, message["attempt"])  # somebody deleted the attempt
+        return
+    if not settle(paths).final:
+        return  # a scheduler has it, and who looks at it later takes it to its end
+    tracking_notes.count_try(output, message)
+    uri = store_uri(from_dict(config), output, os.environ)
+    if uri not in stores:
+        stores[uri] = Store(uri, output)
+    command = message["command"]
+    tags = {names.HOST: command["host"], names.PID: str(command["pid"]), names.STARTED: str(command["started"])}
+    open_run(stores[uri], {**message, "again": True}, tags).finish()
 
 
 class Follower:
@@ -196,10 +251,11 @@ class Follower:
             _answer({"ready": self._store is not None})
             # The imports are over, at full speed, before the ranks measure; from here on this can wait.
             os.nice(10)
+        complete(self._output, {self._uri: self._store})
 
     def _begin(self, message: Mapping[str, Any]) -> None:
         self._store = self._store or Store(self._uri, self._output)
-        self._runs[message["attempt"]] = FollowedRun(self._store, message, self._tags)
+        self._runs[message["attempt"]] = open_run(self._store, message, self._tags)
 
     def _end(self, message: Mapping[str, Any]) -> None:
         run = self._runs.pop(message["attempt"], None)
@@ -209,6 +265,8 @@ class Follower:
     def _summary(self, message: Mapping[str, Any]) -> None:
         assert self._store is not None
         tags = {**self._tags, names.KIND: "summary", names.SWEEP: message["sweep"]}
+        if message.get("again") and self._store.run_of(message["experiment"], tags, told_apart_by=names.PID):
+            return
         tags["mlflow.note.content"] = message["table"][:NOTE_LIMIT]
         run = self._store.create_run(message["experiment"], message["sweep"], tags)
         for path in message["files"]:
@@ -221,7 +279,7 @@ def _command_tags(parent: int) -> dict[str, str]:
     tags = {
         names.HOST: socket.gethostname(),
         names.PID: str(parent),
-        names.STARTED: str(start_time(parent)),
+        names.STARTED: str(started(parent)),
         "mlflow.source.name": "run.py",
         "mlflow.user": _user(),
     }
@@ -286,7 +344,13 @@ def main(argv: list[str]) -> int:
     asked = actions.add_parser("follow", help="used by the command itself")
     asked.add_argument("--uri", required=True)
     asked.add_argument("output", type=Path)
+    left = actions.add_parser("complete", help="used by every command that finds something left")
+    left.add_argument("output", type=Path)
     found = parser.parse_args(argv)
+    if found.action == "complete":
+        os.nice(10)
+        complete(found.output, {})
+        return 0
     follow(found.uri, found.output)
 
 

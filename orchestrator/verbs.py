@@ -23,6 +23,7 @@ from orchestrator.run_state import RETRIED, RunState
 from orchestrator.strict import nearest
 from orchestrator.summary import Row
 from orchestrator.sweep_record import Standing, SweepPaths
+from orchestrator.tracking_feed import complete_left_behind
 from orchestrator.units import many
 from orchestrator.verb_parser import VerbParser, add_json
 
@@ -38,6 +39,7 @@ class VerbError(ValueError):
 def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab VERB ...`."""
     found = parser().parse_args(argv)
+    complete_left_behind(Path(found.output).absolute())
     verb: Callable[[argparse.Namespace], int] = found.verb
     try:
         return verb(found)

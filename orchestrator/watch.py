@@ -28,7 +28,10 @@ _STACK = "(most recent call first):"
 
 @dataclass(frozen=True)
 class Sight:
-    """What is known of one rank. `exit_code` is None while its process runs or when nobody saw it end."""
+    """What is known of one rank. `exit_code` is None while its process runs or when nobody saw it end.
+
+    time, exit_time: of its last word and of its end, by one clock for all ranks of a run.
+    """
 
     rank: int
     state: RunState | None = None
@@ -83,6 +86,10 @@ def judge(sights: Sequence[Sight], *, has_result: bool, controller_alive: bool) 
         return Verdict(RunState.ok, note=note) if over or failures else None
     if all(sight.state is RunState.preempted for sight in sights):
         return Verdict(RunState.preempted, 0, sights[0].error) if over else None
+    if not controller_alive and failures and all(_ended_unseen(sight) for sight in failures):
+        return Verdict(
+            RunState.lost, 0, "the process that starts and holds the ranks was killed, and they ended with it"
+        )
     if failures:
         root = min(failures, key=lambda sight: sight.failure_time)
         accuser = next((sight for sight in failures if sight.blamed), None)
@@ -105,6 +112,11 @@ def _accused(culprit: Sight, accuser: Sight) -> Verdict:
     if culprit.failed and _by_signal(culprit) and culprit.exit_code != -signal.SIGABRT:
         return Verdict(culprit.outcome, culprit.rank, f"{describe(culprit)}; {found}")
     return Verdict(accuser.outcome, culprit.rank, found)
+
+
+def _ended_unseen(sight: Sight) -> bool:
+    """It said nothing wrong, and nobody was there to see how it ended."""
+    return sight.state is not RunState.error and sight.exit_code is None and not sight.alive
 
 
 def describe(sight: Sight) -> str:
@@ -207,14 +219,14 @@ def _look_at(attempt: AttemptPaths, rank: int, ended: dict[str, Any] | None) -> 
 
 
 def _sight(rank: int, record: dict[str, Any] | None, ended: dict[str, Any] | None) -> Sight:
-    code, when = (None, time.time()) if ended is None else (int(ended["code"]), float(ended["time"]))
+    code, when = (None, time.monotonic()) if ended is None else (int(ended["code"]), float(ended["monotonic"]))
     if record is None:
         return Sight(rank, exit_code=code, exit_time=when)
     alive = ended is None and is_alive(record["pid"], record["started"])
     error = str(record.get("error", record.get("message", "")))
     blamed = tuple(record.get("blamed", ()))
     outcome = RunState(record.get("outcome", RunState.error.value))
-    return Sight(rank, RunState(record["state"]), record["time"], error, alive, code, when, blamed, outcome)
+    return Sight(rank, RunState(record["state"]), record["monotonic"], error, alive, code, when, blamed, outcome)
 
 
 def ask_where(attempt: AttemptPaths, world: int, *, wait_s: float = 0.5) -> int | None:

@@ -221,7 +221,7 @@ _TORCH_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
 TORCH_WITHOUT_DECAY = ("Rprop",)
 _TORCH_READS_ON_HOST = ("ASGD",)  # its eta and mu are tensors on the device, and it branches on them
 # How a step runs, where its numbers come from: no settings of a user's.
-TORCH_OURS = ("lr", "weight_decay", "foreach", "fused", "capturable", "differentiable")
+TORCH_OURS = ("params", "lr", "weight_decay", "foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)

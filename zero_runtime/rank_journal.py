@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 RING = 1024  # collectives remembered; more than a step of the largest models here issues
 _FIELDS = 8  # 64-bit words per entry, and words of the head
-_TICKS, _ISSUED, _WAITING, _STEP, _PHASE, _UNIT, _WORDS_END = range(7)
+_TICKS, _ISSUED, _WAITING, _STEP, _PHASE, _UNIT, _WORDS_END, _STARTED = range(_FIELDS)
 _TABLE = _FIELDS * (RING + 1) * 8  # where the table of words begins, in bytes
 _TABLE_BYTES = 1 << 16
 _MANY = "(more names than the journal holds)"
@@ -62,7 +62,10 @@ class Op(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a rank is: `step` counts from 1, `waiting` is the sequence number of the collective it waits for, or 0."""
+    """Where a rank is: `step` counts from 1, `waiting` is the sequence number of the collective it waits for, or 0.
+
+    is_starting: it may still build, load or compile at its own pace (see Journal.end_start).
+    """
 
     ticks: int
     issued: int
@@ -70,6 +73,7 @@ class Place(NamedTuple):
     step: int
     phase: str
     unit: str
+    is_starting: bool = False
 
 
 class Journal:
@@ -106,9 +110,16 @@ class Journal:
         self._words[_UNIT] = self._word(unit)
         self._words[_TICKS] += 1
 
+    def end_start(self) -> None:
+        """All that ranks do at their own pace is done; what follows takes about the same time on each. The end of the
+        first step says so too."""
+        self._words[_STARTED] = 1
+        self._words[_TICKS] += 1
+
     def next_step(self) -> None:
         """The step is over; the next one begins with a forward."""
         self._words[_STEP] += 1
+        self._words[_STARTED] = 1
         self.begin("forward")
 
     def issue(self, kind: str, unit: str, numel: int, dtype: Hashable) -> int:
@@ -176,9 +187,8 @@ def _decode(content: bytes) -> tuple[Place, list[Op]]:
     words = memoryview(content).cast("Q")
     end = _TABLE + words[_WORDS_END]
     table = content[_TABLE:end].decode(errors="replace").split("\n")
-    place = Place(
-        words[_TICKS], words[_ISSUED], words[_WAITING], words[_STEP], table[words[_PHASE]], table[words[_UNIT]]
-    )
+    where = table[words[_PHASE]], table[words[_UNIT]], not words[_STARTED]
+    place = Place(words[_TICKS], words[_ISSUED], words[_WAITING], words[_STEP], *where)
     ops = []
     for slot in range(1, RING + 1):
         sequence, kind, unit, numel, dtype, step, phase, number = words[_FIELDS * slot : _FIELDS * (slot + 1)]

@@ -102,7 +102,7 @@ class Verdict:
 
 
 class Patience(NamedTuple):
-    """How long a living rank may stay away from a collective that others wait in; longer in its first step.
+    """How long a living rank may stay away from a collective that others wait in; longer while it starts.
 
     slow_s: after how long without a sign a wait is no ordinary one.
     """
@@ -112,7 +112,7 @@ class Patience(NamedTuple):
     start_s: float
 
     def with_rank_in(self, place: Place | None) -> float:
-        return self.start_s if place is not None and place.step == 1 else self.stuck_s
+        return max(self.start_s, self.stuck_s) if place is not None and place.is_starting else self.stuck_s
 
 
 def judge(notes: Sequence[Note], patience: Patience) -> Verdict:
@@ -207,7 +207,8 @@ def _stall(notes: Sequence[Note], patience: Patience) -> Verdict | None:
     if not stuck:
         return Verdict((), _with_stacks(text, notes, behind))
     limit_s = patience.with_rank_in(stuck[0].place)
-    told = f"{text}, expected within {limit_s:g} s (stuck_s or start_s of the watch)"
+    setting = "stuck_s" if limit_s == patience.stuck_s else "start_s"
+    told = f"{text}, expected within {limit_s:g} s ({setting} of the watch)"
     return replace(_verdict(notes, stuck, told), hung=True)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero_runtime.process_identity import mark, process_stat, remove_left_behind, started
 from zero_runtime.rank_journal import Journal, Op, Place, read_journal
 from zero_runtime.rank_judge import Standing
 
@@ -22,6 +23,7 @@ _STACK_FRAMES = 14
 # Between a model's own lines there are several of these for each module; who reads a stack wants the model's.
 _BORING = ("torch/nn/modules/module.py", "torch/_tensor.py", "torch/autograd/__init__.py", "torch/autograd/graph.py")
 _CRASH_LINES = 40
+_FOLDER = "zero_rank_"
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,10 @@ class Whereabouts:
         """GONE, STOPPED or RUNNING; None on another machine."""
         if self.machine != _machine():
             return None
-        state, started = _process(self.pid)
-        if state in ("", "Z", "X") or started != self.started:
+        stat = process_stat(self.pid)
+        if stat is None or started(self.pid) != self.started:
             return Standing.GONE
-        return Standing.STOPPED if state in ("T", "t") else Standing.RUNNING
+        return Standing.STOPPED if stat.state in ("T", "t") else Standing.RUNNING
 
     def left_behind(self) -> tuple[Place | None, list[Op], str]:
         """The journal of a rank of this machine, and its stack where it was ended by a signal that Python saw."""
@@ -61,14 +63,17 @@ class OwnProcess:
     """This rank's folder: its journal, and a file for the stacks that a fatal signal leaves."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="zero_rank_"))
+        # The other ranks read what a dead one left, so its folder outlives the whole job: see has_ended.
+        remove_left_behind(Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{mark()}_{mark(os.getppid())}_"))
         self.journal = Journal(self._folder / "journal")
         self._crash = (self._folder / "crash").open("wb")
         self._handles_faults = not faulthandler.is_enabled()  # where it is, its stacks go where somebody wants them
         if self._handles_faults:
             faulthandler.enable(self._crash)
         self._working_thread = threading.get_ident()
-        self.whereabouts = Whereabouts(_machine(), os.getpid(), _process(os.getpid())[1], str(self._folder))
+        own = os.getpid()
+        self.whereabouts = Whereabouts(_machine(), own, started(own) or "", str(self._folder))
 
     def stack(self) -> str:
         """Of the thread that made this object, and of any other that is inside the runtime (autograd's on CUDA)."""
@@ -94,7 +99,7 @@ def format_frames(frames: Iterable[traceback.FrameSummary]) -> list[str]:
     return traceback.format_list(kept[-_STACK_FRAMES:])
 
 
-def remove_left_behind(whereabouts: Whereabouts) -> None:
+def remove_folder(whereabouts: Whereabouts) -> None:
     """Remove the folder of a rank of this machine that is gone."""
     if whereabouts.machine == _machine():
         shutil.rmtree(whereabouts.folder, ignore_errors=True)
@@ -106,13 +111,3 @@ def _machine() -> str:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/mnt')}"
     except OSError:
         return f"{socket.gethostname()} {os.getpid()}"  # no /proc: nobody is seen but oneself
-
-
-def _process(pid: int) -> tuple[str, str]:
-    """State letter and start time (proc(5), stat fields 3 and 22); empty when there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "", ""
-    fields = text.rpartition(")")[2].split()  # the command before it may contain anything
-    return fields[0], fields[19]

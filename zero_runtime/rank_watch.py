@@ -33,7 +33,7 @@ from zero_runtime.errors import RankError
 from zero_runtime.rank_failure import is_out_of_memory, memory_error, told
 from zero_runtime.rank_journal import Journal
 from zero_runtime.rank_judge import Note, Patience, Standing, Verdict, judge
-from zero_runtime.rank_process import OwnProcess, Whereabouts, format_frames, remove_left_behind
+from zero_runtime.rank_process import OwnProcess, Whereabouts, format_frames, remove_folder
 
 _log = logging.getLogger(__name__)
 _HEARD_S = 2.0  # that a rank about to end stays for the others to read the verdict: the store may live in its process
@@ -53,8 +53,9 @@ class WatchSettings:
     """When ranks compare notes and when they end.
 
     slow_s: without progress until notes are compared. stuck_s: how long a living rank may stay away from a collective
-    that others wait in; raise it where one rank works alone for longer (a checkpoint, a download). start_s: the same
-    in its first step, where ranks build, load and compile at their own pace. answer_s: until a
+    that others wait in; raise it where one rank works alone for longer (a checkpoint, a download). start_s: the same,
+    where it is longer, until the first step is over or Journal.end_start was called: ranks build, load and compile at
+    their own pace. answer_s: until a
     rank of another machine that gives no note counts as lost. poll_s: between two looks. grace_s: until a working
     thread that cannot raise the verdict is ended with its process.
     """
@@ -234,7 +235,7 @@ class RankWatch:
         if standing is Standing.STOPPED and waited_s < self._settings.poll_s:
             return None  # a debugger or a job control that lets go at once
         if standing in (Standing.GONE, Standing.STOPPED):
-            remove_left_behind(whereabouts)
+            remove_folder(whereabouts)
         absent = standing if standing in (Standing.GONE, Standing.STOPPED) else Standing.SILENT
         return Note(rank, absent, place, ops, stack=crash)
 

@@ -40,6 +40,15 @@ class Faults:
             raise ValueError(f"{VARIABLE} must be like {'|'.join(KINDS)}@step3:rank1, found {text!r}")
         return cls(match[1], int(match[2]), int(match[3]))
 
+    def problem(self, ranks: int, steps: int) -> str:
+        """Why it can never act in a run of so many ranks and steps; empty where it can."""
+        if self.kind is None or (self.rank < ranks and 1 <= self.step <= steps):
+            return ""
+        return (
+            f"{VARIABLE}: expected a rank from 0 to {ranks - 1} and a step from 1 to {steps}, found "
+            f"{self.kind}@step{self.step}:rank{self.rank}, which would never act; change it or unset {VARIABLE}"
+        )
+
     def at_step(self, step: int, rank: int) -> None:
         """Raises, dies or never returns when the fault is of this step and rank; a slow rank is late from then on."""
         if self.kind == "slow" and rank == self.rank and step >= self.step:

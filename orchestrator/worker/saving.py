@@ -21,7 +21,7 @@ from zero_runtime.checkpoint.formats import foreign_reader
 from zero_runtime.checkpoint.gathered import save_gathered_weights
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
 from zero_runtime.checkpoint.save import SaveSettings
-from zero_runtime.checkpoint.shelf import Retention, Skipped, newest_good_together, open_together
+from zero_runtime.checkpoint.shelf import Retention, Skipped, clear_leftovers, newest_good_together, open_together
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime
@@ -68,6 +68,8 @@ class Saving:
 
     def resume(self) -> Progress:
         """Fill the runtime from the checkpoint that the configuration names, if any, and tell how far it had come."""
+        if self._rank == 0:
+            clear_leftovers(self._attempt.checkpoints)
         checkpoint = self._own() if self._restarted else None
         if checkpoint is None:
             reader = None if self._config.resume in (AUTO, NONE) else foreign_reader(Path(self._config.resume))

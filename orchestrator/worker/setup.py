@@ -22,6 +22,7 @@ from orchestrator.workloads.tokenizer import load_tokenizer
 from orchestrator.workloads.weights import weights_of
 from zero_runtime.birth import Initialise
 from zero_runtime.checkpoint.hf_source import WeightsFolder
+from zero_runtime.kernels.backends import backend_for
 from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.offload import OffloadPlan, Tier
 from zero_runtime.plan import ZeroPlan
@@ -106,7 +107,15 @@ def build_runtime(
             settings,
             device,
         )
+    _compile_kernels(config, device)
     return Built(runtime, recomputation)
+
+
+def _compile_kernels(config: RunConfig, device: torch.device) -> None:
+    """While ranks start, and may be slow: in the first step one that compiles would look as if it hung."""
+    on_host = config.offload.optimizer is not Place.device or config.offload.params is not Place.device
+    for one in {device.type, "cpu"} if on_host else {device.type}:
+        backend_for(torch.device(one))
 
 
 def build_precision(precision: Precision) -> MixedPrecision:

@@ -8,9 +8,10 @@ of `units_of` (of a model that cannot be built the problem, null where something
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TextIO
 
 from orchestrator.schema import RunConfig, from_dict
 from orchestrator.worker.activations import answers
@@ -53,19 +54,23 @@ def _answer(config: RunConfig) -> dict[str, Any] | None:
         return None
 
 
-def _tell(key: str, answer: Any) -> None:
-    print(json.dumps([key, answer]), flush=True)
+def _tell(out: TextIO, key: str, answer: Any) -> None:
+    out.write(json.dumps([key, answer]) + "\n")
+    out.flush()
 
 
 def main() -> None:
+    # What libraries print, in C too, is no answer: from here on it goes where their warnings go.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
     asked = json.load(sys.stdin)
     for key, config in asked["units"].items():
-        _tell(key, _answer(from_dict(config)))
+        _tell(out, key, _answer(from_dict(config)))
     for family in asked["activations"]:
         configs = {key: from_dict(one) for key, one in family.items()}
         keys = {config.batch.micro: key for key, config in configs.items()}
         for config, answer in answers(list(configs.values())):
-            _tell(keys[config.batch.micro], answer)
+            _tell(out, keys[config.batch.micro], answer)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from types import FrameType
 
 from orchestrator.cluster import ClusterKind
 from orchestrator.job import STOP_SIGNAL
-from orchestrator.processes import start_time
 from orchestrator.schema import CheckpointKind, RunConfig
+from zero_runtime.process_identity import own_age_s
 
 # SLURM may send a job's signal so much before the time that was asked for; the process began a little after the job.
 EARLY_S = 60.0
@@ -38,7 +38,7 @@ class StopSignals:
         self._saves = config.checkpoint.kind is not CheckpointKind.none
         limit_s = 60 * config.resources.time_limit_min
         self._near_limit_s = limit_s - config.cluster.signal_delay_s - EARLY_S - LATE_START_S
-        self._began = start_time(os.getpid()) or time.time()
+        self._began = time.monotonic() - own_age_s()  # no step of the clock moves it
         self._asked = False
 
     def asked(self) -> bool:
@@ -47,7 +47,7 @@ class StopSignals:
     def note(self, number: int, frame: FrameType | None = None) -> None:
         """The handler: no more than a flag and a line in the log, since it runs between any two instructions."""
         name = signal.Signals(number).name
-        if number == STOP_SIGNAL and not self._saves and time.time() - self._began >= self._near_limit_s:
+        if number == STOP_SIGNAL and not self._saves and time.monotonic() - self._began >= self._near_limit_s:
             _say(f"{name}: the time limit is near; nothing could be saved (checkpoint=none), so the run goes on")
             return
         self._asked = True

@@ -113,6 +113,8 @@ class RankRun:
         # The census walks all of Python's objects, so it is taken in a step that is not counted, where there is one;
         # and not in the first, where nothing has been gathered yet.
         self._census_step = min(self._first + max(self._config.measure.warmup_steps - 1, 0), self._steps - 1)
+        # Built, loaded and compiled: from here on resources.stuck_s is all that a rank may keep the others waiting.
+        self._runtime.collectives.journal.end_start()
         self._runtime.clock.lap()
         for step in range(self._first, self._steps):
             if step == self._first + self._warmup_steps:

@@ -113,7 +113,7 @@ def _build(
     try:
         with device:
             model = AutoModelForCausalLM.from_config(checked, attn_implementation=attention, dtype=torch.float32)
-    except (ValueError, TypeError, ArithmeticError) as error:  # a RuntimeError may be a lack of memory
+    except (ValueError, TypeError, ArithmeticError, LookupError) as error:  # a RuntimeError may be a lack of memory
         raise ValueError(f"model.config: {model_type} cannot be built: {_one_line(error)}") from error
     return model.train()
 

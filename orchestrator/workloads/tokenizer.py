@@ -19,8 +19,20 @@ Encode = Callable[[list[str]], list[list[int]]]
 
 
 def load_tokenizer(folder: str | Path) -> Encode:
-    """The tokenizer of a local folder: texts to token ids, without marks of beginning or end."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    """The tokenizer of a local folder: texts to token ids, without marks of beginning or end.
+
+    ValueError for one that is Python code in that folder: nothing that a model's folder holds is run.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        # The advice of transformers is an argument that cannot be given here.
+        raise ValueError(
+            f"{folder}: expected a tokenizer of transformers' own, found one that is code of its folder (auto_map in "
+            "tokenizer_config.json), which is not run; use data.tokenizer=bytes, or save it as a fast tokenizer"
+        ) from None
 
     def encode(texts: list[str]) -> list[list[int]]:
         found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]

@@ -275,6 +275,33 @@ def test_flags_of_a_sweep_are_checked(line: str, told: str, seam: Seam, capsys: 
     assert (seam.calls, seam.sweeps) == ([], [])
 
 
+@pytest.mark.parametrize(
+    ("fault", "line", "told"),
+    [
+        ("hang@step1:rank5", "zero=stage1", "expected a rank from 0 to 1 and a step from 1 to"),
+        ("hang@step999:rank0", "-m zero=stage1,stage2", "which would never act; change it or unset ZLAB_FAULT"),
+        ("nonsense", "zero=stage1", "ZLAB_FAULT must be like raise|"),
+    ],
+)
+def test_a_fault_that_can_never_act_is_refused_by_the_command(
+    fault: str,
+    line: str,
+    told: str,
+    seam: Seam,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ZLAB_FAULT", fault)
+    assert cli.main([*line.split(), "resources.ranks=2"]) == 2
+    assert told in capsys.readouterr().err
+    assert (seam.calls, seam.sweeps) == ([], [])
+
+
+def test_a_fault_that_can_act_in_one_point_of_a_sweep_is_taken(seam: Seam, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZLAB_FAULT", "hang@step1:rank3")
+    assert cli.main(["-m", "resources.ranks=2,4"]) == 9
+
+
 def test_a_sweep_whose_points_name_two_clusters_is_refused(
     seam: Seam, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

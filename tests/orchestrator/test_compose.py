@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -138,9 +139,62 @@ def test_a_file_of_another_shape_is_told(text: str, told: str, tmp_path: Path) -
     assert told in problems[0]
 
 
+DEEP = "a: " + 3000 * "[" + 3000 * "]"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"3.5\n", "expected a mapping of settings, found a single value"),
+        (b"\xff\xfe\x00bad", "expected text in UTF-8, found the byte 0xff"),
+        (b"a: &x\n  b: *x\n", "expected settings in a few levels"),
+        (DEEP.encode(), "expected settings in a few levels"),
+    ],
+)
+@pytest.mark.parametrize(
+    "line", ["optimizer=odd", "experiment=odd", "sweeps=odd", "model=odd", "-m optimizer=adamw,odd"]
+)
+def test_a_file_that_holds_no_settings_is_named_with_what_it_holds(
+    content: bytes, told: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("conf/optimizer", "conf/experiment", "conf/model", "sweeps"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "odd.yaml").write_bytes(content)
+    (tmp_path / "conf" / "adapter").mkdir()
+    (tmp_path / "conf" / "adapter" / "also_odd.yaml").write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ComposeError, match=rf"^\w+/odd\.yaml: {told}") as caught:
+        composed(line)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_rule_broken_by_some_points_says_by_how_many() -> None:
     points, problems = checked_points(composed("-m batch.global_size=8,10,16 data=text"), LAPTOP)
     assert points == []
     assert len(problems) == 2
     assert any("(1 of 3 points)" in one for one in problems)
     assert any("(3 of 3 points)" in one for one in problems)
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("-m seed=range(1,1000000000)", "999,999,999 (999,999,999 of seed)"),
+        ("-m seed=shuffle(range(1,1000000000))", "999,999,999 (999,999,999 of seed)"),
+        ("-m seed=range(0,1000) batch.micro=range(1,2000) batch.seq=1,2", "3,998,000 (1,000 of seed x 1,999 of"),
+        ("sweeps=stages seed=range(0,100000)", "800,000 ("),
+    ],
+)
+def test_a_huge_product_is_refused_before_it_is_made(line: str, number: str) -> None:
+    with pytest.raises(ComposeError, match=re.escape(f"expected a sweep of at most 10,000 points, found {number}")):
+        composed(line)
+
+
+def test_a_sweep_may_have_as_many_points_as_are_asked_for() -> None:
+    assert len(composed("-m seed=1,2,3 --max-points 3").points) == 3
+    with pytest.raises(ComposeError, match=r"at most 2 points, found 3 .*--max-points 3"):
+        composed("-m seed=1,2,3 --max-points 2")
+    asked = arguments.split(["-m", "--max-points", "many", "seed=1,2"])
+    assert asked.problems == ["--max-points cannot be 'many': a whole number of points"]
+    asked = arguments.split(["-m", "--max-points=20000", "seed=1,2"])
+    assert (asked.max_points, asked.command()) == (20000, ["--multirun", "--max-points", "20000", "seed=1,2"])

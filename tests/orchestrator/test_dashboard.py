@@ -59,6 +59,7 @@ def test_a_store_that_is_none_of_mlflows_is_named(
     store_path(tmp_path).write_bytes(content)
     assert cli.main(["ui", str(tmp_path)]) == 2
     assert "mlflow.db: expected a store of MLflow's, found: " in capsys.readouterr().out
+    assert store_path(tmp_path).read_bytes() == content
 
 
 def test_a_server_that_ends_by_itself_is_an_error_with_its_last_words(

@@ -17,6 +17,17 @@ def test_a_fault_strikes_at_its_step_on_its_rank_alone() -> None:
         faults.at_step(3, 1)
 
 
+@pytest.mark.parametrize("text", ["hang@step7:rank0", "hang@step0:rank0", "slow@step1:rank2"])
+def test_a_fault_that_can_never_act_is_told_with_what_could(text: str) -> None:
+    told = Faults.from_env({VARIABLE: text}).problem(ranks=2, steps=6)
+    assert told.startswith("ZLAB_FAULT: expected a rank from 0 to 1 and a step from 1 to 6, found " + text)
+
+
+@pytest.mark.parametrize("text", ["", "hang@step1:rank0", "raise@step6:rank1"])
+def test_a_fault_that_can_act_has_no_problem(text: str) -> None:
+    assert Faults.from_env({VARIABLE: text}).problem(ranks=2, steps=6) == ""
+
+
 @pytest.mark.parametrize("text", ["raise", "boom@step3:rank1", "raise@step:rank1", "raise@step3:rank1 "])
 def test_a_fault_that_cannot_be_read_is_refused_with_its_form(text: str) -> None:
     with pytest.raises(ValueError, match=r"raise\|sigkill\|hang\|oom\|slow@step3:rank1"):

@@ -183,6 +183,7 @@ def test_forward_and_backward_read_no_value_on_the_host(kind: str) -> None:
         ("llama", {"hidden_size": "big"}, "not a llama: .*hidden_size"),
         ("llama", {"hidden_size": 130, "num_attention_heads": 4}, "not a llama: .*multiple"),
         ("gpt2", {"n_embd": 64, "n_head": 3}, "gpt2 cannot be built: .*divisible"),
+        ("llama", {"hidden_act": "os.system"}, "llama cannot be built: .*os.system"),
         ("lama", {}, "found 'lama'; did you mean 'llama'"),
         ("bert-like-nothing-at-all", {}, "model.model_type: expected a causal language model"),
     ],

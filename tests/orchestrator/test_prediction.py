@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -245,3 +246,14 @@ def test_a_sweep_whose_every_model_is_wrong_is_an_error_with_the_nearest_word(
 def test_models_that_ship_start_no_child_before_a_run(cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_cache, "_ask_child", lambda *_: pytest.fail("a child was started"))
     assert prediction.problems(points("-m model=llama_tiny,gpt2 zero=stage1,stage3 resources.device=cpu")) == {}
+
+
+def test_what_a_library_prints_in_the_child_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["welcome to a library", "[1]", "3", json.dumps(["key", {"a": 1}])]
+
+    def start() -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", f"print({chr(10).join(lines)!r})"]
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
+
+    monkeypatch.setattr(memory_cache, "_start_child", start)
+    assert list(memory_cache._ask_child({}, 1, None)) == [("key", {"a": 1})]

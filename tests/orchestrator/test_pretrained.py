@@ -213,6 +213,27 @@ def test_the_tokenizer_of_bytes_gives_bytes_and_takes_them_back(tmp_path: Path) 
     assert text == TEXT
 
 
+def _refusal_of_code(folder: Path) -> str:
+    from orchestrator.workloads.tokenizer import load_tokenizer
+
+    try:
+        load_tokenizer(folder)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_tokenizer_that_is_code_is_refused_without_advice_that_cannot_be_followed(tmp_path: Path) -> None:
+    found = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(found))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    told = run_alone(_refusal_of_code, tmp_path)
+    assert "expected a tokenizer of transformers' own, found one that is code of its folder" in told
+    assert "trust_remote_code" not in told
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_text_is_cut_at_ends_of_lines_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 

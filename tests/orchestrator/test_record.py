@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from orchestrator.record import Attempt, all_attempts, attempts_at, new_attempt,
 from orchestrator.record_file import read_json, require_json, write_json_atomic
 from orchestrator.run_state import MOVES, RunState
 from orchestrator.schema import to_dict
+from zero_runtime.process_identity import mark
 
 
 def test_the_id_ignores_where_a_run_goes_and_how_it_is_tracked(tmp_path: Path) -> None:
@@ -140,3 +143,18 @@ def test_a_new_attempt_settles_those_before_whose_commands_were_killed(tmp_path:
     disown(first)
     new_attempt(tmp_path, config, "a", "cpu")
     assert Attempt.reopen(first.paths).state is RunState.lost
+
+
+def test_what_a_killed_process_began_to_write_goes_at_the_next_attempt(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    dead = mark(child.pid)
+    child.kill()
+    child.wait()
+    config = to_dict(make_config(tmp_path))
+    first = new_attempt(tmp_path, config, "a", "cpu").paths.root
+    point = first.parents[1]
+    for folder in (first, point):
+        (folder / f".state.json.{dead}.tmp").touch()
+        (folder / f".state.json.{mark()}.tmp").touch()
+    new_attempt(tmp_path, config, "a", "cpu")
+    assert {path.name for path in point.rglob("*.tmp")} == {f".state.json.{mark()}.tmp"}

@@ -63,8 +63,9 @@ BROKEN = [
     (LAPTOP, "data.path=here", "data=stdlib reads no data.path"),
     (LAPTOP, "output=/dev/null/runs", "output must be a folder that can be written to"),
     (LAPTOP, "data=text", "data=text needs data.path"),
-    (LAPTOP, "data=text data.path=missing", "data.path must be a file or folder that is there"),
-    (LAPTOP, "data=text data.path=/nowhere/at/all", "data.path must be a file or folder that is there"),
+    (LAPTOP, "data=text data.path=missing", "data.path must be a regular file or a folder that is there"),
+    (LAPTOP, "data=text data.path=/dev/zero", "data.path must be a regular file or a folder that is there"),
+    (LAPTOP, "data=text data.path=/nowhere/at/all", "data.path must be a regular file or a folder that is there"),
     (LAPTOP, "model.config.vocab_size=100", "vocab_size must be at least 256"),
     (LAPTOP, "batch.seq=2048", "batch.seq must be at most the model's max_position_embeddings, 1024"),
     (LAPTOP, "data.validation_fraction=0", "needs data.validation_fraction above 0"),
@@ -103,6 +104,8 @@ BROKEN = [
         "optimizer=torch optimizer.name=Rprop optimizer.weight_decay=0.1",
         "torch.optim.Rprop has no weight decay",
     ),
+    (LAPTOP, "checkpoint.resume=misssing", "checkpoint.resume must be none, auto or the folder of a checkpoint"),
+    (LAPTOP, "checkpoint.resume=step-1/index.json", "none, auto or the folder of a checkpoint"),
     (LAPTOP, "checkpoint.resume=misssing/step-1", "checkpoint.resume must be none, auto or the folder of a checkpoint"),
     (LAPTOP, "checkpoint.every=5", "checkpoint=none saves nothing and uses no checkpoint.every"),
     (LAPTOP, "tracking=none tracking.uri=here", "tracking=none uses no tracking.uri"),
@@ -136,6 +139,8 @@ def test_a_broken_rule_is_told_and_each_fix_mends_it(
 ) -> None:
     (tmp_path / "misssing").touch()
     (tmp_path / "here").touch()
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "index.json").touch()
     (tmp_path / "fast").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data_rules, "is_installed", lambda _: line != "adapter=lora")

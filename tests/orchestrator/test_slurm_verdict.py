@@ -11,7 +11,7 @@ from orchestrator.record import AttemptPaths
 from orchestrator.record_file import write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.slurm_tools import DENIED, UNSEEN, JobSight, Phase
-from orchestrator.slurm_verdict import GRACE_S, LOST_S, Follower, decide, heartbeat_age_s, verdict
+from orchestrator.slurm_verdict import GRACE_S, LOST_S, Follower, decide, verdict
 from orchestrator.watch import Verdict
 
 NOW = 1000.0
@@ -33,9 +33,9 @@ def error(text: str, time: float = NOW - 1, **facts: Any) -> dict[str, Any]:
 
 
 def told(
-    sight: JobSight, *records: dict[str, Any] | None, result: bool = False, now: float = NOW
+    sight: JobSight, *records: dict[str, Any] | None, result: bool = False, error_s: float = 0.0
 ) -> tuple[str, int, str] | None:
-    found = decide(records, sight, has_result=result, now=now)
+    found = decide(records, sight, has_result=result, error_s=error_s)
     return None if found is None else (found.state.value, found.rank, found.message)
 
 
@@ -59,7 +59,7 @@ def test_the_result_is_believed_before_the_scheduler() -> None:
     assert told(ended("TIMEOUT"), OK, GOING, result=True) == ("ok", 0, "")
     assert told(UNSEEN, OK, OK, result=True) == ("ok", 0, "")
     assert told(RUNNING, OK, GOING, result=True) is None  # the others still leave
-    note = decide([OK, error("hung up")], ended("FAILED"), has_result=True, now=NOW)
+    note = decide([OK, error("hung up")], ended("FAILED"), has_result=True, error_s=0.0)
     assert note is not None
     assert "rank 1: hung up" in note.note
 
@@ -73,8 +73,8 @@ def test_the_rank_that_raised_is_the_cause_whatever_the_scheduler_calls_it() -> 
 def test_an_error_counts_before_the_job_has_ended_and_after_a_grace_for_its_cause() -> None:
     late = error("ValueError: bad", NOW)
     assert told(RUNNING, GOING, late) is None
-    assert told(RUNNING, GOING, late, now=NOW + GRACE_S + 0.1) == ("error", 1, "rank 1: ValueError: bad")
-    assert told(UNSEEN, GOING, late, now=NOW + GRACE_S + 0.1) == ("error", 1, "rank 1: ValueError: bad")
+    assert told(RUNNING, GOING, late, error_s=GRACE_S + 0.1) == ("error", 1, "rank 1: ValueError: bad")
+    assert told(UNSEEN, GOING, late, error_s=GRACE_S + 0.1) == ("error", 1, "rank 1: ValueError: bad")
 
 
 def test_what_the_error_is_is_the_outcome() -> None:
@@ -167,11 +167,25 @@ def test_a_job_that_no_rank_of_came_to_life_tells_the_end_of_its_own_log(tmp_pat
     assert "ranks [0, 1] never started; the job's log ends: slurmstepd: error: execve()" in found.message
 
 
-def test_the_heartbeat_s_age_tells_life_from_death(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clock", [0.0, 1e12])
+def test_how_long_an_error_has_been_seen_does_not_depend_on_the_clock_of_the_rank(tmp_path: Path, clock: float) -> None:
     attempt = AttemptPaths(tmp_path)
-    assert heartbeat_age_s(attempt) is None
-    write_json_atomic(attempt.heartbeat, {"time": 940.0, "node": "node1"})
-    assert heartbeat_age_s(attempt, NOW) == 60.0
+    write_json_atomic(attempt.rank_record(0), error("ValueError: bad", clock))
+    sight = JobSight(Phase.running, "RUNNING")
+    assert verdict(attempt, 1, sight, NOW) is None
+    assert verdict(attempt, 1, sight, NOW + GRACE_S - 0.1) is None
+    found = verdict(attempt, 1, sight, NOW + GRACE_S + 0.1)  # by another command of this machine
+    assert found is not None
+    assert found.message == "rank 0: ValueError: bad"
+
+
+@pytest.mark.parametrize("clock", [0.0, 1e12])
+def test_a_heartbeat_that_changes_is_a_sign_of_life_whatever_time_it_tells(tmp_path: Path, clock: float) -> None:
+    attempt = AttemptPaths(tmp_path)
+    for beat in range(5):
+        write_json_atomic(attempt.heartbeat, {"time": clock - 3600 * beat, "node": "node1"})
+        assert Follower(attempt, 1).verdict(DENIED, NOW + LOST_S * beat) is None
+    assert Follower(attempt, 1).verdict(DENIED, NOW + LOST_S * 5) is not None
 
 
 def test_a_job_is_lost_when_slurm_denies_it_again_and_nothing_says_that_it_lives(tmp_path: Path) -> None:
@@ -187,7 +201,7 @@ def test_a_job_is_lost_when_slurm_denies_it_again_and_nothing_says_that_it_lives
     found = look(DENIED, NOW + LOST_S)
     assert found is not None
     assert found.state is RunState.lost
-    assert "rank 0 told last 2 min ago" in found.message
+    assert "rank 0 has been silent for 2 min" in found.message
 
 
 @pytest.mark.parametrize("sign", ["heartbeat", "queue"])

@@ -153,3 +153,12 @@ def test_a_run_without_checkpoints_says_that_it_begins_anew() -> None:
 def test_the_signals_that_ask_for_a_stop_and_for_a_stack_differ() -> None:
     assert STOP_SIGNAL != WHERE_SIGNAL
     assert signal.SIGUSR1 not in (STOP_SIGNAL, WHERE_SIGNAL)  # NCCL's
+
+
+def test_a_step_of_the_clock_brings_no_time_limit_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
+    signals = StopSignals.of(slurm_config(saves=False))
+    assert signals is not None
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 24 * 3600)
+    signals.note(STOP_SIGNAL)
+    assert signals.asked(), "the limit of an hour is not near"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from itertools import combinations
 from pathlib import Path
@@ -299,3 +300,17 @@ def test_a_thousand_points_are_composed_checked_and_named_in_seconds(tmp_path: P
     assert len(found.points) == 1056
     assert len(names) == len(points) > 1000
     assert time.process_time() - begun < 10
+
+
+def test_the_points_of_a_file_are_counted_as_they_are_expanded() -> None:
+    sweep = SweepFile(
+        base={"model": "gpt2"},
+        axes={"zero": ["stage0", "stage1"], "batch.seq": [1, 2, 3]},
+        zip=[{"batch.micro": [1, 2], "batch.accumulation": [2, 1]}],
+        seeds=[1, 2],
+    )
+    for typed in ({}, {"zero": 1}, {"batch.micro": 3}, {"seed": 5}, {"batch.micro": 2, "batch.accumulation": 1}):
+        words = {key: [f"{key}={value}" for value in range(count)] for key, count in typed.items()}
+        counted = sweep_file.counts(sweep, typed)
+        assert math.prod(counted.values()) == len(expand(sweep, words).lines), typed
+    assert sweep_file.counts(sweep, {})["batch.micro+batch.accumulation"] == 2

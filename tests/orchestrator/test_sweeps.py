@@ -31,7 +31,7 @@ from orchestrator.run_state import RunState
 from orchestrator.schema import Cluster
 from orchestrator.screen import Screen
 from orchestrator.strict import Broken
-from orchestrator.sweep_command import SweepRequest, run_quietly, run_sweep
+from orchestrator.sweep_command import SweepRequest, run_quietly, run_sweep, watch
 from orchestrator.sweep_record import SweepPaths
 
 HERE = Path(__file__).parent
@@ -220,7 +220,7 @@ import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
 from orchestrator import hardware
-from orchestrator.sweep_command import SweepRequest, run_quietly, run_sweep
+from orchestrator.sweep_command import SweepRequest, run_quietly, run_sweep, watch
 from points import STUB
 from test_sweeps import points
 output = Path({output!r})
@@ -309,6 +309,39 @@ def test_a_sweep_killed_twice_in_the_middle_loses_no_result_and_repeats_none(tmp
     results = list(tmp_path.glob("points/*/attempts/*/result.json"))
     assert len(results) == len(micros), "one result a point: none lost, none repeated"
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items())
+
+
+def test_of_two_equal_sweeps_at_one_moment_one_does_the_work_and_both_end_well(tmp_path: Path) -> None:
+    """Nobody may start while the test holds the lock, so both have decided what to run when the first one starts it."""
+    with sweep_record.only_starter(tmp_path):
+        twins = [start(tmp_path, [1, 2]) for _ in range(2)]
+        wait_until(lambda: all(str(tmp_path / "sweeps" / ".lock") in opened(twin.pid) for twin in twins))
+    shown = [twin.communicate(timeout=HANG_S)[0] for twin in twins]
+    assert [twin.returncode for twin in twins] == [0, 0], shown
+    assert not any("ended early" in text for text in shown)
+    assert sum("this sweep is running already" in text for text in shown) == 1
+    assert len(attempts(tmp_path)) == 2
+    assert len(sweep_record.all_sweeps(tmp_path)) == 1
+
+
+def opened(pid: int) -> set[str]:
+    return {one.path for one in psutil.Process(pid).open_files()}
+
+
+def test_a_command_whose_controller_finds_another_one_watches_that(tmp_path: Path) -> None:
+    first = start(tmp_path, [1, 2], step_s=0.2)
+    wait_until(lambda: bool(running(tmp_path)))
+    sweep = the_sweep(tmp_path)
+    with sweep_record.only_controller(sweep) as alone:
+        assert not alone
+    late = subprocess.Popen([sys.executable, "-m", "orchestrator.controller", str(sweep.root), "--entry", STUB])
+    out = io.StringIO()
+    code = watch(sweep, Screen(Console(file=out, width=200)), late)
+    assert (late.returncode, code) == (sweep_record.TAKEN, 0)
+    assert "ended early" not in out.getvalue()
+    assert states(sweep) == ["ok", "ok"]
+    assert first.wait(HANG_S) == 0
+    first.communicate()
 
 
 def test_an_interrupt_without_a_terminal_cancels_everything(tmp_path: Path) -> None:

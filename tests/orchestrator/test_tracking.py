@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -19,9 +20,9 @@ from points import STUB, make_config, make_point
 from rich.console import Console
 from stub_worker import make_result, step_event
 
-from orchestrator import chart_view, dashboard, tracking
+from orchestrator import chart_view, dashboard, tracking, tracking_feed, tracking_notes
 from orchestrator import tracking_names as names
-from orchestrator.record import Attempt, new_attempt, store_path
+from orchestrator.record import Attempt, new_attempt, store_path, tracking_path
 from orchestrator.record_file import append_event, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import TrackingKind, to_dict
@@ -31,6 +32,7 @@ from orchestrator.tracking_feed import Tracker, start_tracker, store_uri
 
 HERE = Path(__file__).parent
 EXPERIMENT = "zlab/tiny"
+DEAD = {"pid": 1, "started": "0@an earlier boot"}
 
 
 class Scene:
@@ -50,7 +52,7 @@ class Scene:
         attempt.move(RunState.starting)
         attempt.move(RunState.running)
         append_event(attempt.paths.metrics, {"event": "ready", "parameters": 1, "data_hash": "c0ffee"})
-        append_event(attempt.paths.metrics, step_event(1, 2))
+        append_event(attempt.paths.metrics, {**step_event(1, 2), "time": 1.7e9})
         return attempt
 
     def run(self, label: str) -> Any:
@@ -121,7 +123,7 @@ def test_a_failed_run_is_failed_and_a_run_whose_command_died_is_killed(scene: Sc
 def test_a_run_left_running_by_a_dead_command_is_ended_and_one_of_a_living_command_is_not(
     scene: Scene,
 ) -> None:
-    from orchestrator.processes import start_time
+    from orchestrator.processes import started
     from orchestrator.tracking import reconcile
 
     experiment = scene.client.get_experiment_by_name(EXPERIMENT).experiment_id
@@ -129,18 +131,129 @@ def test_a_run_left_running_by_a_dead_command_is_ended_and_one_of_a_living_comma
     gone.wait()
     host = socket.gethostname()
 
-    def make(name: str, pid: int, started: float, where: str = host) -> str:
-        tags = {names.PID: str(pid), names.STARTED: str(started), names.HOST: where}
+    def make(name: str, pid: int, token: str, where: str = host) -> str:
+        tags = {names.PID: str(pid), names.STARTED: token, names.HOST: where}
         return str(scene.client.create_run(experiment, run_name=name, tags=tags).info.run_id)
 
-    own = start_time(1) or 0.0
-    dead, reused = make("dead", gone.pid, 1.0), make("reused", 1, own - 100)
+    own = started(1) or ""
+    dead, reused = make("dead", gone.pid, own), make("reused", 1, "1700000000.25")
     make("alive", 1, own)
-    make("elsewhere", gone.pid, 1.0, "another-host")
-    assert sorted(reconcile(scene.client, experiment)) == sorted([dead, reused])
+    make("elsewhere", gone.pid, own, "another-host")
+    store = tracking.Store(f"sqlite:///{store_path(scene.output)}", scene.output)
+    assert sorted(reconcile(store, experiment)) == sorted([dead, reused])
     assert scene.run("dead").info.status == "KILLED"
     assert names.RECONCILED in scene.run("dead").data.tags
     assert {scene.run(name).info.status for name in ("alive", "elsewhere")} == {"RUNNING"}
+
+
+def recorded(scene: Scene, label: str, state: RunState) -> Attempt:
+    """An attempt at whose end nobody told MLflow of it."""
+    attempt = new_attempt(scene.output, to_dict(scene.config), label, "cpu")
+    attempt.move(RunState.starting)
+    for step in (1, 2):
+        append_event(attempt.paths.metrics, {**step_event(step, 2), "time": 1.7e9 + step})
+    write_json_atomic(attempt.paths.result, make_result(scene.config))
+    attempt.move(state)
+    return attempt
+
+
+def assert_is_whole(scene: Scene, label: str) -> None:
+    """The run says what the records say, and nothing twice."""
+    run = scene.run(label)
+    assert (run.info.status, run.data.tags[names.OUTCOME]) == ("FINISHED", "ok")
+    assert run.data.metrics["summary/tokens_per_second"] == 9412.0
+    history = scene.client.get_metric_history(run.info.run_id, "train/loss")
+    assert [one.step for one in history] == [1, 2]
+    assert {"config.json", "result.json"} <= {one.path for one in scene.client.list_artifacts(run.info.run_id)}
+    experiment = scene.client.get_experiment_by_name(EXPERIMENT).experiment_id
+    assert len(scene.client.search_runs([experiment], f"attributes.run_name = '{label}'")) == 1
+
+
+def test_a_run_whose_command_and_tracker_died_ends_as_its_records_say(scene: Scene) -> None:
+    attempt = recorded(scene, "reconciled", RunState.ok)
+    experiment = scene.client.get_experiment_by_name(EXPERIMENT).experiment_id
+    tags = {names.PID: "1", names.STARTED: "0@gone", names.HOST: socket.gethostname()}
+    tags[names.ATTEMPT] = str(attempt.paths.root)
+    scene.client.create_run(experiment, run_name="reconciled", tags=tags)
+    tracking.reconcile(tracking.Store(f"sqlite:///{store_path(scene.output)}", scene.output), experiment)
+    assert_is_whole(scene, "reconciled")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_dead_commands_left_is_completed_once_and_what_living_ones_have_is_not(scene: Scene, begun: bool) -> None:
+    attempt = recorded(scene, f"left-{begun}", RunState.ok)
+    message = {"attempt": str(attempt.paths.root), "label": attempt.label, "point": attempt.point}
+    message |= {"experiment": EXPERIMENT, "sweep": ""}
+    tracking_notes.note(scene.output, message)
+    assert tracking_notes.left_behind(scene.output) == [], "this process lives"
+    (note,) = (one for one in tracking_path(scene.output).glob("*.json") if attempt.label in one.read_text())
+    facts = json.loads(note.read_text())
+    facts["command"]["started"] = "0@an earlier boot"
+    note.write_text(json.dumps(facts))
+    uri = f"sqlite:///{store_path(scene.output)}"
+    if begun:
+        tracking.open_run(tracking.Store(uri, scene.output), message, {names.HOST: "here"}).catch_up()
+    assert len(tracking_notes.left_behind(scene.output)) == 1
+    tracking.complete(scene.output, {})
+    assert_is_whole(scene, f"left-{begun}")
+    assert not note.exists()
+
+
+def test_a_store_that_refuses_is_asked_three_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("the store is away")
+
+    scene = Scene(tmp_path)
+    monkeypatch.setattr(tracking, "Store", refuse)
+    attempt = recorded(scene, "refused", RunState.ok)
+    message = {"attempt": str(attempt.paths.root), "label": "refused", "point": attempt.point, "experiment": EXPERIMENT}
+    tracking_notes.note(tmp_path, message)
+    (note,) = tracking_path(tmp_path).glob("*.json")
+    note.write_text(json.dumps({**json.loads(note.read_text()), "command": {**DEAD, "host": socket.gethostname()}}))
+    for left in (1, 1, 1, 0):
+        assert len(tracking_notes.left_behind(tmp_path)) == left
+        tracking.complete(tmp_path, {})
+    assert capsys.readouterr().err.count(str(attempt.paths.root)) == 3
+
+
+def test_a_tracker_that_is_killed_is_started_again_and_nothing_is_missing_or_there_twice(scene: Scene) -> None:
+    tracker = start_tracker(scene.config, scene.output)
+    ended, live = scene.begin(tracker, "ended"), scene.begin(tracker, "live")
+    wait_until(lambda: scene.run("live") is not None)
+    os.kill(tracker._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    for attempt in (ended, live):
+        append_event(attempt.paths.metrics, step_event(2, 2))
+        write_json_atomic(attempt.paths.result, make_result(scene.config))
+        attempt.move(RunState.ok)
+    tracker.end(ended)
+    assert any("was killed by SIGKILL and was started again" in one for one in wait_until(tracker.warnings))
+    tracker.end(live)
+    tracker.close()
+    assert tracker.warnings() == []
+    assert_is_whole(scene, "ended")
+    assert_is_whole(scene, "live")
+
+
+class Failing:
+    """A child that ends at once."""
+
+    count = 0
+
+    def __call__(self) -> subprocess.Popen[bytes]:
+        self.count += 1
+        words = [sys.executable, "-c", "raise SystemExit(3)"]
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def test_a_tracker_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
+    start = Failing()
+    tracker = Tracker(tmp_path, start)
+    told = wait_until(lambda: (tracker.close(), tracker.warnings())[1])
+    assert start.count == 1 + tracking_feed.STARTS
+    assert sum("ended with exit code 3 and was started again" in one for one in told) == tracking_feed.STARTS
+    assert "the next command completes what is missing" in told[-1]
 
 
 def test_a_user_without_a_name_is_known_by_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,15 @@ def test_a_dead_controller_is_told_as_such() -> None:
     assert decide(Sight(0), Sight(1), controller=False)[0] == "lost"
 
 
+def test_ranks_that_end_with_the_killed_process_that_held_them_are_not_to_blame() -> None:
+    gone = [Sight(rank, RUNNING, alive=False, exit_time=9.0) for rank in range(2)]
+    state, rank, message = decide(*gone, controller=False)
+    assert (state, rank) == ("lost", 0)
+    assert "the process that starts and holds the ranks was killed" in message
+    assert decide(gone[0], Sight(1, ERROR, 1.0, "ValueError: bad"), controller=False)[:2] == ("error", 1)
+    assert decide(gone[0], Sight(1, RUNNING, exit_code=KILLED, exit_time=8.0), controller=False)[:2] == ("error", 1)
+
+
 def test_an_error_that_says_more_than_error_names_the_outcome() -> None:
     hung = Sight(0, ERROR, 10.0, "RankError: rank 1 has not come to it", blamed=(1,), outcome=RunState.hang)
     assert decide(hung, Sight(1, RUNNING))[:2] == ("hang", 1)
@@ -91,7 +100,7 @@ def attempt(tmp_path: Path) -> AttemptPaths:
 
 
 def write_rank(attempt: AttemptPaths, rank: int, state: RunState, **facts: object) -> None:
-    record = {"rank": rank, "pid": 1, "started": 0.0, "state": state.value, "time": 1.0, **facts}
+    record = {"rank": rank, "pid": 1, "started": "0@", "state": state.value, "monotonic": 1.0, **facts}
     write_json_atomic(attempt.rank_record(rank), record)
 
 
@@ -135,7 +144,7 @@ def test_a_rank_that_the_kernel_killed_for_want_of_memory_is_told_from_any_other
     counter = tmp_path / "vmstat"
     counter.write_text("pgfault 7\noom_kill 3\n")
     monkeypatch.setattr("orchestrator.watch.VMSTAT", counter)
-    write_json_atomic(attempt.exits, {"1": {"code": KILLED, "time": 1.0}})
+    write_json_atomic(attempt.exits, {"1": {"code": KILLED, "monotonic": 1.0}})
     for kills, state in ((3, RunState.error), (4, RunState.oom_host)):
         counter.write_text("oom_kill 3\n")
         watching = Watch(attempt, 2, 60.0, lambda: False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from harness.checkpoints import Setting, flip_a_bit
 from harness.ranks import run_ranks
 
 from zero_runtime.checkpoint.background import BackgroundSaver
+from zero_runtime.checkpoint.layout import OWNER, trash_name
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.checkpoint.shelf import (
     Retention,
@@ -21,8 +24,10 @@ from zero_runtime.checkpoint.shelf import (
     newest_good_together,
     prune,
     survey,
+    trash_path,
 )
 from zero_runtime.errors import CheckpointError
+from zero_runtime.process_identity import mark
 
 
 def save_steps(root: Path, steps: list[int], retention: Retention) -> list[list[int]]:
@@ -121,9 +126,20 @@ def test_an_empty_or_absent_root_has_none(tmp_path: Path) -> None:
     assert newest_good(tmp_path / "absent") is None
 
 
-def test_leftovers_go_and_checkpoints_stay(root: Path) -> None:
-    (root / ".trash-step-00000001-abc").mkdir()
-    assert {path.name for path in clear_leftovers(root)} == {".step-00000005.partial", ".trash-step-00000001-abc"}
+def test_leftovers_of_processes_that_have_ended_go_and_checkpoints_stay(root: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    dead = mark(child.pid)
+    child.kill()
+    child.wait()
+    leftovers = [root / trash_name(1, f"{dead}-abc"), root / ".step-00000005.partial"]
+    (leftovers[0] / "deep").mkdir(parents=True)
+    (leftovers[1] / OWNER).write_text(dead)
+    mine = [trash_path(root, 2), root / ".step-00000006.partial", root / ".step-00000007.partial"]
+    for path in mine:
+        path.mkdir()
+    (mine[1] / OWNER).write_text(mark())  # and nobody says whose the last is
+    assert clear_leftovers(root) == leftovers
+    assert all(path.exists() for path in mine)
     assert list(committed(root)) == [1, 2, 3, 4]
     assert (root / "notes").exists()
 

@@ -43,7 +43,9 @@ def test_every_optimizer_of_torch_is_run_or_refused_with_a_reason() -> None:
 
 
 def test_arguments_that_are_the_runtimes_and_a_decay_that_there_is_none_of_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"optimizer\.arguments: expected none of lr, .*, found lr, foreach"):
+    with pytest.raises(PlanError, match="found params"):
+        TorchConfig("SGD", {"params": [1]})
+    with pytest.raises(PlanError, match=r"optimizer\.arguments: expected none of params, lr, .*, found lr, foreach"):
         TorchConfig("Adagrad", {"lr": 1.0, "eps": 1e-8, "foreach": True})
     with pytest.raises(PlanError, match=r"torch\.optim\.Rprop has none, found 0\.1"):
         TorchConfig("Rprop", weight_decay=0.1)

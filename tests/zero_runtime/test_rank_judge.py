@@ -43,12 +43,35 @@ def test_a_rank_that_keeps_others_waiting_for_too_long_is_blamed() -> None:
     assert judged(note(0, "ab", waiting=2), note(1, "a", idle_s=STUCK_S)).ranks == (1,)
 
 
-def test_a_rank_in_its_first_step_has_more_time() -> None:
+def test_a_rank_that_starts_has_more_time() -> None:
     ahead, behind = note(0, "ab", waiting=2), note(1, "a", idle_s=START_S - 1)
     assert behind.place is not None
-    behind = replace(behind, place=behind.place._replace(step=1))
+    behind = replace(behind, place=behind.place._replace(step=1, is_starting=True))
     assert judged(ahead, behind).ranks == ()
-    assert judged(ahead, replace(behind, idle_s=START_S)).ranks == (1,)
+    verdict = judged(ahead, replace(behind, idle_s=START_S))
+    assert verdict.ranks == (1,)
+    assert "within 300 s (start_s of the watch)" in verdict.text
+    patient = Patience(SLOW_S, 2 * START_S, START_S)  # nobody has less time to start than for a step
+    assert judge((ahead, replace(behind, idle_s=2 * START_S - 1)), patient).ranks == ()
+
+
+def test_a_rank_that_has_started_has_no_more_time_in_its_first_step_than_in_any_other() -> None:
+    ahead, behind = note(0, "ab", waiting=2), note(1, "a", idle_s=STUCK_S)
+    assert behind.place is not None
+    verdict = judged(ahead, replace(behind, place=behind.place._replace(step=1)))
+    assert verdict.ranks == (1,)
+    assert "within 60 s (stuck_s of the watch)" in verdict.text
+
+
+def test_the_start_is_over_when_somebody_says_so_or_the_first_step_ends() -> None:
+    said, stepped = Journal(), Journal()
+    said.begin("forward")
+    assert said.read()[0].is_starting
+    assert stepped.read()[0].is_starting
+    said.end_start()
+    stepped.next_step()
+    assert (said.read()[0].is_starting, said.read()[0].step) == (False, 1)
+    assert (stepped.read()[0].is_starting, stepped.read()[0].step) == (False, 2)
 
 
 def test_a_rank_that_only_gathers_further_ahead_makes_no_other_guilty() -> None:

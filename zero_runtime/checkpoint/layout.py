@@ -21,6 +21,7 @@ from zero_runtime.errors import CheckpointError
 FORMAT = "zero-lab checkpoint"
 VERSION = 1
 INDEX = "index.json"
+OWNER = "owner"  # in a partial folder: the mark of the process that leads the save; gone with the commit
 MASTER = "master"  # the state that holds the weights
 BUFFER = "buffer"  # the part of a key that a model's buffer has in the place of a state
 _STEP = re.compile(r"step-(\d{8,})")

@@ -26,6 +26,7 @@ from typing import Any
 from zero_runtime.checkpoint.layout import (
     BUFFER,
     INDEX,
+    OWNER,
     Extent,
     FileEntry,
     Index,
@@ -34,14 +35,14 @@ from zero_runtime.checkpoint.layout import (
     report_file,
     step_name,
     tensor_key,
-    trash_name,
 )
 from zero_runtime.checkpoint.rng import random_states
-from zero_runtime.checkpoint.shelf import KEEP_ALL, Retention, prune
+from zero_runtime.checkpoint.shelf import KEEP_ALL, Retention, clear_leftovers, prune, trash_path
 from zero_runtime.checkpoint.snapshot import Part, index_without_files, parts_of
 from zero_runtime.checkpoint.tensor_file import fsync_folder, write_tensor_file
 from zero_runtime.checkpoint.together import agree, raise_for, trouble_of
 from zero_runtime.errors import CheckpointError
+from zero_runtime.process_identity import mark
 from zero_runtime.runtime import ZeroRuntime
 
 _POLL_S = 0.01
@@ -170,7 +171,9 @@ class Save:
             self.root.mkdir(parents=True, exist_ok=True)
             if self.partial.exists():
                 shutil.rmtree(self.partial)  # of an attempt that was interrupted
+            clear_leftovers(self.root)
             self.partial.mkdir()
+            (self.partial / OWNER).write_text(mark(), encoding="utf-8")
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -228,6 +231,7 @@ class Save:
             self._write_text(self.partial / INDEX, self._index(reports).to_text())
             for rank in self.members:
                 (self.partial / report_file(rank, self.world)).unlink()
+            (self.partial / OWNER).unlink()
             fsync_folder(self.partial)
             self._rename()
         except BaseException as error:
@@ -239,7 +243,7 @@ class Save:
 
     def _rename(self) -> None:
         """The commit. A folder of the same step is one that was found damaged, or is saved again: it makes way."""
-        trash = self.root / trash_name(self.step, self.token)
+        trash = trash_path(self.root, self.step)
         if self.final.exists():
             self.final.rename(trash)
         self.partial.rename(self.final)

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_runtime.checkpoint.layout import step_of, trash_name
+from zero_runtime.checkpoint.layout import OWNER, step_of, trash_name
 from zero_runtime.checkpoint.load import Checkpoint, verify_together
 from zero_runtime.checkpoint.together import agree
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CheckpointError
+from zero_runtime.process_identity import has_ended, mark, remove_left_behind
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def prune(root: str | Path, retention: Retention) -> list[Path]:
     found = committed(root)
     gone = []
     for step in retention.doomed(list(found)):
-        trash = Path(root) / trash_name(step, uuid.uuid4().hex[:12])
+        trash = trash_path(root, step)
         try:
             found[step].rename(trash)
             shutil.rmtree(trash)
@@ -170,9 +171,25 @@ def prune(root: str | Path, retention: Retention) -> list[Path]:
     return gone
 
 
+def trash_path(root: str | Path, step: int) -> Path:
+    """A new name for a checkpoint that this process deletes."""
+    return Path(root) / trash_name(step, f"{mark()}-{uuid.uuid4().hex[:8]}")
+
+
 def clear_leftovers(root: str | Path) -> list[Path]:
-    """Remove interrupted saves and deletions. One process calls it, when nothing is being saved to this root."""
-    found = [path for path in _entries(root) if path.name.startswith((".step-", ".trash-step-"))]
-    for path in found:
-        shutil.rmtree(path, ignore_errors=True)
-    return found
+    """Remove saves and deletions that were interrupted, by processes that have ended; those that went."""
+    trash = [path for path in _entries(root) if path.name.startswith(".trash-")]
+    gone = remove_left_behind(trash)
+    for path in (one.path for one in torn(root)):
+        if has_ended(owner_of(path)):
+            shutil.rmtree(path, ignore_errors=True)
+            gone.append(path)
+    return gone
+
+
+def owner_of(partial: Path) -> str:
+    """The mark of the process that leads a save; empty where it is not known."""
+    try:
+        return (partial / OWNER).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

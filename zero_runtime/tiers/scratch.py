@@ -33,6 +33,7 @@ import torch
 from zero_runtime.errors import OffloadError, PlanError, missing_folder
 from zero_runtime.kernels.checksum import checksum_function
 from zero_runtime.offload_memory import ALIGN_BYTES, aligned, buffer_bytes
+from zero_runtime.process_identity import mark, remove_left_behind
 
 HUGE_BYTES = 2 << 20  # the smallest huge page
 HUGE_ADVICE = (14, 25)  # Linux's MADV_HUGEPAGE and, since 6.1, MADV_COLLAPSE
@@ -106,7 +107,7 @@ class ScratchFile:
     def __init__(self, settings: ScratchSettings, size: int, rank: int) -> None:
         self.settings = settings
         self.size = aligned(size)
-        self.path = settings.folder / f".zero-lab-{os.getpid()}-rank{rank}-{uuid4().hex[:8]}.scratch"
+        self.path = settings.folder / f".zero-lab-{mark()}-rank{rank}-{uuid4().hex[:8]}.scratch"
         self.direct = True
         self._sums: dict[tuple[int, int], int] = {}  # by offset and size
         self._checksum = checksum_function() if settings.verify else None
@@ -119,6 +120,7 @@ class ScratchFile:
         folder = self.path.parent
         if not os.path.isdir(folder):
             raise OffloadError(f"{folder}: expected a folder for scratch files, found {missing_folder(folder)}")
+        remove_left_behind(folder.glob(".zero-lab-*.scratch"))  # of ranks that were killed before they unlinked it
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
             fd = os.open(self.path, flags, 0o600)

@@ -1,0 +1,36 @@
+"""A rank's folder lies in the machine's temporary folder: it goes with its job, also where the job was killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from zero_runtime.process_identity import has_proc, mark
+from zero_runtime.rank_process import OwnProcess
+
+
+@pytest.mark.skipif(not has_proc(), reason="this system has no /proc")
+def test_folders_of_jobs_that_were_killed_go_at_the_next_start_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    dead = mark(child.pid)
+    child.kill()
+    child.wait()
+    killed = tmp_path / f"zero_rank_{dead}_{dead}_abc"
+    read_by_others = tmp_path / f"zero_rank_{dead}_{mark(os.getpid())}_abc"  # its launcher lives, and so may its peers
+    other = tmp_path / f"zero_rank_{mark(os.getpid())}_{dead}_abc"
+    for folder in (killed, read_by_others, other):
+        folder.mkdir()
+        (folder / "journal").touch()
+    process = OwnProcess()
+    own = Path(process.whereabouts.folder)
+    assert set(tmp_path.iterdir()) == {read_by_others, other, own}
+    process.close()
+    assert set(tmp_path.iterdir()) == {read_by_others, other}
