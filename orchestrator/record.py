@@ -327,8 +327,8 @@ def new_attempt(
     point = point_id(config, world, hardware, held)
     folder = _point_folder(output, point)
     folder.mkdir(parents=True, exist_ok=True)
-    for one in (folder, *(earlier.root for earlier in all_attempts(output, point))):
-        clear_leftovers(one)
+    for place in (folder, *(earlier.root for earlier in all_attempts(output, point))):
+        clear_leftovers(place)
     write_json_atomic(folder / "config.json", config)
     hashed = {"point": folder.name, "ignored": IGNORED_KEYS, **identity(config, world, hardware)}
     write_json_atomic(folder / "identity.json", hashed)
