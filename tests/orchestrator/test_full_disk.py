@@ -71,8 +71,7 @@ def run(what: str, output: Path) -> tuple[int, str, str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "STUB_STEP_S": "0.01"}
     done = subprocess.run(
         [sys.executable, "-c", COMMAND.format(path=path, output=str(output), what=what)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         env=environment,
         timeout=HANG_S,
