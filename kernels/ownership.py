@@ -36,14 +36,14 @@ def trouble_of_private(folder: Path) -> str | None:
 def trouble_of_own(folder: Path) -> str | None:
     """Why a folder of results is not to be trusted; None where it is: it is ours or root's, and not everybody's to
     write to. A group that may write to it is one that somebody chose. What is not there is no trouble."""
-    return _trouble(folder, others=stat.S_IWOTH, roots=True) if folder.exists() else None
+    return _trouble(folder, others=stat.S_IWOTH, roots=True) if folder.is_dir() else None
 
 
 def trouble_of_parents(folder: Path) -> str | None:
     """Why somebody else could put another folder in the place of this one; None where only root, the parents' owners
     and their groups can. Everybody may write to /tmp, yet rename nothing there: it is sticky."""
     for parent in folder.parents:
-        if not parent.exists():
+        if not parent.is_dir():
             continue
         mode = parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:

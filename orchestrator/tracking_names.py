@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from orchestrator.record import store_path
 
@@ -24,8 +23,11 @@ STATUS = {
 
 
 def local_uri(output: str | Path) -> str:
-    """The tracking store beside the outputs, as MLflow takes it: SQLAlchemy undoes %, and cuts at a ?."""
-    return f"sqlite:///{quote(str(store_path(output)))}"
+    """The tracking store beside the outputs, as MLflow takes it: SQLAlchemy undoes %, and cuts at a ?.
+
+    Nothing else is quoted: MLflow makes the folders of the address as it stands, empty ones where that is another.
+    """
+    return f"sqlite:///{str(store_path(output)).replace('%', '%25').replace('?', '%3F')}"
 
 
 def params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

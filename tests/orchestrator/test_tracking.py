@@ -341,7 +341,7 @@ def test_the_store_s_address_leads_to_its_file_whatever_is_in_the_path(tmp_path:
 
     for name in ("plain", "a#1", "a?b=c", "a%20b", "50%", "tab\t", "line\n", "sp ace", "ünï", "'\"$;&=+@:"):
         assert make_url(names.local_uri(tmp_path / name)).database == str(store_path(tmp_path / name))
-    assert names.local_uri("/out") == "sqlite:////out/mlflow.db"
+    assert names.local_uri("/a b#ü") == "sqlite:////a b#ü/mlflow.db"
 
 
 def test_the_dashboard_finds_its_experiments_whatever_is_in_the_path(tmp_path: Path) -> None:
