@@ -219,14 +219,16 @@ def _look_at(attempt: AttemptPaths, rank: int, ended: dict[str, Any] | None) -> 
 
 
 def _sight(rank: int, record: dict[str, Any] | None, ended: dict[str, Any] | None) -> Sight:
-    code, when = (None, time.monotonic()) if ended is None else (int(ended["code"]), float(ended["monotonic"]))
+    code, when = (None, time.monotonic()) if ended is None else (int(ended["code"]), ended.get("monotonic", 0.0))
     if record is None:
         return Sight(rank, exit_code=code, exit_time=when)
     alive = ended is None and is_alive(record["pid"], record["started"])
     error = str(record.get("error", record.get("message", "")))
     blamed = tuple(record.get("blamed", ()))
     outcome = RunState(record.get("outcome", RunState.error.value))
-    return Sight(rank, RunState(record["state"]), record["monotonic"], error, alive, code, when, blamed, outcome)
+    return Sight(
+        rank, RunState(record["state"]), record.get("monotonic", 0.0), error, alive, code, when, blamed, outcome
+    )
 
 
 def ask_where(attempt: AttemptPaths, world: int, *, wait_s: float = 0.5) -> int | None:

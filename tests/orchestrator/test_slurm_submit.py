@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +85,7 @@ def test_a_call_is_json_and_everything_is_the_owner_s_alone(slurm_tools: Path) -
     for path in (slurm_tools / "jobs", *(slurm_tools / "jobs").iterdir()):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
     assert (slurm_tools / "umask").read_text() == "0077\n"
-    call = json.loads((slurm_tools / "jobs" / "44111_submitted.json").read_bytes())
+    call = read_json(slurm_tools / "jobs" / "44111_submitted.json")
     assert call == {"attempt": str(sent[0][0].root)}
     assert Path((read_json(sent[0][0].job) or {})["script"]).read_text().endswith(" mine:run\n")
     assert not list(slurm_tools.rglob("*.pkl"))

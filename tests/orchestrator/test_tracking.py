@@ -23,7 +23,7 @@ from stub_worker import make_result, step_event
 from orchestrator import chart_view, dashboard, tracking, tracking_feed, tracking_notes
 from orchestrator import tracking_names as names
 from orchestrator.record import Attempt, new_attempt, store_path, tracking_path
-from orchestrator.record_file import append_event, write_json_atomic
+from orchestrator.record_file import append_event, require_json, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import TrackingKind, to_dict
 from orchestrator.screen import Screen
@@ -187,9 +187,8 @@ def test_what_dead_commands_left_is_completed_once_and_what_living_ones_have_is_
     tracking_notes.note(scene.output, message)
     assert tracking_notes.left_behind(scene.output) == [], "this process lives"
     (note,) = (one for one in tracking_path(scene.output).glob("*.json") if attempt.label in one.read_text())
-    facts = json.loads(note.read_text())
-    facts["command"]["started"] = "0@an earlier boot"
-    note.write_text(json.dumps(facts))
+    facts = require_json(note)
+    write_json_atomic(note, {**facts, "command": {**facts["command"], "started": "0@an earlier boot"}})
     uri = f"sqlite:///{store_path(scene.output)}"
     if begun:
         tracking.open_run(tracking.Store(uri, scene.output), message, {names.HOST: "here"}).catch_up()
@@ -211,7 +210,7 @@ def test_a_store_that_refuses_is_asked_three_times(
     message = {"attempt": str(attempt.paths.root), "label": "refused", "point": attempt.point, "experiment": EXPERIMENT}
     tracking_notes.note(tmp_path, message)
     (note,) = tracking_path(tmp_path).glob("*.json")
-    note.write_text(json.dumps({**json.loads(note.read_text()), "command": {**DEAD, "host": socket.gethostname()}}))
+    write_json_atomic(note, {**require_json(note), "command": {**DEAD, "host": socket.gethostname()}})
     for left in (1, 1, 1, 0):
         assert len(tracking_notes.left_behind(tmp_path)) == left
         tracking.complete(tmp_path, {})

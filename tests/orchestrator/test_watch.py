@@ -100,7 +100,7 @@ def attempt(tmp_path: Path) -> AttemptPaths:
 
 
 def write_rank(attempt: AttemptPaths, rank: int, state: RunState, **facts: object) -> None:
-    record = {"rank": rank, "pid": 1, "started": "0@", "state": state.value, "monotonic": 1.0, **facts}
+    record = {"rank": rank, "pid": 1, "started": "0@", "state": state.value, "time": 1.0, "monotonic": 1.0, **facts}
     write_json_atomic(attempt.rank_record(rank), record)
 
 
@@ -144,7 +144,7 @@ def test_a_rank_that_the_kernel_killed_for_want_of_memory_is_told_from_any_other
     counter = tmp_path / "vmstat"
     counter.write_text("pgfault 7\noom_kill 3\n")
     monkeypatch.setattr("orchestrator.watch.VMSTAT", counter)
-    write_json_atomic(attempt.exits, {"1": {"code": KILLED, "monotonic": 1.0}})
+    write_json_atomic(attempt.exits, {"1": {"code": KILLED, "time": 1.0, "monotonic": 1.0}})
     for kills, state in ((3, RunState.error), (4, RunState.oom_host)):
         counter.write_text("oom_kill 3\n")
         watching = Watch(attempt, 2, 60.0, lambda: False)
