@@ -172,9 +172,15 @@ class Tracker:
             time.sleep(wait_s)  # at its end the pipe is always readable
         *lines, self._heard = (self._heard + chunk).split(b"\n")
         for line in lines:
-            self._take(json.loads(line))
+            self._take(line)
 
-    def _take(self, answer: Mapping[str, Any]) -> None:
+    def _take(self, line: bytes) -> None:
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(answer, dict):  # some library's words
+            return
         self._ready = self._ready or "ready" in answer
         if "warning" in answer:
             self._warn(answer["warning"])
