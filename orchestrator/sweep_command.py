@@ -89,6 +89,11 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
 
 def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths | None]:
     """Runs, sends or joins the sweep: the exit code, and its records; none where the cluster can never run it."""
+    if problems := _problems_of_cluster(request, planned):
+        for problem in problems:
+            screen.say(f"error: {problem}", "bold red")
+        screen.say("nothing was sent (exit 2)")
+        return REFUSED, None
     with sweep_record.only_starter(_output(request)):
         running = _running(request, planned)
         if running is None and _on_cluster(_runnable(request)):
@@ -120,15 +125,18 @@ def _joined(running: SweepPaths, screen: Screen) -> int:
     return comparison.OK
 
 
-def _send(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths | None]:
-    """Sends what is to run to the cluster, and returns: 0, or 2 where the cluster can never run it."""
+def _problems_of_cluster(request: SweepRequest, planned: Sequence[Planned]) -> list[str]:
+    """What the cluster can never run of a sweep that it would be sent. Asked before anything is written."""
+    configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
+    if not configs or not _on_cluster(_runnable(request)) or _running(request, planned) is not None:
+        return []
+    return slurm_site.preflight(configs)
+
+
+def _send(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths]:
+    """Sends what is to run to the cluster, and returns."""
     points = [one for one in _runnable(request) if one.config.cluster.kind is ClusterKind.slurm]
     configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
-    if problems := slurm_site.preflight(configs) if configs else []:
-        for problem in problems:
-            screen.say(f"error: {problem}", "bold red")
-        screen.say("nothing was sent (exit 2)")
-        return REFUSED, None
     for caution in slurm_site.cautions(configs):
         screen.warn(caution)
     sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, points))
@@ -181,6 +189,8 @@ def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
     """The same without a screen: returns when the sweep has ended. An interrupt cancels it and is raised again."""
     planned = _plan(request, hardware)
     _check_places(request)
+    if problems := _problems_of_cluster(request, planned):
+        raise slurm_tools.SlurmError("; ".join(problems))
     with sweep_record.only_starter(_output(request)):
         running = _running(request, planned)
         on_cluster = running is None and _on_cluster(_runnable(request))
@@ -206,10 +216,8 @@ def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
 
 
 def _sent(request: SweepRequest, planned: list[Planned]) -> SweepPaths:
-    """Sends what is to run; SlurmError where the cluster can never run it."""
+    """Sends what is to run."""
     configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
-    if problems := slurm_site.preflight(configs) if configs else []:
-        raise slurm_tools.SlurmError("; ".join(problems))
     sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, _runnable(request)))
     if configs:
         slurm_sweep.send(sweep, planned, request.entry)
