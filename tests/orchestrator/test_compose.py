@@ -152,7 +152,14 @@ DEEP = "a: " + 3000 * "[" + 3000 * "]"
     ],
 )
 @pytest.mark.parametrize(
-    "line", ["optimizer=odd", "experiment=odd", "sweeps=odd", "model=odd", "-m optimizer=adamw,odd"]
+    "line",
+    [
+        "sweeps=odd",
+        *(
+            pytest.param(line, marks=pytest.mark.full)
+            for line in ("optimizer=odd", "experiment=odd", "model=odd", "-m optimizer=adamw,odd")
+        ),
+    ],
 )
 def test_a_file_that_holds_no_settings_is_named_with_what_it_holds(
     content: bytes, told: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -71,6 +71,7 @@ def test_a_folder_that_the_user_named_stays_also_where_it_is_the_current_one() -
     assert start.environment({"A": "b"}) == {"A": "b"}
 
 
+@pytest.mark.full
 def test_a_whole_run_imports_nothing_from_there(trapped: Path) -> None:
     environ = {**os.environ, start.PYTHONPATH: ":"}
     run([sys.executable, str(ROOT / "run.py"), *TINY.split()], trapped, environ)

@@ -65,6 +65,7 @@ print(train(BLOCKS, NVME if how == "nvme" else OffloadPlan(), 3))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's size from /proc")
 def test_a_model_larger_than_the_memory_allowed_trains_and_dies_without(tmp_path: Path) -> None:
     """16.8 M parameters, 18 bytes each. RLIMIT_DATA bounds every private writable page, thread stacks among them, to
