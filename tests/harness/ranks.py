@@ -100,8 +100,8 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
-    # A collection would visit the 400,000 objects of the libraries, and copy the pages shared with the server in doing
-    # so: half a second each, and a census of live tensors collects before it counts.
+    # A collection would visit all objects of the libraries, and copy the pages shared with the server in doing so. A
+    # census of live tensors collects before it counts.
     gc.freeze()
     torch.set_num_threads(RANK_THREADS)
     if fault is not None:

@@ -49,7 +49,10 @@ def _peaks(spec: TinySpec, precision: MixedPrecision) -> dict[int, tuple[int, St
 
 @pytest.mark.parametrize(
     ("param", "tied"),
-    [("bf16", True), *(pytest.param(*one, marks=pytest.mark.full) for one in (("fp32", False), ("bf16", False)))],
+    [
+        ("bf16", True),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in (("fp32", False), ("fp32", True), ("bf16", False))),
+    ],
 )
 def test_eight_blocks_hold_less_from_row_to_row_and_no_more_than_predicted(param: str, tied: bool) -> None:
     spec = TinySpec(blocks=DEEP.blocks, tied=tied)

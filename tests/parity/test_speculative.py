@@ -151,7 +151,7 @@ def test_a_guess_that_overflowed_is_skipped_with_the_step(tmp_path: Path) -> Non
     run_ranks(_overflowing, 2, tmp_path)
 
 
-def _other_ways(folder: Path) -> None:
+def _other_ways(folder: Path, nth: int) -> None:
     """Another rate than was told, a weight that is written between backward and step, and no rate told at all."""
     setting, name = Setting(3, 2, BF16), "blocks.0.mix.weight"
     case = setting.case(model=SPEC)
@@ -171,21 +171,22 @@ def _other_ways(folder: Path) -> None:
         return reports, states
 
     wanted, states = run(None)
-    for plan in plans_of(3, folder)[::2]:
+    for plan in plans_of(3, folder)[::nth]:
         with pytest.warns(UserWarning, match=r"call runtime\.expect_rate\(lr\) first"):
             reports, found = run(plan)
         assert reports == wanted
         assert_states(found, states)
 
 
-def test_what_was_not_foreseen_is_stepped_over_alike(tmp_path: Path) -> None:
-    run_ranks(_other_ways, 2, tmp_path)
+@pytest.mark.parametrize("nth", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_what_was_not_foreseen_is_stepped_over_alike(nth: int, tmp_path: Path) -> None:
+    run_ranks(_other_ways, 2, tmp_path, nth)
 
 
-def _saved(folder: Path) -> None:
+def _saved(folder: Path, nth: int) -> None:
     """Between two swaps of what is current: saved, and gone on from."""
     setting = Setting(3, 2, BF16)
-    for number, plan in enumerate(plans_of(3, folder)[::4]):
+    for number, plan in enumerate(plans_of(3, folder)[::nth]):
         runtime = runtime_of(setting, plan)
         train(runtime, setting, range(3))
         path = save_checkpoint(runtime, folder / str(number), step=3, trainer={})
@@ -198,8 +199,9 @@ def _saved(folder: Path) -> None:
             again.close()
 
 
-def test_a_checkpoint_holds_what_is_current(tmp_path: Path) -> None:
-    run_ranks(_saved, 2, tmp_path)
+@pytest.mark.parametrize("nth", [4, pytest.param(2, marks=pytest.mark.full)])
+def test_a_checkpoint_holds_what_is_current(nth: int, tmp_path: Path) -> None:
+    run_ranks(_saved, 2, tmp_path, nth)
 
 
 def _not_finite(folder: Path) -> None:
