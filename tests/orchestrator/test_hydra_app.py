@@ -239,6 +239,7 @@ def test_a_study_that_cannot_be_meant_is_refused_before_its_first_proposal(
 
 
 @needs_optuna
+@pytest.mark.full
 def test_optuna_gets_the_metric_of_what_it_proposes_and_is_told_of_what_failed(tmp_path: Path) -> None:
     """Six proposals, two at a time: a stage that raises, a batch that does not fit, and a search that is declared."""
     folder = tmp_path / "conf" / "experiment"

@@ -39,7 +39,7 @@ AXES = {
 }
 Cell = tuple
 CELLS: list[Cell] = list(product(*AXES.values()))
-STEPS, FEW_STEPS = 20, 4  # of the cells of the cut, which must learn, and of the others
+STEPS, FEW_STEPS = 20, 3  # of the cells of the cut, which must learn, and of the others
 
 
 def covering_cut(cells: list[Cell]) -> list[Cell]:

@@ -139,11 +139,11 @@ def test_what_rests_behind_the_host_is_saved_and_loaded_like_the_rest(kept: int,
     run_ranks(_saves, 2, tmp_path, BF16 if kept else FP32, behind_it(3, tmp_path)[kept])
 
 
-def _skips(folder: Path) -> None:
+def _skips(folder: Path, nth: int) -> None:
     """The scale starts where the first steps overflow."""
     case = Setting(3, 2, FP16).case(model=SPEC)
     found = []
-    for offload in (None, replace(BOTH, ratio=0.5), *behind_it(3, folder)[1::2]):
+    for offload in (None, replace(BOTH, ratio=0.5), *behind_it(3, folder)[1::nth]):
         scale = LossScaleRule(initial_power=20, hysteresis=1)
         runtime = runtime_of(Setting(3, 2, FP16), offload, loss_scale=scale)
         reports = []
@@ -160,8 +160,9 @@ def _skips(folder: Path) -> None:
         assert_states(other[2], plain[2])
 
 
-def test_a_skipped_step_leaves_what_rests_on_the_host_as_it_was(tmp_path: Path) -> None:
-    run_ranks(_skips, 2, tmp_path)
+@pytest.mark.parametrize("nth", [4, pytest.param(2, marks=pytest.mark.full)])
+def test_a_skipped_step_leaves_what_rests_on_the_host_as_it_was(nth: int, tmp_path: Path) -> None:
+    run_ranks(_skips, 2, tmp_path, nth)
 
 
 def _gradients(folder: Path) -> None:

@@ -25,7 +25,7 @@ from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 STAGES = (0, 1, 2, 3)
-STEPS = 4
+STEPS = 3
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 # Elements: none smaller than a parameter can be split, every one a unit of its own; two or three modules a unit; all
 # blocks in one unit. A block has 612 elements, the embedding 204.

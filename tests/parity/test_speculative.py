@@ -132,14 +132,14 @@ def test_one_rank_and_another_optimizer_guess_too(tmp_path: Path) -> None:
     run_ranks(_clipping, 1, tmp_path, Setting(3, 1, FP32, micro_batches=1), SgdConfig(momentum=0.9))
 
 
-def _overflowing(folder: Path) -> None:
+def _overflowing(folder: Path, nth: int) -> None:
     setting = Setting(3, 2, FP16)
     plain = runtime_of(setting, None, loss_scale=OVERFLOWS)
     wanted, states = train(plain, setting, range(16)).reports, states_of(plain)
     plain.close()
     skipped = sum("skipped=True" in report for report in wanted)
     assert 0 < skipped < 16
-    for plan in plans_of(3, folder)[1::2]:
+    for plan in plans_of(3, folder)[1::nth]:
         runtime = runtime_of(setting, plan, loss_scale=OVERFLOWS)
         found = train(runtime, setting, range(16))
         assert (found.reports, found.wrong, found.right) == (wanted, skipped, 16 - skipped), plan
@@ -147,8 +147,9 @@ def _overflowing(folder: Path) -> None:
         runtime.close()
 
 
-def test_a_guess_that_overflowed_is_skipped_with_the_step(tmp_path: Path) -> None:
-    run_ranks(_overflowing, 2, tmp_path)
+@pytest.mark.parametrize("nth", [4, pytest.param(2, marks=pytest.mark.full)])
+def test_a_guess_that_overflowed_is_skipped_with_the_step(nth: int, tmp_path: Path) -> None:
+    run_ranks(_overflowing, 2, tmp_path, nth)
 
 
 def _other_ways(folder: Path, nth: int) -> None:
