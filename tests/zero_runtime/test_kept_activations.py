@@ -251,20 +251,21 @@ def test_a_retained_graph_is_fetched_again() -> None:
     run_ranks(_retained, 1)
 
 
-def _transformers() -> None:
+def _transformers(kind: str) -> None:
     llama = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     llama |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     gpt2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
-    for kind, config in (("llama", llama), ("gpt2", gpt2)):
-        wanted = losses(Transformer(kind, config), 3)
-        for rule in KINDS:
-            model = Transformer(kind, config)
-            Recomputation(model, RecomputeRule(rule, offload="cpu"), CPU, LateCopies())
-            assert losses(model, 3) == wanted, (kind, rule)
+    config = {"llama": llama, "gpt2": gpt2}[kind]
+    wanted = losses(Transformer(kind, config), 3)
+    for rule in KINDS:
+        model = Transformer(kind, config)
+        Recomputation(model, RecomputeRule(rule, offload="cpu"), CPU, LateCopies())
+        assert losses(model, 3) == wanted, rule
 
 
-def test_transformers_models_keep_on_the_host_too() -> None:
-    run_ranks(_transformers, 2)
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
+def test_transformers_models_keep_on_the_host_too(kind: str) -> None:
+    run_ranks(_transformers, 2, kind)
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:

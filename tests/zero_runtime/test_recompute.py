@@ -169,24 +169,25 @@ class Transformer(nn.Module):
         return output.float().logsumexp(-1).sum()
 
 
-def _transformers() -> None:
+def _transformers(kind: str) -> None:
     llama = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     llama |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     gpt2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
-    for kind, config in (("llama", llama), ("gpt2", gpt2)):
-        results = []
-        for rule in RULES:
-            model = Transformer(kind, config)
-            assert len(Recomputation(model, rule).blocks) == {"none": 0, "every_nth": 1}.get(rule.kind, 2)
-            results.append(losses(model, 3))
+    config = {"llama": llama, "gpt2": gpt2}[kind]
+    results = []
+    for rule in RULES:
         model = Transformer(kind, config)
-        model.inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        assert len(Recomputation(model, rule).blocks) == {"none": 0, "every_nth": 1}.get(rule.kind, 2)
         results.append(losses(model, 3))
-        assert all(result == results[0] for result in results), kind
+    model = Transformer(kind, config)
+    model.inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    results.append(losses(model, 3))
+    assert all(result == results[0] for result in results)
 
 
-def test_transformers_models_recompute_by_our_rules_and_by_their_own() -> None:
-    run_ranks(_transformers, 2)
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.full), "gpt2"])
+def test_transformers_models_recompute_by_our_rules_and_by_their_own(kind: str) -> None:
+    run_ranks(_transformers, 2, kind)
 
 
 def test_every_nth_takes_the_last_of_every_n_blocks() -> None:
