@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 
@@ -128,10 +129,11 @@ def _is_finite(value: int | float) -> bool:
         return False
 
 
-def hints_of(cls: type) -> dict[str, Any]:
+@functools.cache  # every point of a sweep asks, for each group
+def hints_of(cls: type) -> Mapping[str, Any]:
     """The types of a dataclass's fields, in their order."""
     known = get_type_hints(cls)
-    return {one.name: known[one.name] for one in fields(cls)}
+    return MappingProxyType({one.name: known[one.name] for one in fields(cls)})
 
 
 def build(cls: type, data: object, path: str = "") -> tuple[Any, list[Broken]]:
