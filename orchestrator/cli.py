@@ -21,7 +21,7 @@ from orchestrator.point import Point
 from orchestrator.record_file import BadRecord, told
 from orchestrator.schema import Device, RunConfig, root_limits, to_dict
 from orchestrator.slurm_tools import SlurmError
-from orchestrator.streams import complain, one_line, take_any_text
+from orchestrator.streams import complain, few, one_line, take_any_text
 from orchestrator.strict import Broken, ConfigError, Refusal, build_parts
 from orchestrator.worker.faults import Faults
 
@@ -90,10 +90,17 @@ def _answer(asked: Arguments) -> int:
         return 0
     composition = composed(asked)
     if asked.shows:
-        from orchestrator import compose
-
-        compose.show(asked)
+        _show(asked)
     return _run(composition, asked)
+
+
+def _show(asked: Arguments) -> None:
+    from orchestrator import compose
+
+    try:
+        compose.show(asked)
+    except compose.ComposeError as error:
+        raise Refusal([str(error)]) from None
 
 
 def composed(asked: Arguments) -> Composition:
@@ -109,7 +116,7 @@ def composed(asked: Arguments) -> Composition:
     from orchestrator import compose  # here: it imports Hydra, and the answers above are quicker without
 
     if asked.shows and not asked.shows_config:
-        compose.show(asked)
+        _show(asked)
     try:
         return compose.compose(asked)
     except compose.ComposeError as error:
@@ -173,7 +180,7 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: rules.Scen
     problems = [*filter(None, whole), *problems]
     if not points or scene.world is not None or any(whole):
         raise Refusal(problems)
-    for problem in problems:
+    for problem in few(problems):
         complain(f"refused: {problem}")
     _check_fault(points)
     _note_idle_gpus(scene, points[0].config)
@@ -287,7 +294,7 @@ def refuse(problems: Sequence[str]) -> int:
     if sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
         word = f"\033[31m{word}\033[0m"
     # Started by torchrun or srun, every rank finds the same: one tells it.
-    for problem in problems if os.environ.get("RANK", "0") == "0" else ():
+    for problem in few(problems) if os.environ.get("RANK", "0") == "0" else ():
         print(f"{word} {one_line(problem)}", file=sys.stderr)
     print(f"nothing was started (exit {BAD_USAGE})", file=sys.stderr)
     return BAD_USAGE

@@ -6,10 +6,12 @@ from __future__ import annotations
 import codecs
 import io
 import sys
+from collections.abc import Sequence
 
 SPELLED = {"Ψ": "Psi", "Φ": "Phi", "×": "x", "·": "*", "…": "...", "–": "-", "²": "^2", "µ": "u", "≤": "<=", "≥": ">="}
 HANDLER = "zlab-spelled"
 MOST_SIGNS = 3000  # of a message: what was typed, or a file's text, may be as long as it likes
+MOST_MESSAGES = 50  # of one kind: a file may be wrong in every line
 
 
 def take_any_text() -> None:
@@ -23,6 +25,12 @@ def take_any_text() -> None:
 def complain(text: str) -> None:
     """One line on stderr, whatever the text holds: it may quote what a stranger's file says."""
     print(one_line(text), file=sys.stderr)
+
+
+def few(messages: Sequence[str]) -> list[str]:
+    """The first of them, and how many more there are."""
+    more = len(messages) - MOST_MESSAGES
+    return [*messages[:MOST_MESSAGES], *([f"and {more:,} more"] if more > 0 else [])]
 
 
 def one_line(text: str) -> str:

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TypeVar
+from enum import Enum
+from typing import Any, TypeVar, get_origin
+
+from orchestrator.strict import type_of
+from orchestrator.sweep_file import spelled
 
 Item = TypeVar("Item")
 
 NUMBERS = [
     *("0", "-1", "1", "2", "3", "00", "+1", "-0", "1_0", "0x10", "0b1", "1e3", "1e-320", "1e308", "1e309", "-1e400"),
     *("9" * 20, "9" * 400, "-" + "9" * 400, "9" * 4400, "0." + "0" * 400 + "1", "1e" + "9" * 30, "1.", ".5", "1.5.2"),
-    *("inf", "-inf", "nan", "NaN", "Infinity", str(2**31), str(2**32), str(2**63), str(2**64), "1/2", "٣", "²"),
+    *(
+        "0x" + "f" * 5000,
+        "inf",
+        "-inf",
+        "nan",
+        "NaN",
+        "Infinity",
+        str(2**31),
+        str(2**32),
+        str(2**63),
+        str(2**64),
+        "1/2",
+        "٣",
+        "²",
+    ),
 ]
 WORDS = [
     *("", " ", "null", "~", "true", "yes", "off", "none", "auto", "???", "-", "--", "=", "\\", "'", '"', "''", '""'),
@@ -32,9 +50,9 @@ PATHS = [
         "/dev/zero",
         "/dev/null",
     ),
-    *("/proc/self/mem", "/proc/x", "/", ".", "..", "../..", "~", "~/x", "~nobody-of-this-name/x", "~root/x", "x" * 300),
+    *("/proc/self/mem", "/proc/x", ".", "..", "folder/..", "~", "~/x", "~nobody-of-this-name/x", "~root/x", "x" * 300),
     *("/".join(["d"] * 600), "./" * 2000 + "x", "a\udcffb", "file:///etc/passwd", "http://localhost:1/x", "weights"),
-    *("step-00000001", "//", "-x", "--plan", "a\nb", "outputs/#", "outputs/?", "outputs/%", "outputs/a b", "outputs/é"),
+    *("step-00000001", "-x", "--plan", "a\nb", "outputs/#", "outputs/?", "outputs/%", "outputs/a b", "outputs/é"),
 ]
 INTERPOLATIONS = [
     *("${seed}", "${batch.micro}", "${missing}", "${oc.env:HOME}", "${oc.env:NO_SUCH}", "${oc.decode:'[1,2]'}"),
@@ -129,6 +147,26 @@ def changed(data: bytes, chance: random.Random) -> bytes:
         else:
             found[start:stop] = chance.choice((chance.randbytes(len(part)), b"\xff" * len(part), b"(" * len(part)))
     return bytes(found)
+
+
+def fitting(hint: Any, chance: random.Random) -> str:
+    """A value of this type, as it would be typed: what is right so far goes deeper."""
+    kind, optional = type_of(hint)
+    if optional and chance.random() < 0.15:
+        return "null"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return str(chance.choice(list(kind)).value)
+    if kind is bool:
+        return chance.choice(("true", "false"))
+    if kind is int:
+        return chance.choice((*map(str, (1, 1, 2, 2, 3, 4, 8, 0, -1, 77, 1024, 10**6, 2**31, 2**63)), "9" * 400))
+    if kind is float:
+        return chance.choice(("0.5", "1", "0", "1e-3", "0.1", "2.5", "-1.0", "1e308", "1e-320", "9" * 400, "1e300"))
+    if get_origin(kind) is list:
+        return f"[{','.join(spelled(chosen(chance, WORDS)) for _ in range(chance.randrange(3)))}]"
+    if get_origin(kind) is dict:
+        return f"{{{spelled(chosen(chance, WORDS))}:{chosen(chance, NUMBERS)}}}"
+    return spelled(chosen(chance, WORDS, PATHS))
 
 
 def misspelled(word: str, chance: random.Random) -> str:

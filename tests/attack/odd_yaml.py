@@ -110,8 +110,8 @@ def plain(chance: random.Random, levels: int = 4) -> Any:
         return [plain(chance, levels - 1) for _ in range(chance.choice((0, 1, 2, 30)))]
     if what == 1:
         return {chance.choice(("zero", "seed", "a.b", "", 3, None, True)): plain(chance, levels - 1)}
-    if what == 2:
-        return chance.choice((None, True, False, 0, -1, 1.5, 1e309, 10**400, float("nan"), 2**63))
+    if what < 5:
+        return chance.choice((None, True, False, 0, 1, 2, 8, -1, 0.5, 1.5, 1e309, 10**400, float("nan"), 2**63))
     return odd.value(chance)
 
 

@@ -113,7 +113,9 @@ def reshaped(data: bytes, chance: random.Random) -> bytes:
 
 def signed(folder: Path) -> None:
     """The folder of our own format with checksums that fit, as whoever changes it on purpose would have them."""
-    first, _, rest = (folder / INDEX).read_bytes().partition(b"\n")
+    if not (folder / INDEX).exists():
+        return
+    rest = (folder / INDEX).read_bytes().partition(b"\n")[2]
     try:
         index = json.loads((folder / INDEX).read_bytes())
         for name, entry in index["files"].items():
@@ -150,7 +152,7 @@ def damage(folder: Path, chance: random.Random) -> tuple[str, bool]:
     return f"{file.relative_to(folder)}: {len(data)} bytes became {size}{'' if sealed else ', signed'}", sealed
 
 
-@pytest.mark.parametrize("tried", numbers(60, 1500))
+@pytest.mark.parametrize("tried", numbers(90, 2450))
 def test_any_checkpoint_is_read_or_refused_by_name(
     tried: list[int], folders: Path, tmp_path: Path, tally: Tally
 ) -> None:
@@ -159,6 +161,7 @@ def test_any_checkpoint_is_read_or_refused_by_name(
     def case(trial: Trial) -> None:
         name = trial.chance.choice(list(READERS))
         folder = tmp_path / name
+        shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(folders / name, folder)
         done = [damage(folder, trial.chance) for _ in range(trial.chance.choice((1, 1, 1, 2)))]
         trial.shown = f"{name}: {'; '.join(what for what, _ in done)}"
@@ -170,8 +173,6 @@ def test_any_checkpoint_is_read_or_refused_by_name(
             if all(sealed for _, sealed in done):
                 assert found.keys() == wanted[name].keys()
                 assert all(torch.equal(values, found[key]) for key, values in wanted[name].items()), "other values"
-        finally:
-            shutil.rmtree(folder)
 
     attack(DOOR, tried, tally, case)
 

@@ -92,7 +92,7 @@ def read(source: Any) -> None:
             raise Wrong("unclear messages", f"{len(text)} signs: {text[:300]}") from None
 
 
-@pytest.mark.parametrize("tried", numbers(120, 2500))
+@pytest.mark.parametrize("tried", numbers(120, 4000))
 def test_any_configuration_is_read_or_refused(tried: list[int], tmp_path: Path, tally: Tally) -> None:
     path = tmp_path / "ds.json"
 

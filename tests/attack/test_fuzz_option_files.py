@@ -56,7 +56,7 @@ def file_of(group: str, chance: random.Random) -> bytes:
     return found
 
 
-@pytest.mark.parametrize("tried", numbers(40, 1000))
+@pytest.mark.parametrize("tried", numbers(8, 400))
 def test_any_option_file_is_composed_or_refused(
     tried: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally
 ) -> None:

@@ -85,7 +85,7 @@ def lost(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("tried", numbers(40, 1000))
+@pytest.mark.parametrize("tried", numbers(25, 1000))
 def test_any_records_are_answered_for(
     tried: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally
 ) -> None:

@@ -36,13 +36,13 @@ TYPED = ["zero=stage1", "zero=stage0,stage2", "seed=range(1,4)", "batch.micro=1,
 
 
 def file_of(chance: random.Random) -> bytes:
-    if chance.random() < 0.02:
-        many = ",".join(map(str, range(1, chance.choice((30, 400, 2000)))))
+    if chance.random() < 0.005:
+        many = ",".join(map(str, range(1, chance.choice((30, 400)))))
         return (LARGE % (many, many, many)).encode()
     return odd_yaml.document(RIGHT, KEYS, chance)
 
 
-@pytest.mark.parametrize("tried", numbers(60, 2000))
+@pytest.mark.parametrize("tried", numbers(30, 900))
 def test_any_sweep_file_is_planned_or_refused(
     tried: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally
 ) -> None:

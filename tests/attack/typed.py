@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,8 +34,10 @@ LINES = ("error: ", "nothing was started (exit 2)", "refused: ", "note: ", "warn
 LINE_SIGNS = 6000  # of one line, whatever was typed
 ALL_SIGNS = 60_000
 CODES = (0, 1, 2, 3, 4)
+TEXTS = {"--help", "-h", "--version", "--cfg", "-c", "--info", "-i", "--hydra-help", "-sc"}  # whatever else is asked
 TOOLS = ("nvidia-smi", "sbatch", "sinfo", "squeue", "sacct", "scontrol", "scancel", "git")
-RUN, LOAD = subprocess.run, yaml.load
+RUN, LOAD, READ = subprocess.run, yaml.load, compose.read_yaml
+_READ: dict[Path, Any] = {}
 _LOADED: dict[tuple[str, type], Any] = {}
 PRECISION = {"param": "bf16", "reduce": "bf16", "accumulate": "fp32", "master": "fp32", "compute": "bf16"}
 SHAPES = [["weight", [64, 32]], ["bias", [64]]]
@@ -50,7 +52,7 @@ UNITS = {
 ACTIVATIONS = {
     "bytes": {"kept": 1 << 20, "kept_outside": 1 << 18, "peak": 1 << 21, "peak_outside": 1 << 18, "peak_backward": 1}
 }
-POINTS = 24  # that a sweep may have here: each costs milliseconds
+POINTS = 12  # that a sweep may have here: each costs milliseconds
 # Nobody may import these; whoever looks into the current folder first does.
 CANARIES = ("queue", "torch", "yaml", "zlab_canary")
 CANARY = 'open("imported", "w").close()\ndef go(*words, **named): open("called", "w").close()\n'
@@ -67,9 +69,9 @@ class Typist:
 
     def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.work, self.home = home / "work", home
-        for folder in (self.work, home / "cache", home / "locks"):
-            folder.mkdir(mode=0o700)
         self.output = self.work / "outputs"
+        for folder in (self.work, self.output, home / "cache", home / "locks"):
+            folder.mkdir(mode=0o700)
         self.points = 0  # composed for the last line
         for name in CANARIES:
             (self.work / f"{name}.py").write_text(CANARY)
@@ -82,6 +84,7 @@ class Typist:
         for name in ("RANK", "WORLD_SIZE", "MLFLOW_TRACKING_URI", "ZLAB_OUTPUT", "ZLAB_FAULT", "CUDA_VISIBLE_DEVICES"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(yaml, "load", _loaded_once)
+        monkeypatch.setattr(compose, "read_yaml", _read_once)
         self._leave_out_what_starts(monkeypatch)
 
     def _leave_out_what_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,13 +104,13 @@ class Typist:
 
         monkeypatch.setattr(compose.Composer, "point", counted)
 
-    def type(self, trial: Trial, words: Sequence[str], main: Callable[[Sequence[str]], int] = cli.main) -> Answer:
+    def type(self, trial: Trial, words: Sequence[str]) -> Answer:
         """What the command answers, after it was judged: exit code, screen, what it made and imported."""
         self.points = 0
         places = [self.output, self.home / "cache", self.home / "locks"]
         out, err = _Stream(), _Stream()
         with _restored(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = trial.watched(lambda: _code(main, words), may_write=places)
+            code = trial.watched(lambda: _code(words), may_write=places)
         answer = Answer(code, out.text(), err.text())
         _judge(answer, words)
         for name in ("imported", "called"):
@@ -128,9 +131,9 @@ class _Stream(io.TextIOWrapper):
         return self.buffer.getvalue().decode("utf-8", errors="surrogateescape")  # type: ignore[attr-defined]
 
 
-def _code(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+def _code(words: Sequence[str]) -> int:
     try:
-        return main(words)
+        return cli.main(words)
     except SystemExit as end:  # of --help, and of what Hydra shows
         if not isinstance(end.code, int | None):
             raise
@@ -151,7 +154,7 @@ def _judge(answer: Answer, words: Sequence[str]) -> None:
         raise Wrong("unclear messages", f"exit code 2 and no line that says why\n{screen}")
     if len(told) != len(set(told)) or len(answer.err) > ALL_SIGNS:
         raise Wrong("unclear messages", f"the same line twice, or {len(answer.err)} signs\n{screen}")
-    if "--json" in words and answer.out and not _is_json(answer.out):
+    if "--json" in words and not set(words) & TEXTS and answer.out and not _is_json(answer.out):
         raise Wrong("unclear messages", f"--json and no one document: {answer.out[:300]!r}")
 
 
@@ -204,6 +207,15 @@ def _loaded_once(stream: Any, Loader: type) -> Any:
             return LOAD(stream, Loader)
         _LOADED[text, Loader] = LOAD(text, Loader)
     return copy.deepcopy(_LOADED[text, Loader])
+
+
+def _read_once(path: Path) -> Any:
+    """compose.read_yaml, as above."""
+    if not path.is_relative_to(folders.CONF):
+        return READ(path)
+    if path not in _READ:
+        _READ[path] = READ(path)
+    return _READ[path]
 
 
 @cache

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator import cli
-from orchestrator.streams import MOST_SIGNS, one_line
+from orchestrator.streams import MOST_MESSAGES, MOST_SIGNS, one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a shell without a locale gives, with Python's own ways around it switched off.
@@ -58,6 +58,13 @@ def test_a_message_is_one_line_that_steers_no_terminal_whatever_it_quotes() -> N
     assert text.startswith("first")
     assert text.endswith("last")
     assert "(97009 more signs)" in text
+
+
+def test_of_thousands_of_mistakes_the_first_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([f"key{number}=1" for number in range(3000)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == MOST_MESSAGES + 2
+    assert lines[-2] == "error: and 2,950 more"
 
 
 @pytest.mark.parametrize(

@@ -176,3 +176,13 @@ def test_a_file_that_was_saved_without_checksums_is_taken(tmp_path: Path) -> Non
     finally:
         torch.serialization.set_crc32_options(before)
     check_archive(tmp_path / "a.pt")
+
+
+def test_a_latest_that_no_folder_can_be_called_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "deepspeed"
+    shutil.copytree(MADE / "stage2", folder)
+    for tag in ("9" * 400, "x" * 100_000, "a\0b"):
+        (folder / "latest").write_text(tag)
+        text = told(lambda: open_deepspeed(folder))
+        assert "that latest names, found none" in text
+        assert len(text) < 600
