@@ -131,7 +131,8 @@ def limited_memory() -> Iterator[None]:
     """MemoryError for what grows without a bound, before the machine has none left."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MORE_BYTES, hard))
+    most = used + MORE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     try:
         yield
     finally:
