@@ -34,6 +34,7 @@ SHORT = {
     "-cd": "--config-dir",
 }
 SWEEPING = ("--plan", "--fresh", "--detach", "--json")
+OURS = (*SWEEPING, "--retry", "--prune", point_count.FLAG)  # and not Hydra's
 SWITCHES = ("--help", "--multirun", "--run", "--resolve", "--hydra-help", "--shell-completion", "--version", *SWEEPING)
 VALUED = ("--cfg", "--package", "--config-name", "--config-dir", "--retry", "--prune", point_count.FLAG)
 CHOICES = {
@@ -92,10 +93,10 @@ class Arguments:
         return [*words, *self.overrides]
 
     def for_hydra(self) -> list[str]:
-        """The same line as Hydra's own parser wants it: flags in front."""
+        """The same line as Hydra's own parser wants it: its flags in front, and none of ours."""
         line = []
         for flag, value in self.flags.items():
-            if flag != point_count.FLAG:
+            if flag not in OURS:
                 line += [flag] if value is None else [flag, value]
         # "--" so that an override such as ~experiment is never taken for the value of --info.
         return [*line, "--", *self.overrides]

@@ -21,7 +21,7 @@ from orchestrator.point import Point
 from orchestrator.record_file import BadRecord, told
 from orchestrator.schema import Device, RunConfig, root_limits, to_dict
 from orchestrator.slurm_tools import SlurmError
-from orchestrator.streams import take_any_text
+from orchestrator.streams import complain, few, one_line, take_any_text
 from orchestrator.strict import Broken, ConfigError, Refusal, build_parts
 from orchestrator.worker.faults import Faults
 
@@ -58,14 +58,14 @@ def main(argv: Sequence[str]) -> int:
     except Refusal as refusal:
         return refuse(refusal.problems)
     except SlurmError as error:
-        return refuse([str(error)])
+        return refuse(["; ".join(str(error).splitlines())])
     except BrokenPipeError:
         return _end_quietly()
     except (BadRecord, OSError) as error:
         _drop_unshown()
         # Every file of ours is named where it fails.
         is_stream = isinstance(error, OSError) and error.errno is not None and error.filename is None
-        print(f"error: {'standard output: ' if is_stream else ''}{told(error)}", file=sys.stderr)
+        complain(f"error: {'standard output: ' if is_stream else ''}{told(error)}")
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -90,10 +90,17 @@ def _answer(asked: Arguments) -> int:
         return 0
     composition = composed(asked)
     if asked.shows:
-        from orchestrator import compose
-
-        compose.show(asked)
+        _show(asked)
     return _run(composition, asked)
+
+
+def _show(asked: Arguments) -> None:
+    from orchestrator import compose
+
+    try:
+        compose.show(asked)
+    except compose.ComposeError as error:
+        raise Refusal([str(error)]) from None
 
 
 def composed(asked: Arguments) -> Composition:
@@ -109,7 +116,7 @@ def composed(asked: Arguments) -> Composition:
     from orchestrator import compose  # here: it imports Hydra, and the answers above are quicker without
 
     if asked.shows and not asked.shows_config:
-        compose.show(asked)
+        _show(asked)
     try:
         return compose.compose(asked)
     except compose.ComposeError as error:
@@ -173,8 +180,8 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: rules.Scen
     problems = [*filter(None, whole), *problems]
     if not points or scene.world is not None or any(whole):
         raise Refusal(problems)
-    for problem in problems:
-        print(f"refused: {problem}", file=sys.stderr)
+    for problem in few(problems):
+        complain(f"refused: {problem}")
     _check_fault(points)
     _note_idle_gpus(scene, points[0].config)
     if composition.sweep.prune in ("off", False) and "--prune" not in asked.flags:
@@ -287,8 +294,8 @@ def refuse(problems: Sequence[str]) -> int:
     if sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
         word = f"\033[31m{word}\033[0m"
     # Started by torchrun or srun, every rank finds the same: one tells it.
-    for problem in problems if os.environ.get("RANK", "0") == "0" else ():
-        print(f"{word} {problem}", file=sys.stderr)
+    for problem in few(problems) if os.environ.get("RANK", "0") == "0" else ():
+        print(f"{word} {one_line(problem)}", file=sys.stderr)
     print(f"nothing was started (exit {BAD_USAGE})", file=sys.stderr)
     return BAD_USAGE
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import copy
+import io
 import itertools
 import re
 import sys
@@ -25,14 +26,16 @@ from hydra.core.override_parser.types import Override, OverrideType, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator import folders, merge, overrides, point_count, sweep_file
+from orchestrator import folders, merge, overrides, point_count, sweep_file, yaml_bounds
 from orchestrator.arguments import Arguments
 from orchestrator.merge import Merger
+from orchestrator.streams import complain
 from orchestrator.sweep_file import Line, SweepFile
 
 VERSION_BASE = "1.3"
@@ -42,7 +45,19 @@ class ComposeError(ValueError):
     """What Hydra could not read or put together, in one line."""
 
 
-class SweepsSource(FileConfigSource):
+class OwnSource(FileConfigSource):
+    """A user's own folder: no file of it is given to Hydra that Hydra could not end reading."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "own"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        yaml_bounds.check(Path(self.path, self._normalize_file_name(config_path)))
+        return super().load_config(config_path)
+
+
+class SweepsSource(OwnSource):
     """Shows Hydra the folder sweeps/ of the project's root, and nothing beside it.
 
     A group is a folder on the search path, so the root must be on it for sweeps/ to be one. But Hydra walks every
@@ -67,6 +82,7 @@ class SweepsFolder(SearchPathPlugin):
 
 if folders.PLUGINS.is_dir():
     sys.path.append(str(folders.PLUGINS))  # Hydra looks for plugins once, in the line below
+Plugins.instance().register(OwnSource)
 Plugins.instance().register(SweepsSource)
 Plugins.instance().register(SweepsFolder)
 
@@ -242,10 +258,17 @@ class Composer:
 
 
 def show(arguments: Arguments) -> NoReturn:
-    """Hydra answers --cfg, --info, --hydra-help and --shell-completion, and the process ends."""
+    """Hydra answers --cfg, --info, --hydra-help and --shell-completion, and the process ends. ComposeError with what
+    Hydra says where it does not."""
     if arguments.shows_config:
         arguments = replace(arguments, overrides=[*added_folders(arguments), *arguments.overrides])
-    raise SystemExit(2 if hand_over(arguments) else 0)
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        code = hand_over(arguments)
+    lines = [line.strip() for line in told.getvalue().splitlines() if "HYDRA_FULL_ERROR" not in line]
+    if code:
+        raise ComposeError(" ".join(filter(None, lines)).removeprefix("error: "))
+    sys.stderr.write(told.getvalue())
+    raise SystemExit(0)
 
 
 def hand_over(arguments: Arguments) -> int:
@@ -260,6 +283,9 @@ def hand_over(arguments: Arguments) -> int:
         nothing()
     except SystemExit as end:
         return 1 if end.code else 0
+    except (HydraException, OmegaConfBaseException) as error:
+        complain(f"error: {in_one_line(error)}")
+        return 1
     return 0
 
 
@@ -324,6 +350,7 @@ def read_yaml(path: Path) -> Any:
     """
     where = f"{path.parent.name}/{path.name}"
     try:
+        yaml_bounds.check(path)
         return OmegaConf.to_container(OmegaConf.load(path))
     except UnicodeDecodeError as error:
         raise ValueError(
@@ -344,7 +371,8 @@ def _file_problem(arguments: Arguments) -> str:
     added = arguments.flags.get("--config-dir")
     owned = [*folders.config_folders(added)[1:], *(one / "sweeps" for one in folders.sweep_parents(added)[1:])]
     named = set(re.split(r"[=,]", ",".join(arguments.overrides)))
-    files = [file for folder in owned for file in sorted(folder.rglob("*.yaml"))]
+    # As deep as options lie: --config-dir may name a folder with a whole disk below it.
+    files = [file for folder in owned for form in ("*.yaml", "*/*.yaml") for file in sorted(folder.glob(form))]
     found = map(_problem_of, sorted(files, key=lambda one: one.stem not in named))
     return next(filter(None, found), "")
 
@@ -359,5 +387,6 @@ def _problem_of(file: Path) -> str:
 
 def added_folders(arguments: Arguments) -> list[str]:
     """The override that puts the user's own folders behind ours; none where there are none."""
-    added = [f'"file://{folder}"' for folder in folders.config_folders(arguments.flags.get("--config-dir"))[1:]]
+    own = folders.config_folders(arguments.flags.get("--config-dir"))[1:]
+    added = [f'"{OwnSource.scheme()}://{folder}"' for folder in own]
     return [f"hydra.searchpath=[{','.join(added)}]"] if added else []

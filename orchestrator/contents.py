@@ -70,7 +70,7 @@ def _files(name: str, path: Path) -> list[Path]:
         return text_files(path)
     if name == "tokenizer":
         return [path / one for one in COMPANIONS if (path / one).is_file()]
-    return sorted([*path.glob("*.safetensors"), *(path / one for one in WEIGHTS[1:] if (path / one).is_file())])
+    return sorted(one for one in (*path.glob("*.safetensors"), *(path / one for one in WEIGHTS[1:])) if one.is_file())
 
 
 def _hash_of(name: str, path: Path) -> str:

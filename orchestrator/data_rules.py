@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator import pretrained
+from orchestrator.paths import expanded
 from orchestrator.schema import Adapter, AdapterKind, Batch, Data, DataKind, Measure, Model, Tokenizer
 from orchestrator.strict import Broken, nearest
 
@@ -21,7 +21,7 @@ def tokenizer_of(model: Model, data: Data) -> Tokenizer:
     """bytes or model: what `auto` comes to."""
     if data.tokenizer is not Tokenizer.auto:
         return data.tokenizer
-    has_one = model.path is not None and (Path(model.path).expanduser() / pretrained.TOKENIZER).exists()
+    has_one = model.path is not None and (expanded(model.path) / pretrained.TOKENIZER).exists()
     return Tokenizer.model if has_one and data.kind is not DataKind.synthetic else Tokenizer.bytes
 
 
@@ -42,7 +42,7 @@ def text_has_a_path(scene: Scene, data: Data) -> Broken | None:
 def text_is_there(scene: Scene, data: Data) -> Broken | None:
     if data.kind is not DataKind.text or data.path is None:
         return None
-    path = Path(data.path).expanduser()
+    path = expanded(data.path)
     if path.is_file() or path.is_dir():  # a device or a pipe has no end, and cannot be read twice
         return None
     beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -81,7 +81,7 @@ def tokenizer_is_there(scene: Scene, model: Model, data: Data) -> Broken | None:
         return None
     if data.kind is DataKind.synthetic:
         return Broken("data=synthetic makes tokens and reads no text", "data.tokenizer=model", ("data.tokenizer=auto",))
-    if model.path is None or not (Path(model.path).expanduser() / pretrained.TOKENIZER).exists():
+    if model.path is None or not (expanded(model.path) / pretrained.TOKENIZER).exists():
         found = f"no {pretrained.TOKENIZER} in {model.path}" if model.path else "no model.path"
         return Broken("data.tokenizer=model needs a model.path with a tokenizer", found, ("data.tokenizer=bytes",))
     return None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.pretrained import COMPANIONS, TOKENIZER
+from orchestrator.streams import complain
 from orchestrator.units import count, size
 from orchestrator.verb_parser import VerbParser, add_json, verb_parser
 
@@ -32,7 +32,7 @@ def main(words: Sequence[str]) -> int:
     try:
         _export(checkpoint, out, dtype)
     except (CheckpointError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return FAILED
     return 0
 

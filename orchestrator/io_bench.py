@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.paths import program
+from orchestrator.streams import complain
 from orchestrator.strict import Refusal
 from orchestrator.units import digits
 from orchestrator.verb_parser import VerbParser, add_json, verb_parser
@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
             numbers = (digits(value / 2**30) for value in (speed.read, speed.write, speed.both))
             print("{:>9}  {:>8}  {:>10}  {:>11}  {:>12}".format(speed.block_mib, speed.requests, *numbers), flush=True)
     except OffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return FAILED
     best = max(found, key=lambda speed: speed.both)
     # The smallest setting that is nearly as fast: fewer threads, and less memory for what is in flight.

@@ -52,11 +52,11 @@ class Merger:
         path = next((one for folder in self._folders if (one := folder / f"{name}.yaml").is_file()), None)
         if path is None:
             return None
+        data = self._read_yaml(path)  # first: it refuses what cannot be read as a whole
         text = path.read_text(encoding="utf-8")
         header = text.lstrip().splitlines()[:1]
         if "${" in text or (header and header[0].startswith("#") and "@package" in header[0]):
             return None
-        data = self._read_yaml(path)
         if not isinstance(data, dict) or ("defaults" in data and not is_primary):
             return None
         return {str(key): value for key, value in data.items()}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.cluster import Cluster
 from orchestrator.cluster_rules import is_slurm
+from orchestrator.paths import expanded
 from orchestrator.record import scratch_path
 from orchestrator.schema import Device, Resources
 from orchestrator.state_groups import Offload, Place, StepTime, Zero
@@ -81,8 +81,8 @@ def folder_is_there(scene: Scene, output: str, offload: Offload, cluster: Cluste
     """
     if not offload.uses_nvme or offload.folder is None or is_slurm(cluster):
         return None
-    folder = Path(offload.folder).expanduser().absolute()
-    if folder.is_dir() or folder == scratch_path(Path(output).expanduser().absolute()):
+    folder = expanded(offload.folder).absolute()
+    if folder.is_dir() or folder == scratch_path(expanded(output).absolute()):
         return None
     siblings = [one.name for one in folder.parent.iterdir() if one.is_dir()] if folder.parent.is_dir() else []
     near = nearest(folder.name, siblings)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator import cluster_rules
 from orchestrator.cluster import Cluster
+from orchestrator.paths import expanded
 from orchestrator.strict import Broken
 from zero_runtime.kernels.ownership import trouble_of_own, trouble_of_parents
 
@@ -23,7 +24,7 @@ def output_is_the_user_s(scene: Scene, output: str) -> Broken | None:
         places = dict.fromkeys((typed, typed.resolve()))
         above = [trouble_of_parents(place) for place in places]
         troubles = [*above, *(trouble_of_own(one) for one in (typed, *(typed / name for name in INSIDE)))]
-    except (OSError, RuntimeError):  # told by the rule that it can be written to
+    except (OSError, RuntimeError, ValueError):  # told by the rule that it can be written to
         return None
     trouble = next(filter(None, troubles), None)
     if trouble is None:
@@ -39,6 +40,8 @@ def output_can_be_written_down(scene: Scene, output: str) -> Broken | None:
     except UnicodeEncodeError:
         found = output.encode("utf-8", errors="backslashreplace").decode()
         return Broken("output must be a path in UTF-8", found, ("output=outputs",))
+    if "\0" in output:
+        return Broken("output must be a path, which has no zero byte", f"{output!r}", ("output=outputs",))
     return None
 
 
@@ -46,7 +49,7 @@ def slurm_takes_the_output(scene: Scene, output: str, cluster: Cluster) -> Broke
     """sbatch replaces %j and the like in the names of logs, wherever they stand, and its script has lines."""
     if not cluster_rules.is_slurm(cluster):
         return None
-    odd = sorted({char for char in str(Path(output).expanduser().absolute()) if char == "%" or not char.isprintable()})
+    odd = sorted({char for char in str(expanded(output).absolute()) if char == "%" or not char.isprintable()})
     if not odd:
         return None
     rule = "cluster=slurm needs an output without % and control characters in its path"

@@ -11,11 +11,11 @@ from typing import Any, get_origin
 
 import yaml
 
-from orchestrator import suggestions
+from orchestrator import suggestions, yaml_bounds
 from orchestrator.folders import config_folders, sweep_parents
 from orchestrator.paths import program
 from orchestrator.schema import RunConfig
-from orchestrator.strict import convert, describe, hints_of
+from orchestrator.strict import convert, describe, hints_of, wanted
 from orchestrator.sweep_file import SweepFile
 
 WHOLE_FILES = ("experiment", "sweeps")  # groups whose files change the whole configuration
@@ -152,10 +152,17 @@ def _check_scalar(key: str, text: str, hint: Any) -> str | None:
     try:
         convert(hint, scalar(text))
     except ValueError:
-        wanted = describe(hint)
-        near = suggestions.near_value(text, re.findall(r"\w+", wanted)) if wanted.startswith("one of") else None
-        return f"{key}={text}: expected {wanted}" + (f". Did you mean '{near}'?" if near else "")
+        expected = _wanted(hint, text)
+        near = suggestions.near_value(text, re.findall(r"\w+", expected)) if expected.startswith("one of") else None
+        return f"{key}={text}: expected {expected}" + (f". Did you mean '{near}'?" if near else "")
     return None
+
+
+def _wanted(hint: Any, text: str) -> str:
+    try:
+        return wanted(hint, scalar(text))
+    except ValueError:  # more digits than Python reads
+        return describe(hint)
 
 
 def elements(value: str) -> Iterator[str]:
@@ -229,6 +236,7 @@ def _architecture_keys(folders: Iterable[Path]) -> Iterator[str]:
 def _config_of(file: Path) -> Iterable[object]:
     """Nothing for a broken file: composing it tells what is wrong."""
     try:
+        yaml_bounds.check(file)
         return list(yaml.safe_load(file.read_text(encoding="utf-8"))["config"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):
         return []

@@ -14,6 +14,14 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 STARTED_IN = Path.cwd()  # a sweep is gone on with in the folder where it was typed
 
 
+def expanded(text: str) -> Path:
+    """The path with ~ written out; as it was typed where nobody has that name, so that it is missed as any other."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
+
+
 def shown(path: Path) -> str:
     """The path as short as it can be typed from here."""
     try:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.paths import expanded
 from orchestrator.schema import Model
 from orchestrator.strict import Broken, nearest
 
@@ -31,7 +32,7 @@ def completed(model: Model) -> Model:
     """With a path alone: the folder's name, model type and configuration filled in, where they can be read."""
     if model.path is None or model.model_type is not None or model.config:
         return model  # what is given beside a path is refused by `problem`
-    path = Path(model.path).expanduser().absolute()
+    path = expanded(model.path).absolute()
     config = read_config(path)
     if config is None or not isinstance(config.get("model_type"), str):
         return model
@@ -40,9 +41,10 @@ def completed(model: Model) -> Model:
 
 def read_config(path: Path) -> dict[str, Any] | None:
     """What config.json says; None where there is none that can be read."""
+    file = path / CONFIG
     try:
-        found = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None  # a pipe has no end
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -53,7 +55,7 @@ def problem(model: Model) -> Broken | None:
         if model.model_type is not None:
             return None
         return Broken("model=pretrained needs model.path=FOLDER", "none", ("model=llama_tiny",))
-    path = Path(model.path).expanduser()
+    path = expanded(model.path)
     if not path.is_dir():
         beside = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
         near = nearest(path.name, beside)

@@ -20,6 +20,7 @@ from orchestrator import (
     saving_rules,
 )
 from orchestrator.hardware import Hardware
+from orchestrator.paths import expanded
 from orchestrator.record import scratch_path
 from orchestrator.schema import (
     Batch,
@@ -70,12 +71,12 @@ def resolve(config: RunConfig, scene: Scene) -> RunConfig:
     accumulation = batch.accumulation or (batch.global_size or batch.micro * ranks) // (batch.micro * ranks)
     return replace(
         config,
-        output=str(Path(config.output).expanduser().absolute()),
+        output=str(expanded(config.output).absolute()),
         batch=replace(batch, accumulation=accumulation, global_size=batch.micro * accumulation * ranks),
         model=model,
         data=replace(
             data,
-            path=str(Path(data.path).expanduser().absolute()) if data.path else None,
+            path=str(expanded(data.path).absolute()) if data.path else None,
             tokenizer=data_rules.tokenizer_of(model, data),
         ),
         checkpoint=_with_absolute_path(config.checkpoint),
@@ -99,13 +100,13 @@ def _with_folder(config: RunConfig) -> Offload:
     if not config.offload.uses_nvme:
         return config.offload
     folder = config.offload.folder or str(scratch_path(config.output))
-    return replace(config.offload, folder=str(Path(folder).expanduser().absolute()))
+    return replace(config.offload, folder=str(expanded(folder).absolute()))
 
 
 def _with_absolute_path(checkpoint: Checkpoint) -> Checkpoint:
     if checkpoint.resume in ("none", "auto"):
         return checkpoint
-    return replace(checkpoint, resume=str(Path(checkpoint.resume).expanduser().absolute()))
+    return replace(checkpoint, resume=str(expanded(checkpoint.resume).absolute()))
 
 
 def check_rules(config: RunConfig, scene: Scene) -> list[Broken]:
@@ -236,7 +237,8 @@ def _in_the_way(folder: str) -> str | None:
         probe = place / f".zlab-{os.getpid()}-{time.monotonic_ns()}"
         probe.mkdir()
         probe.rmdir()
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~nobody names no home folder
+    # RuntimeError: ~nobody names no home folder. ValueError: a zero byte, or what is no UTF-8.
+    except (OSError, RuntimeError, ValueError) as error:
         return f"and no folder can be made there ({getattr(error, 'strerror', None) or error})"
     return None
 

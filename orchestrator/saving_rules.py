@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrator.paths import expanded
 from orchestrator.schema import Adapter, AdapterKind, Checkpoint, CheckpointKind, WeightsFolder
 from orchestrator.strict import Broken, nearest
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def checkpoint_is_there(scene: Scene, checkpoint: Checkpoint) -> Broken | None:
     if checkpoint.resume in ("none", "auto"):
         return None
-    path = Path(checkpoint.resume).expanduser()
+    path = expanded(checkpoint.resume)
     if path.is_dir():
         return None
     if path.exists():  # a file; the checkpoint is the folder that it lies in, if any

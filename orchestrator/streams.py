@@ -1,13 +1,17 @@
-"""stdout and stderr that take any text: a sign that the terminal's encoding lacks is spelled out."""
+"""stdout and stderr that take any text: a sign that the terminal's encoding lacks is spelled out, and so is one that a
+terminal would obey."""
 
 from __future__ import annotations
 
 import codecs
 import io
 import sys
+from collections.abc import Sequence
 
 SPELLED = {"Ψ": "Psi", "Φ": "Phi", "×": "x", "·": "*", "…": "...", "–": "-", "²": "^2", "µ": "u", "≤": "<=", "≥": ">="}
 HANDLER = "zlab-spelled"
+MOST_SIGNS = 3000  # of a message: what was typed, or a file's text, may be as long as it likes
+MOST_MESSAGES = 50  # of one kind: a file may be wrong in every line
 
 
 def take_any_text() -> None:
@@ -16,6 +20,25 @@ def take_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a test's or a notebook's own may be anything
             stream.reconfigure(errors=HANDLER)
+
+
+def complain(text: str) -> None:
+    """One line on stderr, whatever the text holds: it may quote what a stranger's file says."""
+    print(one_line(text), file=sys.stderr)
+
+
+def few(messages: Sequence[str]) -> list[str]:
+    """The first of them, and how many more there are."""
+    more = len(messages) - MOST_MESSAGES
+    return [*messages[:MOST_MESSAGES], *([f"and {more:,} more"] if more > 0 else [])]
+
+
+def one_line(text: str) -> str:
+    """The text with line breaks and other signs that steer a terminal spelled out; of a long one both ends."""
+    if len(text) > MOST_SIGNS:
+        first, last = MOST_SIGNS * 2 // 3, MOST_SIGNS // 3
+        text = f"{text[:first]} ... ({len(text) - first - last} more signs) ... {text[-last:]}"
+    return text if text.isprintable() else "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:

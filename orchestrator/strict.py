@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+MOST_BITS = 64  # of a whole number: no library holds more, and no file of records either
 
 
 class Word(str, Enum):
@@ -101,9 +104,43 @@ def describe(hint: Any) -> str:
     return text + (", or null" if optional else "")
 
 
+def wanted(hint: Any, value: object) -> str:
+    """What a value of this type looks like, and what no value may hold where this one holds it."""
+    text = describe(hint)
+    if _is_plain(hint, value):
+        return text
+    held = "" if type_of(hint)[0] is int else ", of texts, booleans and numbers"
+    return f"{text}{held} of at most {MOST_BITS} bits"
+
+
+def shown(value: object) -> str:
+    """The value in a message, where Python can write it."""
+    try:
+        return repr(value)
+    except ValueError:  # a number of thousands of digits
+        return f"one of type {type(value).__name__}, too long to show"
+
+
+def _is_plain(hint: Any, value: object) -> bool:
+    """Whether JSON and every library can hold it, unless it becomes a float or text."""
+    return type_of(hint)[0] in (float, str) or _is_held(value)
+
+
+def _is_held(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) for key in value) and all(map(_is_held, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_held, value))
+    if isinstance(value, int):
+        return value.bit_length() <= MOST_BITS
+    return value is None or isinstance(value, (str, float))
+
+
 def convert(hint: Any, value: object) -> Any:
     """The value as this type; else ValueError. Whole numbers pass as numbers, numbers as text."""
     kind, optional = type_of(hint)
+    if not _is_plain(hint, value):
+        raise ValueError(f"expected {wanted(hint, value)}, found {shown(value)}")
     if value is None and optional:
         return None
     if get_origin(kind) is dict and isinstance(value, Mapping):
@@ -118,7 +155,7 @@ def convert(hint: Any, value: object) -> Any:
         return float(value)
     if kind in (bool, int) and type(value) is kind:
         return value
-    raise ValueError(f"expected {describe(hint)}, found {value!r}")
+    raise ValueError(f"expected {describe(hint)}, found {shown(value)}")
 
 
 def _is_finite(value: int | float) -> bool:
@@ -128,16 +165,17 @@ def _is_finite(value: int | float) -> bool:
         return False
 
 
-def hints_of(cls: type) -> dict[str, Any]:
+@functools.cache  # every point of a sweep asks, for each group
+def hints_of(cls: type) -> Mapping[str, Any]:
     """The types of a dataclass's fields, in their order."""
     known = get_type_hints(cls)
-    return {one.name: known[one.name] for one in fields(cls)}
+    return MappingProxyType({one.name: known[one.name] for one in fields(cls)})
 
 
 def build(cls: type, data: object, path: str = "") -> tuple[Any, list[Broken]]:
     """An instance and nothing broken, or None and everything broken."""
     if not isinstance(data, Mapping):
-        return None, [Broken(f"{path} must be a mapping", repr(data))]
+        return None, [Broken(f"{path} must be a mapping", shown(data))]
     parts, broken = build_parts(cls, data, path)
     if broken:
         return None, broken
@@ -173,7 +211,8 @@ def _fill(parts: dict[str, Any], one: Field[Any], hint: Any, data: Mapping[Any, 
     try:
         parts[one.name] = convert(hint, data[one.name])
     except ValueError:
-        return [Broken(f"{key} must be {describe(hint)}", repr(data[one.name]))]
+        value = data[one.name]
+        return [Broken(f"{key} must be {wanted(hint, value)}", shown(value))]
     return []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_origin
 
 from orchestrator.arguments import VERBS
-from orchestrator.paths import program
+from orchestrator.paths import expanded, program
 from orchestrator.strict import describe, nearest
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def option(group: str, text: str, options: Sequence[str]) -> str:
     numbered = NUMBERED.get(group)
     if numbered and re.fullmatch(r"[\d.e+-]+", text):
         hint = f" Did you mean '{numbered}={text}'?"
-    elif group in FILED and text and Path(text).expanduser().exists():
+    elif group in FILED and text and os.path.exists(expanded(text)):
         hint = f" Did you mean '{FILED[group]}={text}'?"
     else:
         ends = next((one for one in options if text and one.endswith(text)), None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -39,6 +38,7 @@ from orchestrator.record_file import read_or_warn, write_json_atomic
 from orchestrator.run_state import RunState
 from orchestrator.schema import Device, RunConfig, TrackingKind, from_dict
 from orchestrator.screen import Screen, make_console
+from orchestrator.streams import complain
 from orchestrator.strict import Broken, Refusal
 from orchestrator.summary import Row
 from orchestrator.sweep_record import TAKEN, Planned, SweepPaths
@@ -258,7 +258,7 @@ def _plan(request: SweepRequest, hardware: Hardware, screen: Screen | None = Non
     wrong = prediction.problems(points) if request.predicts else {}
     some = len(wrong) < len(points)  # else it is an error, and told as one
     for problem, count in Counter(wrong.values()).items() if some else ():
-        print(f"refused: {problem}      ({count} of {len(request.points)} points)", file=sys.stderr)
+        complain(f"refused: {problem}      ({count} of {len(request.points)} points)")
     judged = [
         Refused(one.label, one.overrides, (Broken(wrong[one.label]),)) if one.label in wrong else one
         for one in request.points

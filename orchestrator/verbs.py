@@ -20,6 +20,7 @@ from orchestrator.record import AttemptPaths
 from orchestrator.record_file import BadRecord, read_or_warn, require_json, warn_once
 from orchestrator.record_shapes import STATE, SWEEP
 from orchestrator.run_state import RETRIED, RunState
+from orchestrator.streams import complain
 from orchestrator.strict import nearest
 from orchestrator.summary import Row
 from orchestrator.sweep_record import Standing, SweepPaths
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return verb(found)
     except (VerbError, BadRecord) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return BAD_USAGE
 
 
@@ -206,7 +207,7 @@ def _logs(asked: argparse.Namespace) -> int:
     if not log.is_file() and not asked.follow:
         there = sorted(path.name for path in one.attempt.root.glob("rank*.log"))
         raise VerbError(f"'{one.label}' has no log of rank {rank}; there are: {' '.join(there) or 'none'}")
-    print(f"== {one.label}: {one.state.value}, rank {rank}: {shown(log)}", file=sys.stderr)
+    complain(f"== {one.label}: {one.state.value}, rank {rank}: {shown(log)}")
     _print_log(log, one.attempt, follow=asked.follow)
     return 0
 
@@ -284,5 +285,5 @@ def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
     where = "" if Path(folder) == Path.cwd() else f"in {folder}: "
     os.chdir(folder)
     command = [*command, *more]
-    print(f"{where}{program()} {shlex.join(command)}", file=sys.stderr)
+    complain(f"{where}{program()} {shlex.join(command)}")
     return cli.main(command)

@@ -8,13 +8,20 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _SHOWN = 3
+_LONGEST = 200
 
 
 def some(names: Iterable[str]) -> str:
     """The first few of many names, and how many more there are: for a message."""
-    names = list(names)
+    names = list(map(brief, names))
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (", ".join(names[:_SHOWN]) or "none") + rest
+
+
+def brief(found: object) -> str:
+    """What a file said, or an error that quotes it, for a message: it may be as long as the file."""
+    text = f"{type(found).__name__}: {found}" if isinstance(found, BaseException) else str(found)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def missing_folder(folder: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import cli, provenance
+from orchestrator import arguments, cli, provenance
 from orchestrator.arguments import VERBS
 from orchestrator.deciding import Refused
 from orchestrator.paths import program
@@ -136,6 +136,28 @@ def test_hydras_own_flags_work_and_leave_nothing(line: str, told: str, tmp_path:
     assert (done.returncode, done.stderr) == (0, "")
     assert told in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--cfg job --package zerO", "package 'zerO' not found in config"),
+        ("--hydra-help datA.p$ath=x", "LexerNoViableAltException: datA.p$ath=x"),
+    ],
+)
+def test_what_hydra_refuses_to_show_is_one_line(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line.split()) == 2
+    shown = capsys.readouterr()
+    first, second = shown.err.splitlines()
+    assert first.startswith(f"error: {told}")
+    assert second == "nothing was started (exit 2)"
+
+
+def test_flags_of_ours_are_no_hindrance_to_hydras(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--hydra-help", *arguments.SWEEPING, "--retry", "oom", "--prune", "off", "--max-points", "3"])
+    assert not end.value.code
+    assert "--multirun" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("begun", "offered"), [("zero=", "zero=stage3"), ("sweeps=", "sweeps=stages")])

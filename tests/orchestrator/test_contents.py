@@ -125,6 +125,7 @@ def test_weights_and_tokenizer_are_told_apart_and_other_files_of_the_folder_do_n
     before = held(config)
     assert set(before) == {"model", "tokenizer"}
     (folder / "README.md").write_text("other")
+    os.mkfifo(folder / "pipe.safetensors")  # it would be waited for
     assert held(config) == before
     measure(config)
     (folder / "model.safetensors").write_text("halved")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -276,3 +277,8 @@ def test_what_is_wrong_with_a_folder_is_told(tmp_path: Path) -> None:
     assert "brings its own architecture" in told(Model("x", "llama", {"vocab_size": 3}, str(folder)))
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "quantization_config": {}}))
     assert "weights that are not quantised" in told(Model("pretrained", path=str(folder)))
+    (folder / "config.json").write_text('{"model_type":' * 100_000)
+    assert "must hold a config.json with a model_type" in told(Model("pretrained", path=str(folder)))
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")  # it would be waited for
+    assert "must hold a config.json with a model_type" in told(Model("pretrained", path=str(folder)))

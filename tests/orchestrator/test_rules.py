@@ -276,6 +276,28 @@ def test_gpus_are_read_from_the_drivers_files(tmp_path: Path, monkeypatch: pytes
     assert (found.gpus, found.gpu, found.idle_gpus) == (1, "H200", 0)
 
 
+@pytest.mark.parametrize(
+    ("group", "key", "told"),
+    [
+        ("data", "path", "data.path must be a regular file or a folder"),
+        ("model", "path", "model.path must be a folder that is there"),
+        ("checkpoint", "resume", "checkpoint.resume must be none, auto or the folder of a checkpoint"),
+        ("offload", "folder", "offload.folder"),
+    ],
+)
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "a\0b", "\ud800"])
+def test_a_path_that_none_can_be_is_missing_as_any_other(group: str, key: str, told: str, path: str) -> None:
+    data = to_dict(config("data=text offload=optimizer_nvme"))
+    data["data"]["path"] = str(CONF)
+    data[group][key] = path
+    assert any(told in str(one) for one in check_rules(from_dict(data), LAPTOP))
+
+
+@pytest.mark.parametrize("output", ["a\0b", "\ud800"])
+def test_an_output_that_no_file_system_takes_is_refused(output: str) -> None:
+    assert "output must be a path" in str(check_rules(replace(config(), output=output), LAPTOP))
+
+
 def test_an_output_folder_that_cannot_be_made_is_refused_and_one_that_can_leaves_no_trace(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")

@@ -62,6 +62,33 @@ def test_a_number_is_finite(value: object) -> None:
         from_dict(data)
 
 
+@pytest.mark.parametrize(
+    ("group", "key", "value", "told"),
+    [
+        ("batch", "micro", 10**400, "batch.micro must be a whole number of at most 64 bits, found 1000"),
+        ("batch", "micro", 16**5000, "a whole number of at most 64 bits, found one of type int, too long to show"),
+        ("optimizer", "lr", 16**5000, "optimizer.lr must be a number, found one of type int, too long to show"),
+        ("tracking", "experiment", 16**5000, "must be text, or null, found one of type int, too long"),
+        (
+            "model",
+            "config",
+            {"a": [{"b": 2**64}]},
+            "numbers of at most 64 bits, found {'a': [{'b': 18446744073709551616}]}",
+        ),
+        ("model", "config", {"a": 16**5000}, "model.config must be a mapping, of texts"),
+        ("model", "config", {"a": b"x"}, "model.config must be a mapping, of texts"),
+        ("model", "config", {"a": {1: 2, "b": 3}}, "model.config must be a mapping, of texts"),
+    ],
+    ids=["400 digits", "6000 digits", "as a number", "as text", "inside", "6000 digits inside", "bytes", "keys"],
+)
+def test_what_no_record_can_hold_is_refused(group: str, key: str, value: object, told: str) -> None:
+    data = to_dict(RunConfig(model=TINY))
+    data[group][key] = value
+    with pytest.raises(ConfigError) as caught:
+        from_dict(data)
+    assert told in str(caught.value)
+
+
 def test_a_whole_number_passes_as_a_number() -> None:
     data = to_dict(RunConfig(model=TINY))
     data["optimizer"]["lr"] = 1

@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from orchestrator import cli
+from orchestrator.streams import MOST_MESSAGES, MOST_SIGNS, one_line
+
 ROOT = Path(__file__).resolve().parents[2]
 # What a shell without a locale gives, with Python's own ways around it switched off.
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
@@ -44,3 +49,31 @@ def test_a_full_disk_under_stdout_is_one_line_and_code_1() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith(b"error: standard output: No space left on device")
     assert done.stderr.count(b"\n") == 1
+
+
+def test_a_message_is_one_line_that_steers_no_terminal_whatever_it_quotes() -> None:
+    assert one_line("zero=\x1b[2J\nerror: x\r\u202e\udcff é") == "zero=\\x1b[2J\\nerror: x\\r\\u202e\\udcff é"
+    text = one_line("first" + "9" * 100_000 + "last")
+    assert len(text) < MOST_SIGNS + 100
+    assert text.startswith("first")
+    assert text.endswith("last")
+    assert "(97009 more signs)" in text
+
+
+def test_of_thousands_of_mistakes_the_first_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([f"key{number}=1" for number in range(3000)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == MOST_MESSAGES + 2
+    assert lines[-2] == "error: and 2,950 more"
+
+
+@pytest.mark.parametrize(
+    "word", ["a\x1b[2Jb", "\n", "\u202e", "zero=\x07", "x" * 100_000, "batch.micro=" + "9" * 100_000]
+)
+def test_odd_words_are_refused_in_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([word]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: ")
+    assert first.isprintable()
+    assert len(first) < MOST_SIGNS + 100
+    assert second == "nothing was started (exit 2)"

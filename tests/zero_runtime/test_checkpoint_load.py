@@ -339,6 +339,7 @@ SPOILT = {
     "key_missing": (lambda path: spoil_index(path, '"world":', '"words":'), "expected the key 'world'"),
     "foreign": (lambda path: spoil_index(path, '"format":"zero-lab checkpoint"', '"format":"x"'), "expected format"),
     "renamed": (lambda path: spoil_index(path, '"step":3', '"step":4'), "found one of step 4"),
+    "dtype": (lambda path: spoil_index(path, '"dtype":"F32"', '"dtype":"F31"'), "in one of the dtypes .*found 'F31'"),
     "gap": (lambda path: spoil_index(path, '"exp_avg":[["rank-00000', '"exp_avh":[["rank-00000'), "a gap at 0"),
 }
 OTHERS = {

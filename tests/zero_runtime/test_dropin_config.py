@@ -217,3 +217,46 @@ def test_a_full_configuration_of_a_common_shape_is_accepted() -> None:
     )
     assert read_config(json.loads(text), 2).optimizer is not None
     assert len(TOP) > 50
+
+
+# ---- what is no configuration ---------------------------------------------------------------------------------------
+
+
+def refused(source: Any) -> str:
+    with pytest.raises(PlanError) as error:
+        read_config(source, 2)
+    return str(error.value)
+
+
+def test_json_in_the_place_of_its_path_is_told(tmp_path: Path) -> None:
+    for text in (json.dumps(config()), "\n" + json.dumps(config(), indent=2)):
+        assert "found JSON itself; give json.loads of it" in refused(text)
+    assert "found no file" in refused("missing.json")
+    assert len(refused("x" * 5000)) < 500
+    assert "'a\\x00b'" in refused("a\0b")
+    assert "found no file" in refused(tmp_path)
+
+
+def test_files_that_no_reader_takes_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes(b'{"train_batch_size": 8, "a": "\xff"}')
+    assert refused(path).startswith(f"config {str(path)!r}: expected a JSON file in UTF-8, found: 'utf-8' codec")
+    path.write_text('{"a":' * 50_000 + "1" + "}" * 50_000)
+    assert "expected JSON of a configuration, found: maximum recursion depth" in refused(path)
+    path.write_text('{"train_batch_size": ' + "9" * 5000 + "}")
+    assert refused(path).startswith(f"config {path}: expected JSON") or "expected a whole number" in refused(path)
+
+
+def test_a_loss_scale_that_no_number_holds_is_refused() -> None:
+    assert "initial_power: expected at most 127" in refused(
+        {"train_batch_size": 8, "fp16": {"enabled": True, "initial_scale_power": 2**200}}
+    )
+    with pytest.raises(PlanError, match="initial_power: expected at most 127"):
+        LossScaleRule(initial_power=1024)
+    assert LossScaleRule(initial_power=127).start().scale == 2.0**127
+
+
+def test_many_keys_are_read_in_the_time_of_their_number(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text("{" + ",".join(f'"key{number}": 1' for number in range(100_000)) + ', "key7": 2}')
+    assert "found key7 more than once" in refused(path)

@@ -159,6 +159,10 @@ def test_what_is_missing_is_told_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / WEIGHTS_INDEX).write_text('{"weight_map": {"a": "../model.safetensors"}}')
     with pytest.raises(CheckpointError, match="expected names of files beside it"):
         WeightsFolder(tmp_path)
+    (tmp_path / WEIGHTS_INDEX).write_bytes(b"\xff" * 1_000_000)
+    with pytest.raises(CheckpointError, match=r"found something else \(UnicodeDecodeError: 'utf-8' codec") as error:
+        WeightsFolder(tmp_path)
+    assert len(str(error.value)) < 600
 
 
 def test_a_dtype_that_is_not_ours_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ The moments lie as the masters do. Frozen parameters are in the model's files: w
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from zero_runtime.checkpoint.foreign import Chunk, ForeignCheckpoint, Shape, of_
 from zero_runtime.checkpoint.layout import MASTER
 from zero_runtime.checkpoint.stand_ins import StandIn, field
 from zero_runtime.checkpoint.tensor_file import opened, read_small_file
-from zero_runtime.errors import CheckpointError
+from zero_runtime.errors import CheckpointError, brief
 
 LATEST = "latest"
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -82,8 +83,8 @@ def _folder_of(path: Path) -> Path:
     if not latest.is_file():
         return path
     tag = read_small_file(latest).decode("utf-8", errors="replace").strip()
-    if not tag or "\0" in tag or Path(tag).name != tag or not (path / tag).is_dir():
-        raise _bad(path, f"the folder {tag!r} that {LATEST} names", "none", "give the folder of a checkpoint")
+    if not tag or "\0" in tag or Path(tag).name != tag or not os.path.isdir(path / tag):
+        raise _bad(path, f"the folder {brief(tag)!r} that {LATEST} names", "none", "give the folder of a checkpoint")
     return path / tag
 
 

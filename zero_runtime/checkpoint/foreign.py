@@ -21,7 +21,7 @@ from zero_runtime.checkpoint.layout import MASTER
 from zero_runtime.checkpoint.load import fill
 from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.checkpoint.together import agree, trouble_of
-from zero_runtime.errors import CheckpointError
+from zero_runtime.errors import CheckpointError, brief
 from zero_runtime.optimizers import TorchConfig
 from zero_runtime.runtime import ZeroRuntime
 
@@ -157,7 +157,7 @@ def _check_archive(file: Path) -> None:
         check_archive(file)
     except Exception as error:  # a damaged archive raises what it likes
         raise CheckpointError(
-            f"{file}: expected the records that were written, found damage ({error}); copy the file again"
+            f"{file}: expected the records that were written, found damage ({brief(error)}); copy the file again"
         ) from error
 
 

@@ -14,7 +14,7 @@ import torch
 from zero_runtime.checkpoint.hf_folder import WEIGHTS, WEIGHTS_INDEX
 from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.checkpoint.tensor_file import TensorFile, read_small_file
-from zero_runtime.errors import CheckpointError, some
+from zero_runtime.errors import CheckpointError, brief, some
 
 
 class WeightsFolder:
@@ -52,7 +52,8 @@ class WeightsFolder:
             return {str(name): str(file) for name, file in json.loads(read_small_file(path))["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"{path}: expected an index with a weight_map, found something else ({error!r}); copy the folder again"
+                f"{path}: expected an index with a weight_map, found something else ({brief(error)}); copy the "
+                "folder again"
             ) from error
 
     def _open(self, file: str) -> None:

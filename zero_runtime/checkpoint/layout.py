@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_runtime.errors import CheckpointError
+from zero_runtime.errors import CheckpointError, brief
 
 FORMAT = "zero-lab checkpoint"
 VERSION = 1
@@ -195,7 +195,7 @@ class _Strict:
         try:
             found = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise self.fail("an index in JSON", f"{len(data)} bytes that are none ({error})") from error
+            raise self.fail("an index in JSON", f"{len(data)} bytes that are none ({brief(error)})") from error
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             kind = found.get("format") if isinstance(found, dict) else type(found).__name__
             raise self.fail(f"format {FORMAT!r}", repr(kind), "give the folder of a checkpoint written by this runtime")
@@ -240,7 +240,7 @@ class _Strict:
                 trainer=take(found, "trainer", dict),
             )
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise self.fail("the fields of an index", f"values of other kinds ({error})") from error
+            raise self.fail("the fields of an index", f"values of other kinds ({brief(error)})") from error
         self._check_pieces(index)
         return index
 

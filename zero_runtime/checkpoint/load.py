@@ -64,6 +64,7 @@ class Checkpoint:
                 f"{path}: expected the checkpoint of step {named}, found one of step {checkpoint.index.step}; the "
                 "folder was renamed: give it its own name"
             )
+        _check_dtypes(checkpoint.index, path / INDEX)
         if verify:
             checkpoint.verify()
         return checkpoint
@@ -163,6 +164,17 @@ class Checkpoint:
                 file.read_into(key, low - piece.start, values)
                 block.copy_(values)
                 low += block.numel()
+
+
+def _check_dtypes(index: Index, path: Path) -> None:
+    dtypes = {name: entry.dtype for name, entry in index.parameters.items()}
+    dtypes |= {name: entry.dtype for name, entry in index.buffers.items()}
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            raise CheckpointError(
+                f"{path}: expected {name} in one of the dtypes {', '.join(DTYPES)}, found {dtype[:40]!r}; the "
+                "checkpoint is damaged: take another one, or a copy"
+            )
 
 
 class StateSource:

@@ -20,7 +20,7 @@ import torch
 
 from zero_runtime.checkpoint.digest import RunningDigest
 from zero_runtime.checkpoint.layout import FileEntry
-from zero_runtime.errors import CheckpointError
+from zero_runtime.errors import CheckpointError, brief
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -270,8 +270,8 @@ class TensorFile:
                     yield key, self._place(key, entry, _LENGTH_BYTES + size)
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise CheckpointError(
-                f"{self._file.path}: expected a safetensors header, found something else ({error!r}); the checkpoint "
-                "is damaged: take another one, or a copy"
+                f"{self._file.path}: expected a safetensors header, found something else ({brief(error)}); the "
+                "checkpoint is damaged: take another one, or a copy"
             ) from error
 
     def _place(self, key: str, entry: Mapping[str, Any], base: int) -> Place:

@@ -1,0 +1,49 @@
+"""What a YAML file must be before it is read: a regular file of a bounded size, whose aliases stand for a bounded
+number of values. Readers write out what an alias stands for: ten lines may be more than any memory holds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+MOST_BYTES = 4 << 20  # a sweep of 10,000 points, each in a line of its own, has a quarter
+MOST_VALUES = 200_000
+
+
+def check(path: Path) -> None:
+    """ValueError, or YAML's own error, for a file that no reader may be given. Nothing where there is no file."""
+    where = f"{path.parent.name}/{path.name}"
+    if not path.exists():
+        return
+    if not path.is_file():  # a pipe has no end
+        raise ValueError(f"{where}: expected a file of settings, found {'a folder' if path.is_dir() else 'no file'}")
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"{where}: expected settings of at most {MOST_BYTES >> 20} MiB, found {size >> 20} MiB")
+    data = path.read_bytes()
+    if b"*" not in data:
+        return
+    try:
+        node = yaml.compose(data.decode("utf-8"), yaml.SafeLoader)
+    except UnicodeDecodeError:
+        return  # the reader says so
+    if node is not None and (count := _values(node, {})) > MOST_VALUES:
+        raise ValueError(
+            f"{where}: expected at most {MOST_VALUES:,} values, found aliases that stand for {_told(count)}; "
+            "write the values out"
+        )
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values it stands for, aliases written out. RecursionError where one is inside what it stands for."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        inner = node.value if isinstance(node, yaml.SequenceNode) else [one for pair in node.value for one in pair]
+        known[id(node)] = 1 + sum(_values(one, known) for one in inner)
+    return known[id(node)]
+
+
+def _told(count: int) -> str:
+    return f"{count:,}" if count < 10**15 else f"about 10^{len(str(count)) - 1}"

@@ -1,0 +1,91 @@
+"""What all doors have in common: inputs by number, the watch over each, and the count of what went wrong.
+
+An input follows from its number and a seed alone. `ZLAB_ATTACK_SEED=WORD` makes other inputs; `ZLAB_ATTACK_ONLY=7,12`
+tries these numbers alone, which is how an input that failed is tried again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from harness.attack_counts import Tally
+from sandbox import SANDBOX, Endless, Stopped
+
+SEED = os.environ.get("ZLAB_ATTACK_SEED", "14")
+ONLY = os.environ.get("ZLAB_ATTACK_ONLY", "")
+# What is counted, in the order in which it is printed.
+WRONG = ("tracebacks", "wrong exit codes", "unclear messages", "endless", "started", "imported", "changed")
+SHOWN = 12  # inputs that failed
+Result = TypeVar("Result")
+
+
+class Wrong(AssertionError):
+    """The product answered, and not as it must. `kind` is one of WRONG."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Trial:
+    """One input. `chance` decides it; `shown` is set to what can be typed or written again."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.shown: object = "(none yet)"
+
+    def watched(
+        self, call: Callable[[], Result], *, may_write: Sequence[Path] = (), may_import: Sequence[str] = ()
+    ) -> Result:
+        """What the product answers; Stopped where it did what it must not."""
+        with SANDBOX.watching(may_write, may_import):
+            return call()
+
+
+def numbers(short: int, long: int) -> list[object]:
+    """The numbers of inputs as two tests: those of every run of the suite, and the others up to `long`."""
+    if ONLY:
+        return [pytest.param([int(one) for one in ONLY.split(",")], id="only")]
+    return [pytest.param(range(short), id="short"), pytest.param(range(short, long), marks=pytest.mark.full, id="long")]
+
+
+def attack(door: str, tried: Sequence[int], tally: Tally, case: Callable[[Trial], None]) -> None:
+    """Every input; then it fails with the first that went wrong. `case` raises Wrong, or what the product raised."""
+    counts = dict.fromkeys(WRONG, 0)
+    told = []
+    for number in tried:
+        trial = Trial(random.Random(f"{SEED} {door} {number}"))
+        if problem := _problem_of(trial, case):
+            kind, text = problem
+            counts[kind] += 1
+            told.append(f"seed {SEED}, input {number}: {kind}\n{trial.shown}\n{text}")
+    tally(door, inputs=len(tried), **{kind.replace(" ", "_"): count for kind, count in counts.items()})
+    if told:
+        again = f"ZLAB_ATTACK_SEED={SEED} ZLAB_ATTACK_ONLY={','.join(one.split()[3].rstrip(':') for one in told)}"
+        more = f"\n\nand {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+        pytest.fail(f"{door}: try again with {again}\n\n" + "\n\n".join(told[:SHOWN]) + more, pytrace=False)
+
+
+def _problem_of(trial: Trial, case: Callable[[Trial], None]) -> tuple[str, str] | None:
+    try:
+        case(trial)
+    except Wrong as wrong:
+        return wrong.kind, str(wrong)
+    except Endless as endless:
+        return "endless", _trace(endless)
+    except (Stopped, Exception) as error:
+        # What the sandbox stopped may have come out as another error.
+        return (SANDBOX.seen[0][0] if SANDBOX.seen else "tracebacks"), _trace(error)
+    except SystemExit as end:
+        return "wrong exit codes", f"SystemExit({end.code!r})"
+    return SANDBOX.seen[0] if SANDBOX.seen else None
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-3000:]

@@ -1,0 +1,230 @@
+"""The command line in this process: what a person types, the exit code, and what stood on the screen.
+
+What would come after the checks is left out: the run of a point, the controller, the reading of a checkpoint, and the
+tools of GPUs and clusters, which are not there. The process that counts activations answers the same of every model.
+All that is before them is the product's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from trials import Trial, Wrong
+
+from orchestrator import cli, compose, doctor, export, folders, hardware, memory_cache, study, sweep_command
+from orchestrator.paths import program
+from orchestrator.point import Point
+from orchestrator.schema import to_dict
+from orchestrator.screen import Screen, make_console
+
+# The start of every line that stderr may have: what else is there came out of a message with a line break in it.
+LINES = ("error: ", "nothing was started (exit 2)", "refused: ", "note: ", "warning: ", "== ", "in /")
+LINE_SIGNS = 6000  # of one line, whatever was typed
+ALL_SIGNS = 60_000
+CODES = (0, 1, 2, 3, 4)
+TEXTS = {"--help", "-h", "--version", "--cfg", "-c", "--info", "-i", "--hydra-help", "-sc"}  # whatever else is asked
+TOOLS = ("nvidia-smi", "sbatch", "sinfo", "squeue", "sacct", "scontrol", "scancel", "git")
+RUN, LOAD, READ = subprocess.run, yaml.load, compose.read_yaml
+_READ: dict[Path, Any] = {}
+_LOADED: dict[tuple[str, type], Any] = {}
+PRECISION = {"param": "bf16", "reduce": "bf16", "accumulate": "fp32", "master": "fp32", "compute": "bf16"}
+SHAPES = [["weight", [64, 32]], ["bias", [64]]]
+UNITS = {
+    "units": [
+        {"shapes": SHAPES, "trainable": True, "is_root": root, "precision": PRECISION, "rests": not root}
+        for root in (True, False)
+    ],
+    "state_bytes": 8,
+    "block_numel": 1,
+}
+ACTIVATIONS = {
+    "bytes": {"kept": 1 << 20, "kept_outside": 1 << 18, "peak": 1 << 21, "peak_outside": 1 << 18, "peak_backward": 1}
+}
+POINTS = 12  # that a sweep may have here: each costs milliseconds
+# Nobody may import these; whoever looks into the current folder first does.
+CANARIES = ("queue", "torch", "yaml", "zlab_canary")
+CANARY = 'open("imported", "w").close()\ndef go(*words, **named): open("called", "w").close()\n'
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Typist:
+    """Types lines in a folder of its own, `home`/work, in which the output folder is `outputs`."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.work, self.home = home / "work", home
+        self.output = self.work / "outputs"
+        for folder in (self.work, self.output, home / "cache", home / "locks"):
+            folder.mkdir(mode=0o700)
+        self.points = 0  # composed for the last line
+        for name in CANARIES:
+            (self.work / f"{name}.py").write_text(CANARY)
+        monkeypatch.chdir(self.work)
+        for name, value in (
+            *(("HOME", home), ("XDG_CACHE_HOME", home / "cache"), ("ZLAB_LOCKS", home / "locks")),
+            *(("TMPDIR", home), ("COLUMNS", 100)),
+        ):
+            monkeypatch.setenv(name, str(value))
+        for name in ("RANK", "WORLD_SIZE", "MLFLOW_TRACKING_URI", "ZLAB_OUTPUT", "ZLAB_FAULT", "CUDA_VISIBLE_DEVICES"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(yaml, "load", _loaded_once)
+        monkeypatch.setattr(compose, "read_yaml", _read_once)
+        self._leave_out_what_starts(monkeypatch)
+
+    def _leave_out_what_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(hardware, "_ask_nvidia_smi", list)
+        monkeypatch.setattr(hardware, "_smi", lambda query: [])
+        monkeypatch.setattr(doctor, "loopback", lambda: "127.0.0.1")
+        monkeypatch.setattr(memory_cache, "_ask_child", _counted)
+        monkeypatch.setattr(subprocess, "run", _no_tool)
+        monkeypatch.setattr(study, "run_point", _recorded)
+        monkeypatch.setattr(export, "_export", lambda path, out, dtype: None)
+        monkeypatch.setattr(sweep_command, "_carried_out", lambda *words: (0, None))
+        one_point = compose.Composer.point
+
+        def counted(composer: compose.Composer, line: list[str]) -> compose.Composed:
+            self.points += 1
+            return one_point(composer, line)
+
+        monkeypatch.setattr(compose.Composer, "point", counted)
+
+    def type(self, trial: Trial, words: Sequence[str]) -> Answer:
+        """What the command answers, after it was judged: exit code, screen, what it made and imported."""
+        self.points = 0
+        places = [self.output, self.home / "cache", self.home / "locks"]
+        out, err = _Stream(), _Stream()
+        with _restored(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = trial.watched(lambda: _code(words), may_write=places)
+        answer = Answer(code, out.text(), err.text())
+        _judge(answer, words)
+        for name in ("imported", "called"):
+            if (self.work / name).exists():
+                (self.work / name).unlink()
+                raise Wrong("imported", f"code in the current folder was {name}")
+        return answer
+
+
+class _Stream(io.TextIOWrapper):
+    """As the terminal's in a UTF-8 locale: it refuses what has no encoding, unless the product asks otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8", write_through=True, newline="\n")
+
+    def text(self) -> str:
+        self.flush()
+        return self.buffer.getvalue().decode("utf-8", errors="surrogateescape")  # type: ignore[attr-defined]
+
+
+def _code(words: Sequence[str]) -> int:
+    try:
+        return cli.main(words)
+    except SystemExit as end:  # of --help, and of what Hydra shows
+        if not isinstance(end.code, int | None):
+            raise
+        return end.code or 0
+
+
+def _judge(answer: Answer, words: Sequence[str]) -> None:
+    screen = f"exit code {answer.code}\n{answer.err[-2000:]}"
+    if answer.code not in CODES:
+        raise Wrong("wrong exit codes", screen)
+    for line in (lines := answer.err.split("\n")[:-1]):
+        if not line.startswith((*LINES, f"{program()} ")) and not _is_progress(line, answer.code):
+            raise Wrong("unclear messages", f"a line without a known beginning: {line[:300]!r}\n{screen}")
+        if len(line) > LINE_SIGNS or not line.isprintable():
+            raise Wrong("unclear messages", f"{len(line)} signs, or signs that steer a terminal: {line[:300]!r}")
+    told = [line for line in lines if line.startswith("error: ")]
+    if answer.code == 2 and not told and "error: " not in answer.out:
+        raise Wrong("unclear messages", f"exit code 2 and no line that says why\n{screen}")
+    if len(told) != len(set(told)) or len(answer.err) > ALL_SIGNS:
+        raise Wrong("unclear messages", f"the same line twice, or {len(answer.err)} signs\n{screen}")
+    if "--json" in words and not set(words) & TEXTS and answer.out and not _is_json(answer.out):
+        raise Wrong("unclear messages", f"--json and no one document: {answer.out[:300]!r}")
+
+
+def _is_progress(line: str, code: int) -> bool:
+    """What a plan says on its way stands on stderr with --json; where nothing is wrong."""
+    return code == 0 and line.isprintable()
+
+
+def _is_json(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        json.loads(text)
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    """What a command may change of its own process, which here is the test's."""
+    folder, argv, path, umask = os.getcwd(), list(sys.argv), list(sys.path), os.umask(0o022)
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+        sys.argv, sys.path[:] = argv, path
+        os.umask(umask)
+
+
+def _recorded(point: Point, *, as_json: bool) -> int:
+    """What a run does first: it shows its plan, and writes the configuration down."""
+    screen = Screen(make_console(on_stderr=as_json))
+    screen.plan(point.label, point.config, "folder")
+    print(json.dumps(to_dict(point.config)))
+    return 0
+
+
+def _counted(asked: Mapping[str, Any], total: int, tell: object) -> Iterator[tuple[str, Any]]:
+    """What the child process would have answered, of one small model."""
+    yield from ((key, UNITS) for key in asked["units"])
+    yield from ((key, ACTIVATIONS) for family in asked["activations"] for key in family)
+
+
+def _loaded_once(stream: Any, Loader: type) -> Any:
+    """yaml.load, which is most of the time that a line takes, does not read again what ships."""
+    is_shipped = isinstance(stream, str) or str(getattr(stream, "name", "")).startswith(str(folders.CONF))
+    if not is_shipped:
+        return LOAD(stream, Loader)
+    text = stream if isinstance(stream, str) else stream.read()
+    if (text, Loader) not in _LOADED:
+        if isinstance(stream, str) and text not in _shipped():
+            return LOAD(stream, Loader)
+        _LOADED[text, Loader] = LOAD(text, Loader)
+    return copy.deepcopy(_LOADED[text, Loader])
+
+
+def _read_once(path: Path) -> Any:
+    """compose.read_yaml, as above."""
+    if not path.is_relative_to(folders.CONF):
+        return READ(path)
+    if path not in _READ:
+        _READ[path] = READ(path)
+    return _READ[path]
+
+
+@cache
+def _shipped() -> frozenset[str]:
+    return frozenset(path.read_text(encoding="utf-8") for path in folders.CONF.rglob("*.yaml"))
+
+
+def _no_tool(words: Sequence[str], **named: Any) -> Any:
+    """The tools that the product asks about the machine are not here; nothing else is to be started."""
+    if words[0] in TOOLS:
+        raise FileNotFoundError(2, "no such tool here", words[0])
+    return RUN(words, **named)
