@@ -44,3 +44,12 @@ def test_a_full_disk_under_stdout_is_one_line_and_code_1() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith(b"error: standard output: No space left on device")
     assert done.stderr.count(b"\n") == 1
+
+
+def test_a_program_whose_streams_are_closed_runs_and_its_files_do_not_take_their_place() -> None:
+    code = (
+        "import os, sys; from orchestrator import cli; code = cli.main(['--help'])\n"
+        "sys.exit(code if [os.readlink(f'/dev/fd/{number}') for number in range(3)] == ['/dev/null'] * 3 else 9)"
+    )
+    line = ["/bin/sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(line, cwd=ROOT, check=False).returncode == 0
