@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 FAILED = 1
 BAD_USAGE = 2
 INTERRUPTED = 130
+_OF_STREAMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def _drop_unshown() -> None:
@@ -46,6 +48,13 @@ def _end_quietly() -> int:
     """Whoever read our output has enough, as `| head` has. Python would complain once more at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _told(error: BadRecord | OSError) -> str:
+    """One line; also of an error without a file's name, though every file of ours is named where it fails."""
+    if isinstance(error, BadRecord) or error.filename is not None:
+        return told(error)
+    return f"standard output: {told(error)}" if error.errno in _OF_STREAMS else told(error)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,9 +72,10 @@ def main(argv: Sequence[str]) -> int:
         return _end_quietly()
     except (BadRecord, OSError) as error:
         _drop_unshown()
-        # Every file of ours is named where it fails.
-        is_stream = isinstance(error, OSError) and error.errno is not None and error.filename is None
-        complain(f"error: {'standard output: ' if is_stream else ''}{told(error)}")
+        complain(f"error: {_told(error)}")
+        return FAILED
+    except MemoryError:
+        complain("error: this process may have no more memory: raise its limit (ulimit -v)")
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -39,12 +39,17 @@ def named(base: Mapping[str, str]) -> str:
 
 def forget_current_folder() -> None:
     """Takes what `python -m` and an empty entry of PYTHONPATH put there out of this process's path. For programs: in a
-    notebook the path is its owner's."""
+    notebook the path is its owner's. Ends the program where the current folder was deleted."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        print("error: the current folder was deleted: change to one that is there", file=sys.stderr)
+        sys.exit(2)
     entries = os.environ.get(PYTHONPATH, "").split(os.pathsep)
     stays = {ROOT, *map(os.path.abspath, filter(None, entries))}
     standard = os.path.dirname(os.__file__)  # what comes after it is installed
     end = sys.path.index(standard) if standard in sys.path else len(sys.path)
-    first = [one for one in sys.path[:end] if one in stays or os.path.abspath(one) != os.getcwd()]
+    first = [one for one in sys.path[:end] if one in stays or os.path.abspath(one) != here]
     sys.path[:] = [*first, *sys.path[end:]]
     if ROOT not in sys.path:
         sys.path.insert(0, ROOT)

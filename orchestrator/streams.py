@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +16,9 @@ MOST_MESSAGES = 50  # of one kind: a file may be wrong in every line
 
 
 def take_any_text() -> None:
-    """From here on no print fails because of its encoding, as under LC_ALL=C with Python's UTF-8 mode off."""
+    """From here on no print fails because of its encoding, as under LC_ALL=C with Python's UTF-8 mode off, or because
+    its stream was closed before the program began (`>&-`)."""
+    _open_closed()
     codecs.register_error(HANDLER, _spelled)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a test's or a notebook's own may be anything
@@ -39,6 +42,17 @@ def one_line(text: str) -> str:
         first, last = MOST_SIGNS * 2 // 3, MOST_SIGNS // 3
         text = f"{text[:first]} ... ({len(text) - first - last} more signs) ... {text[-last:]}"
     return text if text.isprintable() else "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
+def _open_closed() -> None:
+    """Also the descriptors: the next file that is opened would be the stdout of our children."""
+    for number in (0, 1, 2):
+        if not os.path.exists(f"/dev/fd/{number}"):
+            os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            os.set_inheritable(number, True)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115  as long as the process lives
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:

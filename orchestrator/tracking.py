@@ -264,11 +264,13 @@ class Follower:
 
     def _summary(self, message: Mapping[str, Any]) -> None:
         assert self._store is not None
+        experiment, run = message["experiment"], None
         tags = {**self._tags, names.KIND: "summary", names.SWEEP: message["sweep"]}
-        if message.get("again") and self._store.run_of(message["experiment"], tags, told_apart_by=names.PID):
-            return
-        tags["mlflow.note.content"] = message["table"][:NOTE_LIMIT]
-        run = self._store.create_run(message["experiment"], message["sweep"], tags)
+        if message.get("again"):  # an earlier tracker may have been killed at any moment of this
+            run = self._store.run_of(experiment, tags, told_apart_by=names.PID)
+        if run is None:
+            tags["mlflow.note.content"] = message["table"][:NOTE_LIMIT]
+            run = self._store.create_run(experiment, message["sweep"], tags)
         for path in message["files"]:
             self._store.client.log_artifact(run, path)
         self._store.client.set_terminated(run, status="FINISHED")

@@ -97,6 +97,14 @@ def test_programs_that_python_starts_there_forget_it(words: list[str], tmp_path:
     assert told
 
 
+def test_a_current_folder_that_was_deleted_is_told_in_one_line(tmp_path: Path) -> None:
+    line = ["/bin/sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, str(ROOT / "run.py"), "list"]
+    (tmp_path / "gone").mkdir()
+    done = subprocess.run(line, cwd=tmp_path / "gone", capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: the current folder was deleted: change to one that is there\n"
+
+
 def test_the_dashboard_s_server_stands_where_nobody_puts_files(
     trapped: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,3 +77,12 @@ def test_odd_words_are_refused_in_one_line(word: str, capsys: pytest.CaptureFixt
     assert first.isprintable()
     assert len(first) < MOST_SIGNS + 100
     assert second == "nothing was started (exit 2)"
+
+
+def test_a_program_whose_streams_are_closed_runs_and_its_files_do_not_take_their_place() -> None:
+    code = (
+        "import os, sys; from orchestrator import cli; code = cli.main(['--help'])\n"
+        "sys.exit(code if [os.readlink(f'/dev/fd/{number}') for number in range(3)] == ['/dev/null'] * 3 else 9)"
+    )
+    line = ["/bin/sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(line, cwd=ROOT, check=False).returncode == 0

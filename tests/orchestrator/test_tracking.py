@@ -235,6 +235,30 @@ def test_a_tracker_that_is_killed_is_started_again_and_nothing_is_missing_or_the
     assert_is_whole(scene, "live")
 
 
+def test_a_summary_that_a_killed_tracker_began_is_completed_by_its_successor(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = scene.output / "report.md"
+    table.write_text("| place |")
+    message = {"do": "summary", "experiment": EXPERIMENT, "sweep": "cut", "table": "| place |", "files": [str(table)]}
+    uri = f"sqlite:///{store_path(scene.output)}"
+    first, successor = (tracking.Follower(uri, scene.output, os.getpid()) for _ in range(2))
+    for follower in (first, successor):
+        follower._store = tracking.Store(uri, scene.output)
+
+    def killed(run: str, path: str) -> None:
+        raise OSError("here it was killed")
+
+    monkeypatch.setattr(first._store.client, "log_artifact", killed)
+    first.handle(message)
+    assert scene.run("cut").info.status == "RUNNING"
+    successor.handle({**message, "again": True})
+    assert scene.run("cut").info.status == "FINISHED"
+    assert [one.path for one in scene.client.list_artifacts(scene.run("cut").info.run_id)] == ["report.md"]
+    experiment = scene.client.get_experiment_by_name(EXPERIMENT).experiment_id
+    assert len(scene.client.search_runs([experiment], "attributes.run_name = 'cut'")) == 1
+
+
 class Failing:
     """A child that ends at once."""
 
