@@ -142,7 +142,7 @@ def test_hydras_own_flags_work_and_leave_nothing(line: str, told: str, tmp_path:
     ("line", "told"),
     [
         ("--cfg job --package zerO", "package 'zerO' not found in config"),
-        ("--hydra-help datA.p$ath=x", "LexerNoViableAltException: datA.p$ath=x"),
+        ("--hydra-help datA.p$ath=x", "'datA.p$ath' is not a setting of the options chosen"),
     ],
 )
 def test_what_hydra_refuses_to_show_is_one_line(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
