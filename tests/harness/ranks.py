@@ -105,8 +105,8 @@ def _rank_main(
     gc.freeze()
     torch.set_num_threads(RANK_THREADS)
     if hasattr(os, "SCHED_BATCH"):
-        # A thread that wakes up then preempts none of its process. gloo's would preempt the one that holds the lock
-        # it wants, in the middle of a send, and ask for that lock until the scheduler's slice ends: 3 ms a message.
+        # A thread that wakes up then preempts no other. gloo's would preempt the one that holds the lock it wants, in
+        # the middle of a send, and ask for that lock until its slice of the scheduler's time ends.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if fault is not None:
         from harness import faults
