@@ -154,7 +154,10 @@ def test_hydras_own_flags_work_and_leave_nothing(line: str, told: str, tmp_path:
         ("--hydra-help datA.p$ath=x", "LexerNoViableAltException: datA.p$ath=x"),
     ],
 )
-def test_what_hydra_refuses_to_show_is_one_line(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_hydra_refuses_to_show_is_one_line(
+    line: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py"])
     assert cli.main(line.split()) == 2
     shown = capsys.readouterr()
     first, second = shown.err.splitlines()
@@ -162,7 +165,10 @@ def test_what_hydra_refuses_to_show_is_one_line(line: str, told: str, capsys: py
     assert second == "nothing was started (exit 2)"
 
 
-def test_flags_of_ours_are_no_hindrance_to_hydras(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_ours_are_no_hindrance_to_hydras(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py"])
     with pytest.raises(SystemExit) as end:
         cli.main(["--hydra-help", *arguments.SWEEPING, "--retry", "oom", "--prune", "off", "--max-points", "3"])
     assert not end.value.code
