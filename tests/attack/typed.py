@@ -11,6 +11,7 @@ import contextlib
 import copy
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -174,12 +175,15 @@ def _is_json(text: str) -> bool:
 def _restored() -> Iterator[None]:
     """What a command may change of its own process, which here is the test's."""
     folder, argv, path, umask = os.getcwd(), list(sys.argv), list(sys.path), os.umask(0o022)
+    handlers, level = logging.root.handlers[:], logging.root.level  # Hydra sets its own up when it shows something
     try:
         yield
     finally:
         os.chdir(folder)
         sys.argv, sys.path[:] = argv, path
         os.umask(umask)
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
 
 
 def _recorded(point: Point, *, as_json: bool) -> int:

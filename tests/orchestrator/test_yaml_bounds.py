@@ -40,9 +40,11 @@ def test_a_pipe_or_a_terabyte_in_the_place_of_an_option_is_refused_at_once(
         os.mkfifo(tmp_path / group / "pipe.yaml")
     with (tmp_path / "model" / "large.yaml").open("wb") as file:
         file.truncate(1 << 40)
-    for word, told in (("model=pipe", "found no file"), ("zero=pipe", ""), ("model=large", "found 1048576 MiB")):
+    for word, told in (("model=pipe", "model/pipe"), ("zero=pipe", "zero/pipe"), ("model=large", "1048576 MiB")):
         assert cli.main([word, "--config-dir", str(tmp_path)]) == 2
         assert told in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"zero/pipe\.yaml: expected a file of settings, found no file"):
+        yaml_bounds.check(tmp_path / "zero" / "pipe.yaml")
     with pytest.raises(ValueError, match="expected settings of at most 4 MiB"):
         yaml_bounds.check(tmp_path / "model" / "large.yaml")
     yaml_bounds.check(tmp_path / "missing.yaml")
