@@ -27,9 +27,9 @@ def _open_closed() -> None:
         if not os.path.exists(f"/dev/fd/{number}"):
             os.open(os.devnull, os.O_RDWR)  # the lowest that is free
             os.set_inheritable(number, True)
-    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115  as long as the process lives
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  as long as the process lives
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:
