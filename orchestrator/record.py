@@ -311,6 +311,13 @@ def all_attempts(output: str | Path, point: str) -> list[AttemptPaths]:
     return [AttemptPaths(one) for one in sorted(found, key=lambda one: -int(one.name)) if (one / "state.json").exists()]
 
 
+def clear_point(output: str | Path, point: str) -> None:
+    """Removes what processes that have ended began to write at a point and could not finish."""
+    folder = _point_folder(output, point)
+    for place in (folder, *folder.glob("attempts/*")):
+        clear_leftovers(place)
+
+
 def new_attempt(
     output: str | Path,
     config: Mapping[str, Any],
@@ -327,8 +334,7 @@ def new_attempt(
     point = point_id(config, world, hardware, held)
     folder = _point_folder(output, point)
     folder.mkdir(parents=True, exist_ok=True)
-    for place in (folder, *(earlier.root for earlier in all_attempts(output, point))):
-        clear_leftovers(place)
+    clear_point(output, point)
     write_json_atomic(folder / "config.json", config)
     hashed = {"point": folder.name, "ignored": IGNORED_KEYS, **identity(config, world, hardware)}
     write_json_atomic(folder / "identity.json", hashed)

@@ -26,6 +26,7 @@ from zero_runtime.process_identity import mark, remove_left_behind
 CHECKSUM = "checksum"
 MOST_BYTES = 1 << 28  # a plan of 10,000 points has a quarter
 LINE_BYTES = 1 << 20
+UNENDED_BYTES = 1 << 26  # of what is no line: nobody reads on in a file that a bad disk made a terabyte of
 END_BYTES = 1 << 16
 TOLD_BYTES = 200  # of a message of the JSON reader
 DEEP = "lists or objects nested too deeply"
@@ -247,6 +248,9 @@ def make_room(path: Path, shape: Shape = OBJECT) -> None:
 _ADVICE = {
     errno.ENOSPC: "make room there, then give the same command again: what has an answer is kept",
     errno.EDQUOT: "make room there, then give the same command again: what has an answer is kept",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f), then give the same command again",
+    errno.EMFILE: "raise the limit of open files (ulimit -n), then give the same command again",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u), then give the same command again",
     errno.EROFS: "give output=FOLDER (--output FOLDER) that can be written to",
     errno.EACCES: "it belongs to another user: give output=FOLDER (--output FOLDER) of your own",
     errno.EPERM: "it belongs to another user: give output=FOLDER (--output FOLDER) of your own",
@@ -336,9 +340,14 @@ class EventTail:
 
     def _whole(self, file: IO[bytes]) -> Iterator[bytes]:
         file.seek(self._offset)
+        unended = 0
         while (line := file.readline(LINE_BYTES)).endswith(b"\n") or len(line) == LINE_BYTES:
             self._offset += len(line)
             self._lines = None if self._lines is None else self._lines + line.endswith(b"\n")
+            unended = 0 if line.endswith(b"\n") else unended + len(line)
+            if unended >= UNENDED_BYTES:
+                self._offset, self._lines = os.fstat(file.fileno()).st_size, None
+                raise BadRecord(self._path, f"{unended:,} bytes without the end of a line")
             if line.strip():
                 yield line
 

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.processes import is_alive
-from orchestrator.record import SCHEMA, AttemptPaths, result_of, settled
+from orchestrator.record import SCHEMA, AttemptPaths, clear_point, result_of, settled
 from orchestrator.record_file import (
     BadRecord,
     EventTail,
@@ -141,10 +142,14 @@ class Standing:
 
 
 def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts: Mapping[str, Any]) -> SweepPaths:
-    """The folder of this sweep: a new one, or that of the same name and points, so that the same command goes on."""
+    """The folder of this sweep: a new one, or that of the same name and points, so that the same command goes on. For
+    who is the `only_starter`."""
+    for point in {one.point for one in planned if one.point}:  # also of those whose answers are kept
+        clear_point(output, point)
     identity = sweep_id(name, planned)
     sweeps = Path(output).absolute() / "sweeps"
     sweeps.mkdir(parents=True, exist_ok=True)
+    _clear_unrecorded(sweeps)
     for paths in all_sweeps(output):
         if is_sweep(paths, name, identity):
             clear_leftovers(paths.root)
@@ -164,6 +169,15 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
     write_json_atomic(paths.sweep, {"schema": SCHEMA, "id": identity, "name": name, "time": time.time(), **facts})
     write_json_atomic(paths.plan, {"points": [one.to_dict() for one in planned]})
     return paths
+
+
+def _clear_unrecorded(sweeps: Path) -> None:
+    """Removes the folders of sweeps whose commands were killed before they had recorded anything."""
+    for sweep in map(SweepPaths, sweeps.iterdir()):
+        if sweep.root.is_dir() and not os.path.lexists(sweep.sweep):
+            clear_leftovers(sweep.root)
+            with contextlib.suppress(OSError):  # what somebody else put there stays
+                sweep.root.rmdir()
 
 
 def is_sweep(sweep: SweepPaths, name: str, identity: str) -> bool:
@@ -225,8 +239,8 @@ def plan_of(sweep: SweepPaths) -> list[Planned]:
     found = loaded(sweep.plan)
     if found is None:
         raise BadRecord(sweep.plan, "no such file")
-    # Earlier versions wrote the points alone.
-    plan = judged(sweep.plan, {"points": found} if isinstance(found, list) else found, PLAN)
+    # Earlier versions wrote the points alone; no sweep has none.
+    plan = judged(sweep.plan, {"points": found} if isinstance(found, list) and found else found, PLAN)
     try:
         return [Planned.from_dict(one) for one in plan["points"]]
     except TypeError as error:

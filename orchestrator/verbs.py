@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from orchestrator.verb_parser import VerbParser, add_json
 
 BAD_USAGE = 2
 FOLLOW_S = 0.3
+LOG_BYTES = 64 << 20  # of a log that has more, the end is shown
 PROPOSED = "(a batch that a program proposed)"  # the sweep of no command
 
 
@@ -213,16 +215,18 @@ def _logs(asked: argparse.Namespace) -> int:
 
 
 def _print_log(log: Path, attempt: AttemptPaths, *, follow: bool) -> None:
-    """The whole log; with `follow`, what comes until the attempt has ended."""
-    read = 0
+    """The log, or the end of a huge one; with `follow`, what comes until the attempt has ended."""
+    size = log.stat().st_size if log.is_file() else 0
+    read = max(0, size - LOG_BYTES)
+    if read:
+        print(f"warning: {shown(log)} has {size:,} bytes, of which the last {LOG_BYTES:,} follow", file=sys.stderr)
     while True:
         over = not follow or RunState((read_or_warn(attempt.state, STATE) or {"state": "lost"})["state"]).final
         if log.is_file():
             with log.open("rb") as file:
                 file.seek(read)
-                chunk = file.read()
-            read += len(chunk)
-            sys.stdout.buffer.write(chunk)
+                shutil.copyfileobj(file, sys.stdout.buffer)
+                read = file.tell()
             sys.stdout.flush()
         if over:
             return

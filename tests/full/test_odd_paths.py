@@ -20,7 +20,7 @@ LINE = (
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["a#1", "what?", "100%25", "tab\there", "line\nbreak", "sp ace ünï", "';$(x)&"])
+@pytest.mark.parametrize("name", ["a#1", "what? 100%25", "tab\there line\nbreak ünï ';$(x)&"])
 def test_a_run_and_its_records_are_where_they_were_asked_for(name: str, tmp_path: Path) -> None:
     here = tmp_path / "base" / name
     here.mkdir(parents=True)

@@ -13,6 +13,7 @@ from orchestrator.record import Attempt, all_attempts, attempts_at, new_attempt,
 from orchestrator.record_file import read_json, require_json, write_json_atomic
 from orchestrator.run_state import MOVES, RunState
 from orchestrator.schema import to_dict
+from orchestrator.sweep_record import Planned, open_sweep
 from zero_runtime.process_identity import mark
 
 
@@ -145,16 +146,41 @@ def test_a_new_attempt_settles_those_before_whose_commands_were_killed(tmp_path:
     assert Attempt.reopen(first.paths).state is RunState.lost
 
 
-def test_what_a_killed_process_began_to_write_goes_at_the_next_attempt(tmp_path: Path) -> None:
+def ended_mark() -> str:
+    """The mark of a process that has ended."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     dead = mark(child.pid)
     child.kill()
     child.wait()
+    return dead
+
+
+def test_what_a_killed_process_began_to_write_goes_at_the_next_start(tmp_path: Path) -> None:
+    """At the next attempt, and at the next sweep also where it keeps the point's answer and makes no attempt."""
+    dead = ended_mark()
     config = to_dict(make_config(tmp_path))
-    first = new_attempt(tmp_path, config, "a", "cpu").paths.root
-    point = first.parents[1]
-    for folder in (first, point):
-        (folder / f".state.json.{dead}.tmp").touch()
-        (folder / f".state.json.{mark()}.tmp").touch()
-    new_attempt(tmp_path, config, "a", "cpu")
-    assert {path.name for path in point.rglob("*.tmp")} == {f".state.json.{mark()}.tmp"}
+    first = new_attempt(tmp_path, config, "a", "cpu")
+    point = first.paths.root.parents[1]
+    kept = Planned("a", (), RunState.cached, first.point, config, attempt=str(first.paths.root))
+    for start in (
+        lambda: new_attempt(tmp_path, config, "a", "cpu"),
+        lambda: open_sweep(tmp_path, "sweep", [kept], {}),
+    ):
+        for folder in (first.paths.root, point):
+            (folder / f".state.json.{dead}.tmp").touch()
+            (folder / f".state.json.{mark()}.tmp").touch()
+        start()
+        assert {path.name for path in point.rglob("*.tmp")} == {f".state.json.{mark()}.tmp"}
+
+
+def test_the_folder_of_a_sweep_that_was_killed_before_its_record_was_written_goes_at_the_next_start(
+    tmp_path: Path,
+) -> None:
+    unrecorded, used = tmp_path / "sweeps" / "unrecorded", tmp_path / "sweeps" / "used"
+    for folder in (unrecorded, used):
+        folder.mkdir(parents=True)
+        (folder / f".sweep.json.{ended_mark()}.tmp").touch()
+    (used / "mine").touch()
+    sweep = open_sweep(tmp_path, "sweep", [], {})
+    assert set((tmp_path / "sweeps").iterdir()) == {sweep.root, used}
+    assert [path.name for path in used.iterdir()] == ["mine"]

@@ -152,6 +152,19 @@ def test_a_tail_gives_every_event_once_and_never_half_a_line(tmp_path: Path) -> 
     assert tail.read_new() == []
 
 
+def test_a_terabyte_without_a_line_is_not_read_through(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = EventTail(path)
+    append_event(path, {"event": "ready"})
+    os.truncate(path, 1 << 40)
+    assert tail.read_new() == [{"event": "ready"}]
+    assert (
+        f"{path}: expected a record as it was written, found 67,108,864 bytes without the end of a line" in caplog.text
+    )
+    append_event(path, {"event": "finish"})
+    assert tail.read_new() == [{"event": "finish"}]
+
+
 def test_a_bad_line_is_left_out_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = EventTail(path)

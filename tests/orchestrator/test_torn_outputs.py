@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 from ended_output import FILES, Scene, ended
+from harness.attack_counts import Tally
 from harness.corruptions import CORRUPTIONS
 
-from orchestrator import cli, comparison, slurm_sweep, sweep_record
-from orchestrator.record_file import read_json
+from orchestrator import cli, comparison, slurm_sweep, sweep_record, verbs
+from orchestrator.record_file import BadRecord, read_json
 from orchestrator.run_state import RunState
 
 VERBS = (["list"], ["list", "--json"], ["status"], ["status", "--json"], ["report"], ["watch"], ["logs"])
@@ -32,20 +33,27 @@ def scene(pristine: Scene) -> Scene:
     return pristine
 
 
+Capture = pytest.CaptureFixture[bytes]
 SHORT = ("half", "other digits", "a folder")  # no JSON, contents that changed, no file
 
 
-def go_on(scene: Scene, file: str, corruption: str, capsys: pytest.CaptureFixture[str], verbs: list[list[str]]) -> None:
+def printed(capture: Capture) -> tuple[str, str]:
+    """stdout and stderr; `logs` shows the bytes of a log as they are."""
+    out, err = capture.readouterr()
+    return out.decode(errors="replace"), err.decode(errors="replace")
+
+
+def go_on(scene: Scene, file: str, corruption: str, capture: Capture, verbs: list[list[str]]) -> None:
     path = FILES[file](scene)
     results = {one: read_json(one) for one in scene.output.glob("points/*/attempts/*/result.json") if one != path}
     CORRUPTIONS[corruption](path)
     for verb in verbs:
         code = cli.main([*verb, "--output", str(scene.output)])
-        shown = capsys.readouterr()
-        assert code in (0, 1, 2, 3), shown
-        assert code != 2 or shown.err.startswith("error: "), shown
+        out, err = printed(capture)
+        assert code in (0, 1, 2, 3), out + err
+        assert code != 2 or err.startswith("error: "), err
         if verb == ["list"]:
-            assert scene.other.name in shown.out
+            assert scene.other.name in out
     assert cli.main(["status", scene.other.name, "--output", str(scene.output)]) in (0, 1)
     planned = scene.plan()
     assert [one.decision for one in planned[1:3]] == [RunState.cached] * 2
@@ -61,21 +69,20 @@ def go_on(scene: Scene, file: str, corruption: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_same_line_goes_on_whatever_became_of_one_file(
-    file: str, scene: Scene, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_line_goes_on_whatever_became_of_one_file(file: str, scene: Scene, capsysbinary: Capture) -> None:
     for number, corruption in enumerate(SHORT):
         scene.restore()
-        go_on(scene, file, corruption, capsys, [list(VERBS[number % len(VERBS)]), ["list"]])
+        go_on(scene, file, corruption, capsysbinary, [list(VERBS[number % len(VERBS)]), ["list"]])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
 @pytest.mark.parametrize("file", FILES)
 def test_every_verb_answers_whatever_became_of_one_file(
-    file: str, corruption: str, scene: Scene, capsys: pytest.CaptureFixture[str]
+    file: str, corruption: str, scene: Scene, capsysbinary: Capture, tally: Tally
 ) -> None:
-    go_on(scene, file, corruption, capsys, [list(verb) for verb in VERBS])
+    go_on(scene, file, corruption, capsysbinary, [list(verb) for verb in VERBS])
+    tally("torn records", commands=len(VERBS) + 2, tracebacks=0, wrong_exit_codes=0, results_lost=0)
 
 
 def test_another_users_output_is_told_in_one_line(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +111,16 @@ def as_another_user(output: Path) -> Iterator[None]:
         if os.getuid() == 0:
             os.seteuid(0)
         (output / "sweeps").chmod(0o700)
+
+
+def test_of_a_huge_log_the_end_is_shown(
+    scene: Scene, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verbs, "LOG_BYTES", 4)
+    assert cli.main(["logs", "--output", str(scene.output)]) == 0
+    out, err = capsys.readouterr()
+    assert out == "ine\n"
+    assert "rank1.log has 7 bytes, of which the last 4 follow" in err
 
 
 def test_a_report_that_cannot_be_written_is_still_shown(
@@ -135,3 +152,6 @@ def test_the_plan_of_an_earlier_version_is_read(scene: Scene) -> None:
     assert sweep_record.plan_of(scene.sweep) == plan
     assert sweep_record.open_sweep(scene.output, "torn", plan, {}).root == scene.sweep.root
     assert not list(scene.sweep.root.glob("*.bad"))
+    scene.sweep.plan.write_text("[]\n")
+    with pytest.raises(BadRecord, match="in place of an object"):
+        sweep_record.plan_of(scene.sweep)

@@ -1,16 +1,19 @@
 """Ranks that die by SIGKILL inside a save leave a good checkpoint behind, and the run goes on from it.
 
-A slowed writer spreads a save over most of a second, and the kill comes when a random part of its bytes is written. `in
-the window` are the kills that came after the first byte of a file and before the commit; they are counted from what
-lies on the disk when all ranks are dead, and printed.
+Random kills: a slowed writer spreads a save over most of a second, and the kill comes when a random part of its bytes
+is written. `in the window` are the kills that came after the first byte of a file and before the commit; they are
+counted from what lies on the disk when all ranks are dead, and printed.
+Aimed kills: before each kind of change that a rank makes to files, in saves that delete older ones.
 """
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing as mp
 import os
 import random
 import signal
+import sys
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -18,26 +21,32 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness.checkpoints import Setting, train
+from harness.attack_counts import Tally
+from harness.checkpoints import Setting, train, whole
+from harness.kill_points import Aim, KillPoints, kinds, notes
 from harness.patience import HANG_S, wait_until
 from harness.ranks import RANK_THREADS, run_ranks
 
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.load import load_checkpoint
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
-from zero_runtime.checkpoint.shelf import clear_leftovers, committed, newest_good_together
+from zero_runtime.checkpoint.shelf import Retention, clear_leftovers, committed, newest_good_together
+from zero_runtime.runtime import ZeroRuntime
 
 HERE = Setting(3, 2)
 SLOW = SaveSettings(block_bytes=1 << 13, pause_s=0.03)
+DELETING = SaveSettings(retention=Retention(keep_last=2))
 SEED = 4
+RECORDED = 4  # steps of the run that shows where one can be killed: two of its saves delete an older one
 
 
-def run_on(root: Path, steps: int, behind: bool) -> list[tuple[int, float]]:
-    """Resume from the newest good checkpoint, train so many steps, saving after each; the loss of every step."""
+def run_on(root: Path, steps: int, behind: bool, settings: SaveSettings = SLOW) -> tuple[list[tuple[int, float]], str]:
+    """Resume from the newest good checkpoint, train so many steps, saving after each; the loss of every step, and the
+    digest of all states at the end."""
     runtime = HERE.runtime()
     found = newest_good_together(runtime.collectives, root)
     begun = load_checkpoint(runtime, found)["step"] if found else 0
-    saver = BackgroundSaver(root, SLOW)
+    saver = BackgroundSaver(root, settings)
     losses = []
     for step in range(begun, begun + steps):
         losses += [(step, loss) for loss in train(runtime, HERE.case(), step, 1)]
@@ -46,18 +55,29 @@ def run_on(root: Path, steps: int, behind: bool) -> list[tuple[int, float]]:
         if behind:
             saver.save(runtime, step=step + 1, trainer={"step": step + 1})
         else:
-            save_checkpoint(runtime, root, step=step + 1, trainer={"step": step + 1}, settings=SLOW)
+            save_checkpoint(runtime, root, step=step + 1, trainer={"step": step + 1}, settings=settings)
     saver.wait(runtime)
-    return losses
+    return losses, digest(runtime)
 
 
-def victim(root: Path, store: str, rank: int, behind: bool) -> None:
+def digest(runtime: ZeroRuntime) -> str:
+    """Of the bits of every state of every parameter."""
+    found = hashlib.sha256()
+    for name, values in sorted(whole(runtime).items()):
+        found.update(name.encode() + values.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def victim(root: Path, store: str, rank: int, behind: bool, log: Path | None = None, aim: Aim | None = None) -> None:
+    """Trains until it is killed; with a log, by the aim."""
     torch.set_num_threads(RANK_THREADS)
     signal.alarm(int(HANG_S))  # a test that is itself wrong leaves no process behind
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=HANG_S)
     )
-    run_on(root, 1000, behind)
+    if log is not None:
+        sys.addaudithook(KillPoints(log, [root], f"rank{rank}", aim))
+    run_on(root, 1000 if aim or not log else RECORDED, behind, DELETING if log else SLOW)
 
 
 def first_byte(root: Path) -> Path | None:
@@ -93,6 +113,20 @@ def kill_inside_a_save(root: Path, store: Path, chance: random.Random, whole: in
     return partial is not None and first_byte(root) is not None
 
 
+def kill_where_aimed(root: Path, log: Path, aim: Aim | None, behind: bool) -> None:
+    """Start both ranks; when one is killed by the aim, the other is killed too, as a launcher would."""
+    context = mp.get_context("forkserver")
+    arguments = [(root, str(log.with_suffix(".store")), rank, behind, log, aim) for rank in (0, 1)]
+    ranks = [context.Process(target=victim, args=one, daemon=True) for one in arguments]
+    for process in ranks:
+        process.start()
+    wait_until(lambda: any(process.exitcode is not None for process in ranks))
+    for process in ranks:
+        if aim is not None:
+            process.kill()
+        process.join()
+
+
 def written(root: Path) -> int:
     """Bytes of the save that is under way."""
     with suppress(FileNotFoundError):
@@ -100,39 +134,76 @@ def written(root: Path) -> int:
     return 0
 
 
-def kills(root: Path, count: int, shared: Path) -> int:
+def assert_losses(root: Path, wanted: dict[int, float], least: int) -> None:
+    """Every loss that a rank ever wrote down is the unbroken run's."""
+    told = [line.split() for rank in (0, 1) for line in (root / f"losses.{rank}").read_text().splitlines()]
+    assert len({step for step, _ in told}) >= least
+    for step, loss in told:
+        if int(step) in wanted:
+            assert float(loss) == wanted[int(step)], f"step {step} of a resumed run differs from the unbroken run"
+
+
+def kills(root: Path, count: int, shared: Path, tally: Tally) -> int:
     chance = random.Random(SEED)
     inside = 0
-    wanted = dict(run_ranks(run_on_alone, 2, min(4 * count, 120))[0])
+    wanted = dict(run_ranks(run_on_alone, 2, min(4 * count, 120))[0][0])
     run_ranks(run_on, 2, root, 1, False)
     whole = sum(path.stat().st_size for path in root.glob("step-*/*.safetensors"))
     for number in range(count):
         before = list(committed(root))
         inside += kill_inside_a_save(root, shared / f"store{number}", chance, whole)
         assert set(before) <= set(committed(root)), "a kill took an older checkpoint away"
-    resumed = run_ranks(run_on, 2, root, 2, False)[0]
+    resumed, _ = run_ranks(run_on, 2, root, 2, False)[0]
     assert resumed[0][0] == max(committed(root)) - 2 > 0, "the run never got on"
-    told = [line.split() for rank in (0, 1) for line in (root / f"losses.{rank}").read_text().splitlines()]
-    assert len({step for step, _ in told}) >= count / 2
-    for step, loss in told:
-        if int(step) in wanted:
-            assert float(loss) == wanted[int(step)], f"step {step} of a resumed run differs from the unbroken run"
+    assert_losses(root, wanted, count // 2)
     print(f"{inside} of {count} kills fell between the first byte and the commit")
+    tally("kills of saves at random", kills=count, in_the_window=inside, checkpoints_lost=0, wrong_bits=0)
     return inside
 
 
-def run_on_alone(steps: int) -> list[tuple[int, float]]:
+def run_on_alone(steps: int) -> tuple[list[tuple[int, float]], str]:
     """The unbroken run."""
-    return list(enumerate(train(HERE.runtime(), HERE.case(), 0, steps)))
+    runtime = HERE.runtime()
+    return list(enumerate(train(runtime, HERE.case(), 0, steps))), digest(runtime)
 
 
-def test_after_kills_inside_saves_the_run_goes_on_with_the_unbroken_losses(tmp_path: Path) -> None:
+def test_after_kills_inside_saves_the_run_goes_on_with_the_unbroken_losses(tmp_path: Path, tally: Tally) -> None:
     (tmp_path / "root").mkdir()
-    assert kills(tmp_path / "root", 5, tmp_path) >= 3
+    assert kills(tmp_path / "root", 5, tmp_path, tally) >= 3
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_forty_of_fifty_kills_fall_inside_a_save(tmp_path: Path) -> None:
+def test_twenty_of_thirty_kills_fall_inside_a_save(tmp_path: Path, tally: Tally) -> None:
     (tmp_path / "root").mkdir()
-    assert kills(tmp_path / "root", 50, tmp_path) >= 40
+    assert kills(tmp_path / "root", 30, tmp_path, tally) >= 20
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_kill_before_any_change_of_a_save_costs_no_checkpoint_and_no_bit(
+    behind: bool, tmp_path: Path, tally: Tally
+) -> None:
+    record, root = tmp_path / "record" / "root", tmp_path / "root"  # of one name, since saving makes sure of it
+    record.mkdir(parents=True)
+    root.mkdir()
+    kill_where_aimed(record, tmp_path / "unbroken.log", None, behind)
+    aims = [one if behind else one._replace(count=1) for one in kinds(tmp_path / "unbroken.log")]
+    assert {one.change.call for one in aims} == {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
+    for number, (change, count) in enumerate(aims):
+        before = list(committed(root))
+        log = tmp_path / f"aim{number}.log"
+        kill_where_aimed(root, log, Aim(change, count), behind)
+        assert [tuple(words) for _, words in notes(log, "killed")] == [change]
+        assert max(committed(root), default=0) >= max(before, default=0), f"{change}: a kill took a checkpoint away"
+        assert len(before) < 2 or len(committed(root)) >= 2, f"{change}: fewer than are to be kept"
+    resumed, end = run_ranks(run_on, 2, root, 2, behind, DELETING)[0]
+    steps = resumed[-1][0] + 1
+    losses, wanted = run_ranks(run_on_alone, 2, steps)[0]
+    assert_losses(root, dict(losses), len(aims) // 2)
+    assert end == wanted, "the states at the end differ from the unbroken run's"
+    assert sorted(path.name for path in root.iterdir()) == sorted(
+        ["losses.0", "losses.1", *(f"step-{step:08d}" for step in (steps - 1, steps))]
+    ), "leftovers"
+    tally("kills of saves aimed", kills=len(aims), checkpoints_lost=0, wrong_bits=0, leftovers=0)

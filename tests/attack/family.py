@@ -1,0 +1,176 @@
+"""A command and all its descendants as forks of one warm process, of which one is killed where an aim says.
+
+A real sweep starts a Python for its controller, its tracker, each launcher and each rank: most of a second of imports
+a process. Here `subprocess.Popen` forks instead, wherever one of our own programs is asked for (start.words). The
+words, environment, streams, session and signals are those that the real process gets, and so is what it then does; a
+kill costs a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.kill_points import Aim, KillPoints, notes
+
+from orchestrator import record_file, start
+from zero_runtime.process_identity import started
+
+# What a program of ours is, by its module and first word.
+ROLES = {
+    "orchestrator.controller": "controller",
+    "orchestrator.launch controller": "launcher",
+    "orchestrator.launch rank": "rank",
+    "orchestrator.tracking follow": "tracker",
+    "orchestrator.tracking complete": "completer",
+}
+_PR_SET_NAME = 15
+_FAILED = 70
+_popen_execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+
+class Member(NamedTuple):
+    """A process of the family: "/command0/controller0/launcher1/rank0"."""
+
+    pid: int
+    name: str
+
+    @property
+    def role(self) -> str:
+        return role_of(self.name)
+
+
+class Family:
+    """One command's processes. The log has what they change, see KillPoints, and how each of them was born."""
+
+    def __init__(self, log: Path, watched: Sequence[Path], aim: Aim | None = None) -> None:
+        self.log = log
+        self._points = KillPoints(log, watched, "", aim)
+        self._title = f"za-{os.getpid()}".encode()
+        self._name = ""
+        self._children: Counter[str] = Counter()
+
+    def start(self, command: Callable[[], int], screen: Path) -> int:
+        """The pid of the command, a child of this process whose output goes to the file."""
+
+        def begin() -> int:
+            descriptor = os.open(screen, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            self._take_streams((os.open(os.devnull, os.O_RDONLY), descriptor, descriptor))
+            subprocess.Popen._execute_child = self._executor()  # type: ignore[attr-defined]
+            sys.addaudithook(self._points)
+            return command()
+
+        return self._fork("command", begin)
+
+    def living(self) -> list[Member]:
+        names = {pid: name for pid, (name,) in notes(self.log, "born")}
+        found = [pid for pid in names if self._is_ours(pid)]
+        if not found:  # unless one was forked and has not said so yet
+            found = [int(path.name) for path in Path("/proc").glob("[0-9]*") if self._is_ours(int(path.name))]
+        return [Member(pid, names.get(pid, "")) for pid in found]
+
+    def _is_ours(self, pid: int) -> bool:
+        """Whether it runs and has the title, which forks inherit: a pid may be another's by now."""
+        try:
+            return Path(f"/proc/{pid}/comm").read_bytes().strip() == self._title and started(pid) is not None
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        os.close(self._points.log)
+
+    # ---- in the family -------------------------------------------------------------------------------------------
+
+    def _fork(self, role: str, run: Callable[[], int]) -> int:
+        name = f"{self._name}/{role}{self._children[role]}"
+        self._children[role] += 1
+        if pid := os.fork():
+            return pid
+        code = _FAILED
+        try:
+            self._name, self._children = name, Counter()
+            self._points.begin(role_of(name))
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, self._title, 0, 0, 0)
+            self._points.note("born", name)
+            code = run()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(code)
+
+    def _executor(self) -> Callable[..., None]:
+        family = self
+
+        def execute(popen: Any, args: Any, *rest: Any) -> None:
+            (_, _, _, _, _, env, _, _, _, *ends) = rest
+            program = _program(args)
+            if program is None:
+                _popen_execute(popen, args, *rest)
+                return
+            role = ROLES.get(" ".join(program[:2]), ROLES.get(program[0], ""))
+            ends, is_leader = ends[:6], ends[11]
+            popen.pid = family._fork(role, lambda: family._become(program, env, ends, is_leader))
+            popen._child_created = True
+            popen._close_pipe_fds(*ends)
+
+        return execute
+
+    def _become(self, words: list[str], env: dict[str, str] | None, ends: list[int], is_leader: bool) -> int:
+        """What Python would do for `start.words(*words)`."""
+        if is_leader:
+            os.setsid()
+        self._take_streams((ends[0], ends[3], ends[5]))
+        if env is not None:
+            os.environ.clear()
+            os.environ.update(env)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        record_file.warn_once.cache_clear()
+        record_file.logger.handlers.clear()
+        record_file.logger.propagate = True
+        sys.argv = list(words)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the module is there already
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        return 0
+
+    def _take_streams(self, streams: Sequence[int]) -> None:
+        """These become stdin, stdout and stderr (-1 stays); all other descriptors are closed, as at an exec."""
+        for target, source in enumerate(streams):
+            if source not in (-1, target):
+                os.dup2(source, target)
+        os.closerange(3, self._points.log)
+        os.closerange(self._points.log + 1, 1024)
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  as long as the process lives
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
+
+
+def role_of(name: str) -> str:
+    """`rank1` of "/command0/controller0/launcher2/rank1"; of all others the word without the number."""
+    last = name.rpartition("/")[2]
+    return last if last.startswith("rank") else last.rstrip("0123456789")
+
+
+def _program(args: Any) -> list[str] | None:
+    """The module and its words, where it is a program of ours."""
+    words = [str(word) for word in args] if isinstance(args, (list, tuple)) else []
+    script = os.path.abspath(start.__file__)
+    return words[words.index(script) + 1 :] if script in words else None
