@@ -255,6 +255,9 @@ class Follower:
 
     def _begin(self, message: Mapping[str, Any]) -> None:
         self._store = self._store or Store(self._uri, self._output)
+        if not tracking_notes.is_noted(self._output, message["attempt"]):
+            # The command was killed while the store was opened, and the run was completed as one that it had left.
+            message = {**message, "again": True}
         self._runs[message["attempt"]] = open_run(self._store, message, self._tags)
 
     def _end(self, message: Mapping[str, Any]) -> None:
@@ -264,11 +267,11 @@ class Follower:
 
     def _summary(self, message: Mapping[str, Any]) -> None:
         assert self._store is not None
-        experiment, run = message["experiment"], None
+        experiment, run = message["experiment"], ""
         tags = {**self._tags, names.KIND: "summary", names.SWEEP: message["sweep"]}
         if message.get("again"):  # an earlier tracker may have been killed at any moment of this
-            run = self._store.run_of(experiment, tags, told_apart_by=names.PID)
-        if run is None:
+            run = self._store.run_of(experiment, tags, told_apart_by=names.PID) or ""
+        if not run:
             tags["mlflow.note.content"] = message["table"][:NOTE_LIMIT]
             run = self._store.create_run(experiment, message["sweep"], tags)
         for path in message["files"]:

@@ -196,6 +196,11 @@ def test_what_dead_commands_left_is_completed_once_and_what_living_ones_have_is_
     tracking.complete(scene.output, {})
     assert_is_whole(scene, f"left-{begun}")
     assert not note.exists()
+    # The dead command's own tracker may come to its message only now.
+    follower = tracking.Follower(uri, scene.output, 1)
+    for do in ("begin", "end"):
+        follower.handle({"do": do, **message})
+    assert_is_whole(scene, f"left-{begun}")
 
 
 def test_a_store_that_refuses_is_asked_three_times(
