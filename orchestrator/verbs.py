@@ -220,9 +220,9 @@ def _print_log(log: Path, attempt: AttemptPaths, *, follow: bool) -> None:
         if log.is_file():
             with log.open("rb") as file:
                 file.seek(read)
-                chunk = file.read()
-            read += len(chunk)
-            sys.stdout.buffer.write(chunk)
+                while chunk := file.read(1 << 20):
+                    read += len(chunk)
+                    sys.stdout.buffer.write(chunk)
             sys.stdout.flush()
         if over:
             return
