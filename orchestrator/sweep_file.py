@@ -184,10 +184,11 @@ def counts(sweep: SweepFile, typed: Mapping[str, int]) -> dict[str, int]:
     """The number of values of each axis that `expand` makes the product of, by the axis's keys, from the numbers of
     values that are typed."""
     found = {key: typed.get(key, len(values)) for key, values in sweep.axes.items()}
-    for group in sweep.zip:
+    for number, group in enumerate(sweep.zip, 1):
         free = [key for key in group if key not in typed]
         if free:
-            found["+".join(free)] = len(group[free[0]])
+            name = "+".join(free)  # two groups of the same keys are two axes
+            found[name if name not in found else f"{name} (zip {number})"] = len(group[free[0]])
     found |= {key: count for key, count in typed.items() if key not in sweep.axes}
     if sweep.seeds and "seed" not in typed:
         found["seed"] = len(sweep.seeds)

@@ -178,5 +178,5 @@ def test_any_checkpoint_is_read_or_refused_by_name(
 
 
 def judge(text: str, folder: Path) -> None:
-    if str(folder) not in text or len(text.encode()) > 6000 or "; " not in text:
+    if str(folder) not in text or len(text) > 6000 or "; " not in text:
         raise Wrong("unclear messages", f"expected a path, a reason and advice in a few lines, found {text[:600]!r}")

@@ -314,3 +314,8 @@ def test_the_points_of_a_file_are_counted_as_they_are_expanded() -> None:
         counted = sweep_file.counts(sweep, typed)
         assert math.prod(counted.values()) == len(expand(sweep, words).lines), typed
     assert sweep_file.counts(sweep, {})["batch.micro+batch.accumulation"] == 2
+
+
+def test_groups_of_zip_with_the_same_keys_are_counted_as_an_axis_each() -> None:
+    sweep = SweepFile(zip=[{"batch.micro": [1, 2]}] * 40)
+    assert math.prod(sweep_file.counts(sweep, {}).values()) == 2**40

@@ -58,7 +58,9 @@ class WeightsFolder:
 
     def _open(self, file: str) -> None:
         if Path(file).name != file:
-            raise CheckpointError(f"{self.path / WEIGHTS_INDEX}: expected names of files beside it, found {file!r}")
+            raise CheckpointError(
+                f"{self.path / WEIGHTS_INDEX}: expected names of files beside it, found {brief(file)!r}"
+            )
         self._files[file] = TensorFile(self.path / file)
 
     def _nothing_here(self) -> str:
