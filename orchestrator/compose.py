@@ -370,11 +370,19 @@ def _file_problem(arguments: Arguments) -> str:
     """What is wrong with the first file of the user's that cannot be read, those first that the line names."""
     added = arguments.flags.get("--config-dir")
     owned = [*folders.config_folders(added)[1:], *(one / "sweeps" for one in folders.sweep_parents(added)[1:])]
-    named = set(re.split(r"[=,]", ",".join(arguments.overrides)))
     # As deep as options lie: --config-dir may name a folder with a whole disk below it.
     files = [file for folder in owned for form in ("*.yaml", "*/*.yaml") for file in sorted(folder.glob(form))]
-    found = map(_problem_of, sorted(files, key=lambda one: one.stem not in named))
+    found = map(_problem_of, sorted(files, key=lambda one: not _names(arguments.overrides, one)))
     return next(filter(None, found), "")
+
+
+def _names(line: Sequence[str], file: Path) -> bool:
+    """Whether a word of the line chooses this option: `group=option`, also among others."""
+    choices = (word.partition("=") for word in line)
+    return any(
+        group.lstrip("+") == file.parent.name and file.stem in re.split(r"[^\w.-]", names)
+        for group, _, names in choices
+    )
 
 
 def _problem_of(file: Path) -> str:

@@ -21,7 +21,7 @@ from zero_runtime.checkpoint.foreign import Chunk, ForeignCheckpoint, Shape
 from zero_runtime.checkpoint.layout import MASTER
 from zero_runtime.checkpoint.stand_ins import StandIn, field, read_pickle
 from zero_runtime.checkpoint.tensor_file import opened, read_small_file
-from zero_runtime.errors import CheckpointError
+from zero_runtime.errors import CheckpointError, brief
 
 METADATA = ".metadata"
 # What a metadata file may name; everything else ends the reading. See [Note: no code from a checkpoint].
@@ -219,7 +219,9 @@ def _item(path: Path, entry: Any, key: Any, place: Any) -> _Item:
         raise CheckpointError(f"{path}: expected plain tensors, found transformed ones; save it without extensions")
     file = field(place, "relative_path")
     if not isinstance(file, str) or Path(file).name != file:
-        raise CheckpointError(f"{path}: expected names of files beside {METADATA}, found {file!r}")
+        raise CheckpointError(
+            f"{path}: expected names of files beside {METADATA}, found {brief(file)!r}; copy the folder again"
+        )
     wanted = _sizes(field(key, "offset") or ())
     chunk = next((one for one in field(entry, "chunks") if _sizes(field(one, "offsets")) == wanted), None)
     if chunk is None:

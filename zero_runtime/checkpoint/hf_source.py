@@ -59,7 +59,8 @@ class WeightsFolder:
     def _open(self, file: str) -> None:
         if Path(file).name != file:
             raise CheckpointError(
-                f"{self.path / WEIGHTS_INDEX}: expected names of files beside it, found {brief(file)!r}"
+                f"{self.path / WEIGHTS_INDEX}: expected names of files beside it, found {brief(file)!r}; copy the "
+                "folder again"
             )
         self._files[file] = TensorFile(self.path / file)
 
