@@ -40,7 +40,7 @@ def one_line(text: str) -> str:
     """The text with line breaks and other signs that steer a terminal spelled out; of a long one both ends."""
     if len(text) > MOST_SIGNS:
         first, last = MOST_SIGNS * 2 // 3, MOST_SIGNS // 3
-        text = f"{text[:first]} ... ({len(text) - first - last} more signs) ... {text[-last:]}"
+        text = f"{text[:first]} ... ({len(text) - first - last} more characters) ... {text[-last:]}"
     return text if text.isprintable() else "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 

@@ -219,7 +219,7 @@ def _print_log(log: Path, attempt: AttemptPaths, *, follow: bool) -> None:
     size = log.stat().st_size if log.is_file() else 0
     read = max(0, size - LOG_BYTES)
     if read:
-        print(f"warning: {shown(log)} has {size:,} bytes, of which the last {LOG_BYTES:,} follow", file=sys.stderr)
+        complain(f"warning: {shown(log)} has {size:,} bytes, of which the last {LOG_BYTES:,} follow")
     while True:
         over = not follow or RunState((read_or_warn(attempt.state, STATE) or {"state": "lost"})["state"]).final
         if log.is_file():

@@ -14,7 +14,7 @@ import odd
 import odd_yaml
 import pytest
 import torch
-from foreign.small_dcp import DATA, NAMES, write_dcp
+from foreign.small_dcp import DATA, NAMES, read_all, write_dcp
 from harness.attack_counts import Tally
 from harness.checkpoints import Setting, save_after
 from harness.models import TinySpec, TinyTransformer
@@ -25,7 +25,6 @@ from trials import Trial, Wrong, attack, numbers
 
 from zero_runtime.checkpoint.dcp_source import open_dcp
 from zero_runtime.checkpoint.deepspeed_source import open_deepspeed
-from zero_runtime.checkpoint.foreign import ForeignCheckpoint
 from zero_runtime.checkpoint.hf_folder import WEIGHTS, WEIGHTS_INDEX
 from zero_runtime.checkpoint.hf_source import WeightsFolder
 from zero_runtime.checkpoint.layout import INDEX, checksum_text
@@ -56,20 +55,10 @@ def read_weights(folder: Path) -> Values:
         return {name: found.read(name, 0, math.prod(found.shape(name))) for name in found.names()}
 
 
-def read_foreign(found: ForeignCheckpoint) -> Values:
-    found.verify()
-    sources = {state: found.source(state) for state in found.chunks}
-    return {
-        f"{state}/{name}": source.read(name, 0, math.prod(found.parameters[name].shape))
-        for state, source in sources.items()
-        for name in source.names()
-    }
-
-
 READERS: dict[str, Callable[[Path], Values]] = {
     OWN: read_own,
-    "dcp": lambda folder: read_foreign(open_dcp(folder, NAMES)),
-    **{f"stage{stage}": lambda folder: read_foreign(open_deepspeed(folder)) for stage in (1, 2, 3)},
+    "dcp": lambda folder: read_all(open_dcp(folder, NAMES)),
+    **{f"stage{stage}": lambda folder: read_all(open_deepspeed(folder)) for stage in (1, 2, 3)},
     "one-file": read_weights,
     "two-files": read_weights,
 }

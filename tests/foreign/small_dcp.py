@@ -1,7 +1,8 @@
-"""A small checkpoint as torch.distributed.checkpoint writes it, in one file."""
+"""A small checkpoint as torch.distributed.checkpoint writes it, in one file, and all that a foreign one holds."""
 
 from __future__ import annotations
 
+import math
 import pickle
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from zero_runtime.checkpoint.dcp_source import METADATA
+from zero_runtime.checkpoint.foreign import ForeignCheckpoint
 
 DATA = "__0_0.distcp"
 NAMES = ["weight", "bias"]
@@ -32,3 +34,14 @@ def write_dcp(folder: Path) -> Path:
     (folder / DATA).write_bytes(data)
     (folder / METADATA).write_bytes(pickle.dumps(dcp.Metadata(entries, storage_data=places)))
     return folder
+
+
+def read_all(found: ForeignCheckpoint) -> dict[str, torch.Tensor]:
+    """All that it holds, flattened, by state and parameter."""
+    found.verify()
+    sources = {state: found.source(state) for state in found.chunks}
+    return {
+        f"{state}/{name}": source.read(name, 0, math.prod(found.parameters[name].shape))
+        for state, source in sources.items()
+        for name in source.names()
+    }

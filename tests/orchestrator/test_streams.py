@@ -57,7 +57,7 @@ def test_a_message_is_one_line_that_steers_no_terminal_whatever_it_quotes() -> N
     assert len(text) < MOST_SIGNS + 100
     assert text.startswith("first")
     assert text.endswith("last")
-    assert "(97009 more signs)" in text
+    assert "(97009 more characters)" in text
 
 
 def test_of_thousands_of_mistakes_the_first_are_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import zipfile
@@ -12,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from foreign.small_dcp import DATA, NAMES, SAVED, write_dcp
+from foreign.small_dcp import DATA, NAMES, SAVED, read_all, write_dcp
 from torch.distributed.checkpoint import metadata as dcp
 
 from zero_runtime.checkpoint.archive import check_archive
 from zero_runtime.checkpoint.dcp_source import METADATA, open_dcp
 from zero_runtime.checkpoint.deepspeed_source import open_deepspeed
-from zero_runtime.checkpoint.foreign import ForeignCheckpoint
 from zero_runtime.checkpoint.load import Checkpoint
 from zero_runtime.checkpoint.stand_ins import StandIn, read_pickle
 from zero_runtime.errors import CheckpointError
@@ -29,17 +27,6 @@ MADE = Path(__file__).resolve().parents[1] / "foreign" / "deepspeed"  # by tests
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return write_dcp(tmp_path / "dcp")
-
-
-def read_all(found: ForeignCheckpoint) -> dict[str, torch.Tensor]:
-    """All that it holds, flattened, by state and parameter."""
-    found.verify()
-    sources = {state: found.source(state) for state in found.chunks}
-    return {
-        f"{state}/{name}": source.read(name, 0, math.prod(found.parameters[name].shape))
-        for state, source in sources.items()
-        for name in source.names()
-    }
 
 
 def test_what_stands_in_for_torch_s_classes_holds_what_was_saved(saved: Path) -> None:
