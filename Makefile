@@ -5,6 +5,8 @@ ARGS ?= zero=stage2 precision=bf16
 # Two processes take the files of tests/ between them: ranks wait for each other, and one process leaves cores idle. In
 # the order of the folders: by their number of tests, files with few long ones would come last.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Bytecode is kept: the tests start hundreds of interpreters, and each would compile the same files again.
+unexport PYTHONDONTWRITEBYTECODE
 # What `make check` runs after formatting, lint and types.
 TESTS ?= test
 

@@ -166,6 +166,7 @@ def _family(other: dict[str, Any]) -> Pairs:
     return [(ActivationBytes(**answer["bytes"]), trace_of(config).total()) for config, answer in answers(configs)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "other",
     [

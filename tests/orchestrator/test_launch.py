@@ -137,6 +137,7 @@ def test_a_rank_that_is_killed_ends_the_run(
     assert state["message"].endswith("after step 2")
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_ends_at_the_time_limit_and_its_stack_is_shown(
     tmp_path: Path, sessions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

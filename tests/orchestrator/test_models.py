@@ -198,6 +198,7 @@ def test_every_wrong_setting_is_told_at_once() -> None:
         build_meta_model("llama", {"hidden_sise": 8, "n_layr": 2, "attention_dropout": 0.5})
 
 
+@pytest.mark.full
 def test_our_kernels_and_hugging_faces_package_of_that_name_work_in_one_process() -> None:
     """From the checkout's root, where our folder of that name comes first on the path."""
     program = (

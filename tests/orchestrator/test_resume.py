@@ -138,6 +138,7 @@ def assert_same_curve(last: Try, wanted: dict[int, float]) -> None:
     assert result["loss"]["last"] == wanted[max(wanted)]
 
 
+@pytest.mark.full
 def test_a_run_killed_twice_has_the_curve_of_the_unbroken_one(tmp_path: Path) -> None:
     last = killed_and_resumed(tmp_path / "point", config_of(20, every=3), [5, 12])
     assert_same_curve(last, unbroken(tmp_path, 20))
@@ -267,6 +268,7 @@ def _save_elsewhere(path: Path) -> None:
     dcp.save({"model": states, "optim": optimizer_states}, checkpoint_id=path, no_dist=True)
 
 
+@pytest.mark.full
 def test_a_run_takes_over_another_librarys_states_with_a_schedule_of_its_own(tmp_path: Path) -> None:
     run_alone(_save_elsewhere, tmp_path / "elsewhere")
     own = Try(tmp_path / "own", config_of(6, every=None, resume="none"))

@@ -84,6 +84,7 @@ def records(attempt: AttemptPaths) -> list[dict[str, Any]]:
     return [read_json(attempt.rank_record(rank)) or {} for rank in range(WORLD)]
 
 
+@pytest.mark.full
 def test_a_signal_to_one_rank_stops_all_and_the_next_life_has_the_losses_of_the_unbroken_run(tmp_path: Path) -> None:
     config = config_of(STEPS, every=None, resume="none")
     unbroken = attempt_at(tmp_path / "unbroken", config)

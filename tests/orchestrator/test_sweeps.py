@@ -142,6 +142,7 @@ def test_a_plan_tells_each_reason_and_what_would_run_what_it_leaves_out(tmp_path
     assert "nothing is left to run" in shown
 
 
+@pytest.mark.full
 def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZLAB_FAULT", "slow@step6:rank0")
     code, _, sweep = run(tmp_path, [1])
@@ -196,6 +197,7 @@ def test_points_run_side_by_side_where_there_are_slots_and_one_at_a_time_where_a
         assert (slots[0] != slots[1]) is beside
 
 
+@pytest.mark.full
 def test_bad_lines_in_the_records_of_one_point_end_neither_the_sweep_nor_another_point(tmp_path: Path) -> None:
     process = start(tmp_path, [1, 2], step_s=0.4)
     attempt = AttemptPaths(wait_until(lambda: next(iter(running(tmp_path)), None)))
@@ -280,6 +282,7 @@ def the_sweep(output: Path) -> SweepPaths:
     return sweep_record.all_sweeps(output)[0]
 
 
+@pytest.mark.full
 def test_a_sweep_killed_twice_in_the_middle_loses_no_result_and_repeats_none(tmp_path: Path) -> None:
     """First its controller gets SIGKILL, then a rank; 6 points."""
     micros = list(range(1, 7))
@@ -311,6 +314,7 @@ def test_a_sweep_killed_twice_in_the_middle_loses_no_result_and_repeats_none(tmp
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items())
 
 
+@pytest.mark.full
 def test_of_two_equal_sweeps_at_one_moment_one_does_the_work_and_both_end_well(tmp_path: Path) -> None:
     """Nobody may start while the test holds the lock, so both have decided what to run when the first one starts it."""
     with sweep_record.only_starter(tmp_path):

@@ -222,6 +222,7 @@ def test_a_store_that_refuses_is_asked_three_times(
     assert capsys.readouterr().err.count(str(attempt.paths.root)) == 3
 
 
+@pytest.mark.full
 def test_a_tracker_that_is_killed_is_started_again_and_nothing_is_missing_or_there_twice(scene: Scene) -> None:
     tracker = start_tracker(scene.config, scene.output)
     ended, live = scene.begin(tracker, "ended"), scene.begin(tracker, "live")

@@ -130,6 +130,7 @@ SHORT_WORLD_3 = [Case(3, precision=BF16_PAPER, model=TinySpec(tied=True))]
 WORLD_3_PARAMS = [pytest.param(case, marks=() if case in SHORT_WORLD_3 else LONG) for case in WORLD_3]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", WORLD_3_PARAMS, ids=case_name)
 def test_at_world_3_an_accumulation_class_has_one_result(case: Case) -> None:
     traces = ranks_traces(case)

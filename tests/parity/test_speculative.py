@@ -179,6 +179,7 @@ def _other_ways(folder: Path, nth: int) -> None:
         assert_states(found, states)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("nth", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_what_was_not_foreseen_is_stepped_over_alike(nth: int, tmp_path: Path) -> None:
     run_ranks(_other_ways, 2, tmp_path, nth)

@@ -358,6 +358,7 @@ print("done")
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's size from /proc")
 def test_a_model_larger_than_the_memory_allowed_is_born_and_cannot_be_built() -> None:
     """RLIMIT_DATA bounds every private writable page, in a process of its own; 32 ranks, of which this is the first.

@@ -167,6 +167,7 @@ def run_on_alone(steps: int) -> tuple[list[tuple[int, float]], str]:
     return list(enumerate(train(runtime, HERE.case(), 0, steps))), digest(runtime)
 
 
+@pytest.mark.full
 def test_after_kills_inside_saves_the_run_goes_on_with_the_unbroken_losses(tmp_path: Path, tally: Tally) -> None:
     (tmp_path / "root").mkdir()
     assert kills(tmp_path / "root", 5, tmp_path, tally) >= 3

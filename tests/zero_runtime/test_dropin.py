@@ -77,6 +77,7 @@ engine.destroy()
 """
 
 
+@pytest.mark.full
 def test_it_runs_under_torchrun_and_ends_without_an_error(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TORCHRUN_SCRIPT)

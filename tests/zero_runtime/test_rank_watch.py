@@ -286,7 +286,7 @@ def _is_slow(watch: RankWatch) -> None:
     train_with(watch, _sleep)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_slow_rank_is_not_accused(world: int) -> None:
     outcomes = rank_outcomes(_is_slow, world, replace(HASTY, slow_s=0.3))
     assert [outcome.how for outcome in outcomes] == ["ok"] * world, outcomes
@@ -300,6 +300,7 @@ def _works_alone_at_the_end(watch: RankWatch) -> None:
         time.sleep(8.0)
 
 
+@pytest.mark.full
 def test_a_rank_that_works_on_after_the_others_have_ended_accuses_nobody() -> None:
     outcomes = rank_outcomes(_works_alone_at_the_end, 2, replace(HASTY, slow_s=0.3, stuck_s=5.0))
     assert [outcome.how for outcome in outcomes] == ["ok", "ok"], outcomes
