@@ -353,6 +353,7 @@ def _after_a_fork_of_busy_threads() -> bool:
         return os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.full
 def test_a_fork_after_threads_were_used_does_not_hang() -> None:
     from harness.ranks import run_alone
 

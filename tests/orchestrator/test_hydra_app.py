@@ -102,6 +102,7 @@ def test_every_line_has_its_answer_in_order_and_a_batch_is_one_sweep(
     assert "run that again" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_what_was_measured_is_kept_and_what_failed_is_tried_again_where_asked(
     tmp_path: Path, stub: list[SweepRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:

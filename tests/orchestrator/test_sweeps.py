@@ -332,6 +332,7 @@ def opened(pid: int) -> set[str]:
     return {one.path for one in psutil.Process(pid).open_files()}
 
 
+@pytest.mark.full
 def test_a_command_whose_controller_finds_another_one_watches_that(tmp_path: Path) -> None:
     first = start(tmp_path, [1, 2], step_s=0.2)
     wait_until(lambda: bool(running(tmp_path)))

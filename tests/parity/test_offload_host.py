@@ -160,6 +160,7 @@ def _skips(folder: Path, nth: int) -> None:
         assert_states(other[2], plain[2])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("nth", [4, pytest.param(2, marks=pytest.mark.full)])
 def test_a_skipped_step_leaves_what_rests_on_the_host_as_it_was(nth: int, tmp_path: Path) -> None:
     run_ranks(_skips, 2, tmp_path, nth)

@@ -111,7 +111,7 @@ def _has_a_wider_block(watch: RankWatch) -> None:
         one_step(runtime, step)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_rank_with_another_size_of_model_is_named_though_the_backend_aborts(world: int) -> None:
     usual = SPEC.vocab * SPEC.width  # the first values that every rank takes from rank 0
     told = f"broadcast of unit embed ({usual} x float32) in start of step 1"
@@ -169,6 +169,7 @@ def _ends_early(watch: RankWatch) -> None:
         time.sleep(4)  # it stays connected, as a rank does that writes its results
 
 
+@pytest.mark.full
 def test_a_rank_that_ended_early_is_named_while_its_process_still_lives() -> None:
     text = assert_blamed(rank_outcomes(_ends_early, 3), "rank 1 ended while others go on")
     assert "step 3" in text

@@ -234,6 +234,7 @@ def _write_large(folder: Path) -> None:
         save_file(values, folder / str(blocks) / WEIGHTS)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's size from /proc")
 def test_weights_larger_than_the_memory_allowed_are_read_onto_the_shards(tmp_path: Path) -> None:
     """256 MiB of weights where RLIMIT_DATA allows 56 MiB more; one of 32 ranks. To take them whole dies of it."""
