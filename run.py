@@ -11,7 +11,7 @@ OURS = ("orchestrator", "zero_runtime")
 def start() -> int:
     """The exit code of the command."""
     try:
-        from orchestrator.start import forget_current_folder
+        from orchestrator.machine.children import forget_current_folder
 
         forget_current_folder()
         from orchestrator.cli import main

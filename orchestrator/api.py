@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator import cli, comparison, sweep_record
+from orchestrator import comparison, sweep_record
+from orchestrator.line import sweep_request
 from orchestrator.run_state import RunState
 from orchestrator.strict import Refusal
 from zero_runtime.kernels.ownership import for_the_owner_alone
@@ -45,7 +46,7 @@ def sweep(*words: str) -> list[Record]:
     returns this process's umask is 077. Raises `Refusal`, whose message tells all that is wrong.
     """
     line = [word for word in words if word not in ("-m", "--multirun")]
-    request, hardware = cli.sweep_request(["-m", *line])
+    request, hardware = sweep_request(["-m", *line])
     from orchestrator.sweep_command import run_quietly
 
     with for_the_owner_alone():

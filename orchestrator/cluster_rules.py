@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from orchestrator.cluster import Cluster, ClusterKind
+from orchestrator.scene import Scene
 from orchestrator.schema import Device, Resources
 from orchestrator.strict import Broken
-
-if TYPE_CHECKING:
-    from orchestrator.rules import Scene
 
 # A signal may come so much before the time that was asked for, and a run shorter than this does no work before it.
 EARLY_S, WORK_S = 60, 60

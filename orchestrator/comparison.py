@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchestrator import report
+from orchestrator.exit_codes import FAILED, INCOMPLETE, NOTHING_FITS, OK
 from orchestrator.record_file import read_or_warn, warn_once, write_text_atomic
 from orchestrator.record_shapes import SWEEP
 from orchestrator.report import Entry, Ranked
 from orchestrator.run_state import RunState
 from orchestrator.sweep_record import Standing, SweepPaths, standings
-
-OK, FAILED, INCOMPLETE, NOTHING_FITS = 0, 1, 3, 4
 
 
 def entries(found: list[Standing]) -> list[Entry]:

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from orchestrator import chart_view, processes, start
+from orchestrator import chart_view, processes
 from orchestrator import tracking_names as names
 from orchestrator.loopback import family, in_url, loopback
+from orchestrator.machine import children
 from orchestrator.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
 from orchestrator.record import artifacts_path, store_path
 from orchestrator.screen import Screen
@@ -70,7 +71,7 @@ def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, 
         process = subprocess.Popen(
             command,
             cwd="/",  # the server's own children import from where they stand, and nobody puts files there
-            env=start.environment({**os.environ, **environ}),
+            env=children.environment({**os.environ, **environ}),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -95,7 +96,7 @@ def server_command(output: Path, port: int, host: str) -> list[str]:
     stores = ["--backend-store-uri", names.local_uri(output)]
     artifacts = ["--default-artifact-root", artifacts_path(output).as_uri()]
     where = ["--host", host, "--port", str(port), "--workers", "1"]
-    return start.words("mlflow", "server", *stores, *artifacts, *where)
+    return children.words("mlflow", "server", *stores, *artifacts, *where)
 
 
 def links(store: Path, port: int, host: str) -> list[tuple[str, str]]:

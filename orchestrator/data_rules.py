@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
 from orchestrator import pretrained
 from orchestrator.paths import expanded
+from orchestrator.scene import Scene
 from orchestrator.schema import Adapter, AdapterKind, Batch, Data, DataKind, Measure, Model, Tokenizer
 from orchestrator.strict import Broken, nearest
-
-if TYPE_CHECKING:
-    from orchestrator.rules import Scene
 
 BYTE_TOKENS = 256
 LENGTH_KEYS = ("max_position_embeddings", "n_positions")

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.pretrained import COMPANIONS, TOKENIZER
+from orchestrator.exit_codes import FAILED
 from orchestrator.streams import complain
 from orchestrator.units import count, size
 from orchestrator.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.workloads.companions import write_companions
 
 if TYPE_CHECKING:
     from zero_runtime.checkpoint.hf_folder import Written
     from zero_runtime.checkpoint.load import Checkpoint
 
 DTYPES = ("bf16", "fp32")
-FAILED = 1
 
 
 def main(words: Sequence[str]) -> int:
@@ -110,25 +109,3 @@ def _export_adapter(checkpoint: Checkpoint, out: Path, dtype: str, config: dict[
 def _tell(out: Path, parameters: int, dtype: str, written: Written, more: str) -> None:
     files = f"{len(written.files)} file" + ("s" if len(written.files) > 1 else "")
     print(f"written: {out}: {count(parameters)} parameters in {dtype}, {size(written.bytes)}, {files}; {more}")
-
-
-def write_companions(out: Path, config: Mapping[str, Any], dtype: str) -> str:
-    """What lies beside a run's weights: configuration and tokenizer. Returns what became of the tokenizer."""
-    from orchestrator.workloads.models import saved_config
-    from orchestrator.workloads.tokenizer import save_byte_tokenizer
-    from zero_runtime.dtypes import TORCH_DTYPE
-
-    model, data = config["model"], config.get("data", {})
-    path = model.get("path")
-    saved_config(model["model_type"], model["config"], TORCH_DTYPE[dtype], as_saved=path is not None).save_pretrained(
-        out
-    )
-    found = [name for name in COMPANIONS if path is not None and (Path(path) / name).is_file()]
-    for name in found:
-        shutil.copyfile(Path(path) / name, out / name)
-    if TOKENIZER in found:
-        return f"tokenizer of {path}"
-    if data.get("tokenizer") == "bytes" and data.get("kind") != "synthetic":
-        save_byte_tokenizer(out)
-        return "a tokenizer of bytes, which is what it was trained on"
-    return "no tokenizer: " + ("its data was synthetic" if data.get("kind") == "synthetic" else "none was known")

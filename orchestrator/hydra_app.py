@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
-from orchestrator import start
+from orchestrator.machine import children
 
 if __name__ == "__main__":
-    start.forget_current_folder()
+    children.forget_current_folder()
 
 import os
 import sys
 import time
 from collections.abc import Sequence
 
-from orchestrator import arguments, cli
-from orchestrator.streams import take_any_text
+from orchestrator import arguments
+from orchestrator.exit_codes import INTERRUPTED
+from orchestrator.streams import refuse, take_any_text
 
 LAUNCHER = "hydra/launcher"
 OURS = (*arguments.SWEEPING, "--retry", "--prune")
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     others = [word for word in asked.overrides if word.startswith(f"{LAUNCHER}=") and word != f"{LAUNCHER}=zlab"]
     problems += [f"{word} would call a function that is not there: only {LAUNCHER}=zlab runs points" for word in others]
     if problems:
-        return cli.refuse(problems)
+        return refuse(problems)
     os.umask(0o077)  # what runs write is the user's alone
     from orchestrator import compose  # here: it imports Hydra, and the answers above are quicker without
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return compose.hand_over(asked)
     except KeyboardInterrupt:
-        return cli.INTERRUPTED
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

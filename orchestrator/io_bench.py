@@ -6,14 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.exit_codes import FAILED
 from orchestrator.paths import program
 from orchestrator.streams import complain
 from orchestrator.strict import Refusal
 from orchestrator.units import digits
 from orchestrator.verb_parser import VerbParser, add_json, verb_parser
 from zero_runtime.errors import missing_folder
-
-FAILED = 1
 
 
 def main(words: Sequence[str]) -> int:

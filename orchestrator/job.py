@@ -12,16 +12,13 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from orchestrator.processes import started
 from orchestrator.record import AttemptPaths
 from orchestrator.record_file import write_json_atomic
 from orchestrator.run_state import RunState
 from zero_runtime.errors import RankError, RankMemoryError
-
-if TYPE_CHECKING:
-    from orchestrator.point import Point
 
 ENTRY = "orchestrator.worker.train:run_rank"
 # Asks a rank to write in its log where it is, as the same signal does of a Java or Go program.
@@ -138,10 +135,3 @@ def leave_failed() -> NoReturn:
     """Ends a failed rank's process. No collective, no destructor: either could wait for a rank that is gone."""
     sys.stdout.flush()
     os._exit(1)
-
-
-def join_from_environment(point: Point) -> int:
-    """Runs this process as the rank that torchrun or srun made it; the exit code of the whole command."""
-    from orchestrator import join  # here: a rank of our own launcher needs no screen
-
-    return join.join(point)

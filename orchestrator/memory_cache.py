@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from orchestrator import start
+from orchestrator.machine import children
 from orchestrator.record_file import read_cached, write_cached
 from orchestrator.schema import Device, RunConfig, to_dict
 from zero_runtime.kernels.cpu.build import BuildError, cache_folder
@@ -160,8 +160,8 @@ def _answer_in(line: str) -> tuple[str, Any] | None:
 
 def _start_child() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        start.words("orchestrator.worker.shapes"),
-        env=start.environment({**os.environ, "CUDA_VISIBLE_DEVICES": ""}),
+        children.words("orchestrator.worker.shapes"),
+        env=children.environment({**os.environ, "CUDA_VISIBLE_DEVICES": ""}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

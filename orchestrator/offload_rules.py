@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from orchestrator.cluster import Cluster
 from orchestrator.cluster_rules import is_slurm
 from orchestrator.paths import expanded
 from orchestrator.record import scratch_path
+from orchestrator.scene import Scene
 from orchestrator.schema import Device, Resources
 from orchestrator.state_groups import Offload, Place, StepTime, Zero
 from orchestrator.strict import Broken, nearest
 from orchestrator.training import Optimizer, OptimizerKind
 from zero_runtime.errors import missing_folder
-
-if TYPE_CHECKING:
-    from orchestrator.rules import Scene
 
 ONE_BY_ONE = (
     OptimizerKind.adamw,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from orchestrator import cluster_rules
+from orchestrator import cluster_rules, slots
 from orchestrator.cluster import Cluster
 from orchestrator.paths import expanded
+from orchestrator.record import make_output
+from orchestrator.scene import Scene
 from orchestrator.strict import Broken
 from zero_runtime.kernels.ownership import trouble_of_own, trouble_of_parents
-
-if TYPE_CHECKING:
-    from orchestrator.rules import Scene
 
 INSIDE = ("points", "sweeps", "joins", "scratch", "artifacts")
 
@@ -54,3 +52,18 @@ def slurm_takes_the_output(scene: Scene, output: str, cluster: Cluster) -> Broke
         return None
     rule = "cluster=slurm needs an output without % and control characters in its path"
     return Broken(rule, f"{output!r}", ("output=outputs",))
+
+
+def place_problems(output: str) -> list[str]:
+    """What is wrong with the places that a run on this machine writes to: its outputs and the locks of slots."""
+    problems = []
+    try:
+        make_output(output)
+    except OSError as error:
+        expected = "expected a folder that can be made and written to"
+        problems.append(f"output={output}: {expected}, found: {error.strerror}      fix: output=FOLDER")
+    try:
+        slots.locks_folder()
+    except slots.LocksError as error:
+        problems.append(str(error))
+    return problems

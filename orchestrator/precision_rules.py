@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from orchestrator.scene import Scene
 from orchestrator.schema import Device, Resources
 from orchestrator.state_groups import Compute, DType, Precision, Zero
 from orchestrator.strict import Broken
-
-if TYPE_CHECKING:
-    from orchestrator.rules import Scene
 
 WIDTH = {DType.bf16: 2, DType.fp16: 2, DType.fp32: 4}
 SCALE_KEYS = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")

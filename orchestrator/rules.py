@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +19,9 @@ from orchestrator import (
     pretrained,
     saving_rules,
 )
-from orchestrator.hardware import Hardware
 from orchestrator.paths import expanded
 from orchestrator.record import scratch_path
+from orchestrator.scene import Scene
 from orchestrator.schema import (
     Batch,
     Checkpoint,
@@ -37,30 +37,6 @@ from orchestrator.schema import (
 from orchestrator.state_groups import Offload, Zero
 from orchestrator.strict import Broken
 from orchestrator.training import Optimizer, Scheduler, momentum_problem, optimizer_problem, scheduler_problem
-
-CPU_RANKS = 2
-
-
-@dataclass(frozen=True)
-class Scene:
-    """Where a configuration is judged. `world` and `local_world` are set by torchrun or srun, else None."""
-
-    hardware: Hardware
-    world: int | None = None
-    local_world: int | None = None
-
-    def device(self, resources: Resources) -> Device:
-        """cpu or cuda: what `auto` comes to here."""
-        if resources.device is not Device.auto:
-            return resources.device
-        return Device.cuda if self.hardware.gpus else Device.cpu
-
-    def ranks(self, resources: Resources) -> int:
-        """How many processes will run."""
-        if self.world is not None:
-            return self.world
-        on_gpus = self.device(resources) is Device.cuda and self.hardware.gpus
-        return resources.ranks or (self.hardware.gpus if on_gpus else CPU_RANKS)
 
 
 def resolve(config: RunConfig, scene: Scene) -> RunConfig:

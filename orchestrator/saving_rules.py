@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from orchestrator.paths import expanded
+from orchestrator.scene import Scene
 from orchestrator.schema import Adapter, AdapterKind, Checkpoint, CheckpointKind, WeightsFolder
 from orchestrator.strict import Broken, nearest
-
-if TYPE_CHECKING:
-    from orchestrator.rules import Scene
 
 
 def checkpoint_is_there(scene: Scene, checkpoint: Checkpoint) -> Broken | None:

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import IO
 
 from orchestrator import hardware
-from orchestrator.record import make_output
 from orchestrator.schema import Device, Resources
 
 LOCKS = "ZLAB_LOCKS"
@@ -26,21 +25,6 @@ FIX = f"set {LOCKS} to a folder of yours, or unset it"
 
 class LocksError(OSError):
     """There is no folder for the locks of slots; the message says why and what to do."""
-
-
-def place_problems(output: str) -> list[str]:
-    """What is wrong with the places that a run on this machine writes to: its outputs and the locks of slots."""
-    problems = []
-    try:
-        make_output(output)
-    except OSError as error:
-        expected = "expected a folder that can be made and written to"
-        problems.append(f"output={output}: {expected}, found: {error.strerror}      fix: output=FOLDER")
-    try:
-        locks_folder()
-    except LocksError as error:
-        problems.append(str(error))
-    return problems
 
 
 def locks_folder() -> Path:

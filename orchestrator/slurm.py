@@ -11,12 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from orchestrator import launch, slurm_tools
+from orchestrator import slurm_tools
+from orchestrator.environment import job_settings
 from orchestrator.job import ENTRY, STOP_SIGNAL
 from orchestrator.record import AttemptPaths
 from orchestrator.record_file import read_or_warn, write_json_atomic
 from orchestrator.record_shapes import JOB
 from orchestrator.schema import Device, RunConfig, to_dict
+from orchestrator.slurm_executor import BatchExecutor
 from orchestrator.slurm_tools import (
     DENIED,
     NO_SUCH_JOB,
@@ -118,7 +120,7 @@ def shape_of(config: RunConfig) -> str:
 
 def _send(jobs: Sequence[Sent], folder: Path, name: str, entry: str, after: Sequence[str]) -> list[str]:
     config = jobs[0][1]
-    executor = launch.BatchExecutor(folder, entry, launch.job_settings(config, os.environ))
+    executor = BatchExecutor(folder, entry, job_settings(config, os.environ))
     executor.update_parameters(**parameters(config, name, after))
     ids = executor.send([attempt for attempt, _ in jobs])
     for (attempt, _), job in zip(jobs, ids, strict=True):

@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from orchestrator.exit_codes import BAD_USAGE
+
 SPELLED = {"Ψ": "Psi", "Φ": "Phi", "×": "x", "·": "*", "…": "...", "–": "-", "²": "^2", "µ": "u", "≤": "<=", "≥": ">="}
 HANDLER = "zlab-spelled"
 MOST_SIGNS = 3000  # of a message: what was typed, or a file's text, may be as long as it likes
@@ -34,6 +36,18 @@ def few(messages: Sequence[str]) -> list[str]:
     """The first of them, and how many more there are."""
     more = len(messages) - MOST_MESSAGES
     return [*messages[:MOST_MESSAGES], *([f"and {more:,} more"] if more > 0 else [])]
+
+
+def refuse(problems: Sequence[str]) -> int:
+    """Tells every problem on stderr; the exit code of bad usage."""
+    word = "error:"
+    if sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
+        word = f"\033[31m{word}\033[0m"
+    # Started by torchrun or srun, every rank finds the same: one tells it.
+    for problem in few(problems) if os.environ.get("RANK", "0") == "0" else ():
+        print(f"{word} {one_line(problem)}", file=sys.stderr)
+    print(f"nothing was started (exit {BAD_USAGE})", file=sys.stderr)
+    return BAD_USAGE
 
 
 def one_line(text: str) -> str:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from orchestrator import comparison, hardware, slots, summary, watch
+from orchestrator.exit_codes import INTERRUPTED
 from orchestrator.job import ENTRY
 from orchestrator.paths import dashboard, shown
 from orchestrator.point import Point
@@ -25,7 +26,6 @@ from orchestrator.tracking_feed import Tracker, complete_left_behind, experiment
 from orchestrator.watch import Verdict
 
 LOOK_S = 0.2
-INTERRUPTED = 130
 
 
 def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None, as_json: bool = False) -> int:

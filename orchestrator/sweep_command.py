@@ -22,15 +22,17 @@ from orchestrator import (
     slurm_site,
     slurm_sweep,
     slurm_tools,
-    start,
     sweep_record,
     sweep_table,
 )
 from orchestrator.cluster import ClusterKind
 from orchestrator.deciding import Refused, Wishes
+from orchestrator.exit_codes import BAD_USAGE, INTERRUPTED
 from orchestrator.hardware import Hardware
 from orchestrator.job import ENTRY
 from orchestrator.live import Choice, SweepWatch
+from orchestrator.machine import children
+from orchestrator.output_rules import place_problems
 from orchestrator.paths import dashboard, shown, verb
 from orchestrator.point import Point
 from orchestrator.processes import started
@@ -44,8 +46,6 @@ from orchestrator.summary import Row
 from orchestrator.sweep_record import TAKEN, Planned, SweepPaths
 from orchestrator.tracking_feed import complete_left_behind
 from orchestrator.units import many
-
-REFUSED, INTERRUPTED = 2, 130
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) 
         for problem in problems:
             screen.say(f"error: {problem}", "bold red")
         screen.say("nothing was sent (exit 2)")
-        return REFUSED, None
+        return BAD_USAGE, None
     with sweep_record.only_starter(_output(request)):
         running = _running(request, planned)
         if running is None and _on_cluster(_runnable(request)):
@@ -237,7 +237,7 @@ def _await_cluster(sweep: SweepPaths) -> SweepPaths:
 
 def _check_places(request: SweepRequest) -> None:
     """Refusal before anything starts that could not write what it finds."""
-    if problems := slots.place_problems(str(_output(request))):
+    if problems := place_problems(str(_output(request))):
         raise Refusal(problems)
 
 
@@ -330,13 +330,13 @@ def _running(request: SweepRequest, planned: Sequence[Planned]) -> SweepPaths | 
 
 def _start_controller(sweep: SweepPaths, request: SweepRequest) -> subprocess.Popen[bytes]:
     """In a session of its own: Ctrl-C is this terminal's, and what it means is asked first."""
-    line = start.words("orchestrator.controller", str(sweep.root), "--entry", request.entry)
+    line = children.words("orchestrator.controller", str(sweep.root), "--entry", request.entry)
     if not request.detach:
         line += ["--viewer", str(os.getpid())]
     with sweep.log.open("ab") as log:
         process = subprocess.Popen(
             line,
-            env=start.environment(os.environ),
+            env=children.environment(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator import start, tracking_notes
 from orchestrator import tracking_names as names
+from orchestrator import tracking_notes
+from orchestrator.machine import children
 from orchestrator.record import Attempt, store_path, tracker_log_path
 from orchestrator.schema import RunConfig, TrackingKind
 
@@ -222,8 +223,8 @@ def _start_child(words: list[str], output: Path, stream: int) -> subprocess.Pope
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "OMP_NUM_THREADS": "1"}
     with tracker_log_path(output).open("ab") as log:
         return subprocess.Popen(
-            start.words("orchestrator.tracking", *words),
-            env=start.environment({**os.environ, **quiet}),
+            children.words("orchestrator.tracking", *words),
+            env=children.environment({**os.environ, **quiet}),
             stdin=stream,
             stdout=stream,
             stderr=log,

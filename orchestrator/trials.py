@@ -11,14 +11,16 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from orchestrator import arguments, cli, report, sweep_command, sweep_record
+from orchestrator import arguments, report, sweep_command, sweep_record
 from orchestrator.cluster import ClusterKind
 from orchestrator.compose import Composition
+from orchestrator.composed_line import composed
 from orchestrator.deciding import Refused, Wishes, retry_states
 from orchestrator.labels import sweep_name
 from orchestrator.point import Point
-from orchestrator.rules import Scene
+from orchestrator.points import distinct, judged
 from orchestrator.run_state import RunState
+from orchestrator.scene import Scene, here
 from orchestrator.schema import to_dict
 from orchestrator.strict import Refusal
 from orchestrator.sweep_record import Standing
@@ -84,13 +86,13 @@ def measure(lines: Sequence[Sequence[str]], asked: Asked) -> list[Trial]:
 
     An interrupt cancels the batch and is raised again. Refusal: a line is no point, or nothing runs from here.
     """
-    scene = cli.here()
+    scene = here()
     if scene.world is not None:
         raise Refusal(["a sweep starts its own processes: run it without torchrun or srun"])
     axes = _axes(lines, asked.fixed)
     judged = [_judged(composition, axes, scene) for composition in _composed(lines, asked)]
     points = {_key(one): one for one in judged if isinstance(one, Point)}
-    labels = [one.label for one in cli.distinct(list(points.values()))]
+    labels = [one.label for one in distinct(list(points.values()))]
     told = {key: replace(one, label=label) for (key, one), label in zip(points.items(), labels, strict=True)}
     standing = _run(list(told.values()), sweep_name(axes, ()), asked, scene) if told else {}
     return [
@@ -111,7 +113,7 @@ def _composed(lines: Sequence[Sequence[str]], asked: Asked) -> list[Composition]
     wrong: list[str] = []
     for line in lines:
         try:
-            composition = cli.composed(arguments.split([*asked.flags, "--", *line]))
+            composition = composed(arguments.split([*asked.flags, "--", *line]))
         except Refusal as refusal:
             wrong += refusal.problems
             continue
@@ -128,7 +130,7 @@ def _composed(lines: Sequence[Sequence[str]], asked: Asked) -> list[Composition]
 
 def _judged(composition: Composition, axes: tuple[str, ...], scene: Scene) -> Point | Refused:
     """The point of one line, resolved; or the rules that it breaks."""
-    (found,), _ = cli.judged(replace(composition, axes=axes), scene)
+    (found,), _ = judged(replace(composition, axes=axes), scene)
     return found
 
 

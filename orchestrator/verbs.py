@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from orchestrator import comparison, deciding, slurm_sweep, sweep_record, sweep_table
+from orchestrator import arguments, comparison, deciding, slurm_sweep, sweep_record, sweep_table
+from orchestrator.exit_codes import BAD_USAGE
 from orchestrator.paths import DEFAULT_OUTPUT, OUTPUT, program, shown, verb
 from orchestrator.record import AttemptPaths
 from orchestrator.record_file import BadRecord, read_or_warn, require_json, warn_once
@@ -29,7 +30,6 @@ from orchestrator.tracking_feed import complete_left_behind
 from orchestrator.units import many
 from orchestrator.verb_parser import VerbParser, add_json
 
-BAD_USAGE = 2
 FOLLOW_S = 0.3
 LOG_BYTES = 64 << 20  # of a log that has more, the end is shown
 PROPOSED = "(a batch that a program proposed)"  # the sweep of no command
@@ -278,7 +278,7 @@ def _retry(asked: argparse.Namespace) -> int:
 
 def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
     """The command that made the sweep, where it was typed."""
-    from orchestrator import cli
+    from orchestrator import line  # here: a table of sweeps needs nothing of what runs them
 
     facts = require_json(sweep.sweep, SWEEP)
     folder, command = facts.get("folder") or "", facts.get("command")
@@ -290,4 +290,4 @@ def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
     os.chdir(folder)
     command = [*command, *more]
     complain(f"{where}{program()} {shlex.join(command)}")
-    return cli.main(command)
+    return line.answer(arguments.split(command))

@@ -23,7 +23,7 @@ _HOME = {
     "Rates": "lr_schedule",
     "RuntimeSettings": "runtime",
     "SgdConfig": "optimizers",
-    "StepReport": "runtime",
+    "StepReport": "step_report",
     "TorchConfig": "optimizers",
     "TorchSchedule": "torch_schedule",
     "WarmupCosineLR": "lr_schedule",

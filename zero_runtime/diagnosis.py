@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from zero_runtime.loss_scaler import LossScaler
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.step_report import StepReport
 from zero_runtime.unit import Unit
-
-if TYPE_CHECKING:
-    from zero_runtime.runtime import StepReport
 
 FP16_MAX = 65504.0
 

@@ -10,18 +10,13 @@ nothing for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from zero_runtime.errors import ParameterReadError
-
-if TYPE_CHECKING:
-    from zero_runtime.unit import Unit
-
-OnTouch = Callable[["Unit"], None]
 
 _Tensor = torch.Tensor
 _DESCRIPTIONS = (
@@ -82,13 +77,30 @@ class GuardedParameter(nn.Parameter):
         return copied
 
 
+class Owner(Protocol):
+    """What a guard asks of the unit whose parameters it closes."""
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def loses_writes(self) -> bool: ...
+
+    def name_of(self, param: nn.Parameter) -> str: ...
+
+    def wait_current(self) -> bool: ...
+
+
 class ParameterGuard:
     """Closes and opens the parameters of one unit; they are closed at first. A verb already done is a no-op.
 
     `on_touch` may bring the unit into use, where that is sound.
     """
 
-    def __init__(self, unit: Unit, on_touch: OnTouch) -> None:
+    def __init__(self, unit: Owner, on_touch: Callable[[], None]) -> None:
         self._unit = unit
         self._on_touch = on_touch
         self._class = type("GuardedParameter", (GuardedParameter,), {"_guard": self})
@@ -114,7 +126,7 @@ class ParameterGuard:
         if func in _LOCATES:
             unit.wait_current()
             return
-        self._on_touch(unit)
+        self._on_touch()
         if not unit.wait_current():
             trouble = "where this rank has only its shard of this step's values"
         elif is_written and self._closed and (unit.loses_writes or func == _SET_DATA):

@@ -8,6 +8,7 @@ or backward the unit is gathered in time, and the backward knows who read it. Wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from torch import nn
 
@@ -48,7 +49,7 @@ def watch_parameters(model: nn.Module, units: Iterable[Unit], on_read: OnRead) -
         if watched:
             module._parameters = WatchedParameters(table, watched, on_read)
     for unit in units:
-        unit.guard_with(ParameterGuard(unit, on_read))
+        unit.guard_with(ParameterGuard(unit, partial(on_read, unit)))
 
 
 def unwatch_parameters(model: nn.Module, units: Iterable[Unit]) -> None:

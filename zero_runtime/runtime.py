@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,28 +29,13 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.schedule import Schedule
 from zero_runtime.settings import RuntimeSettings, moves_of
+from zero_runtime.step_report import StepReport
 from zero_runtime.tiers.nvme import NvmeTier
 from zero_runtime.tiers.resting import MASTER, PARAM, residence
 from zero_runtime.unit import Unit
 from zero_runtime.unit_builder import UnitBuilder
 
-__all__ = ["RuntimeSettings", "StepReport", "ZeroRuntime"]
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one step tells.
-
-    loss: the sum over ranks and micro-batches of the losses. grad_norm: before clipping, unscaled; inf or nan in a
-    step that overflowed. skipped: nothing was updated, because fp16 gradients overflowed. loss_scale: used here.
-    stop: some rank's `RuntimeSettings.stop_asked` said so; every rank is told after the same step.
-    """
-
-    loss: float
-    grad_norm: float
-    skipped: bool = False
-    loss_scale: float = 1.0
-    stop: bool = False
+__all__ = ["RuntimeSettings", "ZeroRuntime"]
 
 
 class ZeroRuntime:

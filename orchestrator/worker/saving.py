@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.export import write_companions
 from orchestrator.record import AttemptPaths
 from orchestrator.record_file import EventTail, append_event, read_or_warn
 from orchestrator.schema import AdapterKind, CheckpointKind, RunConfig, WeightsFolder, to_dict
 from orchestrator.units import spans
+from orchestrator.workloads.companions import write_companions
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.foreign import ForeignCheckpoint, load_foreign
 from zero_runtime.checkpoint.formats import foreign_reader

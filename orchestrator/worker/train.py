@@ -35,7 +35,8 @@ from zero_runtime.memory_census import ActivationCensus, take_census
 from zero_runtime.rank_failure import is_out_of_memory, memory_error
 from zero_runtime.rank_watch import RankWatch, WatchSettings
 from zero_runtime.recompute import Recomputation
-from zero_runtime.runtime import StepReport, ZeroRuntime
+from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.step_report import StepReport
 
 IGNORED = -100
 

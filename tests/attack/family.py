@@ -1,7 +1,7 @@
 """A command and all its descendants as forks of one warm process, of which one is killed where an aim says.
 
 A real sweep starts a Python for its controller, its tracker, each launcher and each rank: most of a second of imports
-a process. Here `subprocess.Popen` forks instead, wherever one of our own programs is asked for (start.words). The
+a process. Here `subprocess.Popen` forks instead, wherever one of our own programs is asked for (children.words). The
 words, environment, streams, session and signals are those that the real process gets, and so is what it then does; a
 kill costs a tenth of a second.
 """
@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 from harness.kill_points import Aim, KillPoints, notes
 
-from orchestrator import record_file, start
+from orchestrator import record_file
+from orchestrator.machine import children
 from zero_runtime.process_identity import started
 
 # What a program of ours is, by its module and first word.
@@ -130,7 +131,7 @@ class Family:
         return execute
 
     def _become(self, words: list[str], env: dict[str, str] | None, ends: list[int], is_leader: bool) -> int:
-        """What Python would do for `start.words(*words)`."""
+        """What Python would do for `children.words(*words)`."""
         if is_leader:
             os.setsid()
         self._take_streams((ends[0], ends[3], ends[5]))
@@ -172,5 +173,5 @@ def role_of(name: str) -> str:
 def _program(args: Any) -> list[str] | None:
     """The module and its words, where it is a program of ours."""
     words = [str(word) for word in args] if isinstance(args, (list, tuple)) else []
-    script = os.path.abspath(start.__file__)
+    script = os.path.abspath(children.__file__)
     return words[words.index(script) + 1 :] if script in words else None

@@ -17,7 +17,8 @@ from zero_runtime.memory_census import take_census
 from zero_runtime.offload import OffloadPlan, Tier
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.runtime import RuntimeSettings, StepReport, ZeroRuntime
+from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.step_report import StepReport
 from zero_runtime.tiers.scratch import ScratchSettings
 
 pytestmark = pytest.mark.gpu

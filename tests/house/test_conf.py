@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from orchestrator import arguments, compose
-from orchestrator.cli import checked_points
 from orchestrator.hardware import Hardware
 from orchestrator.overrides import WHOLE_FILES
-from orchestrator.rules import Scene
+from orchestrator.points import checked_points
+from orchestrator.scene import Scene
 from orchestrator.schema import RunConfig
 from orchestrator.strict import build, hints_of
 

@@ -38,7 +38,7 @@ IMPORTERS = {
     "torch.distributed": {"zero_runtime/collectives.py", "zero_runtime/messages.py", "zero_runtime/runtime.py"},
     "hydra": {"orchestrator/compose.py", PLUGIN},
     "omegaconf": {"orchestrator/compose.py"},
-    "submitit": {"orchestrator/launch.py", "orchestrator/job.py"},
+    "submitit": {"orchestrator/launch.py", "orchestrator/slurm_executor.py"},
     "mlflow": {"orchestrator/tracking.py"},
     "transformers": {"orchestrator/workloads/models.py", "orchestrator/workloads/tokenizer.py"},
     "peft": {"orchestrator/workloads/adapters.py"},

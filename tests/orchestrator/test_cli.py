@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -215,7 +214,7 @@ class Seam:
         self.sweeps.append(request)
         return 9
 
-    def join_from_environment(self, point: Point) -> int:
+    def join(self, point: Point) -> int:
         self.joined.append(point)
         return 8
 
@@ -224,11 +223,8 @@ class Seam:
 def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
     found = Seam()
     monkeypatch.setattr("orchestrator.sweep_command.run_sweep", found.run_sweep)
-    for name, function in (("study", "run_point"), ("job", "join_from_environment")):
-        module = types.ModuleType(f"orchestrator.{name}")
-        module.__dict__[function] = vars(Seam)[function].__get__(found)
-        monkeypatch.setitem(sys.modules, f"orchestrator.{name}", module)
-        monkeypatch.setattr(f"orchestrator.{name}", module, raising=False)
+    monkeypatch.setattr("orchestrator.study.run_point", found.run_point)
+    monkeypatch.setattr("orchestrator.join.join", found.join)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return found

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator import arguments, compose
-from orchestrator.cli import checked_points
 from orchestrator.compose import ComposeError, Composition
 from orchestrator.hardware import Hardware
 from orchestrator.labels import sweep_name
-from orchestrator.rules import Scene
+from orchestrator.points import checked_points
+from orchestrator.scene import Scene
 
 LAPTOP = Scene(Hardware(cores=4, cpu="cpu"))
 

@@ -18,7 +18,7 @@ from harness.patience import HANG_S, wait_until
 from points import STUB, make_config, make_point
 from rich.console import Console
 
-from orchestrator import launch, study
+from orchestrator import environment, launch, study
 from orchestrator.point_run import PointRun
 from orchestrator.processes import is_alive, session_members
 from orchestrator.record import AttemptPaths, new_attempt
@@ -88,7 +88,7 @@ def test_ranks_are_told_their_place_and_start_in_the_environment_of_a_careful_pe
         at_exec = told["at_exec"]
         # The allocator reads it before any line of Python runs: set later it does nothing. Up to 2.38 glibc
         # replaces the colon that it read past by a zero, in this process's own copy.
-        assert f"GLIBC_TUNABLES={launch.GLIBC}" in told["whole"].replace("\0glibc.", ":glibc.")
+        assert f"GLIBC_TUNABLES={environment.GLIBC}" in told["whole"].replace("\0glibc.", ":glibc.")
         assert at_exec["TOKENIZERS_PARALLELISM"] == "false"
         assert at_exec["OMP_NUM_THREADS"] == at_exec["MKL_NUM_THREADS"] == "1"
         assert at_exec["CUDA_VISIBLE_DEVICES"] == ""
@@ -223,10 +223,10 @@ def test_what_the_user_set_stays_and_the_thread_count_is_the_configuration_s(tmp
     mine = {"TOKENIZERS_PARALLELISM": "true", "OMP_NUM_THREADS": "64", "CUDA_VISIBLE_DEVICES": "GPU-1234"}
     config = make_config(tmp_path)
     on_cuda = replace(config, resources=replace(config.resources, device=Device.cuda, threads=3))
-    found = launch.job_environment(on_cuda, mine)
+    found = environment.job_environment(on_cuda, mine)
     assert found["TOKENIZERS_PARALLELISM"] == "true"
     assert found["OMP_NUM_THREADS"] == "3"
     assert found["CUDA_VISIBLE_DEVICES"] == "GPU-1234"
     assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    own = launch.job_environment(on_cuda, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
+    own = environment.job_environment(on_cuda, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
     assert "PYTORCH_ALLOC_CONF" not in own

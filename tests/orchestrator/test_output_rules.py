@@ -12,7 +12,7 @@ from orchestrator import cli
 from orchestrator.cluster import Cluster, ClusterKind
 from orchestrator.hardware import Hardware
 from orchestrator.output_rules import output_can_be_written_down, output_is_the_user_s, slurm_takes_the_output
-from orchestrator.rules import Scene
+from orchestrator.scene import Scene
 
 SCENE = Scene(Hardware(cores=4, cpu="cpu"))
 STRANGER = 61234

@@ -27,8 +27,9 @@ from orchestrator import (
 from orchestrator.deciding import Prediction, Wishes
 from orchestrator.hardware import Hardware
 from orchestrator.point import Point
-from orchestrator.rules import Scene
+from orchestrator.points import checked_points
 from orchestrator.run_state import RunState
+from orchestrator.scene import Scene
 from orchestrator.strict import Refusal
 from orchestrator.sweep_record import Planned
 from zero_runtime.activation_bytes import ActivationBytes
@@ -39,7 +40,7 @@ LLAMA_TINY = 1_869_504
 
 
 def points(line: str) -> list[Point]:
-    found, problems = cli.checked_points(compose.compose(arguments.split(line.split())), Scene(LAPTOP))
+    found, problems = checked_points(compose.compose(arguments.split(line.split())), Scene(LAPTOP))
     assert problems == []
     return found
 

@@ -13,11 +13,13 @@ import pytest
 from points import make_config
 from stub_worker import make_result
 
-from orchestrator import arguments, cli, doctor, overrides, paths, report, summary
+from orchestrator import arguments, doctor, overrides, paths, report, summary
 from orchestrator.arguments import VERBS
+from orchestrator.composed_line import composed
 from orchestrator.hardware import Hardware
+from orchestrator.points import checked_points
 from orchestrator.report import Entry
-from orchestrator.rules import Scene
+from orchestrator.scene import Scene
 
 CLUSTER = Scene(Hardware(cores=2, cpu="cpu", slurm=True))
 TYPED = ("zero=stage2", "precision=bf16", "data.path=null", "measure.steps=10", "measure.warmup_steps=1")
@@ -43,7 +45,7 @@ def problems(line: str, scene: Scene = CLUSTER) -> list[str]:
         parser.parse_args(words if VERBS[words[0]] == "verbs" else words[1:])
         return []
     asked = arguments.split(words)
-    _, wrong = cli.checked_points(cli.composed(asked), scene)
+    _, wrong = checked_points(composed(asked), scene)
     return wrong
 
 
@@ -60,12 +62,12 @@ def test_the_line_after_a_run_and_after_a_sweep_can_be_pasted(own: str) -> None:
 
 def test_the_winner_is_measured_longer_also_where_the_steps_were_typed() -> None:
     words = shlex.split(measured(*TYPED))
-    (point,) = cli.composed(arguments.split(words[len(shlex.split(paths.program())) :])).points
+    (point,) = composed(arguments.split(words[len(shlex.split(paths.program())) :])).points
     assert (point.values["measure"]["steps"], point.values["measure"]["warmup_steps"]) == (50, 10)
 
 
 def test_a_point_keeps_the_flag_of_the_folder_that_its_options_are_in(own: str) -> None:
-    points, wrong = cli.checked_points(cli.composed(arguments.split([own, "zero=mine"])), CLUSTER)
+    points, wrong = checked_points(composed(arguments.split([own, "zero=mine"])), CLUSTER)
     assert (wrong, points[0].overrides, points[0].label) == ([], (own, "zero=mine"), "mine-bf16")
 
 

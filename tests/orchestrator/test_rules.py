@@ -12,7 +12,8 @@ import yaml
 from orchestrator import data_rules, hardware, rules
 from orchestrator.hardware import Hardware
 from orchestrator.overrides import scalar
-from orchestrator.rules import Scene, check_rules, resolve
+from orchestrator.rules import check_rules, resolve
+from orchestrator.scene import Scene
 from orchestrator.schema import Device, Model, RunConfig, from_dict, to_dict
 from orchestrator.strict import build_parts
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator import hardware, slots
+from orchestrator.output_rules import place_problems
 from orchestrator.schema import Device, Resources
 from orchestrator.slots import Slot, SlotPool
 
@@ -122,14 +123,14 @@ def test_a_gpu_on_which_another_computes_is_told(four_gpus: None, monkeypatch: p
 
 def test_places_that_cannot_be_written_are_each_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZLAB_LOCKS", str(tmp_path / "locks"))
-    assert slots.place_problems(str(tmp_path / "new" / "outputs")) == []
+    assert place_problems(str(tmp_path / "new" / "outputs")) == []
     (tmp_path / "file").touch()
     below = str(tmp_path / "file" / "outputs")
-    (problem,) = slots.place_problems(below)
+    (problem,) = place_problems(below)
     expected = f"output={below}: expected a folder that can be made and written to, found: Not a directory"
     assert problem == f"{expected}      fix: output=FOLDER"
     monkeypatch.setenv("ZLAB_LOCKS", below)
-    assert [one.split(":")[0] for one in slots.place_problems(below)] == [f"output={below}", below]
+    assert [one.split(":")[0] for one in place_problems(below)] == [f"output={below}", below]
 
 
 def test_locks_of_another_user_are_a_problem_that_says_what_to_do(
@@ -137,6 +138,6 @@ def test_locks_of_another_user_are_a_problem_that_says_what_to_do(
 ) -> None:
     monkeypatch.setenv("ZLAB_LOCKS", str(tmp_path))
     monkeypatch.setattr(os, "getuid", lambda: 4242)
-    (problem,) = slots.place_problems(str(tmp_path))
+    (problem,) = place_problems(str(tmp_path))
     found = f"expected a folder of user 4242, found one of user {tmp_path.stat().st_uid}"
     assert problem == f"{tmp_path}: {found}; set ZLAB_LOCKS to a folder of yours, or unset it"

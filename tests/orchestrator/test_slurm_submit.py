@@ -12,7 +12,7 @@ from points import make_config
 from orchestrator import slurm
 from orchestrator.cluster import Cluster, ClusterKind
 from orchestrator.job import ENTRY
-from orchestrator.launch import GLIBC
+from orchestrator.environment import GLIBC
 from orchestrator.record import AttemptPaths
 from orchestrator.record_file import read_json
 from orchestrator.schema import RunConfig
@@ -75,7 +75,7 @@ def test_an_array_s_script_starts_every_rank_with_the_settings_of_a_careful_pers
     assert command.startswith("srun --unbuffered")
     assert '--kill-on-bad-exit=1 --cpus-per-task=1 sh -c \'trap "" USR2; exec "$@"\' rank env ' in command
     assert f" GLIBC_TUNABLES={GLIBC} " in command
-    assert f"/orchestrator/start.py orchestrator.launch slurm-rank {slurm_tools}/jobs {ENTRY}" in command
+    assert f"/orchestrator/machine/children.py orchestrator.slurm_executor {slurm_tools}/jobs {ENTRY}" in command
     assert "wckey" not in script
 
 

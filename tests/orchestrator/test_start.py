@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from harness.patience import HANG_S
 
-from orchestrator import dashboard, start
+from orchestrator import dashboard
+from orchestrator.machine import children
 
 ROOT = Path(__file__).resolve().parents[2]
 # A user's own files, and what somebody would choose who wants to be imported.
@@ -46,14 +47,14 @@ def test_a_child_has_our_code_and_what_the_user_named_on_its_path_and_not_the_cu
     (mine / "shown.py").write_text(
         "import sys, queue, random, json, argparse; print(*sys.argv[1:], *sys.path, sep='\\n')"
     )
-    base = {key: value for key, value in os.environ.items() if key != start.PYTHONPATH}
+    base = {key: value for key, value in os.environ.items() if key != children.PYTHONPATH}
     if path is not None:
-        base[start.PYTHONPATH] = path.replace("HERE", str(mine))
+        base[children.PYTHONPATH] = path.replace("HERE", str(mine))
     if path is None or "HERE" not in path:
-        assert "usage" in run(start.words("json.tool", "--help"), trapped, start.environment(base))
+        assert "usage" in run(children.words("json.tool", "--help"), trapped, children.environment(base))
         return
     for flags in ((), ("-u",)):
-        told = run(start.words("shown", "a b", "--c", flags=flags), trapped, start.environment(base)).splitlines()
+        told = run(children.words("shown", "a b", "--c", flags=flags), trapped, children.environment(base)).splitlines()
         assert told[:2] == ["a b", "--c"]
         assert str(mine) in told
         assert str(ROOT) in told
@@ -61,19 +62,19 @@ def test_a_child_has_our_code_and_what_the_user_named_on_its_path_and_not_the_cu
 
 
 def test_with_pythonsafepath_nothing_else_is_lost(trapped: Path) -> None:
-    environ = {**os.environ, "PYTHONSAFEPATH": "1", start.PYTHONPATH: str(ROOT / "tests")}
-    told = run(start.words("json.tool", "--help"), trapped, environ)
+    environ = {**os.environ, "PYTHONSAFEPATH": "1", children.PYTHONPATH: str(ROOT / "tests")}
+    told = run(children.words("json.tool", "--help"), trapped, environ)
     assert "usage" in told
 
 
 def test_a_folder_that_the_user_named_stays_also_where_it_is_the_current_one() -> None:
-    assert start.environment({"PYTHONPATH": ".::/mine:", "A": "b"}) == {"PYTHONPATH": ".:/mine", "A": "b"}
-    assert start.environment({"A": "b"}) == {"A": "b"}
+    assert children.environment({"PYTHONPATH": ".::/mine:", "A": "b"}) == {"PYTHONPATH": ".:/mine", "A": "b"}
+    assert children.environment({"A": "b"}) == {"A": "b"}
 
 
 @pytest.mark.full
 def test_a_whole_run_imports_nothing_from_there(trapped: Path) -> None:
-    environ = {**os.environ, start.PYTHONPATH: ":"}
+    environ = {**os.environ, children.PYTHONPATH: ":"}
     run([sys.executable, str(ROOT / "run.py"), *TINY.split()], trapped, environ)
     assert list(trapped.glob("out/points/*/attempts/01/result.json"))
 
@@ -93,7 +94,7 @@ def test_programs_that_python_starts_there_forget_it(words: list[str], tmp_path:
     # Without ours among them: python -m and -c find the first module by the path that Python made.
     for name in ("queue", "random", "yaml", "torch", "numpy", "psutil", "hydra", "omegaconf"):
         (tmp_path / f"{name}.py").write_text(f"open('imported', 'a').write({name!r})\n")
-    told = run([sys.executable, *words, "--help"], tmp_path, {**os.environ, start.PYTHONPATH: f"{ROOT}:"})
+    told = run([sys.executable, *words, "--help"], tmp_path, {**os.environ, children.PYTHONPATH: f"{ROOT}:"})
     assert told
 
 
@@ -110,7 +111,7 @@ def test_the_dashboard_s_server_stands_where_nobody_puts_files(
 ) -> None:
     output = tmp_path_factory.mktemp("output")
     monkeypatch.chdir(trapped)
-    assert dashboard.server_command(output, 5000, "127.0.0.1")[:3] == start.words("mlflow", "server")[:3]
+    assert dashboard.server_command(output, 5000, "127.0.0.1")[:3] == children.words("mlflow", "server")[:3]
     code = "import os; print(os.getcwd())"
     log = output / "log"
     dashboard._until_interrupt([sys.executable, "-c", code], {}, log, dashboard.Screen())
@@ -120,4 +121,6 @@ def test_the_dashboard_s_server_stands_where_nobody_puts_files(
 @pytest.mark.parametrize("file", sorted((ROOT / "orchestrator").rglob("*.py")), ids=lambda file: file.name)
 def test_the_interpreter_is_called_in_one_place(file: Path) -> None:
     names = {ast.unparse(node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
-    assert "sys.executable" not in names or file.name in ("start.py", "paths.py"), "start.words makes such commands"
+    assert "sys.executable" not in names or file.name in ("children.py", "paths.py"), (
+        "children.words makes such commands"
+    )

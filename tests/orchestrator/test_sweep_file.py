@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from orchestrator import arguments, compose, folders, sweep_file
-from orchestrator.cli import checked_points
 from orchestrator.hardware import Hardware
 from orchestrator.point import Point
+from orchestrator.points import checked_points
 from orchestrator.record import point_id
-from orchestrator.rules import Scene
+from orchestrator.scene import Scene
 from orchestrator.schema import to_dict
 from orchestrator.sweep_file import SweepFile, SweepFileError, expand, spelled
 

@@ -24,7 +24,8 @@ from zero_runtime.offload import OffloadPlan, Tier
 from zero_runtime.optimizers import OptimizerConfig, SgdConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.runtime import StepReport, ZeroRuntime
+from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.step_report import StepReport
 
 FP16 = MixedPrecision(param="fp16", reduce="fp16", master="fp32")
 OVERFLOWS = LossScaleRule(initial_power=20, hysteresis=1)

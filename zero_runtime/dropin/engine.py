@@ -20,7 +20,8 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CallOrderError, PlanError
 from zero_runtime.lr_schedule import Rates
 from zero_runtime.rank_watch import RankWatch
-from zero_runtime.runtime import StepReport, ZeroRuntime
+from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.step_report import StepReport
 
 _ABSENT = {
     "set_gradient_accumulation_boundary": "the engine counts the micro-batches; see gradient_accumulation_steps",

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+from torch import nn
 
 from zero_runtime.checkpoint.deepspeed_source import is_deepspeed, open_deepspeed
 from zero_runtime.checkpoint.foreign import load_foreign
 from zero_runtime.checkpoint.load import load_checkpoint, load_weights
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.checkpoint.shelf import newest_good_together
+from zero_runtime.dropin.engine_optimizer import EngineOptimizer
 from zero_runtime.dropin.model_folder import model_config
+from zero_runtime.dropin.schedules import Schedule
 from zero_runtime.dtypes import TORCH_DTYPE
-
-if TYPE_CHECKING:
-    from zero_runtime.dropin.engine import Engine
+from zero_runtime.runtime import ZeroRuntime
 
 _COUNTERS = ("micro_steps", "global_steps", "skipped_steps")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def save(engine: Engine, root: Path, tag: str | None, client_state: dict[str, Any], *, with_frozen: bool) -> None:
+class SavedEngine(Protocol):
+    """What a checkpoint takes from an engine and gives back to one."""
+
+    runtime: ZeroRuntime
+    module: nn.Module
+    optimizer: EngineOptimizer
+    lr_scheduler: Schedule | None
+    micro_steps: int
+    global_steps: int
+    skipped_steps: int
+
+    def get_lr(self) -> list[float]: ...
+
+    def gradient_accumulation_steps(self) -> int: ...
+
+
+def save(engine: SavedEngine, root: Path, tag: str | None, client_state: dict[str, Any], *, with_frozen: bool) -> None:
     """A checkpoint of step `global_steps`."""
     trainer = {
         "client_state": client_state,
@@ -37,7 +55,7 @@ def save(engine: Engine, root: Path, tag: str | None, client_state: dict[str, An
 
 
 def load(
-    engine: Engine, root: Path, tag: str | None, *, weights_only: bool, with_schedule: bool
+    engine: SavedEngine, root: Path, tag: str | None, *, weights_only: bool, with_schedule: bool
 ) -> tuple[str | None, dict[str, Any]]:
     """See Engine.load_checkpoint."""
     root = root / tag if tag else root
@@ -64,7 +82,7 @@ def load(
     return str(found.path), dict(trainer.get("client_state", {}))
 
 
-def _schedule_state(engine: Engine) -> dict[str, Any]:
+def _schedule_state(engine: SavedEngine) -> dict[str, Any]:
     """What of the schedule's state is plain: its counters and rates; functions of a user's own stay with the user."""
     if engine.lr_scheduler is None:
         return {}

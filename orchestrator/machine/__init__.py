@@ -1,0 +1,1 @@
+"""This computer: what it has, who uses it, and how processes of ours start on it."""

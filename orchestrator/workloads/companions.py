@@ -1,0 +1,32 @@
+"""What lies beside a run's weights in a Hugging Face folder: the model's configuration and the tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.pretrained import COMPANIONS, TOKENIZER
+
+
+def write_companions(out: Path, config: Mapping[str, Any], dtype: str) -> str:
+    """What lies beside a run's weights: configuration and tokenizer. Returns what became of the tokenizer."""
+    from orchestrator.workloads.models import saved_config
+    from orchestrator.workloads.tokenizer import save_byte_tokenizer
+    from zero_runtime.dtypes import TORCH_DTYPE
+
+    model, data = config["model"], config.get("data", {})
+    path = model.get("path")
+    saved_config(model["model_type"], model["config"], TORCH_DTYPE[dtype], as_saved=path is not None).save_pretrained(
+        out
+    )
+    found = [name for name in COMPANIONS if path is not None and (Path(path) / name).is_file()]
+    for name in found:
+        shutil.copyfile(Path(path) / name, out / name)
+    if TOKENIZER in found:
+        return f"tokenizer of {path}"
+    if data.get("tokenizer") == "bytes" and data.get("kind") != "synthetic":
+        save_byte_tokenizer(out)
+        return "a tokenizer of bytes, which is what it was trained on"
+    return "no tokenizer: " + ("its data was synthetic" if data.get("kind") == "synthetic" else "none was known")
