@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from benchmarks.gpt import Gpt, GptSize, loss_of  # noqa: E402
-from zero_runtime import memory_model  # noqa: E402
 from zero_runtime.collectives import join_world, leave_world  # noqa: E402
-from zero_runtime.memory_census import take_census  # noqa: E402
-from zero_runtime.optimizers import AdamWConfig  # noqa: E402
+from zero_runtime.memory import model as memory_model  # noqa: E402
+from zero_runtime.memory.census import take_census  # noqa: E402
+from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402

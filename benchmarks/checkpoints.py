@@ -32,10 +32,10 @@ from benchmarks.gpt import Gpt, GptSize, loss_of  # noqa: E402
 from benchmarks.stages_report import cpu_name  # noqa: E402
 from zero_runtime.checkpoint.background import BackgroundSaver  # noqa: E402
 from zero_runtime.checkpoint.load import load_checkpoint, shards_of  # noqa: E402
+from zero_runtime.checkpoint.retention import open_together  # noqa: E402
 from zero_runtime.checkpoint.save import save_checkpoint  # noqa: E402
-from zero_runtime.checkpoint.shelf import open_together  # noqa: E402
 from zero_runtime.collectives import join_world, leave_world  # noqa: E402
-from zero_runtime.optimizers import AdamWConfig  # noqa: E402
+from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402

@@ -30,15 +30,15 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks.gpt import Gpt, GptSize  # noqa: E402
 from benchmarks.stages_report import cpu_name  # noqa: E402
-from zero_runtime.birth import parameters_on_meta  # noqa: E402
 from zero_runtime.collectives import join_alone, leave_world  # noqa: E402
-from zero_runtime.offload import OffloadPlan, Tier  # noqa: E402
-from zero_runtime.optimizers import AdamWConfig  # noqa: E402
+from zero_runtime.initial_values import parameters_on_meta  # noqa: E402
+from zero_runtime.offload.copy_streams import Copies, PlainCopies, copies_for  # noqa: E402
+from zero_runtime.offload.plan import OffloadPlan, Tier  # noqa: E402
+from zero_runtime.offload.scratch_file import ScratchSettings  # noqa: E402
+from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
-from zero_runtime.tiers.copies import Copies, PlainCopies, copies_for  # noqa: E402
-from zero_runtime.tiers.scratch import ScratchSettings  # noqa: E402
 
 LR = 1e-4
 STEPS = 3  # in a row, for one reading: the end of a step's work lies in the next step's forward

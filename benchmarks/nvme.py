@@ -40,14 +40,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from benchmarks.stages_report import cpu_name  # noqa: E402
-from zero_runtime.birth import parameters_on_meta  # noqa: E402
+from zero_runtime.initial_values import parameters_on_meta  # noqa: E402
 from zero_runtime.kernels.backends import VARIABLE  # noqa: E402
-from zero_runtime.offload import OffloadPlan, Tier  # noqa: E402
-from zero_runtime.optimizers import AdamWConfig  # noqa: E402
+from zero_runtime.offload.plan import OffloadPlan, Tier  # noqa: E402
+from zero_runtime.offload.scratch_file import ScratchSettings, aligned_buffer  # noqa: E402
+from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
-from zero_runtime.tiers.scratch import ScratchSettings, aligned_buffer  # noqa: E402
 
 WIDTH, BLOCKS = 2048, 12  # 50.3 M parameters in blocks of 4.2 M
 STATE_BYTES = 12  # a parameter: master and moments

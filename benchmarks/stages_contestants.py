@@ -18,11 +18,11 @@ from benchmarks.gpt import Gpt, draw_tokens, loss_of
 from benchmarks.peers import LR, WEIGHT_DECAY, Batch, Step, peer_step
 from benchmarks.stages_task import LIMIT, ROWS, Task
 from zero_runtime.collectives import Collectives
-from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.rank_watch import RankWatch
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.watch.watch import RankWatch
 
 
 def batch_of(task: Task, step: int, device: torch.device) -> Batch:

@@ -14,7 +14,7 @@ from benchmarks.gpt import Gpt
 from benchmarks.peers import PEERS, import_peer
 from benchmarks.stages_contestants import batch_of, whole_step
 from benchmarks.stages_task import SETTLED, STEADY, Task
-from zero_runtime.rank_watch import RankWatch
+from zero_runtime.watch.watch import RankWatch
 
 MiB = 2**20
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator import comparison, sweep_record
-from orchestrator.line import sweep_request
-from orchestrator.run_state import RunState
-from orchestrator.strict import Refusal
+from orchestrator.commands.line import sweep_request
+from orchestrator.config.strict import Refusal
+from orchestrator.records import sweep_record
+from orchestrator.records.run_state import RunState
+from orchestrator.report import comparison
 from zero_runtime.kernels.ownership import for_the_owner_alone
 
 __all__ = ["Record", "Refusal", "run", "sweep"]
@@ -47,7 +48,7 @@ def sweep(*words: str) -> list[Record]:
     """
     line = [word for word in words if word not in ("-m", "--multirun")]
     request, hardware = sweep_request(["-m", *line])
-    from orchestrator.sweep_command import run_quietly
+    from orchestrator.commands.sweep import run_quietly
 
     with for_the_owner_alone():
         paths = run_quietly(request, hardware)

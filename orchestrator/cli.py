@@ -8,13 +8,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from orchestrator import arguments, line
-from orchestrator.arguments import VERBS
+from orchestrator.commands import line
+from orchestrator.compose import arguments
+from orchestrator.compose.arguments import VERBS
+from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INTERRUPTED
-from orchestrator.record_file import BadRecord, told
-from orchestrator.slurm_tools import SlurmError
-from orchestrator.streams import complain, refuse, take_any_text
-from orchestrator.strict import Refusal
+from orchestrator.records.record_file import BadRecord, told
+from orchestrator.slurm.tools import SlurmError
+from orchestrator.text.streams import complain, refuse, take_any_text
 
 _OF_STREAMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
@@ -66,12 +67,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _carried_out(argv: Sequence[str]) -> int:
     if "--version" in argv:
-        from orchestrator import provenance  # here: it imports what only a run needs
+        from orchestrator.machine import provenance  # here: it imports what only a run needs
 
         print(f"zero-lab {provenance.version_of('zero-lab') or '(not installed: no version)'}")
         return 0
     if argv and argv[0] in VERBS:
-        module = importlib.import_module(f"orchestrator.{VERBS[argv[0]]}")
+        module = importlib.import_module(f"orchestrator.commands.{VERBS[argv[0]]}")
         # What reads and steers sweeps shares one parser; the others have their own.
         return int(module.main(argv if VERBS[argv[0]] == "verbs" else argv[1:]))
     return line.answer(arguments.split(argv))

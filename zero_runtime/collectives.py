@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from zero_runtime.errors import RankError
-from zero_runtime.messages import Messages
+from zero_runtime.gloo import Messages
 from zero_runtime.phase_clock import COMMUNICATION, PhaseClock
-from zero_runtime.rank_journal import Journal
-from zero_runtime.rank_watch import RankWatch, WatchSettings
+from zero_runtime.watch.journal import Journal
+from zero_runtime.watch.watch import RankWatch, WatchSettings
 
 # torch 2.13 renamed these two and warns at the old names; 2.11 knows only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -184,7 +184,7 @@ class Collectives:
         self.replica_count = self.world // shard_count
         self.replica_rank, self.shard_rank = divmod(self.rank, shard_count)
         self._gather_group, self._reduce_group, self._replica_group = self._make_groups()
-        self._messages: dict[dist.ProcessGroup | None, Messages] = {}  # over gloo, by group; see messages.py
+        self._messages: dict[dist.ProcessGroup | None, Messages] = {}  # over gloo, by group; see gloo.py
         if self.world > 1 and dist.get_backend() == "gloo":
             groups = (self._gather_group, self._reduce_group, self._replica_group)
             self._messages = {group: Messages(group) for group in groups if group is not None}

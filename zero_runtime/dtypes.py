@@ -1,4 +1,4 @@
-"""The torch dtype behind each short name of `precision.py` and `optimizers.py`."""
+"""The torch dtype behind each short name of `precision.py` and `optim/configs.py`."""
 
 from __future__ import annotations
 

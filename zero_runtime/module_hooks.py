@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_runtime.errors import CallOrderError, ParameterReadError
-from zero_runtime.parameter_access import unwatch_parameters, watch_parameters
+from zero_runtime.parameter_reads import unwatch_parameters, watch_parameters
 from zero_runtime.schedule import Schedule
 from zero_runtime.unit import Unit
 

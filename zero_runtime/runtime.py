@@ -12,28 +12,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_runtime import diagnosis
-from zero_runtime.coded_shard import CodedShard
+from zero_runtime import non_finite
+from zero_runtime.build import UnitBuilder
 from zero_runtime.collectives import Collectives, Ledger, world_size
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
-from zero_runtime.grad_norm import clip_coefficient, local_sum_of_squares
 from zero_runtime.kernels.reference import root64
-from zero_runtime.loss_scaler import LossScaler
-from zero_runtime.lr_schedule import Rates
-from zero_runtime.memory_model import StateBytes, StepPeak, UnitSize, step_peak_bytes, total_state_bytes
+from zero_runtime.memory.model import StateBytes, StepPeak, UnitSize, step_peak_bytes, total_state_bytes
 from zero_runtime.module_hooks import ModuleHooks
-from zero_runtime.offload_memory import OffloadBytes, host_bytes, nvme_bytes
-from zero_runtime.optimizers import OptimizerConfig
+from zero_runtime.offload.memory import OffloadBytes, host_bytes, nvme_bytes
+from zero_runtime.offload.nvme import NvmeTier
+from zero_runtime.offload.tier import MASTER, PARAM, residence
+from zero_runtime.optim.configs import OptimizerConfig
+from zero_runtime.optim.grad_norm import clip_coefficient, local_sum_of_squares
+from zero_runtime.optim.loss_scaler import LossScaler
+from zero_runtime.optim.lr_schedule import Rates
+from zero_runtime.optim.quantized_state import CodedShard
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.schedule import Schedule
 from zero_runtime.settings import RuntimeSettings, moves_of
 from zero_runtime.step_report import StepReport
-from zero_runtime.tiers.nvme import NvmeTier
-from zero_runtime.tiers.resting import MASTER, PARAM, residence
 from zero_runtime.unit import Unit
-from zero_runtime.unit_builder import UnitBuilder
 
 __all__ = ["RuntimeSettings", "ZeroRuntime"]
 
@@ -204,7 +204,7 @@ class ZeroRuntime:
             self.optimizer.forget_step()
         if not math.isfinite(report.loss) or (overflow and self.scaler.exhausted):
             self._drop_gradients()
-            raise NonFiniteError(diagnosis.non_finite_message(report, self.updates, self.scaler))
+            raise NonFiniteError(non_finite.non_finite_message(report, self.updates, self.scaler))
         if not overflow:
             self.optimizer.step(lr, self._grad_scale(norm), self._host_scale(report))
         self._drop_gradients()
@@ -277,9 +277,9 @@ class ZeroRuntime:
         """
         with self.no_sync():
             backwards()
-        findings = self.collectives.gather_objects(diagnosis.look(self.units, float(self._loss)))
+        findings = self.collectives.gather_objects(non_finite.look(self.units, float(self._loss)))
         self._drop_gradients()
-        return diagnosis.verdict(findings, self.precision)
+        return non_finite.verdict(findings, self.precision)
 
     # ---- whole tensors -------------------------------------------------------------------------------------------
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_runtime.birth import Initialise
-from zero_runtime.checkpoint.source import TensorSource
-from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
-from zero_runtime.offload import OffloadPlan, Tier
-from zero_runtime.offload_memory import Moves
-from zero_runtime.optimizers import STATE_ITEMSIZE_BYTES, OptimizerConfig
-from zero_runtime.rank_watch import RankWatch
+from zero_runtime.initial_values import Initialise
+from zero_runtime.offload.memory import Moves
+from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, OptimizerConfig
+from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
+from zero_runtime.tensor_source import TensorSource
+from zero_runtime.watch.watch import RankWatch
 
 NO_OFFLOAD = OffloadPlan()
 
@@ -28,7 +28,7 @@ class RuntimeSettings:
     unit_numel: how many elements a unit may have; None makes one unit of each block (unit_planner.py). Without
         clipping it changes no bits at worlds 1 and 2.
     keep_dtype: patterns of the parameters that keep the dtype they came with; all others are cast to precision.param.
-    seed, initialise: what the first values of parameters on the meta device are drawn from (birth.py).
+    seed, initialise: what the first values of parameters on the meta device are drawn from (initial_values.py).
     offload: where the shards rest between their uses.
     weights: has values for some or all of those parameters, by name; they are read instead, each rank its own shards.
     read_host: how the one read of a step takes numbers off the device; a dry run on fake tensors has its own.

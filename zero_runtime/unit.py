@@ -18,16 +18,16 @@ from enum import Enum
 import torch
 from torch import nn
 
-from zero_runtime.birth import Birth, swap_content
-from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.collectives import Collectives, Pending
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Segment
 from zero_runtime.guarded_parameter import ParameterGuard
+from zero_runtime.initial_values import Birth, swap_content
 from zero_runtime.kernels import ops
 from zero_runtime.plan import Partition, Phase, ZeroPlan
-from zero_runtime.residency import HOME, Place, Rests
+from zero_runtime.shard_location import HOME, Place, Rests
+from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit_planner import UnitSpec
 
 READ_NUMEL = 4 << 20  # elements read from a source at a time: bounds the memory beside the shards
@@ -248,8 +248,8 @@ class Unit:
     def bind_born(self) -> None:
         """Bind the parameters that were drawn; call it when all units have drawn theirs. Idempotent.
 
-        Not before: what draws one parameter must find all others on the meta device (birth.py). A meta parameter
-        refuses a new .data, so its content is swapped, which keeps its identity for whoever holds it.
+        Not before: what draws one parameter must find all others on the meta device (initial_values.py). A meta
+        parameter refuses a new .data, so its content is swapped, which keeps its identity for whoever holds it.
         """
         for param, view in self._unbound:
             real = nn.Parameter(view.new_empty(0), requires_grad=param.requires_grad)
@@ -478,7 +478,7 @@ class Unit:
     def grad_squares(self) -> torch.Tensor | None:
         """0-dim fp64 on the device: the sum of the squares of this rank's part of the gradient; None without one.
 
-        See [Note: each element once] in grad_norm.py.
+        See [Note: each element once] in optim/grad_norm.py.
         """
         if self._squares is not None or self.grad_shard is None:
             return self._squares

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from orchestrator import memory_cache
-from orchestrator.schema import Device, RunConfig
+from orchestrator.config.schema import Device, RunConfig
+from orchestrator.plan import memory_cache
 from orchestrator.worker.setup import build_precision, build_unborn
 from orchestrator.workloads.models import token_losses
-from zero_runtime.activation_bytes import Trace, between
-from zero_runtime.activation_count import trace_step
-from zero_runtime.recompute import RecomputeRule
+from zero_runtime.activations.recompute import RecomputeRule
+from zero_runtime.memory.activation_count import Trace, between
+from zero_runtime.memory.activation_trace import trace_step
 from zero_runtime.unit_planner import UnitRules
 
 Answer = dict[str, Any]

@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import torch
 
-from zero_runtime import memory_model
-from zero_runtime.activation_bytes import ActivationBytes
 from zero_runtime.collectives import Ledger
-from zero_runtime.memory_census import Census
+from zero_runtime.memory import model as memory_model
+from zero_runtime.memory.activation_count import ActivationBytes
+from zero_runtime.memory.census import Census
 from zero_runtime.runtime import ZeroRuntime
 
 PHASES = ("data", "forward", "backward", "communication_exposed", "optimizer", "other")

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.record import AttemptPaths
-from orchestrator.record_file import EventTail, append_event, read_or_warn
-from orchestrator.schema import AdapterKind, CheckpointKind, RunConfig, WeightsFolder, to_dict
-from orchestrator.units import spans
+from orchestrator.config.schema import AdapterKind, CheckpointKind, RunConfig, WeightsFolder, to_dict
+from orchestrator.records.record_file import EventTail, append_event, read_or_warn
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.text.units import spans
 from orchestrator.workloads.companions import write_companions
 from zero_runtime.checkpoint.background import BackgroundSaver
-from zero_runtime.checkpoint.foreign import ForeignCheckpoint, load_foreign
-from zero_runtime.checkpoint.formats import foreign_reader
-from zero_runtime.checkpoint.gathered import save_gathered_weights
+from zero_runtime.checkpoint.foreign.formats import foreign_reader
+from zero_runtime.checkpoint.foreign.source import ForeignCheckpoint, load_foreign
+from zero_runtime.checkpoint.hugging_face.gathered import save_gathered_weights
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
+from zero_runtime.checkpoint.retention import Retention, Skipped, clear_leftovers, newest_good_together, open_together
 from zero_runtime.checkpoint.save import SaveSettings
-from zero_runtime.checkpoint.shelf import Retention, Skipped, clear_leftovers, newest_good_together, open_together
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import CheckpointError
 from zero_runtime.runtime import ZeroRuntime

@@ -12,25 +12,25 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from orchestrator.record import scratch_path
-from orchestrator.schema import AdapterKind, RunConfig, Tokenizer
-from orchestrator.state_groups import DType, Offload, Place, Precision, StepTime
-from orchestrator.worker.training import build_optimizer
+from orchestrator.config.schema import AdapterKind, RunConfig, Tokenizer
+from orchestrator.config.state_groups import DType, Offload, Place, Precision, StepTime
+from orchestrator.records.run_record import scratch_path
+from orchestrator.worker.optimizer import build_optimizer
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_unborn_model
 from orchestrator.workloads.tokenizer import load_tokenizer
 from orchestrator.workloads.weights import weights_of
-from zero_runtime.birth import Initialise
-from zero_runtime.checkpoint.hf_source import WeightsFolder
+from zero_runtime.activations.recompute import Recomputation, RecomputeRule
+from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
+from zero_runtime.initial_values import Initialise
 from zero_runtime.kernels.backends import backend_for
-from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
-from zero_runtime.offload import OffloadPlan, Tier
+from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload.scratch_file import ScratchSettings
+from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.rank_watch import RankWatch
-from zero_runtime.recompute import Recomputation, RecomputeRule
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.tiers.scratch import ScratchSettings
+from zero_runtime.watch.watch import RankWatch
 
 
 def prepare_process(config: RunConfig, local_rank: int) -> torch.device:

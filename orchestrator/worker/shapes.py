@@ -13,11 +13,11 @@ import sys
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from orchestrator.schema import RunConfig, from_dict
+from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.worker.activations import answers
+from orchestrator.worker.optimizer import build_optimizer
 from orchestrator.worker.setup import build_precision, build_unborn
-from orchestrator.worker.training import build_optimizer
-from zero_runtime.offload import resting
+from zero_runtime.offload.plan import resting
 from zero_runtime.unit_planner import UnitRules, plan_units
 
 

@@ -7,9 +7,9 @@ import signal
 import time
 from types import FrameType
 
-from orchestrator.cluster import ClusterKind
-from orchestrator.job import STOP_SIGNAL
-from orchestrator.schema import CheckpointKind, RunConfig
+from orchestrator.config.cluster import ClusterKind
+from orchestrator.config.schema import CheckpointKind, RunConfig
+from orchestrator.launch.rank import STOP_SIGNAL
 from zero_runtime.process_identity import own_age_s
 
 # SLURM may send a job's signal so much before the time that was asked for; the process began a little after the job.

@@ -15,28 +15,28 @@ from typing import Any
 
 import torch
 
-from orchestrator import memory_cache
-from orchestrator.job import RankInfo, RankRecord, Stopped
-from orchestrator.record import AttemptPaths
-from orchestrator.record_file import append_event, require_json, write_json_atomic
-from orchestrator.schema import RunConfig, from_dict
+from orchestrator.config.schema import RunConfig, from_dict
+from orchestrator.launch.rank import RankInfo, RankRecord, Stopped
+from orchestrator.plan import memory_cache
+from orchestrator.records.record_file import append_event, require_json, write_json_atomic
+from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker import activations, measure
 from orchestrator.worker.faults import Faults
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share
+from orchestrator.worker.optimizer import build_schedule
 from orchestrator.worker.saving import Progress, Saving
 from orchestrator.worker.setup import build_data, build_runtime, cpu_model, prepare_process
 from orchestrator.worker.stopping import StopSignals
-from orchestrator.worker.training import build_schedule
 from orchestrator.workloads.data import TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
+from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.collectives import WorldSettings, join_world, leave_world
 from zero_runtime.errors import NonFiniteError
-from zero_runtime.memory_census import ActivationCensus, take_census
-from zero_runtime.rank_failure import is_out_of_memory, memory_error
-from zero_runtime.rank_watch import RankWatch, WatchSettings
-from zero_runtime.recompute import Recomputation
+from zero_runtime.memory.census import ActivationCensus, take_census
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
+from zero_runtime.watch.failure import is_out_of_memory, memory_error
+from zero_runtime.watch.watch import RankWatch, WatchSettings
 
 IGNORED = -100
 

@@ -9,9 +9,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from zero_runtime.birth import parameters_on_meta
-from zero_runtime.checkpoint.hf_source import Renamed
-from zero_runtime.checkpoint.source import TensorSource
+from zero_runtime.checkpoint.hugging_face.source import Renamed
+from zero_runtime.initial_values import parameters_on_meta
+from zero_runtime.tensor_source import TensorSource
 
 ALL_LINEAR = "all-linear"  # PEFT's word for every linear layer but the head
 ADAPTER = "adapter_model"  # how the file of weights in a PEFT folder begins

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.pretrained import COMPANIONS, TOKENIZER
+from orchestrator.config.pretrained import COMPANIONS, TOKENIZER
 
 
 def write_companions(out: Path, config: Mapping[str, Any], dtype: str) -> str:

@@ -26,9 +26,9 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from orchestrator.strict import nearest
-from zero_runtime.birth import parameters_on_meta
-from zero_runtime.tiled_loss import tiled_cross_entropy
+from orchestrator.config.strict import nearest
+from zero_runtime.activations.tiled_loss import tiled_cross_entropy
+from zero_runtime.initial_values import parameters_on_meta
 
 IGNORED_LABEL = -100
 

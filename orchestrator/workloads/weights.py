@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-from zero_runtime.checkpoint.hf_source import Renamed, WeightsFolder, match_names
+from zero_runtime.checkpoint.hugging_face.source import Renamed, WeightsFolder, match_names
 
 # Tensors that older versions of transformers saved: causal masks and rotary frequencies, which models compute.
 _NEEDED_BY_NONE = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias$")

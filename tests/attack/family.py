@@ -23,17 +23,17 @@ from typing import Any, NamedTuple
 
 from harness.kill_points import Aim, KillPoints, notes
 
-from orchestrator import record_file
 from orchestrator.machine import children
+from orchestrator.records import record_file
 from zero_runtime.process_identity import started
 
 # What a program of ours is, by its module and first word.
 ROLES = {
-    "orchestrator.controller": "controller",
-    "orchestrator.launch controller": "launcher",
-    "orchestrator.launch rank": "rank",
-    "orchestrator.tracking follow": "tracker",
-    "orchestrator.tracking complete": "completer",
+    "orchestrator.launch.controller": "controller",
+    "orchestrator.launch.local_executor controller": "launcher",
+    "orchestrator.launch.local_executor rank": "rank",
+    "orchestrator.tracking.process follow": "tracker",
+    "orchestrator.tracking.process complete": "completer",
 }
 _PR_SET_NAME = 15
 _FAILED = 70

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, TypeVar, get_origin
 
-from orchestrator.strict import type_of
-from orchestrator.sweep_file import spelled
+from orchestrator.compose.sweep_file import spelled
+from orchestrator.config.strict import type_of
 
 Item = TypeVar("Item")
 

@@ -31,17 +31,21 @@ from harness.kill_points import Aim, kinds, notes  # noqa: E402
 from harness.patience import wait_until  # noqa: E402
 from points import STUB, make_config  # noqa: E402
 
-from orchestrator import cli, controller, hardware, launch, sweep_record, tracking  # noqa: E402
-from orchestrator import tracking_names as names  # noqa: E402
-from orchestrator.deciding import Wishes, retry_states  # noqa: E402
-from orchestrator.point import Point  # noqa: E402
-from orchestrator.record import store_path, tracking_path  # noqa: E402
-from orchestrator.record_file import require_json  # noqa: E402
-from orchestrator.schema import TrackingKind  # noqa: E402
-from orchestrator.study import run_point  # noqa: E402
-from orchestrator.sweep_command import SweepRequest, run_sweep  # noqa: E402
+from orchestrator import cli  # noqa: E402
+from orchestrator.commands.run import run_point  # noqa: E402
+from orchestrator.commands.sweep import SweepRequest, run_sweep  # noqa: E402
+from orchestrator.config.schema import TrackingKind  # noqa: E402
+from orchestrator.launch import controller, local_executor  # noqa: E402
+from orchestrator.machine import hardware  # noqa: E402
+from orchestrator.plan.decision import Wishes, retry_states  # noqa: E402
+from orchestrator.plan.point import Point  # noqa: E402
+from orchestrator.records import sweep_record  # noqa: E402
+from orchestrator.records.record_file import require_json  # noqa: E402
+from orchestrator.records.run_record import store_path, tracking_path  # noqa: E402
+from orchestrator.tracking import names  # noqa: E402
+from orchestrator.tracking import process as tracking  # noqa: E402
 
-PRELOADED = (stub_worker, controller, launch, tracking)
+PRELOADED = (stub_worker, controller, local_executor, tracking)
 POINTS = 3
 # 0: all measured. 1: a point failed, or the disk. 3: not all was run. Minus 9: the command itself was killed.
 CODES = {0, 1, 3}

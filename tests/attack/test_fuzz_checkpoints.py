@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from sandbox import TENSORS
 from trials import Trial, Wrong, attack, numbers
 
-from zero_runtime.checkpoint.dcp_source import open_dcp
-from zero_runtime.checkpoint.deepspeed_source import open_deepspeed
-from zero_runtime.checkpoint.hf_folder import WEIGHTS, WEIGHTS_INDEX
-from zero_runtime.checkpoint.hf_source import WeightsFolder
+from zero_runtime.checkpoint.foreign.dcp import open_dcp
+from zero_runtime.checkpoint.foreign.deepspeed import open_deepspeed
+from zero_runtime.checkpoint.hugging_face.folder import WEIGHTS, WEIGHTS_INDEX
+from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.checkpoint.layout import INDEX, checksum_text
 from zero_runtime.checkpoint.load import Checkpoint
 from zero_runtime.errors import CheckpointError

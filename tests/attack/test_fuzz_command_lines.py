@@ -15,8 +15,8 @@ from harness.attack_counts import Tally
 from trials import Trial, attack, numbers
 from typed import POINTS, Typist
 
-from orchestrator.arguments import CHOICES, SHORT, SWITCHES, VALUED, VERBS
-from orchestrator.overrides import Tree, read_tree
+from orchestrator.compose.arguments import CHOICES, SHORT, SWITCHES, VALUED, VERBS
+from orchestrator.compose.settable import Tree, read_tree
 
 DOOR = "command lines"
 # Right as they are: what is changed in them goes deep.

@@ -13,9 +13,9 @@ from harness.attack_counts import Tally
 from sandbox import TENSORS
 from trials import Trial, Wrong, attack, numbers
 
-from zero_runtime.dropin.config import read_config
-from zero_runtime.dropin.keys import TOP
-from zero_runtime.dropin.schema import Key
+from zero_runtime.deepspeed.config import read_config
+from zero_runtime.deepspeed.keys import TOP
+from zero_runtime.deepspeed.schema import Key
 from zero_runtime.errors import PlanError
 
 DOOR = "DeepSpeed JSONs"

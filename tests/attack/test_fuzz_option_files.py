@@ -12,10 +12,10 @@ from harness.attack_counts import Tally
 from trials import Trial, attack, numbers
 from typed import POINTS, Typist
 
-from orchestrator import folders
-from orchestrator.overrides import read_tree
-from orchestrator.schema import RunConfig
-from orchestrator.strict import hints_of
+from orchestrator.compose import folders
+from orchestrator.compose.settable import read_tree
+from orchestrator.config.schema import RunConfig
+from orchestrator.config.strict import hints_of
 
 DOOR = "option files"
 GROUPS = sorted({path.parent.name for path in folders.CONF.glob("*/*.yaml")})

@@ -12,8 +12,8 @@ from harness.attack_counts import Tally
 from trials import Trial, attack, numbers
 from typed import POINTS, Typist
 
-from orchestrator import folders
-from orchestrator.overrides import SWEEP_KEYS
+from orchestrator.compose import folders
+from orchestrator.compose.overrides import SWEEP_KEYS
 
 DOOR = "sweep files"
 RIGHT = [path.read_text(encoding="utf-8") for path in sorted((folders.SHIPPED / "sweeps").glob("*.yaml"))]

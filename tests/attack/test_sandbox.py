@@ -85,7 +85,7 @@ def test_what_may_be_changed_and_imported_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / "a" / "b").write_text("x")
         (tmp_path / "a" / "b").unlink()
         (tmp_path / "a").rmdir()
-        __import__("orchestrator.labels")
+        __import__("orchestrator.compose.labels")
 
     with SANDBOX.watching([tmp_path]):
         work()

@@ -24,11 +24,17 @@ import pytest
 import yaml
 from trials import Trial, Wrong
 
-from orchestrator import cli, compose, doctor, export, folders, hardware, memory_cache, study, sweep_command
-from orchestrator.paths import program
-from orchestrator.point import Point
-from orchestrator.schema import to_dict
-from orchestrator.screen import Screen, make_console
+from orchestrator import cli
+from orchestrator.commands import doctor, export
+from orchestrator.commands import run as study
+from orchestrator.commands import sweep as sweep_command
+from orchestrator.compose import compose, folders
+from orchestrator.config.schema import to_dict
+from orchestrator.machine import hardware
+from orchestrator.plan import memory_cache
+from orchestrator.plan.point import Point
+from orchestrator.report.screen import Screen, make_console
+from orchestrator.text.paths import program
 
 # The start of every line that stderr may have: what else is there came out of a message with a line break in it.
 LINES = ("error: ", "nothing was started (exit 2)", "refused: ", "note: ", "warning: ", "== ", "in /")

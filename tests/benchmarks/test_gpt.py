@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpt import STD, Gpt, GptSize, draw_tokens, loss_of, starting_loss, starting_loss_trouble
-from zero_runtime.birth import Birth, parameters_on_meta
+from zero_runtime.initial_values import Birth, parameters_on_meta
 
 SIZES = [GptSize(), GptSize(layers=2, width=64, heads=4, vocab=512, seq=64, micro=2)]
 

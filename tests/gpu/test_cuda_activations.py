@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zero_runtime.activation_count import trace_step
-from zero_runtime.memory_census import ActivationCensus
-from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.activations.recompute import Recomputation, RecomputeRule
+from zero_runtime.memory.activation_trace import trace_step
+from zero_runtime.memory.census import ActivationCensus
+from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.recompute import Recomputation, RecomputeRule
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.unit_planner import UnitRules
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness.shapes import Base, ids_of
 
-from zero_runtime.recompute import Recomputation, RecomputeRule
+from zero_runtime.activations.recompute import Recomputation, RecomputeRule
 
 pytestmark = pytest.mark.gpu
 

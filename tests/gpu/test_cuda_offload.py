@@ -12,14 +12,14 @@ import torch
 from harness.models import TinyTransformer, batch, token_loss_sum
 from harness.oracle import ADAMW, LR, Case, step_tokens
 
-from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
-from zero_runtime.memory_census import take_census
-from zero_runtime.offload import OffloadPlan, Tier
+from zero_runtime.memory.census import take_census
+from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload.scratch_file import ScratchSettings
+from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.step_report import StepReport
-from zero_runtime.tiers.scratch import ScratchSettings
 
 pytestmark = pytest.mark.gpu
 STEPS = 6

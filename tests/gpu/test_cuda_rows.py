@@ -10,7 +10,7 @@ from harness.models import TinyTransformer, batch, token_loss_sum
 from harness.oracle import ADAMW, LR, Case, step_tokens
 from harness.plain_optimizers import plain_optimizer
 
-from zero_runtime.memory_census import take_census
+from zero_runtime.memory.census import take_census
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime

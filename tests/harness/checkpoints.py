@@ -15,7 +15,7 @@ from harness.oracle import ADAMW, LR, Case
 from harness.trainee import backwards_of_step, build_runtime
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint, shards_of
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
-from zero_runtime.optimizers import OptimizerConfig
+from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import ZeroRuntime
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zero_runtime.tiers.copies import Mark, PlainCopies
+from zero_runtime.offload.copy_streams import Mark, PlainCopies
 
 
 class _Late:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from zero_runtime import collectives, flat_layout, runtime, schedule, unit
-from zero_runtime.birth import Birth
+from zero_runtime.initial_values import Birth
 from zero_runtime.kernels import ops
 from zero_runtime.kernels.settings import AdamW
 from zero_runtime.plan import Phase

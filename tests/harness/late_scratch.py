@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from zero_runtime.tiers.scratch import ScratchFile, Transfer
+from zero_runtime.offload.scratch_file import ScratchFile, Transfer
 
 POISON = 0xFF  # four of them are no number in fp32, two none in bf16 and fp16
 ORDERS: dict[str, Callable[[bool, random.Random], bool]] = {

@@ -15,8 +15,8 @@ import torch
 from harness.models import IGNORED, TinySpec, TinyTransformer, batch, token_loss_sum
 from harness.plain_optimizers import plain_optimizer
 from zero_runtime.dtypes import TORCH_DTYPE
-from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
-from zero_runtime.optimizers import AdamWConfig, OptimizerConfig
+from zero_runtime.optim.configs import AdamWConfig, OptimizerConfig
+from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.precision import MixedPrecision
 
 LR = 1e-2

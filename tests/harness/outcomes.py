@@ -17,7 +17,7 @@ from typing import Any
 from harness.patience import HANG_S
 from harness.ranks import RANK_THREADS
 from zero_runtime.errors import RankError
-from zero_runtime.rank_watch import RankWatch, WatchSettings
+from zero_runtime.watch.watch import RankWatch, WatchSettings
 
 # Tests ask early. A rank that only got no core is not found stuck; a test of a rank that is stuck has its own limit.
 HASTY = WatchSettings(slow_s=1.0, stuck_s=HANG_S, answer_s=3.0, poll_s=0.1, grace_s=0.5)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zero_runtime.kernels.block_formats import dynamic_codes
-from zero_runtime.optimizers import (
+from zero_runtime.optim.configs import (
     AdamConfig,
     AdamW8bitConfig,
     AdamWConfig,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from harness.models import IGNORED, TinyTransformer, batch, token_loss_sum
 from harness.oracle import ADAMW, LR, Case, Trace
-from zero_runtime.optimizers import OptimizerConfig
+from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator import arguments, compose
-from orchestrator.hardware import Hardware
-from orchestrator.overrides import WHOLE_FILES
-from orchestrator.points import checked_points
-from orchestrator.scene import Scene
-from orchestrator.schema import RunConfig
-from orchestrator.strict import build, hints_of
+from orchestrator.compose import arguments, compose
+from orchestrator.compose.settable import WHOLE_FILES
+from orchestrator.config.schema import RunConfig
+from orchestrator.config.strict import build, hints_of
+from orchestrator.machine.hardware import Hardware
+from orchestrator.plan.points import checked_points
+from orchestrator.plan.rules.scene import Scene
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"

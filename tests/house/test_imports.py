@@ -24,10 +24,10 @@ PURE = (
     "plan",
     "precision",
     "flat_layout",
-    "memory_model",
-    "activation_bytes",
-    "offload_memory",
-    "lr_schedule",
+    "memory.model",
+    "memory.activation_count",
+    "offload.memory",
+    "optim.lr_schedule",
     "errors",
 )
 STANDARD = set(sys.stdlib_module_names)
@@ -35,13 +35,71 @@ STANDARD = set(sys.stdlib_module_names)
 # A plugin is a subclass of Hydra's own, in the namespace where Hydra looks for it.
 PLUGIN = "orchestrator/plugins/hydra_plugins/zlab_launcher/__init__.py"
 IMPORTERS = {
-    "torch.distributed": {"zero_runtime/collectives.py", "zero_runtime/messages.py", "zero_runtime/runtime.py"},
-    "hydra": {"orchestrator/compose.py", PLUGIN},
-    "omegaconf": {"orchestrator/compose.py"},
-    "submitit": {"orchestrator/launch.py", "orchestrator/slurm_executor.py"},
-    "mlflow": {"orchestrator/tracking.py"},
+    "torch.distributed": {"zero_runtime/collectives.py", "zero_runtime/gloo.py", "zero_runtime/runtime.py"},
+    "hydra": {"orchestrator/compose/compose.py", PLUGIN},
+    "omegaconf": {"orchestrator/compose/compose.py"},
+    "submitit": {"orchestrator/launch/local_executor.py", "orchestrator/slurm/executor.py"},
+    "mlflow": {"orchestrator/tracking/process.py"},
     "transformers": {"orchestrator/workloads/models.py", "orchestrator/workloads/tokenizer.py"},
     "peft": {"orchestrator/workloads/adapters.py"},
+}
+# Which rooms of its package a room imports. A room is a folder, or a file at the top; the files of PURE are one room,
+# which everything may import.
+ROOMS = {
+    "orchestrator": {
+        "exit_codes": "",
+        "text": "exit_codes",
+        "config": "text",
+        "machine": "config text",
+        "workloads": "config",
+        "compose": "config text",
+        "records": "config machine workloads",
+        "plan": "compose config machine records text",
+        "tracking": "config machine records text",
+        "report": "config exit_codes records text",
+        "launch": "config machine plan records report tracking",
+        "slurm": "config launch machine records tracking",
+        "worker": "config launch plan records text workloads",
+        "commands": "compose config exit_codes launch machine plan records report slurm text tracking worker workloads",
+        "cli": "commands compose config exit_codes machine records slurm text",
+        "start": "cli machine",
+        "api": "commands config records report",
+        "orchestrator": "api",
+        "plugins": "commands config",
+        "shipped": "",
+    },
+    "zero_runtime": {
+        "dtypes": "",
+        "process_identity": "",
+        "phase_clock": "",
+        "gloo": "",
+        "tensor_source": "",
+        "shard_location": "",
+        "step_report": "",
+        "watch": "pure process_identity",
+        "collectives": "gloo phase_clock pure watch",
+        "agreement": "collectives pure",
+        "unit_planner": "dtypes pure",
+        "initial_values": "pure",
+        "guarded_parameter": "pure",
+        "unit": "collectives dtypes guarded_parameter initial_values pure shard_location tensor_source unit_planner",
+        "parameter_reads": "guarded_parameter unit",
+        "schedule": "pure unit",
+        "module_hooks": "parameter_reads pure schedule unit",
+        "offload": "collectives process_identity pure shard_location unit",
+        "optim": "collectives dtypes offload pure unit",
+        "activations": "offload pure unit_planner",
+        "settings": "initial_values offload optim pure tensor_source watch",
+        "build": "agreement collectives initial_values offload optim pure settings shard_location tensor_source unit "
+        "unit_planner",
+        "non_finite": "optim pure step_report unit",
+        "runtime": "build collectives module_hooks non_finite offload optim phase_clock pure schedule settings "
+        "step_report unit",
+        "memory": "activations dtypes offload pure runtime unit_planner",
+        "checkpoint": "agreement collectives optim process_identity pure runtime tensor_source unit",
+        "deepspeed": "agreement checkpoint collectives dtypes offload optim pure runtime step_report watch",
+        "zero_runtime": "",  # lazily, by name
+    },
 }
 # What a floor may import beside the standard library and the floors under it.
 LIBRARIES = {"kernels": {"torch", "triton"}, "zero_runtime": {"torch", "numpy", "safetensors"}}
@@ -92,6 +150,50 @@ def test_imports_go_down_only(file: Path) -> None:
     assert {name for name in imported(file) if name.split(".")[0] in above} == set()
 
 
+def module_of(file: Path) -> str:
+    """The dotted name that a file is imported by."""
+    return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(file): file for file in FILES}
+
+
+def modules_imported(file: Path) -> set[str]:
+    """Those of our own modules that a file imports, by their dotted names; also where only a type checker does."""
+    found = set()
+    for name in imported(file):
+        whole = name if name in MODULES else name.rpartition(".")[0]
+        if whole in MODULES:
+            found.add(whole)
+    return found - {module_of(file)}
+
+
+def room_of(module: str) -> str:
+    """The key of ROOMS, or "pure"."""
+    _, _, inside = module.partition(".")
+    if module.startswith("zero_runtime.") and inside in PURE:
+        return "pure"
+    return inside.split(".")[0] or module
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_what_the_table_allows(package: str) -> None:
+    arrows: dict[str, set[str]] = {}
+    for module, file in MODULES.items():
+        if module.split(".")[0] == package and room_of(module) != "pure":
+            inside = {room_of(one) for one in modules_imported(file) if one.split(".")[0] == package}
+            arrows.setdefault(room_of(module), set()).update(inside - {room_of(module), package})
+    assert {room: set(allowed.split()) for room, allowed in ROOMS[package].items()} == arrows
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    left = {module: modules_imported(file) - {"zero_runtime", "orchestrator"} for module, file in MODULES.items()}
+    while free := [module for module, needs in left.items() if not needs & left.keys()]:
+        for module in free:
+            del left[module]
+    assert left == {}
+
+
 @pytest.mark.parametrize("library", IMPORTERS)
 def test_each_library_has_its_one_importer(library: str) -> None:
     found = {
@@ -114,8 +216,8 @@ def test_the_lower_floors_run_on_a_machine_that_has_torch_alone(floor: str) -> N
 @pytest.mark.parametrize("name", PURE)
 def test_pure_files_import_the_standard_library_and_each_other(name: str) -> None:
     allowed = {f"zero_runtime.{pure}" for pure in PURE}
-    for module in imported(Path("zero_runtime", f"{name}.py")):
-        assert module.split(".")[0] in STANDARD or ".".join(module.split(".")[:2]) in allowed, module
+    for module in imported(Path("zero_runtime", *name.split(".")).with_suffix(".py")):
+        assert module.split(".")[0] in STANDARD or module.rpartition(".")[0] in allowed, module
 
 
 def modules_after(*imports: str) -> set[str]:

@@ -14,7 +14,11 @@ RUNTIME = Path(__file__).resolve().parents[2] / "zero_runtime"
 FILES = sorted(RUNTIME.rglob("*.py"))
 # The translator of zero_optimization has to know the keys that DeepSpeed published: the word stands in them. It asks
 # ZeroPlan.from_stage for a plan and hands that on, so that nobody behind it needs the word.
-SPEAKERS = (RUNTIME / "plan.py", RUNTIME / "dropin" / "zero_section.py", RUNTIME / "checkpoint" / "deepspeed_source.py")
+SPEAKERS = (
+    RUNTIME / "plan.py",
+    RUNTIME / "deepspeed" / "zero_section.py",
+    RUNTIME / "checkpoint" / "foreign" / "deepspeed.py",
+)
 NAMING_FIELDS = ("id", "attr", "arg", "name", "asname", "module")  # of every syntax node that can hold an identifier
 PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # fromStage, from_stage and STAGE come apart into words
 

@@ -11,14 +11,15 @@ from pathlib import Path
 from points import make_config, make_point
 from stub_worker import make_result, step_event
 
-from orchestrator import deciding, sweep_record
-from orchestrator.deciding import Wishes
-from orchestrator.point import Point
-from orchestrator.record import Attempt, AttemptPaths, new_attempt
-from orchestrator.record_file import append_event, write_json_atomic
-from orchestrator.run_state import RunState
-from orchestrator.schema import to_dict
-from orchestrator.sweep_record import Planned, SweepPaths
+from orchestrator.config.schema import to_dict
+from orchestrator.plan import decision
+from orchestrator.plan.decision import Wishes
+from orchestrator.plan.point import Point
+from orchestrator.records import sweep_record
+from orchestrator.records.record_file import append_event, write_json_atomic
+from orchestrator.records.run_record import Attempt, AttemptPaths, new_attempt
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import Planned, SweepPaths
 
 HARDWARE = "cpu"
 
@@ -49,10 +50,10 @@ class Scene:
 
     def plan(self, wishes: Wishes | None = None) -> list[Planned]:
         """What the same line again would do."""
-        return deciding.decide(self.points, self.output, lambda config: HARDWARE, wishes or Wishes(), {})
+        return decision.decide(self.points, self.output, lambda config: HARDWARE, wishes or Wishes(), {})
 
     def _sweep(self, name: str, points: tuple[Point, ...]) -> SweepPaths:
-        planned = deciding.decide(points, self.output, lambda config: HARDWARE, Wishes(), {})
+        planned = decision.decide(points, self.output, lambda config: HARDWARE, Wishes(), {})
         facts = {"command": ["zero=stage1"], "folder": str(self.output), "rank_by": "", "on_cluster": False}
         sweep = sweep_record.open_sweep(self.output, name, planned, facts)
         for one, point in zip(planned, points, strict=True):

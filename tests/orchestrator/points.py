@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.point import Point
-from orchestrator.schema import Batch, Device, Measure, Model, Resources, RunConfig, Tracking, TrackingKind
-from orchestrator.state_groups import Zero
+from orchestrator.config.schema import Batch, Device, Measure, Model, Resources, RunConfig, Tracking, TrackingKind
+from orchestrator.config.state_groups import Zero
+from orchestrator.plan.point import Point
 
 STUB = "stub_worker:run_rank"
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import stub_distributed
 
-from orchestrator.job import RankInfo
-from orchestrator.record import AttemptPaths
-from orchestrator.record_file import append_event, read_json, write_json_atomic
-from orchestrator.schema import RunConfig, from_dict
+from orchestrator.config.schema import RunConfig, from_dict
+from orchestrator.launch.rank import RankInfo
+from orchestrator.records.record_file import append_event, read_json, write_json_atomic
+from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker.faults import Faults
 from zero_runtime.errors import RankMemoryError
 

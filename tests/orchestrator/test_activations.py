@@ -12,7 +12,7 @@ from harness.allocations import allocated_peak
 from harness.ranks import run_alone, run_ranks
 from points import make_config
 
-from orchestrator.schema import (
+from orchestrator.config.schema import (
     ActivationPlace,
     Adapter,
     AdapterKind,
@@ -25,16 +25,16 @@ from orchestrator.schema import (
     RecomputeKind,
     RunConfig,
 )
-from orchestrator.state_groups import Compute, DType, Precision
+from orchestrator.config.state_groups import Compute, DType, Precision
 from orchestrator.worker.activations import answers, trace_of
 from orchestrator.worker.setup import build_precision, build_unborn
 from orchestrator.workloads.models import token_losses
-from zero_runtime.activation_bytes import ActivationBytes
-from zero_runtime.memory_census import ActivationCensus
-from zero_runtime.memory_model import step_floor_bytes
-from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.activations.recompute import Recomputation, RecomputeRule
+from zero_runtime.memory.activation_count import ActivationBytes
+from zero_runtime.memory.census import ActivationCensus
+from zero_runtime.memory.model import step_floor_bytes
+from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.recompute import Recomputation, RecomputeRule
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}

@@ -9,10 +9,11 @@ import pytest
 from test_sweeps import STUB, points
 
 import orchestrator
-from orchestrator import cli, hardware
+from orchestrator import cli
 from orchestrator.api import Refusal
-from orchestrator.run_state import RunState
-from orchestrator.sweep_command import SweepRequest
+from orchestrator.commands.sweep import SweepRequest
+from orchestrator.machine import hardware
+from orchestrator.records.run_state import RunState
 
 HERE = Path(__file__).parent
 

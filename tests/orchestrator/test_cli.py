@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import arguments, cli, provenance
-from orchestrator.arguments import VERBS
-from orchestrator.deciding import Refused
-from orchestrator.paths import program
-from orchestrator.point import Point
-from orchestrator.run_state import RunState
-from orchestrator.slurm_tools import SlurmError
-from orchestrator.sweep_command import SweepRequest
+from orchestrator import cli
+from orchestrator.commands.sweep import SweepRequest
+from orchestrator.compose import arguments
+from orchestrator.compose.arguments import VERBS
+from orchestrator.machine import provenance
+from orchestrator.plan.decision import Refused
+from orchestrator.plan.point import Point
+from orchestrator.records.run_state import RunState
+from orchestrator.slurm.tools import SlurmError
+from orchestrator.text.paths import program
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "mlflow", "numpy", "transformers")
@@ -222,9 +224,9 @@ class Seam:
 @pytest.fixture
 def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
     found = Seam()
-    monkeypatch.setattr("orchestrator.sweep_command.run_sweep", found.run_sweep)
-    monkeypatch.setattr("orchestrator.study.run_point", found.run_point)
-    monkeypatch.setattr("orchestrator.join.join", found.join)
+    monkeypatch.setattr("orchestrator.commands.sweep.run_sweep", found.run_sweep)
+    monkeypatch.setattr("orchestrator.commands.run.run_point", found.run_point)
+    monkeypatch.setattr("orchestrator.commands.join.join", found.join)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return found
@@ -353,7 +355,7 @@ def test_a_scheduler_that_does_not_answer_is_told_without_a_traceback(
     def silent(*_: object) -> int:
         raise SlurmError("sinfo: expected an answer within 30 s; try `scontrol ping`")
 
-    monkeypatch.setattr("orchestrator.sweep_command.run_sweep", silent)
+    monkeypatch.setattr("orchestrator.commands.sweep.run_sweep", silent)
     assert cli.main(["-m", "zero=stage0"]) == 2
     assert "error: sinfo: expected an answer" in capsys.readouterr().err
 

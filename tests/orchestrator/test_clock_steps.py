@@ -11,10 +11,10 @@ import pytest
 from harness.patience import HANG_S, wait_until
 from test_sweeps import COMMAND, attempts, left_behind, states, the_sweep
 
-from orchestrator.record import AttemptPaths
-from orchestrator.record_file import EventTail
-from orchestrator.run_state import RunState
-from orchestrator.sweep_record import controller_pid
+from orchestrator.records.record_file import EventTail
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import controller_pid
 
 HERE = Path(__file__).parent
 HOOK = HERE.parent / "harness" / "clock_steps"
@@ -23,7 +23,7 @@ SINGLE = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from orchestrator.study import run_point
+from orchestrator.commands.run import run_point
 from points import STUB
 from test_sweeps import points
 raise SystemExit(run_point(points(Path({output!r}), {micros})[0], entry=STUB))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster import Cluster, ClusterKind
-from orchestrator.strict import ConfigError
+from orchestrator.config.cluster import Cluster, ClusterKind
+from orchestrator.config.strict import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import arguments, compose
-from orchestrator.compose import ComposeError, Composition
-from orchestrator.hardware import Hardware
-from orchestrator.labels import sweep_name
-from orchestrator.points import checked_points
-from orchestrator.scene import Scene
+from orchestrator.compose import arguments, compose
+from orchestrator.compose.compose import ComposeError, Composition
+from orchestrator.compose.labels import sweep_name
+from orchestrator.machine.hardware import Hardware
+from orchestrator.plan.points import checked_points
+from orchestrator.plan.rules.scene import Scene
 
 LAPTOP = Scene(Hardware(cores=4, cpu="cpu"))
 

@@ -11,13 +11,14 @@ import pytest
 from points import make_config, make_point
 from stub_worker import make_result
 
-from orchestrator import contents, deciding
-from orchestrator.deciding import Wishes
-from orchestrator.record import Attempt, new_attempt
-from orchestrator.record_file import read_json, write_json_atomic
-from orchestrator.run_state import RunState
-from orchestrator.schema import Data, DataKind, Model, RunConfig, Tokenizer, to_dict
-from orchestrator.sweep_record import Planned
+from orchestrator.config.schema import Data, DataKind, Model, RunConfig, Tokenizer, to_dict
+from orchestrator.plan import decision
+from orchestrator.plan.decision import Wishes
+from orchestrator.records import contents
+from orchestrator.records.record_file import read_json, write_json_atomic
+from orchestrator.records.run_record import Attempt, new_attempt
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import Planned
 
 LONG_AGO_NS = 10**18
 
@@ -52,7 +53,7 @@ def held(config: RunConfig) -> dict[str, str]:
 
 
 def decided(config: RunConfig, wishes: Wishes | None = None) -> Planned:
-    (planned,) = deciding.decide([make_point(config)], Path(config.output), lambda _: "cpu", wishes or Wishes(), {})
+    (planned,) = decision.decide([make_point(config)], Path(config.output), lambda _: "cpu", wishes or Wishes(), {})
     return planned
 
 
@@ -76,7 +77,7 @@ def test_a_text_that_was_overwritten_is_measured_again_and_the_plan_says_why(tmp
     os.utime(text, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the size and the modification time are as they were
     again = decided(config)
     assert again.decision is RunState.queued
-    day = deciding._day(read_json(first.paths.state) or {})
+    day = decision._day(read_json(first.paths.state) or {})
     assert again.reason == f"the data at {text} changed since it was measured on {day}"
     assert decided(config, Wishes(fresh=True)).reason == ""
     text.write_text("one")
@@ -180,7 +181,7 @@ def test_many_points_of_one_plan_look_at_a_place_once(tmp_path: Path, monkeypatc
     found = contents._hash_of
     monkeypatch.setattr(contents, "_hash_of", lambda name, path: looked.append(name) or found(name, path))
     points = [make_point(replace(of_text(tmp_path, tmp_path / "a"), seed=seed)) for seed in range(5)]
-    deciding.decide(points, tmp_path / "out", lambda _: "cpu", Wishes(), {})
+    decision.decide(points, tmp_path / "out", lambda _: "cpu", Wishes(), {})
     assert looked == ["data"]
 
 

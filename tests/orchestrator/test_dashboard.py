@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import cli, dashboard
-from orchestrator.record import store_path
+from orchestrator import cli
+from orchestrator.commands import ui as dashboard
+from orchestrator.records.run_record import store_path
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import torch
 from harness.ranks import run_alone, run_ranks
 
 from orchestrator import cli
-from zero_runtime.checkpoint import hf_folder
+from zero_runtime.checkpoint.hugging_face import folder as hf_folder
 from zero_runtime.checkpoint.load import Checkpoint
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.errors import CheckpointError
-from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime

@@ -12,7 +12,7 @@ import pytest
 from harness.patience import HANG_S
 from test_sweeps import left_behind
 
-from orchestrator import sweep_record
+from orchestrator.records import sweep_record
 
 HERE = Path(__file__).parent
 COMMAND = """
@@ -20,9 +20,9 @@ import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
 from orchestrator import cli, hardware
-from orchestrator.deciding import Wishes, retry_states
-from orchestrator.study import run_point
-from orchestrator.sweep_command import SweepRequest, run_sweep
+from orchestrator.plan.decision import Wishes, retry_states
+from orchestrator.commands.run import run_point
+from orchestrator.commands.sweep import SweepRequest, run_sweep
 from points import STUB
 from test_sweeps import points
 

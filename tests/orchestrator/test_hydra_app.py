@@ -19,13 +19,16 @@ import yaml
 from harness.patience import HANG_S, wait_until
 from points import STUB
 
-from orchestrator import compose, hydra_app, sweep_command, sweep_record, trials, verbs
-from orchestrator.hardware import Hardware
-from orchestrator.run_state import RunState
-from orchestrator.strict import Refusal
-from orchestrator.sweep_command import SweepRequest
-from orchestrator.sweep_record import SweepPaths
-from orchestrator.trials import Asked
+from orchestrator.commands import hydra_app, trials, verbs
+from orchestrator.commands import sweep as sweep_command
+from orchestrator.commands.sweep import SweepRequest
+from orchestrator.commands.trials import Asked
+from orchestrator.compose import compose
+from orchestrator.config.strict import Refusal
+from orchestrator.machine.hardware import Hardware
+from orchestrator.records import sweep_record
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import SweepPaths
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

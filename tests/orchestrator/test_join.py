@@ -11,18 +11,18 @@ import pytest
 from harness.patience import HANG_S
 from points import make_config
 
-from orchestrator.job import rank_in_world
-from orchestrator.join import verdict_of
-from orchestrator.record import new_attempt
-from orchestrator.record_file import read_json, write_json_atomic
-from orchestrator.run_state import RunState
-from orchestrator.schema import to_dict
+from orchestrator.commands.join import verdict_of
+from orchestrator.config.schema import to_dict
+from orchestrator.launch.rank import rank_in_world
+from orchestrator.records.record_file import read_json, write_json_atomic
+from orchestrator.records.run_record import new_attempt
+from orchestrator.records.run_state import RunState
 
 HERE = Path(__file__).parent
 COMMAND = """
 from points import *
 from pathlib import Path
-from orchestrator.join import join
+from orchestrator.commands.join import join
 raise SystemExit(join(make_point(make_config(Path({output!r}))), STUB))
 """
 

@@ -18,15 +18,16 @@ from harness.patience import HANG_S, wait_until
 from points import STUB, make_config, make_point
 from rich.console import Console
 
-from orchestrator import environment, launch, study
-from orchestrator.point_run import PointRun
-from orchestrator.processes import is_alive, session_members
-from orchestrator.record import AttemptPaths, new_attempt
-from orchestrator.record_file import read_json
-from orchestrator.run_state import RunState
-from orchestrator.schema import Checkpoint, CheckpointKind, Device, RunConfig, to_dict
-from orchestrator.screen import Screen
-from orchestrator.study import run_point
+from orchestrator.commands import run as study
+from orchestrator.commands.run import run_point
+from orchestrator.config.schema import Checkpoint, CheckpointKind, Device, RunConfig, to_dict
+from orchestrator.launch import environment, local_executor
+from orchestrator.launch.local_run import PointRun
+from orchestrator.machine.processes import is_alive, session_members
+from orchestrator.records.record_file import read_json
+from orchestrator.records.run_record import AttemptPaths, new_attempt
+from orchestrator.records.run_state import RunState
+from orchestrator.report.screen import Screen
 
 HERE = Path(__file__).parent
 
@@ -40,14 +41,14 @@ def stub_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The sessions of the jobs that the test starts; none may have a process left at the end."""
     seen: list[int] = []
-    submit = launch.submit
+    submit = local_executor.submit
 
-    def watched(*arguments: Any) -> launch.Job:
+    def watched(*arguments: Any) -> local_executor.Job:
         job = submit(*arguments)
         seen.append(job.session)
         return job
 
-    monkeypatch.setattr(launch, "submit", watched)
+    monkeypatch.setattr(local_executor, "submit", watched)
     yield seen
     assert seen
     for session in seen:
@@ -153,7 +154,7 @@ def test_a_rank_that_hangs_ends_at_the_time_limit_and_its_stack_is_shown(
 COMMAND = """
 from points import *
 from pathlib import Path
-from orchestrator.study import run_point
+from orchestrator.commands.run import run_point
 raise SystemExit(run_point(make_point(make_config(Path({output!r}))), entry=STUB))
 """
 

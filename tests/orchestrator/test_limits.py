@@ -16,7 +16,7 @@ from test_full_disk import COMMAND
 from test_start import TINY
 from test_sweeps import left_behind
 
-from orchestrator import sweep_record
+from orchestrator.records import sweep_record
 
 HERE = Path(__file__).parent
 DOCUMENTED = (0, 1, 2, 3)

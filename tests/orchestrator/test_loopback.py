@@ -6,9 +6,10 @@ import socket
 
 import pytest
 
-from orchestrator import doctor, slurm_rank
-from orchestrator import loopback as module
-from orchestrator.loopback import in_url, loopback
+from orchestrator.commands import doctor
+from orchestrator.machine import loopback as module
+from orchestrator.machine.loopback import in_url, loopback
+from orchestrator.slurm import rank as slurm_rank
 
 NOT_HERE_4, NOT_HERE_6 = "192.0.2.1", "2001:db8::1"  # reserved for documentation: no machine has them
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator import cli
-from orchestrator.cluster import Cluster, ClusterKind
-from orchestrator.hardware import Hardware
-from orchestrator.output_rules import output_can_be_written_down, output_is_the_user_s, slurm_takes_the_output
-from orchestrator.scene import Scene
+from orchestrator.config.cluster import Cluster, ClusterKind
+from orchestrator.machine.hardware import Hardware
+from orchestrator.plan.rules.output import output_can_be_written_down, output_is_the_user_s, slurm_takes_the_output
+from orchestrator.plan.rules.scene import Scene
 
 SCENE = Scene(Hardware(cores=4, cpu="cpu"))
 STRANGER = 61234

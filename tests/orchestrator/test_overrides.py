@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import arguments
-from orchestrator.overrides import Tree, check, elements, read_tree, scalar
+from orchestrator.compose import arguments
+from orchestrator.compose.overrides import check, elements, scalar
+from orchestrator.compose.settable import Tree, read_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 

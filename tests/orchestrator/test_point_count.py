@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hydra.core.override_parser.types import FloatRange
 
-from orchestrator.point_count import TooManyPoints, check, of_range
+from orchestrator.compose.point_count import TooManyPoints, check, of_range
 
 
 @pytest.mark.parametrize(

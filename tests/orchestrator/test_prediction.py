@@ -12,28 +12,21 @@ from typing import NamedTuple
 
 import pytest
 
-from orchestrator import (
-    api,
-    arguments,
-    cli,
-    compose,
-    deciding,
-    hardware,
-    memory_cache,
-    prediction,
-    remedies,
-    sweep_table,
-)
-from orchestrator.deciding import Prediction, Wishes
-from orchestrator.hardware import Hardware
-from orchestrator.point import Point
-from orchestrator.points import checked_points
-from orchestrator.run_state import RunState
-from orchestrator.scene import Scene
-from orchestrator.strict import Refusal
-from orchestrator.sweep_record import Planned
-from zero_runtime.activation_bytes import ActivationBytes
-from zero_runtime.memory_model import StateBytes
+from orchestrator import api, cli
+from orchestrator.compose import arguments, compose
+from orchestrator.config.strict import Refusal
+from orchestrator.machine import hardware
+from orchestrator.machine.hardware import Hardware
+from orchestrator.plan import decision, memory_cache, prediction, remedies
+from orchestrator.plan.decision import Prediction, Wishes
+from orchestrator.plan.point import Point
+from orchestrator.plan.points import checked_points
+from orchestrator.plan.rules.scene import Scene
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import Planned
+from orchestrator.report import sweep_table
+from zero_runtime.memory.activation_count import ActivationBytes
+from zero_runtime.memory.model import StateBytes
 
 LAPTOP = Hardware(cores=4, cpu="cpu")
 LLAMA_TINY = 1_869_504
@@ -119,7 +112,7 @@ def test_what_cannot_fit_is_left_out_with_its_arithmetic_and_runs_where_asked(tm
     (point,) = points(f"zero=stage0 resources.device=cpu output={tmp_path}")
 
     def decided(prediction: Prediction, **wishes: bool) -> Planned:
-        (planned,) = deciding.decide([point], tmp_path, lambda _: "cpu", Wishes(**wishes), {point.label: prediction})
+        (planned,) = decision.decide([point], tmp_path, lambda _: "cpu", Wishes(**wishes), {point.label: prediction})
         return planned
 
     huge = Prediction(STATES, 4 * GIB, ranks_share=2)
@@ -152,7 +145,7 @@ def test_a_plan_shows_what_a_rank_keeps_and_needs(cache: None, tmp_path: Path) -
         assert one.activations is not None
         assert one.ceiling_bytes is not None
         assert one.states.total + one.activations.kept - one.states.grads <= one.needed_bytes <= one.ceiling_bytes
-    planned = deciding.decide(found, tmp_path, lambda _: "cpu", Wishes(), predicted)
+    planned = decision.decide(found, tmp_path, lambda _: "cpu", Wishes(), predicted)
     table = sweep_table.plan_table(planned)
     assert table.header == ("point", "decision", "params", "grads", "optimizer", "activations", "needs/rank")
     assert all("MiB" in cell for row in table.rows for cell in row[2:])
@@ -169,7 +162,7 @@ def test_a_point_beside_too_small_a_device_is_told_what_would_fit(
     assert "batch.micro=4 batch.accumulation=2" in found.remedies
     assert "recompute=full" in found.remedies
     assert "zero=stage1" not in found.remedies  # one rank has nobody to share with
-    (planned,) = deciding.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: found})
+    (planned,) = decision.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: found})
     assert "would fit: batch.micro=4" in planned.reason
 
 
@@ -179,7 +172,7 @@ def test_what_cannot_be_counted_is_told_with_why_and_fails_nothing(cache: None, 
     assert found.activations is None
     assert "use loss=full" in found.unknown
     assert found.needed_bytes == found.states.total
-    planned = deciding.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: found})
+    planned = decision.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: found})
     (row,) = [row for row in sweep_table.plan_rows(planned) if row[0] == "unknown"]
     assert row[1].startswith("activations of 1 points: ValueError: loss=tiled: expected CohereForCausalLM")
 

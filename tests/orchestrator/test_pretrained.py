@@ -13,8 +13,9 @@ import pytest
 import torch
 from harness.ranks import run_alone, run_ranks
 
-from orchestrator import cli, pretrained
-from orchestrator.schema import (
+from orchestrator import cli
+from orchestrator.config import pretrained
+from orchestrator.config.schema import (
     Adapter,
     AdapterKind,
     Batch,
@@ -26,7 +27,7 @@ from orchestrator.schema import (
     Tokenizer,
     to_dict,
 )
-from orchestrator.state_groups import Compute, DType, Precision, Zero
+from orchestrator.config.state_groups import Compute, DType, Precision, Zero
 from orchestrator.workloads import sources
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from orchestrator.processes import is_alive, started
+from orchestrator.machine.processes import is_alive, started
 from zero_runtime.process_identity import has_proc
 
 

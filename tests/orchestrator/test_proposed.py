@@ -13,13 +13,17 @@ import pytest
 from points import make_config
 from stub_worker import make_result
 
-from orchestrator import arguments, doctor, overrides, paths, report, summary
-from orchestrator.arguments import VERBS
-from orchestrator.composed_line import composed
-from orchestrator.hardware import Hardware
-from orchestrator.points import checked_points
-from orchestrator.report import Entry
-from orchestrator.scene import Scene
+from orchestrator.commands import doctor
+from orchestrator.compose import arguments, overrides
+from orchestrator.compose.arguments import VERBS
+from orchestrator.compose.line import composed
+from orchestrator.compose.settable import read_tree
+from orchestrator.machine.hardware import Hardware
+from orchestrator.plan.points import checked_points
+from orchestrator.plan.rules.scene import Scene
+from orchestrator.report import ranking, summary
+from orchestrator.report.ranking import Entry
+from orchestrator.text import paths
 
 CLUSTER = Scene(Hardware(cores=2, cpu="cpu", slurm=True))
 TYPED = ("zero=stage2", "precision=bf16", "data.path=null", "measure.steps=10", "measure.warmup_steps=1")
@@ -30,7 +34,7 @@ def own(tmp_path: Path) -> str:
     """The flag of a folder with an option of the user's own, whose name has a space in it."""
     folder = tmp_path / "my conf"
     (folder / "zero").mkdir(parents=True)
-    (folder / "zero" / "mine.yaml").write_text((paths.CHECKOUT / "conf" / "zero" / "stage1.yaml").read_text())
+    (folder / "zero" / "mine.yaml").write_text((paths.CODE / "conf" / "zero" / "stage1.yaml").read_text())
     return f"--config-dir={folder}"
 
 
@@ -51,7 +55,7 @@ def problems(line: str, scene: Scene = CLUSTER) -> list[str]:
 
 def measured(*typed: str) -> str:
     config = make_config(Path("outputs"))
-    return report.next_after_sweep(report.rank([Entry("a", "ok", make_result(config, 100.0), overrides=typed)]))
+    return ranking.next_after_sweep(ranking.rank([Entry("a", "ok", make_result(config, 100.0), overrides=typed)]))
 
 
 def test_the_line_after_a_run_and_after_a_sweep_can_be_pasted(own: str) -> None:
@@ -72,7 +76,7 @@ def test_a_point_keeps_the_flag_of_the_folder_that_its_options_are_in(own: str) 
 
 
 def test_the_line_that_a_refusal_proposes_can_be_pasted(own: str) -> None:
-    tree = overrides.read_tree(own.partition("=")[2])
+    tree = read_tree(own.partition("=")[2])
     lists = ["zero=mine,stage2", "batch.micro=range(1,3)"]
     (problem,) = overrides.check(lists, tree, multirun=False, flags=[own])
     assert problems(problem.partition("needs -m (sweep): ")[2]) == []

@@ -8,12 +8,12 @@ import pytest
 from points import make_config
 from stub_worker import make_result
 
-from orchestrator import record
-from orchestrator.record import Attempt, all_attempts, attempts_at, new_attempt, point_id, settle
-from orchestrator.record_file import read_json, require_json, write_json_atomic
-from orchestrator.run_state import MOVES, RunState
-from orchestrator.schema import to_dict
-from orchestrator.sweep_record import Planned, open_sweep
+from orchestrator.config.schema import to_dict
+from orchestrator.records import run_record
+from orchestrator.records.record_file import read_json, require_json, write_json_atomic
+from orchestrator.records.run_record import Attempt, all_attempts, attempts_at, new_attempt, point_id, settle
+from orchestrator.records.run_state import MOVES, RunState
+from orchestrator.records.sweep_record import Planned, open_sweep
 from zero_runtime.process_identity import mark
 
 
@@ -121,7 +121,7 @@ def test_how_an_attempt_stands_is_told_also_where_it_cannot_be_written(
 
     attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
     disown(attempt)
-    monkeypatch.setattr(record, "write_json_atomic", refused)
+    monkeypatch.setattr(run_record, "write_json_atomic", refused)
     assert settle(attempt.paths) is RunState.lost
 
 

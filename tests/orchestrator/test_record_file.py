@@ -13,7 +13,7 @@ from harness.corruptions import CORRUPTIONS
 from points import make_config
 from stub_worker import make_result, step_event
 
-from orchestrator.record_file import (
+from orchestrator.records.record_file import (
     END_BYTES,
     BadRecord,
     EventTail,
@@ -26,7 +26,7 @@ from orchestrator.record_file import (
     write_cached,
     write_json_atomic,
 )
-from orchestrator.record_shapes import RESULT
+from orchestrator.records.record_shapes import RESULT
 
 HARMLESS = {"missing", "a link to nothing"}
 RECORD = {"text": "Ψ", "numbers": [1, 2.5e-9, math.inf], "inner": {"a": None, "b": {"c": True}}}

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from points import make_config
 
-from orchestrator import remedies
-from orchestrator.remedies import Need
-from orchestrator.schema import LossKind, RecomputeKind, RunConfig
-from orchestrator.state_groups import Offload, Place
+from orchestrator.config.schema import LossKind, RecomputeKind, RunConfig
+from orchestrator.config.state_groups import Offload, Place
+from orchestrator.plan import remedies
+from orchestrator.plan.remedies import Need
 
 GIB = 1 << 30
 HELD = {"params": 2 * GIB, "grads": 2 * GIB, "optimizer": 8 * GIB, "buffers": 0, "other": 6 * GIB}

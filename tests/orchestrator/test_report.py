@@ -10,10 +10,10 @@ import pytest
 from points import make_config
 from stub_worker import make_result
 
-from orchestrator import report
-from orchestrator.paths import program
-from orchestrator.report import Entry
-from orchestrator.summary import next_after_run
+from orchestrator.report import ranking
+from orchestrator.report.ranking import Entry
+from orchestrator.report.summary import next_after_run
+from orchestrator.text.paths import program
 
 CONFIG = make_config(Path("outputs"))
 
@@ -31,7 +31,7 @@ LACKING = Entry("stage0", "oom")
 
 
 def order(*entries: Entry) -> list[tuple[str, int | None, bool]]:
-    return [(one.entry.label, one.place, one.tied) for one in report.rank(entries)]
+    return [(one.entry.label, one.place, one.tied) for one in ranking.rank(entries)]
 
 
 def test_the_fastest_is_first_and_what_failed_is_last() -> None:
@@ -52,19 +52,19 @@ def test_the_ranking_does_not_depend_on_the_order_of_the_columns() -> None:
 
 
 def test_a_tie_names_no_winner_and_says_so() -> None:
-    tied = report.rank([make_entry("a", 100), make_entry("b", 100.5)])
-    assert report.conclusion(tied) == "fastest: a tie of b, a: their spread does not tell them apart"
+    tied = ranking.rank([make_entry("a", 100), make_entry("b", 100.5)])
+    assert ranking.conclusion(tied) == "fastest: a tie of b, a: their spread does not tell them apart"
     (smaller := make_entry("a", 100)).result["memory"]["states"][0]["measured_bytes"] -= 1  # type: ignore[index]
-    tied = report.rank([smaller, make_entry("b", 100.5)])
-    assert report.conclusion(tied).endswith("; a holds the least model states")
-    assert report.conclusion(report.rank([make_entry("a", 100), LACKING])) == "fastest: a"
-    assert report.conclusion(report.rank([FAILED])) == "no point has a result"
+    tied = ranking.rank([smaller, make_entry("b", 100.5)])
+    assert ranking.conclusion(tied).endswith("; a holds the least model states")
+    assert ranking.conclusion(ranking.rank([make_entry("a", 100), LACKING])) == "fastest: a"
+    assert ranking.conclusion(ranking.rank([FAILED])) == "no point has a result"
 
 
 def test_the_fastest_of_some_points_is_not_called_the_fastest_of_all() -> None:
     left = [replace(FAILED, state=state) for state in ("cancelled", "queued")]
-    ranked = report.rank([make_entry("a", 100), LACKING, *left])
-    assert report.conclusion(ranked) == "fastest of the 2 of 4 points that have an answer: a"
+    ranked = ranking.rank([make_entry("a", 100), LACKING, *left])
+    assert ranking.conclusion(ranked) == "fastest of the 2 of 4 points that have an answer: a"
 
 
 def made_at(label: str, when: str, state: str = "ok", others: float | None = 0.0, median: float = 100) -> Entry:
@@ -76,31 +76,31 @@ def made_at(label: str, when: str, state: str = "ok", others: float | None = 0.0
 
 def test_a_reused_row_is_marked_with_its_time_in_every_form_of_the_comparison() -> None:
     old = made_at("old", "2026-11-21 21:29", "cached", median=110)
-    ranked = report.rank([made_at("new", "2026-11-22 10:00"), old])
-    table = report.table(ranked)
+    ranked = ranking.rank([made_at("new", "2026-11-22 10:00"), old])
+    table = ranking.table(ranked)
     assert table.header[-1] == "reused from"
     assert [row[-1] for row in table.rows] == ["11-21 21:29", ""]
     line = (
         "1 of 2 rows was measured earlier: old measured 2026-11-21 21:29, reused. --fresh measures all in one session"
     )
-    assert report.reused(ranked) == [line]
-    page = report.report_md("2026_zero", ranked)
+    assert ranking.reused(ranked) == [line]
+    page = ranking.report_md("2026_zero", ranked)
     assert line in page
     assert "| 11-21 21:29 |" in page
-    first, second = csv.DictReader(io.StringIO(report.results_csv(ranked)))
+    first, second = csv.DictReader(io.StringIO(ranking.results_csv(ranked)))
     assert (first["label"], first["measured_at"], first["reused"]) == ("old", "2026-11-21 21:29:00", "True")
     assert (second["measured_at"], second["reused"]) == ("2026-11-22 10:00:00", "False")
 
 
 def test_a_comparison_of_one_session_has_no_mark() -> None:
-    ranked = report.rank([made_at("a", "2026-11-22 10:00"), made_at("b", "2026-11-22 10:01"), FAILED])
-    assert report.table(ranked).header == report.HEADER
-    assert report.reused(ranked) == []
+    ranked = ranking.rank([made_at("a", "2026-11-22 10:00"), made_at("b", "2026-11-22 10:01"), FAILED])
+    assert ranking.table(ranked).header == ranking.HEADER
+    assert ranking.reused(ranked) == []
 
 
 def test_many_reused_rows_are_counted_in_one_line() -> None:
-    ranked = report.rank([made_at(f"p{one}", "2026-11-21 21:29", "cached") for one in range(6)])
-    (line,) = report.reused(ranked)
+    ranked = ranking.rank([made_at(f"p{one}", "2026-11-21 21:29", "cached") for one in range(6)])
+    (line,) = ranking.reused(ranked)
     assert line.startswith("6 of 6 rows were measured earlier: p0 measured 2026-11-21 21:29, reused; p1 ")
     assert "; 2 more. --fresh" in line
 
@@ -129,22 +129,22 @@ def test_many_reused_rows_are_counted_in_one_line() -> None:
 )
 def test_rows_measured_beside_other_work_are_warned_about(shares: tuple[float | None, ...], told: list[str]) -> None:
     entries = [made_at(f"r{at}", "2026-11-22 10:00", others=one, median=100 - at) for at, one in enumerate(shares)]
-    assert report.warnings(report.rank(entries)) == told
-    rows = csv.DictReader(io.StringIO(report.results_csv(report.rank(entries))))
+    assert ranking.warnings(ranking.rank(entries)) == told
+    rows = csv.DictReader(io.StringIO(ranking.results_csv(ranking.rank(entries))))
     assert [row["others_share"] for row in rows] == ["unknown" if one is None else str(one) for one in shares]
 
 
 def test_one_run_beside_other_work_says_so() -> None:
     result = made_at("a", "2026-11-22 10:00", others=0.48).result
-    assert report.load_text(result or {}) == "other processes took 48 % of the cores while this was measured"
-    assert report.load_text({}) is None
+    assert ranking.load_text(result or {}) == "other processes took 48 % of the cores while this was measured"
+    assert ranking.load_text({}) is None
 
 
 def test_points_on_other_data_are_warned_about() -> None:
-    same = report.rank([make_entry("a", 100), make_entry("b", 90)])
-    assert report.warnings(same) == []
-    other = report.rank([make_entry("a", 100), make_entry("b", 90, data_hash="beef")])
-    (warning,) = report.warnings(other)
+    same = ranking.rank([make_entry("a", 100), make_entry("b", 90)])
+    assert ranking.warnings(same) == []
+    other = ranking.rank([make_entry("a", 100), make_entry("b", 90, data_hash="beef")])
+    (warning,) = ranking.warnings(other)
     assert "data hash" in warning
     assert "beef: b" in warning
 
@@ -152,21 +152,21 @@ def test_points_on_other_data_are_warned_about() -> None:
 def test_points_that_differ_in_tokens_a_step_are_warned_about_their_losses_alone() -> None:
     (other := make_entry("b", 90)).result["batch"]["tokens_per_step"] *= 2  # type: ignore[index]
     told = "the points differ in tokens a step, so their losses do not compare (tokens/s do): 2,048: a; 4,096: b"
-    assert report.warnings(report.rank([make_entry("a", 100), other])) == [told]
+    assert ranking.warnings(ranking.rank([make_entry("a", 100), other])) == [told]
 
 
 def test_a_failed_point_is_a_row_and_its_reason_is_told() -> None:
-    ranked = report.rank([make_entry("a", 100), FAILED])
-    table = report.table(ranked)
+    ranked = ranking.rank([make_entry("a", 100), FAILED])
+    table = ranking.table(ranked)
     assert table.rows[1][1:3] == ("stage3", "error")
     assert all(len(row) == len(table.header) for row in table.rows)
-    page = report.report_md("2026_zero", ranked)
+    page = ranking.report_md("2026_zero", ranked)
     assert "stage3: error: rank 1 was killed by SIGKILL" in page
-    assert report.rule(report.DEFAULT_METRIC) in page
+    assert ranking.rule(ranking.DEFAULT_METRIC) in page
 
 
 def test_the_csv_has_one_full_line_for_each_point_with_units_in_its_names() -> None:
-    text = report.results_csv(report.rank([make_entry("a", 100.125), FAILED]))
+    text = ranking.results_csv(ranking.rank([make_entry("a", 100.125), FAILED]))
     good, bad = csv.DictReader(io.StringIO(text))
     assert float(good["tokens_per_second_median"]) == 100.125
     assert float(good["backward_ms"]) == 61.0
@@ -175,8 +175,8 @@ def test_the_csv_has_one_full_line_for_each_point_with_units_in_its_names() -> N
 
 
 def test_the_next_command_measures_the_winner_longer_or_runs_the_failed_point_alone() -> None:
-    assert report.next_after_sweep(report.rank([make_entry("a", 100)])) == f"{program()} zero=a measure=standard"
-    assert report.next_after_sweep(report.rank([FAILED])) == f"{program()} zero=stage3"
+    assert ranking.next_after_sweep(ranking.rank([make_entry("a", 100)])) == f"{program()} zero=a measure=standard"
+    assert ranking.next_after_sweep(ranking.rank([FAILED])) == f"{program()} zero=stage3"
     after = next_after_run(("zero=stage2", "precision=bf16", "data.path=a b"))
     assert after == f"{program()} -m zero=stage0,stage1,stage2,stage3 precision=bf16 'data.path=a b'"
 
@@ -186,4 +186,6 @@ def test_a_learning_curve_with_missing_steps_is_warned_about() -> None:
     assert entry.result is not None
     entry.result["loss"] |= {"first": None, "missing_steps": [[1, 5], [7, 7], [9, 10]]}
     missing = "the losses of steps 1 to 5, 7 and 9 to 10 are missing"
-    assert report.warnings(report.rank([entry])) == [f"stage1: {missing}: the record of the attempt before lacks them"]
+    assert ranking.warnings(ranking.rank([entry])) == [
+        f"stage1: {missing}: the record of the attempt before lacks them"
+    ]

@@ -14,12 +14,8 @@ import pytest
 from harness.patience import HANG_S
 from harness.ranks import prepare_fork_server, run_alone
 
-from orchestrator import summary
-from orchestrator.job import RankInfo
-from orchestrator.record import AttemptPaths
-from orchestrator.record_file import EventTail, read_json, require_json, write_json_atomic
-from orchestrator.record_shapes import RESULT
-from orchestrator.schema import (
+from orchestrator.config.optimizer import Optimizer
+from orchestrator.config.schema import (
     Batch,
     Checkpoint,
     CheckpointKind,
@@ -33,8 +29,12 @@ from orchestrator.schema import (
     WeightsFolder,
     to_dict,
 )
-from orchestrator.state_groups import Compute, DType, Precision, Zero
-from orchestrator.training import Optimizer
+from orchestrator.config.state_groups import Compute, DType, Precision, Zero
+from orchestrator.launch.rank import RankInfo
+from orchestrator.records.record_file import EventTail, read_json, require_json, write_json_atomic
+from orchestrator.records.record_shapes import RESULT
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.report import summary
 
 LLAMA = {
     "vocab_size": 64,

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator import data_rules, hardware, rules
-from orchestrator.hardware import Hardware
-from orchestrator.overrides import scalar
-from orchestrator.rules import check_rules, resolve
-from orchestrator.scene import Scene
-from orchestrator.schema import Device, Model, RunConfig, from_dict, to_dict
-from orchestrator.strict import build_parts
+from orchestrator.compose.overrides import scalar
+from orchestrator.config.schema import Device, Model, RunConfig, from_dict, to_dict
+from orchestrator.config.strict import build_parts
+from orchestrator.machine import hardware
+from orchestrator.machine.hardware import Hardware
+from orchestrator.plan.rules import data as data_rules
+from orchestrator.plan.rules import table as rules
+from orchestrator.plan.rules.scene import Scene
+from orchestrator.plan.rules.table import check_rules, resolve
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 LAPTOP = Scene(Hardware(cores=4, cpu="cpu"))

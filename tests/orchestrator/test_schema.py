@@ -7,9 +7,9 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from orchestrator.schema import Batch, Model, Optimizer, RunConfig, from_dict, to_dict
-from orchestrator.state_groups import DType, Zero
-from orchestrator.strict import ConfigError
+from orchestrator.config.schema import Batch, Model, Optimizer, RunConfig, from_dict, to_dict
+from orchestrator.config.state_groups import DType, Zero
+from orchestrator.config.strict import ConfigError
 
 TINY = Model("tiny", "llama", {"vocab_size": 256})
 

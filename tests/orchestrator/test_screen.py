@@ -10,10 +10,10 @@ from points import make_config
 from rich.console import Console
 from stub_worker import make_result, step_event
 
-from orchestrator import report
-from orchestrator.report import Entry
-from orchestrator.screen import Screen, make_console
-from orchestrator.summary import Row, Table
+from orchestrator.report import ranking
+from orchestrator.report.ranking import Entry
+from orchestrator.report.screen import Screen, make_console
+from orchestrator.report.summary import Row, Table
 
 CONFIG = make_config(Path("outputs"))
 
@@ -132,10 +132,10 @@ def test_the_comparison_prints_its_rule_its_ties_and_the_reason_of_a_failure() -
     screen, out = show()
     good = [Entry(label, "ok", make_result(CONFIG, speed)) for label, speed in (("a", 100.0), ("b", 99.5))]
     old = Entry("old", "cached", make_result(CONFIG, 10.0), measured_at=0.0)
-    screen.comparison(report.rank([*good, old, Entry("c", "error", None, "rank 1 was killed")]))
+    screen.comparison(ranking.rank([*good, old, Entry("c", "error", None, "rank 1 was killed")]))
     text = squeezed(out)
     assert "1 of 3 rows was measured earlier: old measured " in text
-    assert report.rule(report.DEFAULT_METRIC) in text
+    assert ranking.rule(ranking.DEFAULT_METRIC) in text
     assert "= 1 b" in text
     assert "c: error: rank 1 was killed" in text
 

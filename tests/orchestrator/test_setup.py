@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.record import scratch_path
-from orchestrator.state_groups import Offload, Place
+from orchestrator.config.state_groups import Offload, Place
+from orchestrator.records.run_record import scratch_path
 from orchestrator.worker.setup import _offload
 
 

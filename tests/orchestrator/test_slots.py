@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import hardware, slots
-from orchestrator.output_rules import place_problems
-from orchestrator.schema import Device, Resources
-from orchestrator.slots import Slot, SlotPool
+from orchestrator.config.schema import Device, Resources
+from orchestrator.machine import hardware, slots
+from orchestrator.machine.slots import Slot, SlotPool
+from orchestrator.plan.rules.output import place_problems
 
 SMI = """#!/bin/sh
 case "$1" in
@@ -43,7 +43,7 @@ def test_slots_that_are_held_are_not_given_out_and_come_back(tmp_path: Path) -> 
 
 def test_a_lease_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from orchestrator.slots import Slot, SlotPool;"
+        "import sys, time; from pathlib import Path; from orchestrator.machine.slots import Slot, SlotPool;"
         f"lease = SlotPool([Slot('core0')], Path({str(tmp_path)!r})).take(1); print('held', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import psutil
 import pytest
 
-from orchestrator import slurm_rank
-from orchestrator.job import rank_in_world
-from orchestrator.slurm_rank import address_of, interface_to, port_of, requeue, say_place
-from orchestrator.slurm_tools import SlurmError, environ_job
+from orchestrator.launch.rank import rank_in_world
+from orchestrator.slurm import rank as slurm_rank
+from orchestrator.slurm.rank import address_of, interface_to, port_of, requeue, say_place
+from orchestrator.slurm.tools import SlurmError, environ_job
 
 JOB = {"SLURM_JOB_ID": "4411208", "SLURM_ARRAY_JOB_ID": "4411207", "SLURM_ARRAY_TASK_ID": "2", "SLURM_PROCID": "5"}
 JOB |= {"SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_RESTART_COUNT": "2"}

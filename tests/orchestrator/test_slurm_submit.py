@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from points import make_config
 
-from orchestrator import slurm
-from orchestrator.cluster import Cluster, ClusterKind
-from orchestrator.job import ENTRY
-from orchestrator.environment import GLIBC
-from orchestrator.record import AttemptPaths
-from orchestrator.record_file import read_json
-from orchestrator.schema import RunConfig
-from orchestrator.slurm_tools import SlurmError
+from orchestrator.config.cluster import Cluster, ClusterKind
+from orchestrator.config.schema import RunConfig
+from orchestrator.launch.environment import GLIBC
+from orchestrator.launch.rank import ENTRY
+from orchestrator.records.record_file import read_json
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.slurm import jobs as slurm
+from orchestrator.slurm.tools import SlurmError
 
 SBATCH = """#!/bin/sh
 case "$(cat)" in *nowhere*) echo "sbatch: error: invalid partition specified: nowhere" >&2; exit 1;; esac
@@ -75,7 +75,7 @@ def test_an_array_s_script_starts_every_rank_with_the_settings_of_a_careful_pers
     assert command.startswith("srun --unbuffered")
     assert '--kill-on-bad-exit=1 --cpus-per-task=1 sh -c \'trap "" USR2; exec "$@"\' rank env ' in command
     assert f" GLIBC_TUNABLES={GLIBC} " in command
-    assert f"/orchestrator/machine/children.py orchestrator.slurm_executor {slurm_tools}/jobs {ENTRY}" in command
+    assert f"/orchestrator/machine/children.py orchestrator.slurm.executor {slurm_tools}/jobs {ENTRY}" in command
     assert "wckey" not in script
 
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from points import make_config
 
-from orchestrator import slurm, slurm_tools
-from orchestrator.cluster import Cluster, ClusterKind
-from orchestrator.schema import Device, RunConfig
-from orchestrator.slurm_site import cautions, problem_of, read_sinfo
-from orchestrator.slurm_tools import (
+from orchestrator.config.cluster import Cluster, ClusterKind
+from orchestrator.config.schema import Device, RunConfig
+from orchestrator.config.state_groups import Zero
+from orchestrator.slurm import jobs as slurm
+from orchestrator.slurm import tools as slurm_tools
+from orchestrator.slurm.site import cautions, problem_of, read_sinfo
+from orchestrator.slurm.tools import (
     DENIED,
     UNSEEN,
     Phase,
@@ -26,7 +28,6 @@ from orchestrator.slurm_tools import (
     read_scontrol_job,
     read_squeue,
 )
-from orchestrator.state_groups import Zero
 
 SQUEUE = """\
 3|FAILED|NonZeroExitCode|0|1792|2026-11-21T11:49:34|node1|
@@ -281,7 +282,7 @@ def test_what_a_cluster_cannot_give_is_told_with_what_it_can(settings: dict, tol
 
 def test_an_output_that_only_this_machine_sees_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = tmp_path / "mounts"
-    monkeypatch.setattr("orchestrator.slurm_site.MOUNTS", mounts)
+    monkeypatch.setattr("orchestrator.slurm.site.MOUNTS", mounts)
     mounts.write_text(f"/dev/x / ext4 rw 0 0\nserver:/home {tmp_path} nfs4 rw 0 0\n")
     assert cautions([point(tmp_path / "not" / "yet")]) == []
     mounts.write_text("/dev/x / ext4 rw 0 0\n")

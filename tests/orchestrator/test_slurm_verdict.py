@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record import AttemptPaths
-from orchestrator.record_file import write_json_atomic
-from orchestrator.run_state import RunState
-from orchestrator.slurm_tools import DENIED, UNSEEN, JobSight, Phase
-from orchestrator.slurm_verdict import GRACE_S, LOST_S, Follower, decide, verdict
-from orchestrator.watch import Verdict
+from orchestrator.launch.verdict import Verdict
+from orchestrator.records.record_file import write_json_atomic
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_state import RunState
+from orchestrator.slurm.tools import DENIED, UNSEEN, JobSight, Phase
+from orchestrator.slurm.verdict import GRACE_S, LOST_S, Follower, decide, verdict
 
 NOW = 1000.0
 BEGAN = 900.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness.patience import HANG_S
 
-from orchestrator import dashboard
+from orchestrator.commands import ui as dashboard
 from orchestrator.machine import children
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +88,7 @@ def test_a_sweep_with_tracking_imports_nothing_from_there(trapped: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "words", [["-m", "orchestrator.hydra_app"], ["-c", "from orchestrator.start import console; console()"]]
+    "words", [["-m", "orchestrator.commands.hydra_app"], ["-c", "from orchestrator.start import console; console()"]]
 )
 def test_programs_that_python_starts_there_forget_it(words: list[str], tmp_path: Path) -> None:
     # Without ours among them: python -m and -c find the first module by the path that Python made.

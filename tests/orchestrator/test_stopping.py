@@ -16,13 +16,13 @@ from harness.ranks import prepare_fork_server
 from points import make_config
 from test_resume import config_of
 
-from orchestrator.cluster import Cluster, ClusterKind
-from orchestrator.job import STOP_SIGNAL, WHERE_SIGNAL, Stopped, rank_in_world, run_recorded
-from orchestrator.record import AttemptPaths
-from orchestrator.record_file import EventTail, read_json, write_json_atomic
-from orchestrator.run_state import RunState
-from orchestrator.schema import Checkpoint, CheckpointKind, RunConfig, to_dict
-from orchestrator.watch import Verdict, judge, look_at_ranks
+from orchestrator.config.cluster import Cluster, ClusterKind
+from orchestrator.config.schema import Checkpoint, CheckpointKind, RunConfig, to_dict
+from orchestrator.launch.rank import STOP_SIGNAL, WHERE_SIGNAL, Stopped, rank_in_world, run_recorded
+from orchestrator.launch.verdict import Verdict, judge, look_at_ranks
+from orchestrator.records.record_file import EventTail, read_json, write_json_atomic
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_state import RunState
 from orchestrator.worker.stopping import StopSignals
 
 WORLD = 2

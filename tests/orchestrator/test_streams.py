@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator import cli
-from orchestrator.streams import MOST_MESSAGES, MOST_SIGNS, one_line
+from orchestrator.text.streams import MOST_MESSAGES, MOST_SIGNS, one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a shell without a locale gives, with Python's own ways around it switched off.
@@ -25,7 +25,7 @@ def printed(code: str, **environ: str) -> bytes:
 
 
 def test_signs_that_an_encoding_lacks_are_spelled_out() -> None:
-    code = "from orchestrator.streams import take_any_text as t; t(); print('2Ψ·(N-1)/N × 2, ∂')"
+    code = "from orchestrator.text.streams import take_any_text as t; t(); print('2Ψ·(N-1)/N × 2, ∂')"
     assert printed(code) == b"2Psi*(N-1)/N x 2, \\u2202\n"
     assert printed(code, PYTHONIOENCODING="latin-1") == "2Psi·(N-1)/N × 2, \\u2202\n".encode("latin-1")
     assert printed(code, PYTHONIOENCODING="utf-8") == "2Ψ·(N-1)/N × 2, ∂\n".encode()
@@ -34,7 +34,7 @@ def test_signs_that_an_encoding_lacks_are_spelled_out() -> None:
 def test_the_command_line_prints_tables_and_signs_in_ascii() -> None:
     code = (
         "from orchestrator import cli; cli.main(['--help'])\n"
-        "from orchestrator.screen import make_console; from rich.table import Table\n"
+        "from orchestrator.report.screen import make_console; from rich.table import Table\n"
         "table = Table('2Ψ'); table.add_row('1 × 2'); make_console().print(table)"
     )
     told = printed(code)

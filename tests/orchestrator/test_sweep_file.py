@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator import arguments, compose, folders, sweep_file
-from orchestrator.hardware import Hardware
-from orchestrator.point import Point
-from orchestrator.points import checked_points
-from orchestrator.record import point_id
-from orchestrator.scene import Scene
-from orchestrator.schema import to_dict
-from orchestrator.sweep_file import SweepFile, SweepFileError, expand, spelled
+from orchestrator.compose import arguments, compose, folders, sweep_file
+from orchestrator.compose.sweep_file import SweepFile, SweepFileError, expand, spelled
+from orchestrator.config.schema import to_dict
+from orchestrator.machine.hardware import Hardware
+from orchestrator.plan.point import Point
+from orchestrator.plan.points import checked_points
+from orchestrator.plan.rules.scene import Scene
+from orchestrator.records.run_record import point_id
 
 LAPTOP = Scene(Hardware(cores=4, cpu="cpu"))
 
@@ -245,8 +245,8 @@ def covering_lines() -> list[list[str]]:
 
 
 def hydras_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.merge.Merger.merge", lambda *_: None)
-    monkeypatch.setattr("orchestrator.merge.apply", lambda *_: False)
+    monkeypatch.setattr("orchestrator.compose.merge.Merger.merge", lambda *_: None)
+    monkeypatch.setattr("orchestrator.compose.merge.apply", lambda *_: False)
 
 
 def test_merged_points_are_those_that_hydra_composes(monkeypatch: pytest.MonkeyPatch) -> None:

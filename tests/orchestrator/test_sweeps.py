@@ -21,18 +21,21 @@ from harness.patience import HANG_S, wait_until
 from points import STUB, make_config
 from rich.console import Console
 
-from orchestrator import comparison, hardware, sweep_record, verbs
-from orchestrator.deciding import Refused, Wishes
-from orchestrator.paths import program
-from orchestrator.point import Point
-from orchestrator.record import AttemptPaths
-from orchestrator.record_file import read_json
-from orchestrator.run_state import RunState
-from orchestrator.schema import Cluster
-from orchestrator.screen import Screen
-from orchestrator.strict import Broken
-from orchestrator.sweep_command import SweepRequest, run_quietly, run_sweep, watch
-from orchestrator.sweep_record import SweepPaths
+from orchestrator.commands import verbs
+from orchestrator.commands.sweep import SweepRequest, run_quietly, run_sweep, watch
+from orchestrator.config.schema import Cluster
+from orchestrator.config.strict import Broken
+from orchestrator.machine import hardware
+from orchestrator.plan.decision import Refused, Wishes
+from orchestrator.plan.point import Point
+from orchestrator.records import sweep_record
+from orchestrator.records.record_file import read_json
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import SweepPaths
+from orchestrator.report import comparison
+from orchestrator.report.screen import Screen
+from orchestrator.text.paths import program
 
 HERE = Path(__file__).parent
 FAST = {"STUB_STEP_S": "0.0"}
@@ -222,7 +225,7 @@ import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
 from orchestrator import hardware
-from orchestrator.sweep_command import SweepRequest, run_quietly, run_sweep, watch
+from orchestrator.commands.sweep import SweepRequest, run_quietly, run_sweep, watch
 from points import STUB
 from test_sweeps import points
 output = Path({output!r})
@@ -339,7 +342,7 @@ def test_a_command_whose_controller_finds_another_one_watches_that(tmp_path: Pat
     sweep = the_sweep(tmp_path)
     with sweep_record.only_controller(sweep) as alone:
         assert not alone
-    late = subprocess.Popen([sys.executable, "-m", "orchestrator.controller", str(sweep.root), "--entry", STUB])
+    late = subprocess.Popen([sys.executable, "-m", "orchestrator.launch.controller", str(sweep.root), "--entry", STUB])
     out = io.StringIO()
     code = watch(sweep, Screen(Console(file=out, width=200)), late)
     assert (late.returncode, code) == (sweep_record.TAKEN, 0)

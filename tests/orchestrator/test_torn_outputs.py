@@ -15,9 +15,13 @@ from ended_output import FILES, Scene, ended
 from harness.attack_counts import Tally
 from harness.corruptions import CORRUPTIONS
 
-from orchestrator import cli, comparison, slurm_sweep, sweep_record, verbs
-from orchestrator.record_file import BadRecord, read_json
-from orchestrator.run_state import RunState
+from orchestrator import cli
+from orchestrator.commands import verbs
+from orchestrator.records import sweep_record
+from orchestrator.records.record_file import BadRecord, read_json
+from orchestrator.records.run_state import RunState
+from orchestrator.report import comparison
+from orchestrator.slurm import sweep as slurm_sweep
 
 VERBS = (["list"], ["list", "--json"], ["status"], ["status", "--json"], ["report"], ["watch"], ["logs"])
 

@@ -20,15 +20,18 @@ from points import STUB, make_config, make_point
 from rich.console import Console
 from stub_worker import make_result, step_event
 
-from orchestrator import chart_view, dashboard, tracking, tracking_feed, tracking_notes
-from orchestrator import tracking_names as names
-from orchestrator.record import Attempt, new_attempt, store_path, tracking_path
-from orchestrator.record_file import append_event, require_json, write_json_atomic
-from orchestrator.run_state import RunState
-from orchestrator.schema import TrackingKind, to_dict
-from orchestrator.screen import Screen
-from orchestrator.study import run_point
-from orchestrator.tracking_feed import Tracker, start_tracker, store_uri
+from orchestrator.commands import ui as dashboard
+from orchestrator.commands.run import run_point
+from orchestrator.config.schema import TrackingKind, to_dict
+from orchestrator.records.record_file import append_event, require_json, write_json_atomic
+from orchestrator.records.run_record import Attempt, new_attempt, store_path, tracking_path
+from orchestrator.records.run_state import RunState
+from orchestrator.report.screen import Screen
+from orchestrator.tracking import chart_page, names
+from orchestrator.tracking import feed as tracking_feed
+from orchestrator.tracking import notes as tracking_notes
+from orchestrator.tracking import process as tracking
+from orchestrator.tracking.feed import Tracker, start_tracker, store_uri
 
 HERE = Path(__file__).parent
 EXPERIMENT = "zlab/tiny"
@@ -123,8 +126,8 @@ def test_a_failed_run_is_failed_and_a_run_whose_command_died_is_killed(scene: Sc
 def test_a_run_left_running_by_a_dead_command_is_ended_and_one_of_a_living_command_is_not(
     scene: Scene,
 ) -> None:
-    from orchestrator.processes import started
-    from orchestrator.tracking import reconcile
+    from orchestrator.machine.processes import started
+    from orchestrator.tracking.process import reconcile
 
     experiment = scene.client.get_experiment_by_name(EXPERIMENT).experiment_id
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
@@ -295,19 +298,19 @@ def test_a_user_without_a_name_is_known_by_number(monkeypatch: pytest.MonkeyPatc
 
 def test_the_experiment_has_its_chart_page_and_the_dashboard_links_to_it(scene: Scene) -> None:
     experiment = scene.client.get_experiment_by_name(EXPERIMENT)
-    view = json.loads(experiment.tags[chart_view.TAG])
+    view = json.loads(experiment.tags[chart_page.TAG])
     sections = {one["uuid"] for one in view["compareRunSections"]}
     assert {one["metricSectionId"] for one in view["compareRunCharts"]} == sections
     ((name, link),) = dashboard.links(store_path(scene.output), 5000, "127.0.0.1")
     assert name == EXPERIMENT
     assert f"/experiments/{experiment.experiment_id}/runs" in link
-    assert f"viewStateShareKey={chart_view.KEY}" in link
+    assert f"viewStateShareKey={chart_page.KEY}" in link
 
 
 def test_every_chart_shows_a_metric_that_is_logged() -> None:
     config = make_config(Path("outputs"))
     logged = {**names.step_metrics(step_event(1, 0)), **names.summary_metrics(make_result(config))}
-    drawn = set(re.findall(r'"(?:metricKey|key)": "([^"]+)"', chart_view.view()))
+    drawn = set(re.findall(r'"(?:metricKey|key)": "([^"]+)"', chart_page.view()))
     assert drawn
     assert drawn <= set(logged)
 
@@ -360,7 +363,7 @@ def test_the_store_is_the_one_asked_for_then_the_environment_s_then_a_file_besid
 
 def test_the_command_s_process_imports_neither_torch_nor_mlflow_nor_numpy() -> None:
     heavy = "{'torch', 'mlflow', 'numpy', 'transformers'}"
-    text = f"import sys, orchestrator.study, orchestrator.join; print({heavy} & set(sys.modules))"
+    text = f"import sys, orchestrator.commands.run, orchestrator.commands.join; print({heavy} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=HERE.parents[1])
     assert answer.stdout.strip() == "set()"
 

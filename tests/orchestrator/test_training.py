@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from orchestrator.strict import ConfigError, build
-from orchestrator.training import Optimizer, OptimizerKind, Scheduler, SchedulerKind
-from orchestrator.worker.training import build_optimizer, build_schedule
-from zero_runtime import lr_schedule, optimizers
+from orchestrator.config.optimizer import Optimizer, OptimizerKind, Scheduler, SchedulerKind
+from orchestrator.config.strict import ConfigError, build
+from orchestrator.worker.optimizer import build_optimizer, build_schedule
+from zero_runtime.optim import configs as optimizers
+from zero_runtime.optim import lr_schedule
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 

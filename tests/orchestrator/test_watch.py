@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record import AttemptPaths
-from orchestrator.record_file import write_json_atomic
-from orchestrator.run_state import RunState
-from orchestrator.watch import GRACE_S, STRAGGLER_S, Sight, Watch, excerpt, judge
+from orchestrator.launch.verdict import GRACE_S, STRAGGLER_S, Sight, Watch, excerpt, judge
+from orchestrator.records.record_file import write_json_atomic
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_state import RunState
 
 KILLED = -int(signal.SIGKILL)
 RUNNING = RunState.running
@@ -143,7 +143,7 @@ def test_a_rank_that_the_kernel_killed_for_want_of_memory_is_told_from_any_other
 ) -> None:
     counter = tmp_path / "vmstat"
     counter.write_text("pgfault 7\noom_kill 3\n")
-    monkeypatch.setattr("orchestrator.watch.VMSTAT", counter)
+    monkeypatch.setattr("orchestrator.launch.verdict.VMSTAT", counter)
     write_json_atomic(attempt.exits, {"1": {"code": KILLED, "time": 1.0, "monotonic": 1.0}})
     for kills, state in ((3, RunState.error), (4, RunState.oom_host)):
         counter.write_text("oom_kill 3\n")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import arguments, cli, compose, yaml_bounds
+from orchestrator import cli
+from orchestrator.compose import arguments, compose, yaml_bounds
 
 LAUGHS = "\n".join(
     ["a0: &a0 [x, x, x, x, x, x, x, x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))]

@@ -13,7 +13,7 @@ from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step
 
 from zero_runtime.checkpoint.background import BackgroundSaver
-from zero_runtime.optimizers import AdamW8bitConfig
+from zero_runtime.optim.configs import AdamW8bitConfig
 from zero_runtime.precision import MixedPrecision
 
 ADAMW8BIT = AdamW8bitConfig(ADAMW.beta1, ADAMW.beta2, ADAMW.eps, ADAMW.weight_decay)

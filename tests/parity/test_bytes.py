@@ -13,8 +13,8 @@ from harness.oracle import LR, Case
 from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, build_runtime
 
-from zero_runtime.memory_census import ActivationCensus, take_census
-from zero_runtime.memory_model import CollectiveCounts, collective_elements, formula
+from zero_runtime.memory.census import ActivationCensus, take_census
+from zero_runtime.memory.model import CollectiveCounts, collective_elements, formula
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import ZeroRuntime

@@ -27,7 +27,7 @@ from test_rows import (
     update_bound,
 )
 
-from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
+from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.precision import MixedPrecision
 
 AXES = {

@@ -11,7 +11,7 @@ import torch
 from harness.ranks import run_ranks
 from torch import nn
 
-from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime

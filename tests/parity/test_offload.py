@@ -16,13 +16,13 @@ from harness.trainee import backwards_of_step
 
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
-from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
-from zero_runtime.offload import OffloadPlan, Tier
-from zero_runtime.optimizers import AdamW8bitConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
+from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload.scratch_file import ScratchSettings
+from zero_runtime.optim.configs import AdamW8bitConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
+from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.tiers.scratch import ScratchSettings
 
 FP32 = MixedPrecision()
 BF16 = MixedPrecision(param="bf16", reduce="fp32", master="fp32", compute="fp32")

@@ -22,11 +22,11 @@ from test_offload import BF16, FP32, SPEC, offload_to, runtime_of
 
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
-from zero_runtime.loss_scaler import LossScaleRule
-from zero_runtime.offload import OffloadPlan, Tier
-from zero_runtime.optimizers import AdamW8bitConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
+from zero_runtime.offload.copy_streams import PlainCopies
+from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.optim.configs import AdamW8bitConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
+from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.tiers.copies import PlainCopies
 
 FP16 = MixedPrecision(param="fp16", reduce="fp16", master="fp32")
 PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="fp32")

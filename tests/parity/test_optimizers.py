@@ -13,9 +13,9 @@ from harness.plain_optimizers import plain_optimizer
 from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, build_runtime, full_tensors
 
-from zero_runtime.memory_census import take_census
-from zero_runtime.memory_model import formula
-from zero_runtime.optimizers import (
+from zero_runtime.memory.census import take_census
+from zero_runtime.memory.model import formula
+from zero_runtime.optim.configs import (
     AdamConfig,
     AdamW8bitConfig,
     AdamWConfig,
@@ -25,7 +25,7 @@ from zero_runtime.optimizers import (
     SgdConfig,
     TorchConfig,
 )
-from zero_runtime.param_groups import ParamGroup
+from zero_runtime.optim.groups import ParamGroup
 from zero_runtime.plan import ZeroPlan
 
 STAGES = (0, 1, 2, 3)

@@ -13,7 +13,7 @@ from harness.oracle import ADAMW, LR
 from harness.ranks import run_ranks
 from harness.unsharded import state_bytes_peak
 
-from zero_runtime.memory_model import StepPeak
+from zero_runtime.memory.model import StepPeak
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime

@@ -16,7 +16,7 @@ from harness.shapes import Base, Borrowed, Tied, build_shape, ids_of
 from torch import nn
 
 from zero_runtime.errors import CallOrderError, ParameterReadError
-from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime

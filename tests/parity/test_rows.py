@@ -13,7 +13,7 @@ from harness.oracle import EPS, LR, Case, Nudge, Trace, oracle
 from harness.ranks import run_ranks
 from harness.trainee import train
 
-from zero_runtime.loss_scaler import LossScaleRule
+from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 

@@ -18,8 +18,8 @@ from harness.unsharded import unsharded_peak
 from torch import nn
 
 from zero_runtime.errors import ParameterReadError, PlanError
-from zero_runtime.memory_census import take_census
-from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.memory.census import take_census
+from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime

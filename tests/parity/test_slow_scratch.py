@@ -25,9 +25,9 @@ from test_speculative import states_of, train
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.errors import OffloadError
-from zero_runtime.offload import OffloadPlan
+from zero_runtime.offload.plan import OffloadPlan
+from zero_runtime.offload.scratch_file import ALIGN_BYTES, ScratchFile, ScratchSettings, aligned_buffer
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.tiers.scratch import ALIGN_BYTES, ScratchFile, ScratchSettings, aligned_buffer
 
 STEPS = range(4)
 

@@ -19,9 +19,9 @@ from test_offload import BF16, FP32, SPEC, offload_to, runtime_of
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.errors import NonFiniteError
-from zero_runtime.loss_scaler import LossScaleRule
-from zero_runtime.offload import OffloadPlan, Tier
-from zero_runtime.optimizers import OptimizerConfig, SgdConfig
+from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.optim.configs import OptimizerConfig, SgdConfig
+from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import ZeroRuntime

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from sending import LONG, Sent, send, stub_config, train, trained, variables
 
-from orchestrator.schema import Checkpoint, RunConfig
+from orchestrator.config.schema import Checkpoint, RunConfig
 
 SCRIPTS = Path(__file__).parent / "cluster"
 

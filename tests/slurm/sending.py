@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator import slurm, slurm_verdict
-from orchestrator.cluster import Cluster, ClusterKind
-from orchestrator.job import ENTRY
-from orchestrator.record import AttemptPaths
-from orchestrator.record_file import EventTail, write_json_atomic
-from orchestrator.schema import RunConfig, to_dict
-from orchestrator.slurm_tools import JobSight
-from orchestrator.watch import Verdict
+from orchestrator.config.cluster import Cluster, ClusterKind
+from orchestrator.config.schema import RunConfig, to_dict
+from orchestrator.launch.rank import ENTRY
+from orchestrator.launch.verdict import Verdict
+from orchestrator.records.record_file import EventTail, write_json_atomic
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.slurm import jobs as slurm
+from orchestrator.slurm import verdict as slurm_verdict
+from orchestrator.slurm.tools import JobSight
 
 OTHERS = Path(__file__).resolve().parents[1] / "orchestrator"  # their points, and their worker without torch
 sys.path.insert(0, str(OTHERS))

@@ -10,9 +10,10 @@ import pytest
 from conftest import running_cluster
 from sending import send, stub_config, until
 
-from orchestrator import slurm, slurm_tools
-from orchestrator.run_state import RunState
-from orchestrator.slurm_tools import Phase
+from orchestrator.records.run_state import RunState
+from orchestrator.slurm import jobs as slurm
+from orchestrator.slurm import tools as slurm_tools
+from orchestrator.slurm.tools import Phase
 
 pytestmark = pytest.mark.skipif(
     shutil.which("slurmdbd") is None or shutil.which("mariadbd") is None,

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from sending import GPUS, STEPS, Sent, config_of, in_slurm, send, stub_config, train, trained, until
 
-from orchestrator import slurm, slurm_site
-from orchestrator.record_file import read_json
-from orchestrator.run_state import RunState
-from orchestrator.schema import Device, RunConfig
-from orchestrator.slurm_tools import Phase, SlurmError
+from orchestrator.config.schema import Device, RunConfig
+from orchestrator.records.record_file import read_json
+from orchestrator.records.run_state import RunState
+from orchestrator.slurm import jobs as slurm
+from orchestrator.slurm import site as slurm_site
+from orchestrator.slurm.tools import Phase, SlurmError
 
 
 def test_sending_returns_ids_in_order_and_leaves_files_to_their_owner(sent: dict[str, Sent], cluster: Path) -> None:

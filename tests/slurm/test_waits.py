@@ -6,9 +6,9 @@ from pathlib import Path
 
 from sending import LONG, Sent, send, stub_config, until
 
-from orchestrator.record_file import read_json
-from orchestrator.run_state import RunState
-from orchestrator.slurm_tools import ask
+from orchestrator.records.record_file import read_json
+from orchestrator.records.run_state import RunState
+from orchestrator.slurm.tools import ask
 
 
 def test_a_job_that_reaches_its_time_limit_timed_out(sent: dict[str, Sent]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_runtime.activation_bytes import ActivationBytes, Trace, between
+from zero_runtime.memory.activation_count import ActivationBytes, Trace, between
 
 
 def step(embedding: int, block: int, gradient: int, *, rest: int = 0) -> Trace:

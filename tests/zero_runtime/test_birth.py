@@ -18,9 +18,9 @@ from harness.unsharded import unsharded_peak
 from torch import nn
 
 from orchestrator.workloads.models import build_meta_model, build_model, build_unborn_model
-from zero_runtime.birth import Birth, parameters_on_meta, seed_of
 from zero_runtime.errors import PlanError
-from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.initial_values import Birth, parameters_on_meta, seed_of
+from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -310,11 +310,11 @@ import resource, sys
 import torch, torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from zero_runtime.birth import parameters_on_meta
+from zero_runtime.initial_values import parameters_on_meta
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.optim.configs import AdamWConfig
 
 WIDTH, BLOCKS, WORLD = 1024, 96, 32
 MIB = 2**20

@@ -29,8 +29,8 @@ from harness.ranks import RANK_THREADS, run_ranks
 
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.load import load_checkpoint
+from zero_runtime.checkpoint.retention import Retention, clear_leftovers, committed, newest_good_together
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
-from zero_runtime.checkpoint.shelf import Retention, clear_leftovers, committed, newest_good_together
 from zero_runtime.runtime import ZeroRuntime
 
 HERE = Setting(3, 2)

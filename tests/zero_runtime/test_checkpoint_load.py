@@ -35,16 +35,16 @@ from torch import nn
 from zero_runtime.checkpoint import load
 from zero_runtime.checkpoint.layout import INDEX, checksum_text
 from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint, shards_of
+from zero_runtime.checkpoint.retention import open_together
 from zero_runtime.checkpoint.save import save_checkpoint
-from zero_runtime.checkpoint.shelf import open_together
-from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.errors import CallOrderError, CheckpointError
-from zero_runtime.loss_scaler import LossScaleRule
-from zero_runtime.optimizers import AdamConfig, AdamWConfig, SgdConfig, TorchConfig
-from zero_runtime.param_groups import ParamGroup
+from zero_runtime.optim.configs import AdamConfig, AdamWConfig, SgdConfig, TorchConfig
+from zero_runtime.optim.groups import ParamGroup
+from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.tensor_source import TensorSource
 
 FP32, BF16 = MixedPrecision(), MixedPrecision("bf16")
 PURE = MixedPrecision("bf16", "bf16", "bf16", "bf16")

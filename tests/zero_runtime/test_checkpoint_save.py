@@ -21,8 +21,8 @@ from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.digest import RunningDigest, checksum_of
 from zero_runtime.checkpoint.layout import rank_file
 from zero_runtime.checkpoint.load import Checkpoint
+from zero_runtime.checkpoint.retention import Retention, newest_good, newest_good_together
 from zero_runtime.checkpoint.save import SaveSettings, begin, save_checkpoint
-from zero_runtime.checkpoint.shelf import Retention, newest_good, newest_good_together
 from zero_runtime.checkpoint.tensor_file import TensorFile, write_tensor_file
 from zero_runtime.errors import CheckpointError
 

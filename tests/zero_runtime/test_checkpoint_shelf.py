@@ -15,8 +15,7 @@ from harness.ranks import run_ranks
 
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.layout import OWNER, trash_name
-from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
-from zero_runtime.checkpoint.shelf import (
+from zero_runtime.checkpoint.retention import (
     Retention,
     clear_leftovers,
     committed,
@@ -26,6 +25,7 @@ from zero_runtime.checkpoint.shelf import (
     survey,
     trash_path,
 )
+from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.errors import CheckpointError
 from zero_runtime.process_identity import mark
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from zero_runtime import control_groups
+from zero_runtime.offload import cgroups
 
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
-    monkeypatch.setattr(control_groups, "ROOT", tmp_path / "cgroup")
-    monkeypatch.setattr(control_groups, "OWN", tmp_path / "own")
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroups, "OWN", tmp_path / "own")
     return Groups(tmp_path)
 
 
@@ -33,7 +33,7 @@ class Groups:
 
 
 def limits() -> tuple[float | None, int | None, int | None]:
-    return control_groups.cpu_share(), control_groups.memory_limit(), control_groups.memory_room()
+    return cgroups.cpu_share(), cgroups.memory_limit(), cgroups.memory_room()
 
 
 def test_a_machine_without_control_groups_has_no_limit(groups: Groups) -> None:
@@ -64,7 +64,7 @@ def test_version_1_has_a_folder_for_each_controller(groups: Groups) -> None:
     groups.put("memory/box", memory__limit_in_bytes="2000", memory__usage_in_bytes="300")
     assert limits() == (0.5, 2000, 1700)
     groups.put("cpu,cpuacct/box", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
-    assert control_groups.cpu_share() is None
+    assert cgroups.cpu_share() is None
 
 
 def test_cached_files_count_as_room(groups: Groups) -> None:
@@ -72,4 +72,4 @@ def test_cached_files_count_as_room(groups: Groups) -> None:
     groups.put(
         "", memory__max="1000", memory__current="950", memory__stat="anon 50\nactive_file 400\ninactive_file 500"
     )
-    assert control_groups.memory_room() == 950
+    assert cgroups.memory_room() == 950

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from zero_runtime.dropin.config import read_config
-from zero_runtime.dropin.keys import HOMES, TOP
+from zero_runtime.deepspeed.config import read_config
+from zero_runtime.deepspeed.keys import HOMES, TOP
 from zero_runtime.errors import PlanError
-from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
-from zero_runtime.lr_schedule import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
-from zero_runtime.optimizers import AdamConfig, AdamWConfig, LambConfig, LionConfig, SgdConfig, TorchConfig
+from zero_runtime.optim.configs import AdamConfig, AdamWConfig, LambConfig, LionConfig, SgdConfig, TorchConfig
+from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
+from zero_runtime.optim.lr_schedule import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 

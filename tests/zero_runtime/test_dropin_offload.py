@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from zero_runtime.dropin.config import DropinConfig, read_config
+from zero_runtime.deepspeed.config import DropinConfig, read_config
 from zero_runtime.errors import PlanError
-from zero_runtime.offload import OffloadPlan, Tier
-from zero_runtime.offload_memory import ALIGN_BYTES
-from zero_runtime.tiers.scratch import ScratchSettings
+from zero_runtime.offload.memory import ALIGN_BYTES
+from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload.scratch_file import ScratchSettings
 
 FOLDER = Path("/drive/scratch")
 CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(FOLDER)}

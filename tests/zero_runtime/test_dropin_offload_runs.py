@@ -18,8 +18,8 @@ from harness.seed_loop import initialize_quietly
 from torch.nn import functional as F
 
 from zero_runtime.errors import OffloadError, PlanError
-from zero_runtime.offload_memory import ALIGN_BYTES, aligned
-from zero_runtime.tiers import scratch
+from zero_runtime.offload import scratch_file
+from zero_runtime.offload.memory import ALIGN_BYTES, aligned
 
 SPEC = TinySpec(tied=True, frozen=True)
 BLOCK, STEPS, SAVED_AFTER = 2 * ALIGN_BYTES, 4, 2
@@ -137,13 +137,13 @@ def moved(folder: Path) -> None:
     """Bytes of one step through the file, counted where they are read and written, in the blocks that aio asks for."""
     counts: dict[str, list[int]] = {"_read_block": [], "_write_block": []}
     for name, sizes in counts.items():
-        really = getattr(scratch.ScratchFile, name)
+        really = getattr(scratch_file.ScratchFile, name)
 
         def counting(self: Any, offset: int, block: memoryview, what: str, *, really=really, sizes=sizes) -> None:
             sizes.append(len(block))
             really(self, offset, block, what)
 
-        setattr(scratch.ScratchFile, name, counting)
+        setattr(scratch_file.ScratchFile, name, counting)
     found = []
     for row in (Row(2, ON_NVME), Row(3, {**ON_NVME, "ratio": 0.5}), Row(3, ON_NVME, ON_NVME)):
         engine = engine_of(row, folder)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_runtime.dropin.config import read_config
+from zero_runtime.deepspeed.config import read_config
 from zero_runtime.errors import PlanError
 
 HIDDEN = 15  # odd: 0.9 of its square is no whole number

@@ -10,9 +10,8 @@ from harness.models import TinySpec, TinyTransformer, token_loss_sum
 from harness.ranks import run_alone
 
 from zero_runtime.errors import PlanError
-from zero_runtime.loss_scaler import LossScaleRule
-from zero_runtime.memory_model import CollectiveCounts, collective_elements
-from zero_runtime.optimizers import (
+from zero_runtime.memory.model import CollectiveCounts, collective_elements
+from zero_runtime.optim.configs import (
     TORCH_NAMES,
     AdamW8bitConfig,
     AdamWConfig,
@@ -22,6 +21,7 @@ from zero_runtime.optimizers import (
     SgdConfig,
     TorchConfig,
 )
+from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime

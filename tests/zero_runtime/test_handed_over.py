@@ -13,7 +13,7 @@ from harness.ranks import run_ranks
 from torch import nn
 
 from zero_runtime.errors import NonFiniteError, PlanError
-from zero_runtime.optimizers import OptimizerConfig, TorchConfig
+from zero_runtime.optim.configs import OptimizerConfig, TorchConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime

@@ -13,10 +13,10 @@ from harness.shapes import Adapters, Base, BorrowedInHead, FrozenMiddle, Paralle
 from test_recompute import Dropout, Transformer, losses, runtime_of
 from torch import nn
 
+from zero_runtime.activations.offload import HostMemory
+from zero_runtime.activations.recompute import Recomputation, RecomputeRule
 from zero_runtime.errors import PlanError
-from zero_runtime.kept_activations import HostMemory
-from zero_runtime.recompute import Recomputation, RecomputeRule
-from zero_runtime.tiers.copies import Mark, PlainCopies
+from zero_runtime.offload.copy_streams import Mark, PlainCopies
 
 STAGES = (0, 1, 2, 3)
 KINDS = ("none", "full", "every_nth", "by_operation")

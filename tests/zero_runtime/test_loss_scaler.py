@@ -7,7 +7,7 @@ import random
 import pytest
 
 from zero_runtime.errors import PlanError
-from zero_runtime.loss_scaler import UNSCALED, LossScaleRule
+from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 
 
 def published_trace(rule: LossScaleRule, overflows: list[bool]) -> list[float]:

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from zero_runtime.errors import PlanError
-from zero_runtime.lr_schedule import (
+from zero_runtime.optim.configs import AdamWConfig
+from zero_runtime.optim.groups import ParamGroup
+from zero_runtime.optim.lr_schedule import (
     Constant,
     Cosine,
     LRRangeTest,
@@ -24,9 +26,7 @@ from zero_runtime.lr_schedule import (
     WarmupDecayLR,
     WarmupLR,
 )
-from zero_runtime.optimizers import AdamWConfig
-from zero_runtime.param_groups import ParamGroup
-from zero_runtime.torch_schedule import TorchSchedule
+from zero_runtime.optim.torch_schedule import TorchSchedule
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -146,8 +146,8 @@ def test_what_makes_no_schedule_is_refused(build, told: str) -> None:
 
 def test_the_pure_schedules_optimizers_and_groups_import_no_torch() -> None:
     code = (
-        "import sys, zero_runtime.lr_schedule, zero_runtime.optimizers, zero_runtime.param_groups, "
-        "zero_runtime.memory_model; print('torch' in sys.modules)"
+        "import sys, zero_runtime.optim.lr_schedule, zero_runtime.optim.configs, zero_runtime.optim.groups, "
+        "zero_runtime.memory.model; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "False"

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from zero_runtime.flat_layout import FlatLayout
-from zero_runtime.memory_model import (
+from zero_runtime.memory.model import (
     CollectiveCounts,
     StateBytes,
     UnitSize,
@@ -16,7 +16,7 @@ from zero_runtime.memory_model import (
     formula,
     kept_grad_bytes,
 )
-from zero_runtime.memory_model import model_state_bytes as predict
+from zero_runtime.memory.model import model_state_bytes as predict
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 

@@ -9,7 +9,7 @@ import torch
 
 from zero_runtime.errors import PlanError
 from zero_runtime.kernels.block_formats import BLOCK_NUMEL
-from zero_runtime.optimizers import (
+from zero_runtime.optim.configs import (
     TORCH_NAMES,
     TORCH_REFUSED,
     AdamConfig,

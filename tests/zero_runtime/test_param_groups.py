@@ -6,7 +6,7 @@ import pytest
 
 from zero_runtime.errors import PlanError
 from zero_runtime.flat_layout import FlatLayout
-from zero_runtime.param_groups import GroupSettings, GroupTable, ParamGroup, goes_without_decay
+from zero_runtime.optim.groups import GroupSettings, GroupTable, ParamGroup, goes_without_decay
 
 SHAPES = {
     "embed.weight": (10, 8),

@@ -8,7 +8,7 @@ import pytest
 
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
-from zero_runtime.optimizers import STATE_ITEMSIZE_BYTES
+from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 
 FIELDS = ("param", "reduce", "accumulate", "master")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_runtime.rank_journal import RING, Journal, read_journal
-from zero_runtime.rank_judge import Note, Patience, Standing, Verdict, judge
+from zero_runtime.watch.journal import RING, Journal, read_journal
+from zero_runtime.watch.judge import Note, Patience, Standing, Verdict, judge
 
 SLOW_S, STUCK_S, START_S = 5.0, 60.0, 300.0
 RUNNING = Standing.RUNNING

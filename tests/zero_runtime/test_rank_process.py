@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zero_runtime.process_identity import has_proc, mark
-from zero_runtime.rank_process import OwnProcess
+from zero_runtime.watch.process import OwnProcess
 
 
 @pytest.mark.skipif(not has_proc(), reason="this system has no /proc")

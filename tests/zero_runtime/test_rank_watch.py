@@ -16,11 +16,11 @@ from harness.models import TinySpec, TinyTransformer, batch, token_loss_sum
 from harness.outcomes import HASTY, Outcome, rank_outcomes
 from torch import nn
 
-from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.rank_watch import RankWatch
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.watch.watch import RankWatch
 
 SPEC = TinySpec(blocks=2)
 BAD_RANK, BAD_STEP = 1, 3

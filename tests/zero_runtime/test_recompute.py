@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from orchestrator.workloads.models import build_unborn_model
+from zero_runtime.activations.recompute import Recomputation, RecomputeRule
 from zero_runtime.errors import PlanError
-from zero_runtime.memory_census import ActivationCensus
-from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.memory.census import ActivationCensus
+from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.recompute import Recomputation, RecomputeRule
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 STAGES = (0, 1, 2, 3)

@@ -22,14 +22,12 @@ from test_offload import SPEC, offload_to, runtime_of
 from orchestrator import cli
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import OffloadError, PlanError
-from zero_runtime.phase_clock import PhaseClock
-from zero_runtime.precision import MixedPrecision
-from zero_runtime.tiers import scratch as scratch_module
-from zero_runtime.tiers.drive import BLOCK_MIB, REQUESTS, measure_drive
-from zero_runtime.tiers.nvme import NvmeTier
-from zero_runtime.tiers.pipeline import pipeline
-from zero_runtime.tiers.preflight import check_room
-from zero_runtime.tiers.scratch import (
+from zero_runtime.offload import scratch_file as scratch_module
+from zero_runtime.offload.drive_speed import BLOCK_MIB, REQUESTS, measure_drive
+from zero_runtime.offload.nvme import NvmeTier
+from zero_runtime.offload.pipeline import pipeline
+from zero_runtime.offload.preflight import check_room
+from zero_runtime.offload.scratch_file import (
     ALIGN_BYTES,
     HUGE_ADVICE,
     HUGE_BYTES,
@@ -37,6 +35,8 @@ from zero_runtime.tiers.scratch import (
     ScratchSettings,
     aligned_buffer,
 )
+from zero_runtime.phase_clock import PhaseClock
+from zero_runtime.precision import MixedPrecision
 
 WHAT = "unit blocks.3"
 

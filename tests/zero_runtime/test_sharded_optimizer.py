@@ -10,8 +10,7 @@ from harness.ranks import run_ranks
 from torch import nn
 
 from zero_runtime.errors import PlanError
-from zero_runtime.lr_schedule import OneCycle, Rates
-from zero_runtime.optimizers import (
+from zero_runtime.optim.configs import (
     TORCH_NAMES,
     AdamWConfig,
     LambConfig,
@@ -20,11 +19,12 @@ from zero_runtime.optimizers import (
     SgdConfig,
     TorchConfig,
 )
-from zero_runtime.param_groups import ParamGroup
+from zero_runtime.optim.groups import ParamGroup
+from zero_runtime.optim.lr_schedule import OneCycle, Rates
+from zero_runtime.optim.torch_schedule import TorchSchedule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.torch_schedule import TorchSchedule
 
 STAGES = (0, 1, 2, 3)
 FROZEN = ("0.weight", "0.bias")

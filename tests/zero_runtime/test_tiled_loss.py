@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from harness.ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.activations.tiled_loss import tiled_cross_entropy
+from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.tiled_loss import tiled_cross_entropy
 
 TOKENS, WIDTH, VOCAB = 23, 16, 41
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}

@@ -16,9 +16,9 @@ from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, build_runtime
 from torch import nn
 
-from zero_runtime.birth import Birth
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import UnitStateError
+from zero_runtime.initial_values import Birth
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.precision import MixedPrecision

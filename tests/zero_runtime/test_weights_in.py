@@ -15,11 +15,11 @@ from harness.patience import HANG_S
 from harness.ranks import run_alone, run_ranks
 from safetensors.torch import save_file
 
-from zero_runtime.birth import parameters_on_meta
-from zero_runtime.checkpoint.hf_folder import WEIGHTS, WEIGHTS_INDEX
-from zero_runtime.checkpoint.hf_source import Renamed, WeightsFolder, match_names
+from zero_runtime.checkpoint.hugging_face.folder import WEIGHTS, WEIGHTS_INDEX
+from zero_runtime.checkpoint.hugging_face.source import Renamed, WeightsFolder, match_names
 from zero_runtime.collectives import world_size
 from zero_runtime.errors import CheckpointError, PlanError
+from zero_runtime.initial_values import parameters_on_meta
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -186,12 +186,12 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from safetensors.torch import load_file, save_file
-from zero_runtime.birth import parameters_on_meta
-from zero_runtime.checkpoint.hf_source import WeightsFolder
+from zero_runtime.initial_values import parameters_on_meta
+from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.optimizers import AdamWConfig
+from zero_runtime.optim.configs import AdamWConfig
 
 WIDTH, BLOCKS, WORLD = 1024, 64, 32
 block_bytes = WIDTH * WIDTH * 4

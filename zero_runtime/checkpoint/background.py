@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zero_runtime.agreement import agree, trouble_of
 from zero_runtime.checkpoint.save import Save, SaveSettings, begin
 from zero_runtime.checkpoint.snapshot import LateValues, Snapshot
-from zero_runtime.checkpoint.together import agree, trouble_of
 from zero_runtime.runtime import ZeroRuntime
 
 

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from zero_runtime.checkpoint.compare import check_same_model, check_same_optimizer
+from zero_runtime.agreement import agree, trouble_of
+from zero_runtime.checkpoint.compatibility import check_same_model, check_same_optimizer
 from zero_runtime.checkpoint.layout import BUFFER, INDEX, MASTER, Extent, Index, step_of, tensor_key
 from zero_runtime.checkpoint.rng import set_random_states
-from zero_runtime.checkpoint.source import TensorSource
 from zero_runtime.checkpoint.tensor_file import DTYPES, TensorFile, check_file, read_small_file
-from zero_runtime.checkpoint.together import agree, trouble_of
-from zero_runtime.coded_shard import CodedShard
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CheckpointError
+from zero_runtime.optim.quantized_state import CodedShard
 from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit import READ_NUMEL, Unit
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from zero_runtime.agreement import agree, raise_for, trouble_of
 from zero_runtime.checkpoint.layout import (
     BUFFER,
     INDEX,
@@ -36,11 +37,10 @@ from zero_runtime.checkpoint.layout import (
     step_name,
     tensor_key,
 )
+from zero_runtime.checkpoint.retention import KEEP_ALL, Retention, clear_leftovers, prune, trash_path
 from zero_runtime.checkpoint.rng import random_states
-from zero_runtime.checkpoint.shelf import KEEP_ALL, Retention, clear_leftovers, prune, trash_path
 from zero_runtime.checkpoint.snapshot import Part, index_without_files, parts_of
 from zero_runtime.checkpoint.tensor_file import fsync_folder, write_tensor_file
-from zero_runtime.checkpoint.together import agree, raise_for, trouble_of
 from zero_runtime.errors import CheckpointError
 from zero_runtime.process_identity import mark
 from zero_runtime.runtime import ZeroRuntime

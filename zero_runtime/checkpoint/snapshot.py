@@ -16,9 +16,9 @@ import torch
 from zero_runtime.checkpoint.layout import BUFFER, BufferEntry, Index, OptimizerEntry, ParameterEntry
 from zero_runtime.checkpoint.load import shards_of
 from zero_runtime.checkpoint.tensor_file import DTYPE_NAMES
-from zero_runtime.coded_shard import CodedShard
 from zero_runtime.errors import CheckpointError
-from zero_runtime.optimizers import scale_name
+from zero_runtime.optim.configs import scale_name
+from zero_runtime.optim.quantized_state import CodedShard
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.unit import Unit
 

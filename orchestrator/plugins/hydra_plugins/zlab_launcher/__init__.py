@@ -17,7 +17,7 @@ from hydra.errors import CompactHydraException
 from hydra.plugins.launcher import Launcher
 
 if TYPE_CHECKING:
-    from orchestrator.trials import Asked, Trial
+    from orchestrator.commands.trials import Asked, Trial
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class ZlabLauncher(Launcher):
         self._config: Any = None
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        from orchestrator import trials
+        from orchestrator.commands import trials
 
         self._config = config
         problems = trials.problems(self._asked())
@@ -60,8 +60,8 @@ class ZlabLauncher(Launcher):
             raise CompactHydraException("\n".join(f"error: {problem}" for problem in problems))
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from orchestrator import trials
-        from orchestrator.strict import Refusal
+        from orchestrator.commands import trials
+        from orchestrator.config.strict import Refusal
 
         Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)  # sweepers write what they found there
         lines = [list(filter_overrides(line)) for line in job_overrides]
@@ -89,7 +89,7 @@ class ZlabLauncher(Launcher):
         return told
 
     def _asked(self) -> "Asked":
-        from orchestrator import trials
+        from orchestrator.commands import trials
 
         hydra = self._config.hydra
         added = [one.path for one in hydra.runtime.config_sources if one.provider == "command-line"]

@@ -1,0 +1,181 @@
+"""`zlab doctor`: what this machine has, what therefore works, and what to type."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.machine import hardware, provenance
+from orchestrator.machine.loopback import loopback
+from orchestrator.report.summary import Row
+from orchestrator.text.paths import program
+from orchestrator.text.units import size
+
+ENOUGH_DISK_BYTES = 10 << 30
+SLURM_GPUS = "SLURM GPUs"
+
+
+class Finding(NamedTuple):
+    """One line: what was looked at, what is there, and what to do where something is in the way."""
+
+    name: str
+    text: str
+    advice: str = ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the findings; 0, or 1 where something is in the way of every run."""
+    asked = parser().parse_args(argv)
+    found = findings(Path(asked.output))
+    if asked.json:
+        print(json.dumps([one._asdict() for one in found], ensure_ascii=False))
+    else:
+        from orchestrator.report.screen import Screen
+
+        screen = Screen()
+        screen.rows([Row(one.name, one.text) for one in found])
+        for one in found:
+            if one.advice:
+                screen.warn(f"{one.name}: {one.advice}")
+        screen.closing(what_works(found))
+    return int(any(one.name == "torch" and one.advice for one in found))
+
+
+def parser() -> VerbParser:
+    parser = verb_parser("doctor", "What is here, and what therefore works.")
+    parser.add_argument("--output", default="outputs", help="the folder that runs will write to")
+    add_json(parser)
+    return parser
+
+
+def findings(output: Path) -> list[Finding]:
+    """Everything that was looked at, in the order in which it matters."""
+    machine = [_python(), *_packages(), _processor(), _memory(), *_gpus()]
+    return [*machine, *_slurm(), _disk(output), _compiler(), _loopback()]
+
+
+def what_works(found: Sequence[Finding]) -> list[Row]:
+    """The commands worth typing on this machine."""
+    in_the_way = {one.name for one in found if one.advice}
+    machine = hardware.detect()
+    ranks = f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cores} cores, gloo: its speed says nothing of GPUs"
+    rows = [Row("works here", f"runs and sweeps on {ranks}")]
+    rows += [Row("first", f"{program()} zero=stage2"), Row("then", f"{program()} sweeps=stages --plan")]
+    if shutil.which("sbatch") and "SLURM" not in in_the_way:
+        device = "cuda" if any(one.name == SLURM_GPUS for one in found) else "cpu"
+        options = f"zero=stage1,stage2,stage3 cluster=slurm resources.device={device} resources.ranks=2 --plan"
+        rows.append(Row("cluster", f"{program()} -m {options}"))
+    return rows
+
+
+def _python() -> Finding:
+    place = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding("machine", f"{socket.gethostname()}: {place}")
+
+
+def _packages() -> list[Finding]:
+    versions = {name: provenance.version_of(name) for name in provenance.PACKAGES}
+    found = [Finding("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))]
+    if versions["torch"] is None:
+        found.append(Finding("torch", "not installed", "nothing runs without it: make install"))
+    return found
+
+
+def _processor() -> Finding:
+    dtypes = hardware.cpu_dtypes()
+    native = f"matrix instructions for {' and '.join(sorted(dtypes))}" if dtypes else "no matrix instructions for bf16"
+    advice = "" if dtypes else "bf16 is computed in fp32 on it: the bytes are those of bf16, the speed is not"
+    return Finding("processor", f"{hardware.cpu_model()}, {hardware.usable_cores()} cores, {native}", advice)
+
+
+def _memory() -> Finding:
+    return Finding("memory", f"{size(hardware.memory_bytes())} for processes")
+
+
+def _gpus() -> list[Finding]:
+    machine, gpus = hardware.detect(), hardware.visible_gpus()
+    if machine.idle_gpus:
+        advice = "the installed torch is built without CUDA: install a build with it"
+        return [Finding("GPUs", f"{machine.idle_gpus}, none usable", advice)]
+    if not gpus:
+        return [Finding("GPUs", "none: ranks are CPU processes over gloo")]
+    memory = {gpu.memory_bytes for gpu in gpus}
+    each = f", {size(memory.pop())} each" if len(memory) == 1 and None not in memory else ""
+    busy = hardware.gpu_processes()
+    advice = f"{len(busy)} processes compute on them now" if busy else ""
+    return [Finding("GPUs", f"{len(gpus)} x {machine.gpu}{each}", advice), *_links()]
+
+
+def _links() -> list[Finding]:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "topo", "-m"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    links = "NVLink" if " NV" in done.stdout or "\tNV" in done.stdout else "PCIe"
+    return [Finding("links", f"GPUs speak over {links}")]
+
+
+def _slurm() -> list[Finding]:
+    if shutil.which("sbatch") is None:
+        return [Finding("SLURM", "no sbatch on PATH: cluster=local")]
+    try:
+        done = subprocess.run(
+            ["sinfo", "--noheader", "--format=%P %l %D %G"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=15,
+            check=True,
+        )
+    except subprocess.CalledProcessError as error:
+        told = (error.stderr.strip().splitlines() or [f"sinfo ended with code {error.returncode}"])[-1]
+        return [Finding("SLURM", "sbatch is here", f"{told}; is slurmctld up?")]
+    except (OSError, subprocess.SubprocessError):
+        return [Finding("SLURM", "sbatch is here", "sinfo does not answer within 15 s; is slurmctld up?")]
+    rows = [line.split() for line in done.stdout.splitlines() if line.split()]
+    partitions = ", ".join(dict.fromkeys(row[0].rstrip("*") for row in rows))
+    gpus = ", ".join(dict.fromkeys(row[-1] for row in rows if "gpu" in row[-1]))
+    found = [Finding("SLURM", f"partitions {partitions or 'none'}")]
+    return [*found, Finding(SLURM_GPUS, f"{gpus} a node")] if gpus else found
+
+
+def _disk(output: Path) -> Finding:
+    place = output.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if not os.access(place, os.W_OK):
+        return Finding("disk", f"{place}", "it cannot be written to: choose another with output=FOLDER")
+    advice = "checkpoints and scratch files may not fit" if free < ENOUGH_DISK_BYTES else ""
+    return Finding("disk", f"{size(free)} free for {output}", advice)
+
+
+def _compiler() -> Finding:
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found is None:
+        return Finding("compiler", "none", "the C++ kernels cannot be built: the plain ones are several times slower")
+    return Finding("compiler", f"{found}: kernels are compiled on first use")
+
+
+def _loopback() -> Finding:
+    """Ranks of one machine meet over it."""
+    try:
+        address = loopback()
+    except OSError as error:
+        return Finding("network", "no loopback", f"ranks cannot meet: {error}")
+    return Finding("network", f"ranks of this machine meet over loopback, {address}")

@@ -1,0 +1,111 @@
+"""`zlab export-weights CKPT OUT`: the weights of a checkpoint as a Hugging Face folder, adapters as a PEFT folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.exit_codes import FAILED
+from orchestrator.text.streams import complain
+from orchestrator.text.units import count, size
+from orchestrator.workloads.companions import write_companions
+
+if TYPE_CHECKING:
+    from zero_runtime.checkpoint.hugging_face.folder import Written
+    from zero_runtime.checkpoint.load import Checkpoint
+
+DTYPES = ("bf16", "fp32")
+
+
+def main(words: Sequence[str]) -> int:
+    """0: OUT is there and whole. 1: it could not be written. Refusal: the words were wrong, nothing was written."""
+    asked = parser().parse_args(words)
+    checkpoint, out, dtype = asked.checkpoint, asked.out, asked.dtype
+    print(f"reading {checkpoint}", flush=True)
+    from zero_runtime.errors import CheckpointError
+
+    try:
+        _export(checkpoint, out, dtype)
+    except (CheckpointError, ImportError) as error:
+        complain(f"error: {error}")
+        return FAILED
+    return 0
+
+
+def parser() -> VerbParser:
+    parser = verb_parser("export-weights", "The weights of a checkpoint as a Hugging Face folder, adapters for PEFT.")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a checkpoint")
+    parser.add_argument("out", metavar="OUT", type=Path, help="a folder to make")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
+    add_json(parser, "what export-weights writes is the folder OUT")
+    return parser
+
+
+def _export(path: Path, out: Path, dtype: str) -> None:
+    from zero_runtime.checkpoint.load import Checkpoint  # here: it imports torch
+
+    with Checkpoint.open(path) as checkpoint:
+        config = checkpoint.index.trainer.get("config")
+        if config is None:
+            _export_of_engine(checkpoint, out, dtype)
+        elif config.get("adapter", {}).get("kind") == "lora":
+            _export_adapter(checkpoint, out, dtype, config)
+        else:
+            _export_model(checkpoint, out, dtype, config)
+
+
+def _export_model(checkpoint: Checkpoint, out: Path, dtype: str, config: dict[str, Any]) -> None:
+    from zero_runtime.checkpoint.hugging_face.folder import write_weights
+    from zero_runtime.dtypes import TORCH_DTYPE
+
+    source = checkpoint.state("master")
+    written = write_weights(source, out, dtype=TORCH_DTYPE[dtype])
+    parameters = sum(checkpoint.index.parameters[name].numel for name in source.names())
+    tokens = write_companions(out, config, dtype)
+    _tell(out, parameters, dtype, written, tokens)
+    print(f"next     python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{out}')\"")
+
+
+def _export_of_engine(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
+    """A checkpoint of `engine.save_checkpoint`, which knows the model's configuration where the model did."""
+    from zero_runtime.checkpoint.hugging_face.folder import write_weights
+    from zero_runtime.dtypes import TORCH_DTYPE
+
+    source = checkpoint.state("master")
+    written = write_weights(source, out, dtype=TORCH_DTYPE[dtype])
+    parameters = sum(checkpoint.index.parameters[name].numel for name in source.names())
+    config = checkpoint.index.trainer.get("model_config")
+    if config is None:
+        _tell(out, parameters, dtype, written, "no config.json: the engine's model had none")
+        return
+    config = {**config, "dtype": str(TORCH_DTYPE[dtype]).removeprefix("torch.")}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _tell(out, parameters, dtype, written, "config.json; no tokenizer: an engine's checkpoint has none")
+    print(
+        f"next     python -c \"from transformers import {config['architectures'][0]} as M; M.from_pretrained('{out}')\""
+    )
+
+
+def _export_adapter(checkpoint: Checkpoint, out: Path, dtype: str, config: dict[str, Any]) -> None:
+    from orchestrator.workloads import adapters
+    from zero_runtime.checkpoint.hugging_face.folder import write_weights
+    from zero_runtime.dtypes import TORCH_DTYPE
+
+    source = adapters.adapter_weights(checkpoint.state("master"))
+    written = write_weights(source, out, dtype=TORCH_DTYPE[dtype], stem=adapters.ADAPTER)
+    settings, base = config["adapter"], config["model"]["path"]
+    adapters.save_adapter_config(
+        adapters.lora_config(settings["rank"], settings["alpha"], settings["targets"], base), out
+    )
+    parameters = sum(math.prod(source.shape(name)) for name in source.names())
+    _tell(out, parameters, dtype, written, "the adapters alone")
+    print(f"next     peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('{base}'), '{out}')")
+
+
+def _tell(out: Path, parameters: int, dtype: str, written: Written, more: str) -> None:
+    files = f"{len(written.files)} file" + ("s" if len(written.files) > 1 else "")
+    print(f"written: {out}: {count(parameters)} parameters in {dtype}, {size(written.bytes)}, {files}; {more}")

@@ -1,0 +1,180 @@
+"""Joins the ranks that another launcher started (torchrun, srun, by hand): same records, same screen, no launching."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from orchestrator.commands.run import tell
+from orchestrator.config.schema import to_dict
+from orchestrator.launch.local_run import record
+from orchestrator.launch.rank import ENTRY, RankInfo, Stopped, rank_in_world, run_recorded
+from orchestrator.launch.verdict import GRACE_S, Verdict
+from orchestrator.machine import hardware
+from orchestrator.plan.point import Point
+from orchestrator.records.record_file import EventTail, read_or_warn, write_json_atomic
+from orchestrator.records.record_shapes import RANK
+from orchestrator.records.run_record import Attempt, AttemptPaths, joins_path, new_attempt
+from orchestrator.records.run_state import RunState
+from orchestrator.report import comparison
+from orchestrator.report.screen import Screen
+from orchestrator.report.summary import Row, next_after_run
+from orchestrator.text.paths import shown
+from orchestrator.tracking.feed import Tracker, experiment_name, start_tracker
+
+MEET_S = 120.0
+KEYS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Meeting:
+    """Tells every rank the folder that rank 0 made, over the file system that they share.
+
+    Each rank leaves a hello with a word of its own and waits for the answer to that word, then removes both; rank 0
+    answers until no hello is left. What an earlier command with the same names left lying is answered in vain.
+    """
+
+    def __init__(self, output: Path, world: int, environ: Mapping[str, str]) -> None:
+        names = "\n".join([str(world), *(environ.get(key, "") for key in KEYS)])
+        self._folder = joins_path(output) / hashlib.sha256(names.encode()).hexdigest()[:12]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._world = world
+
+    def tell(self, attempt: Path) -> None:
+        """Rank 0: returns when every other rank has the folder."""
+        waiting = set(range(1, self._world))
+        answered: set[int] = set()
+        deadline = time.monotonic() + MEET_S
+        while waiting:
+            for rank in sorted(waiting):
+                hello = read_or_warn(self._hello(rank), {"word": str})
+                if hello is not None:
+                    write_json_atomic(self._answer(rank, hello["word"]), {"attempt": str(attempt)})
+                    answered.add(rank)
+                elif rank in answered:
+                    waiting.discard(rank)
+            _pause(deadline, f"ranks {sorted(waiting)} did not come to {self._folder}")
+
+    def hear(self, rank: int) -> Path:
+        """Any other rank: the folder that rank 0 made."""
+        word = uuid.uuid4().hex
+        write_json_atomic(self._hello(rank), {"word": word})
+        deadline = time.monotonic() + MEET_S
+        while (answer := read_or_warn(self._answer(rank, word), {"attempt": str})) is None:
+            _pause(deadline, f"rank 0 did not answer in {self._folder}; do all ranks share this file system?")
+        self._hello(rank).unlink()
+        self._answer(rank, word).unlink(missing_ok=True)
+        return Path(answer["attempt"])
+
+    def _hello(self, rank: int) -> Path:
+        return self._folder / f"hello_{rank}.json"
+
+    def _answer(self, rank: int, word: str) -> Path:
+        return self._folder / f"answer_{rank}_{word}.json"
+
+
+def _pause(deadline: float, complaint: str) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(f"{complaint} within {MEET_S:g} s")
+    time.sleep(0.05)
+
+
+def join(point: Point, entry: str = ENTRY) -> int:
+    """Runs this process as its rank: 0, or 1 when it failed. Rank 0 records and shows as a launched run does."""
+    rank = rank_in_world(os.environ, "env://")
+    assert rank is not None, "join asks for RANK and WORLD_SIZE"
+    # torch reads them when it is imported, which the entry does.
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(point.config.resources.threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    output = Path(point.config.output).absolute()
+    meeting = Meeting(output, rank.world, os.environ)
+    if rank.rank == 0:
+        if rank.world > 1:
+            # torchrun sends it to all as soon as one rank failed; rank 0 still has to record that, and ends by
+            # itself, since its next collective fails.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return _lead(point, rank, meeting, output, entry)
+    return 0 if run_recorded(AttemptPaths(meeting.hear(rank.rank)), rank, entry) is None else 1
+
+
+def _lead(point: Point, rank: RankInfo, meeting: Meeting, output: Path, entry: str) -> int:
+    screen = Screen()
+    tracker = start_tracker(point.config, output)
+    name = hardware.detect().name(point.config.resources.device)
+    attempt = new_attempt(output, to_dict(point.config), point.label, name)
+    screen.plan(point.label, point.config, shown(attempt.paths.root))
+    tracker.wait_for_store()
+    tracker.begin(attempt, experiment_name(point.config), "")
+    attempt.move(RunState.starting)
+    try:
+        meeting.tell(attempt.paths.root)
+        attempt.move(RunState.running)
+        failure = _run_shown(point, rank, attempt, screen, entry)
+        verdict = verdict_of(attempt, rank.world, failure)
+    except TimeoutError as error:
+        verdict = Verdict(RunState.error, 0, str(error))
+    verdict = record(attempt, verdict)
+    _close(point, attempt, verdict, screen, tracker)
+    return comparison.exit_code_of({verdict.state})
+
+
+def _run_shown(
+    point: Point, rank: RankInfo, attempt: Attempt, screen: Screen, entry: str
+) -> BaseException | Stopped | None:
+    """Runs the rank in this thread and shows its events from another."""
+    done = threading.Event()
+    tail = EventTail(attempt.paths.metrics)
+
+    def show() -> None:
+        while True:
+            last = done.wait(0.2)
+            for event in tail.read_new():
+                screen.event(event)
+            if last:
+                return
+
+    screen.begin(point.config)
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        return run_recorded(attempt.paths, rank, entry)
+    finally:
+        done.set()
+        thread.join(5)
+        screen.end()
+
+
+def verdict_of(attempt: Attempt, world: int, failure: BaseException | Stopped | None) -> Verdict:
+    """What the ranks recorded; others' processes may be on other machines, so only their records are asked."""
+    if isinstance(failure, Stopped):
+        return Verdict(RunState.preempted, 0, str(failure))
+    if isinstance(failure, KeyboardInterrupt):
+        return Verdict(RunState.cancelled, 0, "the command was stopped")
+    if failure is not None:
+        time.sleep(GRACE_S)  # the rank that caused it may be writing its record
+        records = [read_or_warn(attempt.paths.rank_record(one), RANK) or {} for one in range(world)]
+        root = min((one for one in records if "error" in one), key=lambda one: one["time"], default=None)
+        if root is None:  # none can be read
+            return Verdict(RunState.error, 0, f"rank 0: {type(failure).__name__}: {failure}")
+        return Verdict(RunState.error, root["rank"], f"rank {root['rank']}: {root['error']}")
+    if not attempt.paths.result.exists():
+        return Verdict(RunState.error, 0, "rank 0 ended well, yet wrote no result")
+    return Verdict(RunState.ok)
+
+
+def _close(point: Point, attempt: Attempt, verdict: Verdict, screen: Screen, tracker: Tracker) -> None:
+    tracker.end(attempt)
+    tell(screen, point, attempt, verdict)
+    rows = [Row("records", shown(attempt.paths.root))]
+    if verdict.state.measured:
+        rows.append(Row("next", next_after_run(point.overrides)))
+    screen.closing(rows)
+    tracker.close()
+    for warning in tracker.warnings():
+        screen.warn(warning)

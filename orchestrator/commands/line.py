@@ -1,0 +1,153 @@
+"""Carries out a line of overrides: help, what Hydra shows, one run, a sweep, or a rank of another launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from orchestrator.compose import arguments, folders, help_page, point_count
+from orchestrator.compose.arguments import Arguments
+from orchestrator.compose.labels import sweep_name
+from orchestrator.compose.line import composed, show
+from orchestrator.compose.settable import read_tree
+from orchestrator.config.cluster import ClusterKind
+from orchestrator.config.schema import Device, RunConfig
+from orchestrator.config.strict import Refusal
+from orchestrator.machine import hardware
+from orchestrator.plan.decision import Wishes, retry_states
+from orchestrator.plan.point import Point
+from orchestrator.plan.points import checked_points, judged
+from orchestrator.plan.rules.scene import Scene, here
+from orchestrator.text.streams import complain, few
+from orchestrator.worker.faults import Faults
+
+if TYPE_CHECKING:
+    from orchestrator.commands.sweep import SweepRequest
+    from orchestrator.compose.compose import Composition
+
+
+def answer(asked: Arguments) -> int:
+    if "--help" in asked.flags:
+        print(help_page.page(folders.CONF / "config.yaml", read_tree(asked.flags.get("--config-dir"))))
+        return 0
+    composition = composed(asked)
+    if asked.shows:
+        show(asked)
+    return _run(composition, asked)
+
+
+def _run(composition: Composition, asked: Arguments) -> int:
+    os.umask(0o077)  # what runs write is the user's alone
+    scene = here()
+    # A cluster is sent points and left: one is a sweep of one.
+    on_cluster = composition.points[0].values.get("cluster", {}).get("kind") == ClusterKind.slurm.value
+    if composition.is_sweep or "--plan" in asked.flags or (on_cluster and scene.world is None):
+        request = _sweep_request(composition, asked, scene)
+        from orchestrator.commands.sweep import run_sweep
+
+        return run_sweep(request, scene.hardware)
+    only_sweeps = ("--plan", "--fresh", "--detach", "--retry", "--prune", point_count.FLAG)
+    if sweeping := [flag for flag in only_sweeps if flag in asked.flags]:
+        raise Refusal([f"{' and '.join(sweeping)} belongs to a sweep: add -m, or leave it out"])
+    points, problems = checked_points(composition, scene)
+    if problems:
+        raise Refusal(problems)
+    _check_fault(points)
+    _note_idle_gpus(scene, points[0].config)
+    as_json = "--json" in asked.flags
+    if scene.world is not None:
+        if as_json:
+            raise Refusal(["--json: ranks of torchrun or srun print none; the records have a result.json"])
+        from orchestrator.commands import join
+
+        return join.join(points[0])
+    from orchestrator.commands.run import run_point
+    from orchestrator.plan import prediction
+    from orchestrator.plan.rules.output import place_problems
+
+    if wrong := prediction.problems(points):
+        raise Refusal(list(wrong.values()))
+    if problems := place_problems(points[0].config.output):
+        raise Refusal(problems)
+
+    return run_point(points[0], as_json=as_json)
+
+
+def sweep_request(argv: Sequence[str]) -> tuple[SweepRequest, hardware.Hardware]:
+    """A sweep as the words of a command line ask for it, and this machine. Refusal tells what is wrong with them."""
+    asked = arguments.split(argv)
+    scene = here()
+    return _sweep_request(composed(asked), asked, scene), scene.hardware
+
+
+def _sweep_request(composition: Composition, asked: Arguments, scene: Scene) -> SweepRequest:
+    from orchestrator.commands.sweep import SweepRequest
+    from orchestrator.report import ranking
+
+    found, problems = judged(composition, scene)
+    if scene.world is not None:
+        problems.insert(0, "a sweep starts its own processes: run it without torchrun or srun")
+    metric = composition.sweep.rank_by
+    wishes = _wishes(asked)
+    points = [one for one in found if isinstance(one, Point)]
+    whole = [ranking.metric_problem(metric) if metric else None, _places_problem(points)]
+    problems = [*filter(None, whole), *problems]
+    if not points or scene.world is not None or any(whole):
+        raise Refusal(problems)
+    for problem in few(problems):
+        complain(f"refused: {problem}")
+    _check_fault(points)
+    _note_idle_gpus(scene, points[0].config)
+    if composition.sweep.prune in ("off", False) and "--prune" not in asked.flags:
+        wishes = replace(wishes, prune=False)
+    return SweepRequest(
+        sweep_name(composition.axes, asked.overrides),
+        tuple(found),
+        tuple(asked.command()),
+        wishes,
+        metric,
+        plan_only="--plan" in asked.flags,
+        detach="--detach" in asked.flags,
+        as_json="--json" in asked.flags,
+    )
+
+
+def _check_fault(points: Sequence[Point]) -> None:
+    """Refusal where ZLAB_FAULT cannot be read, or can act in none of the points: its run would seem to pass a test."""
+    try:
+        fault = Faults.from_env()
+    except ValueError as error:
+        raise Refusal([str(error)]) from None
+    measured = [(one.config.resources.ranks or 1, one.config.measure) for one in points]
+    problems = [fault.problem(ranks, measure.warmup_steps + measure.steps) for ranks, measure in measured]
+    if all(problems):
+        raise Refusal(problems[:1])
+
+
+def _places_problem(points: Sequence[Point]) -> str | None:
+    """A sweep has one folder and one scheduler."""
+    for key, values in (
+        ("cluster", {str(one.config.cluster.kind) for one in points}),
+        ("output", {one.config.output for one in points}),
+    ):
+        if len(values) > 1:
+            return f"a sweep has one {key}, found {' and '.join(sorted(values))}      fix: one sweep for each"
+    return None
+
+
+def _wishes(asked: Arguments) -> Wishes:
+    retry = asked.flags.get("--retry")
+    try:
+        states = retry_states(retry) if retry else frozenset()
+    except ValueError as error:
+        raise Refusal([str(error)]) from None
+    return Wishes(fresh="--fresh" in asked.flags, retry=states, prune=asked.flags.get("--prune") != "off")
+
+
+def _note_idle_gpus(scene: Scene, config: RunConfig) -> None:
+    idle = scene.hardware.idle_gpus
+    if idle and config.resources.device is Device.cpu:
+        print(f"note: {idle} GPUs stay idle: the installed torch is built without CUDA", file=sys.stderr)

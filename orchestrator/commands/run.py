@@ -1,0 +1,152 @@
+"""One run of one point in the foreground: started, shown step by step, recorded and told."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from orchestrator.config.schema import TrackingKind, to_dict
+from orchestrator.exit_codes import INTERRUPTED
+from orchestrator.launch import verdict as watch
+from orchestrator.launch.local_run import PointRun, record
+from orchestrator.launch.rank import ENTRY
+from orchestrator.launch.verdict import Verdict
+from orchestrator.machine import hardware, slots
+from orchestrator.machine.processes import signals_interrupt
+from orchestrator.plan.point import Point
+from orchestrator.records.record_file import read_or_warn
+from orchestrator.records.record_shapes import RESULT
+from orchestrator.records.run_record import Attempt, new_attempt, result_of
+from orchestrator.records.run_state import RunState
+from orchestrator.report import comparison, summary
+from orchestrator.report.screen import Screen, make_console
+from orchestrator.report.summary import Row
+from orchestrator.text.paths import dashboard, shown
+from orchestrator.tracking.feed import Tracker, complete_left_behind, experiment_name, start_tracker
+
+LOOK_S = 0.2
+
+
+def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None, as_json: bool = False) -> int:
+    """Runs one point. Call it from the main thread. `as_json`: prints its record on stdout, and all else on stderr.
+
+    Returns the exit code of `comparison.exit_code_of`, 130 when it was stopped; in every case no process of ours is
+    left.
+    """
+    config = point.config
+    output = Path(config.output).absolute()
+    screen = screen or Screen(make_console(on_stderr=as_json))
+    if config.tracking.kind is TrackingKind.none:  # else the tracker does it
+        complete_left_behind(output)
+    tracker = start_tracker(config, output)
+    name = hardware.detect().name(config.resources.device)
+    attempt = new_attempt(output, to_dict(config), point.label, name)
+    screen.plan(point.label, config, shown(attempt.paths.root))
+    tracker.wait_for_store()
+    tracker.begin(attempt, experiment_name(config), "")
+    try:
+        with signals_interrupt(), _slots(point, screen) as lease:
+            verdict = _followed(point, attempt, entry, screen, tracker, lease)
+        code = comparison.exit_code_of({verdict.state})
+        tell(screen, point, attempt, verdict)
+    except KeyboardInterrupt:
+        if not attempt.state.final:
+            attempt.move(RunState.cancelled, message="the command was stopped")
+        screen.say("stopped: nothing is left running", "bold red")
+        code = INTERRUPTED
+    finally:
+        tracker.end(attempt)
+        _close(point, attempt, screen, tracker)
+        if as_json:
+            print(_document(point, attempt))
+    return code
+
+
+def _document(point: Point, attempt: Attempt) -> str:
+    """The run as one JSON document, with the names that a sweep's has for a point."""
+    told = {
+        "label": point.label,
+        "state": attempt.state.value,
+        "message": attempt.message,
+        "overrides": point.overrides,
+        "point": attempt.point,
+        "attempt": str(attempt.paths.root),
+        "result": read_or_warn(attempt.paths.result, RESULT) if attempt.state.measured else None,
+    }
+    return json.dumps(told, ensure_ascii=False)
+
+
+@contextmanager
+def _slots(point: Point, screen: Screen) -> Iterator[slots.Lease]:
+    """The GPUs or cores that the run takes, once no other command of this user's has them."""
+    pool = slots.pool_of(point.config.resources.device)
+    count = slots.wanted(point.config.resources)
+    lease = pool.take(count)
+    if lease is None:
+        screen.say(f"waiting for slots that another command holds: {'; '.join(pool.holders())}")
+    while lease is None:
+        time.sleep(LOOK_S)
+        lease = pool.take(count)
+    with lease:
+        yield lease
+
+
+def _followed(
+    point: Point, attempt: Attempt, entry: str, screen: Screen, tracker: Tracker, lease: slots.Lease
+) -> Verdict:
+    """Shows what the ranks record until there is a verdict; however it ends, none of their processes is left."""
+    screen.begin(point.config)
+    try:
+        run = PointRun(point, attempt, entry, lease.gpus)
+    except Exception as error:
+        screen.end()
+        return record(attempt, Verdict(RunState.error, 0, f"could not be run: {type(error).__name__}: {error}"))
+    try:
+        while True:
+            for event in run.new_events():
+                screen.event(event)
+            verdict = run.look()
+            if verdict is not None:
+                for event in run.new_events():
+                    screen.event(event)
+                return verdict
+            for warning in tracker.warnings():
+                screen.warn(warning)
+            time.sleep(LOOK_S)
+    finally:
+        run.cancel("the command was stopped")
+        screen.end()
+
+
+def tell(screen: Screen, point: Point, attempt: Attempt, verdict: Verdict) -> None:
+    """Shows how the point ended."""
+    if verdict.state.measured:
+        screen.success(result_of(attempt.paths), verdict.note)
+        return
+    lines, path = watch.last_words(attempt.paths, verdict.rank)
+    screen.failure(point.label, verdict.state.value, verdict.message, lines, shown(path))
+
+
+def _close(point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> None:
+    """Where everything lies, and what to type next."""
+    rows = [Row("records", shown(attempt.paths.root))]
+    if point.config.tracking.kind is not TrackingKind.none:
+        rows.append(Row("dashboard", dashboard(Path(point.config.output))))
+    screen.closing([*rows, *next_rows(point, attempt)])
+    tracker.close()
+    for warning in tracker.warnings():
+        screen.warn(warning)
+
+
+def next_rows(point: Point, attempt: Attempt) -> list[Row]:
+    """What to type next. Who stopped a run knows what to type, unless the same would go on where it was."""
+    if attempt.state.measured:
+        return [Row("next", summary.next_after_run(point.overrides))]
+    again = summary.run_command(point.overrides)
+    if attempt.state is not RunState.cancelled:
+        return [Row("next", again)]
+    goes_on = point.config.checkpoint.resume == "auto" and any(attempt.paths.checkpoints.glob("step-*"))
+    return [Row("next", f"{again}     (goes on from its last checkpoint)")] if goes_on else []

@@ -1,0 +1,400 @@
+"""The sequence of a sweep's command: decide, show the plan, start the controller, watch, compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from orchestrator.commands import watch_sweep
+from orchestrator.commands.watch_sweep import Choice, SweepWatch
+from orchestrator.config.cluster import ClusterKind
+from orchestrator.config.schema import Device, RunConfig, TrackingKind, from_dict
+from orchestrator.config.strict import Broken, Refusal
+from orchestrator.exit_codes import BAD_USAGE, INTERRUPTED
+from orchestrator.launch.rank import ENTRY
+from orchestrator.machine import children, slots
+from orchestrator.machine.hardware import Hardware
+from orchestrator.machine.processes import started
+from orchestrator.plan import decision, prediction
+from orchestrator.plan.decision import Refused, Wishes
+from orchestrator.plan.point import Point
+from orchestrator.plan.rules.output import place_problems
+from orchestrator.records import sweep_record
+from orchestrator.records.record_file import read_or_warn, write_json_atomic
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import TAKEN, Planned, SweepPaths
+from orchestrator.report import comparison, sweep_table
+from orchestrator.report.screen import Screen, make_console
+from orchestrator.report.summary import Row
+from orchestrator.slurm import site as slurm_site
+from orchestrator.slurm import sweep as slurm_sweep
+from orchestrator.slurm import tools as slurm_tools
+from orchestrator.text.paths import dashboard, shown, verb
+from orchestrator.text.streams import complain
+from orchestrator.text.units import many
+from orchestrator.tracking.feed import complete_left_behind
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """A sweep as it was asked for; one point at least is to be run. `command`: the words that go on with it."""
+
+    name: str
+    points: tuple[Point | Refused, ...]
+    command: tuple[str, ...]
+    wishes: Wishes = field(default_factory=Wishes)
+    rank_by: str = ""
+    plan_only: bool = False
+    detach: bool = False
+    as_json: bool = False
+    predicts: bool = True
+    entry: str = ENTRY
+
+
+def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> int:
+    """The exit code; see `comparison.exit_code`. 130 where it was stopped."""
+    screen = screen or Screen(make_console(on_stderr=request.as_json))
+    if request.predicts and not request.as_json:
+        screen.say(
+            f"{many(len(request.points), 'point')}: predicting {'their' if len(request.points) > 1 else 'its'} memory",
+            "dim",
+        )
+    planned = _plan(request, hardware, screen)
+    if request.plan_only or not any(one.decision is RunState.queued for one in planned):  # else its tracker does it
+        complete_left_behind(_output(request).absolute())
+    if all(one.decision is RunState.refused for one in planned):
+        raise Refusal(list(dict.fromkeys(one.reason for one in planned)))
+    if request.plan_only:
+        return _show_plan_only(request, planned, screen)
+    _check_places(request)
+    code, sweep = _carried_out(request, planned, screen)
+    if request.as_json and sweep is not None:
+        found = sweep_record.standings(sweep)
+        print(sweep_table.document(sweep, found, runs=slurm_sweep.still_runs(sweep, found)))
+    return code
+
+
+def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths | None]:
+    """Runs, sends or joins the sweep: the exit code, and its records; none where the cluster can never run it."""
+    if problems := _problems_of_cluster(request, planned):
+        for problem in problems:
+            screen.say(f"error: {problem}", "bold red")
+        screen.say("nothing was sent (exit 2)")
+        return BAD_USAGE, None
+    with sweep_record.only_starter(_output(request)):
+        running = _running(request, planned)
+        if running is None and _on_cluster(_runnable(request)):
+            return _send(request, planned, screen)
+        if running is None:
+            sweep, process = _start(request, planned)
+    if running is not None:
+        return _joined(running, screen), running
+    screen.sweep_plan(planned, shown(sweep.root))
+    screen.rows(_cost_rows(planned))
+    if process is not None and not request.detach:
+        return watch(sweep, screen, process), sweep
+    if process is not None:
+        screen.closing(_left_running(sweep))
+        return comparison.OK, sweep
+    code = watch_sweep.conclude(sweep, screen)
+    screen.closing(_next(sweep))
+    return code, sweep
+
+
+def _joined(running: SweepPaths, screen: Screen) -> int:
+    """Shows the sweep that another command started."""
+    on_cluster = slurm_sweep.is_on_cluster(running)
+    where = "with the cluster" if on_cluster else "running"
+    screen.say(f"this sweep is {where} already: {sweep_table.counts(sweep_record.standings(running))}")
+    if not on_cluster:
+        return watch(running, screen, attached=False)
+    screen.closing(_left_running(running))
+    return comparison.OK
+
+
+def _problems_of_cluster(request: SweepRequest, planned: Sequence[Planned]) -> list[str]:
+    """What the cluster can never run of a sweep that it would be sent. Asked before anything is written."""
+    configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
+    if not configs or not _on_cluster(_runnable(request)) or _running(request, planned) is not None:
+        return []
+    return slurm_site.preflight(configs)
+
+
+def _send(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths]:
+    """Sends what is to run to the cluster, and returns."""
+    points = [one for one in _runnable(request) if one.config.cluster.kind is ClusterKind.slurm]
+    configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
+    for caution in slurm_site.cautions(configs):
+        screen.warn(caution)
+    sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, points))
+    screen.sweep_plan(planned, shown(sweep.root))
+    if not configs:
+        code = watch_sweep.conclude(sweep, screen)
+        screen.closing(_next(sweep))
+        return code, sweep
+    screen.rows(_cost_rows(planned))
+    jobs = slurm_sweep.send(sweep, planned, request.entry)
+    arrays = ", ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
+    screen.say(f"sent {many(len(jobs), 'point')} as {arrays}; this terminal may be closed", "bold")
+    screen.closing(_left_running(sweep))
+    return comparison.OK, sweep
+
+
+def _cost_rows(planned: Sequence[Planned]) -> list[Row]:
+    """What the points that are to run take: of this machine's slots, or of a cluster's time."""
+    configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
+    if not configs:
+        return []
+    if configs[0].cluster.kind is ClusterKind.slurm:
+        return [Row("cost", _cost(configs))]
+    pools = {one.resources.device: len(slots.pool_of(one.resources.device).slots) for one in configs}
+    taken = Counter(
+        (one.resources.device, min(slots.wanted(one.resources), pools[one.resources.device])) for one in configs
+    )
+    told = []
+    for (device, count), points in taken.items():
+        word = "GPUs" if device is Device.cuda else "cores"
+        beside = 1 if configs[0].cluster.exclusive else pools[device] // max(count, 1)
+        taking = f"{points} points take" if points > 1 else "1 point takes"
+        told.append(f"{taking} {count} of {pools[device]} {word} each: {beside} at a time")
+    return [Row("slots", "; ".join(told))]
+
+
+def _cost(configs: Sequence[RunConfig]) -> str:
+    """What the points may take at most, by their time limits."""
+    node_h = sum(one.resources.nodes * one.resources.time_limit_min for one in configs) / 60
+    text = f"at most {node_h:.1f} node-hours"
+    gpu_h = sum((one.resources.ranks or 0) * one.resources.time_limit_min for one in configs) / 60
+    if configs[0].resources.device is Device.cuda:
+        text += f" = {gpu_h:.1f} GPU-hours"
+        price = configs[0].cluster.usd_per_gpu_hour
+        text += f" = {gpu_h * price:.2f} USD" if price is not None else ""
+    return text
+
+
+def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
+    """The same without a screen: returns when the sweep has ended. An interrupt cancels it and is raised again."""
+    planned = _plan(request, hardware)
+    _check_places(request)
+    if problems := _problems_of_cluster(request, planned):
+        raise slurm_tools.SlurmError("; ".join(problems))
+    with sweep_record.only_starter(_output(request)):
+        running = _running(request, planned)
+        on_cluster = running is None and _on_cluster(_runnable(request))
+        if on_cluster:
+            sweep = _sent(request, planned)
+        elif running is None:
+            sweep, process = _start(request, planned)
+    if running is not None:  # another terminal's: its records are not ours to begin anew
+        _await(running)
+        return running
+    if on_cluster:
+        return _await_cluster(sweep)
+    if process is not None:
+        try:
+            if process.wait() == TAKEN:
+                _await(sweep)
+        except KeyboardInterrupt:
+            sweep_record.ask(sweep, "cancel")
+            process.wait()
+            raise
+    comparison.write(sweep)
+    return sweep
+
+
+def _sent(request: SweepRequest, planned: list[Planned]) -> SweepPaths:
+    """Sends what is to run."""
+    configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
+    sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, _runnable(request)))
+    if configs:
+        slurm_sweep.send(sweep, planned, request.entry)
+    return sweep
+
+
+def _await_cluster(sweep: SweepPaths) -> SweepPaths:
+    """Looks until all has ended. An interrupt cancels it and is raised again."""
+    try:
+        _await(sweep)
+    except KeyboardInterrupt:
+        slurm_sweep.cancel(sweep, [one.label for one in sweep_record.standings(sweep)])
+        raise
+    comparison.write(sweep)
+    return sweep
+
+
+def _check_places(request: SweepRequest) -> None:
+    """Refusal before anything starts that could not write what it finds."""
+    if problems := place_problems(str(_output(request))):
+        raise Refusal(problems)
+
+
+def _await(sweep: SweepPaths) -> None:
+    """Returns when nothing of the sweep can come by itself any more."""
+    if slurm_sweep.is_on_cluster(sweep):
+        view = slurm_sweep.ClusterView(sweep)
+        while not all(one.state.final for one in view.look()):
+            time.sleep(watch_sweep.CLUSTER_LOOK_S)
+    while sweep_record.controller_pid(sweep) is not None:
+        time.sleep(watch_sweep.LOOK_S)
+
+
+def _plan(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> list[Planned]:
+    points = _runnable(request)
+    tell = None if screen is None or request.as_json else partial(screen.say, style="dim")
+    predicted = prediction.predict(points, tell) if request.predicts else {}
+    wrong = prediction.problems(points) if request.predicts else {}
+    some = len(wrong) < len(points)  # else it is an error, and told as one
+    for problem, count in Counter(wrong.values()).items() if some else ():
+        complain(f"refused: {problem}      ({count} of {len(request.points)} points)")
+    judged = [
+        Refused(one.label, one.overrides, (Broken(wrong[one.label]),)) if one.label in wrong else one
+        for one in request.points
+    ]
+    name_of = slurm_sweep.names() if _on_cluster(points) else lambda config: hardware.name(config.resources.device)
+    return decision.decide(judged, _output(request), name_of, request.wishes, predicted)
+
+
+def _on_cluster(points: Sequence[Point]) -> bool:
+    return points[0].config.cluster.kind is ClusterKind.slurm
+
+
+def _runnable(request: SweepRequest) -> list[Point]:
+    return [one for one in request.points if isinstance(one, Point)]
+
+
+def _output(request: SweepRequest) -> Path:
+    return Path(_runnable(request)[0].config.output)
+
+
+def _start(request: SweepRequest, planned: Sequence[Planned]) -> tuple[SweepPaths, subprocess.Popen[bytes] | None]:
+    """The sweep's folder, and its controller where there is something to run."""
+    sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, _runnable(request)))
+    is_needed = any(one.decision is RunState.queued for one in planned)
+    return sweep, _start_controller(sweep, request) if is_needed else None
+
+
+def _facts(request: SweepRequest, points: Sequence[Point]) -> dict[str, Any]:
+    """What a later command needs to go on with the sweep, and what the controller needs of the policies."""
+    cluster = points[0].config.cluster
+    return {
+        "command": list(request.command),
+        "folder": str(Path.cwd()),
+        "rank_by": request.rank_by,
+        "prune": request.wishes.prune,
+        "exclusive": cluster.exclusive,
+        "on_cluster": _on_cluster(points),
+        "tracked": points[0].config.tracking.kind is not TrackingKind.none,
+    }
+
+
+def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Screen) -> int:
+    if request.as_json:
+        print(json.dumps([one.to_dict() for one in planned], ensure_ascii=False))
+    else:
+        screen.table(sweep_table.plan_table(planned))
+        rows = [*sweep_table.plan_rows(planned), *_cost_rows(planned)]
+        states = {one.decision for one in planned}
+        then = "the same line without --plan runs it" if RunState.queued in states else "nothing is left to run"
+        if RunState.pruned in states:
+            then += "; --prune off runs also what is pruned"
+        screen.closing([*rows, Row("next", then)])
+    return comparison.OK
+
+
+def _running(request: SweepRequest, planned: Sequence[Planned]) -> SweepPaths | None:
+    """The same sweep, where somebody's controller or a cluster has it."""
+    identity = sweep_record.sweep_id(request.name, planned)
+    for sweep in sweep_record.all_sweeps(_output(request)):
+        if not sweep_record.is_sweep(sweep, request.name, identity):
+            continue
+        if sweep_record.controller_pid(sweep):
+            return sweep
+        on_cluster = slurm_sweep.is_on_cluster(sweep)
+        if on_cluster and not all(one.state.final for one in slurm_sweep.ClusterView(sweep).look()):
+            return sweep
+    return None
+
+
+def _start_controller(sweep: SweepPaths, request: SweepRequest) -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C is this terminal's, and what it means is asked first."""
+    line = children.words("orchestrator.launch.controller", str(sweep.root), "--entry", request.entry)
+    if not request.detach:
+        line += ["--viewer", str(os.getpid())]
+    with sweep.log.open("ab") as log:
+        process = subprocess.Popen(
+            line,
+            env=children.environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    # It says so itself a moment later: until then nobody else may take the sweep for one without a controller.
+    write_json_atomic(sweep.claim, {"pid": process.pid, "started": started(process.pid)})
+    return process
+
+
+def watch(
+    sweep: SweepPaths, screen: Screen, process: subprocess.Popen[bytes] | None = None, *, attached: bool = True
+) -> int:
+    """Shows the sweep until it has ended or the person leaves; then the comparison, where it has ended.
+
+    `process`: the controller, where this command started it. `attached`: leaving is a question; without it the sweep
+    is another's, and goes on.
+    """
+    alive = (lambda: process.poll() is None) if process else None
+    view = SweepWatch(sweep, screen, alive, attached=attached)
+    interrupted = False
+    while True:
+        try:
+            view.until_end()
+            break
+        except KeyboardInterrupt:
+            if not attached:
+                screen.closing(_left_running(sweep))
+                return INTERRUPTED
+            choice = watch_sweep.ask_at_interrupt(sweep_record.standings(sweep))
+            if choice is Choice.DETACH:
+                sweep_record.ask(sweep, "detach")
+                time.sleep(2 * watch_sweep.LOOK_S)  # it must have heard before this process ends
+                screen.closing(_left_running(sweep))
+                return INTERRUPTED
+            interrupted = choice is not Choice.GO_ON
+            if interrupted:
+                sweep_record.ask(sweep, "cancel" if choice is Choice.CANCEL else "drain")
+    code = process.wait() if process is not None else 0
+    if code == TAKEN:
+        return _joined(sweep, screen)
+    if code not in (0, INTERRUPTED):
+        screen.warn(f"the sweep's controller ended early: {_last_line(sweep.log)}see {shown(sweep.log)}")
+    code = watch_sweep.conclude(sweep, screen)
+    screen.closing(_next(sweep))
+    return INTERRUPTED if interrupted else code
+
+
+def _last_line(log: Path) -> str:
+    """To be followed by more; empty where the log is, or cannot be read."""
+    try:
+        return "".join(f"{line}; " for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:])
+    except OSError:
+        return ""
+
+
+def _left_running(sweep: SweepPaths) -> list[Row]:
+    return [Row("watch", verb("watch", sweep.root)), Row("stop", verb("cancel", sweep.root))]
+
+
+def _next(sweep: SweepPaths) -> list[Row]:
+    """Where things lie and what to type next."""
+    rows = [Row("report", shown(sweep.report)), Row("numbers", shown(sweep.results))]
+    if (read_or_warn(sweep.sweep) or {}).get("tracked"):
+        rows.append(Row("dashboard", dashboard(sweep.output)))
+    return [*rows, sweep_table.next_row(sweep, sweep_record.standings(sweep), runs=False)]

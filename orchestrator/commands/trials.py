@@ -1,0 +1,165 @@
+"""Points that somebody else proposes, such as a sweeper of Hydra's: lines of overrides in, a measured number each out.
+
+A batch of lines is one sweep, so its points have slots, records and answers that are kept like those of any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from orchestrator.commands import sweep as sweep_command
+from orchestrator.compose import arguments
+from orchestrator.compose.compose import Composition
+from orchestrator.compose.labels import sweep_name
+from orchestrator.compose.line import composed
+from orchestrator.config.cluster import ClusterKind
+from orchestrator.config.schema import to_dict
+from orchestrator.config.strict import Refusal
+from orchestrator.plan.decision import Refused, Wishes, retry_states
+from orchestrator.plan.point import Point
+from orchestrator.plan.points import distinct, judged
+from orchestrator.plan.rules.scene import Scene, here
+from orchestrator.records import sweep_record
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import Standing
+from orchestrator.report import ranking
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of every batch. rank_by: a name of report.METRICS. retry: ends to run again, as `--retry` has them.
+
+    flags: `--config-dir`, where the lines were made with it. fixed: words that say the same in every line of every
+    batch, and are therefore no part of a point's short name.
+    """
+
+    rank_by: str = ranking.DEFAULT_METRIC
+    retry: str = ""
+    flags: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of one line. `value` is there exactly where the metric was measured; else `message` says why not."""
+
+    label: str
+    state: RunState
+    value: float | None = None
+    message: str = ""
+    folder: Path | None = None
+
+    @property
+    def fits_not(self) -> bool:
+        """Whether the point has its answer, and the answer is that it cannot run: out of memory, or refused."""
+        return self.state.answered and not self.state.measured
+
+
+def problems(asked: Asked) -> list[str]:
+    """What is wrong with what is asked of every batch; nothing is started."""
+    found = []
+    if problem := ranking.metric_problem(asked.rank_by):
+        found.append(problem)
+    try:
+        retry_states(asked.retry) if asked.retry else None
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def wrong_way(metric: str, direction: object) -> list[str]:
+    """A search for the worst of a metric, told before it starts. `direction`: Optuna's sweeper's, None for others."""
+    if direction is not None and not isinstance(direction, (str, Enum)):
+        return [f"hydra.sweeper.direction={direction}: one metric goes back, so a study here has one direction"]
+    name = direction.name if isinstance(direction, Enum) else direction
+    right = "maximize" if ranking.METRICS[metric].higher_first else "minimize"
+    if name in ("maximize", "minimize") and name != right:
+        return [
+            f"hydra.sweeper.direction={name} looks for the worst {metric}      fix: hydra.sweeper.direction={right}"
+        ]
+    return []
+
+
+def measure(lines: Sequence[Sequence[str]], asked: Asked) -> list[Trial]:
+    """One trial a line, in the order of the lines; returns when all have ended. Two lines may be one point.
+
+    An interrupt cancels the batch and is raised again. Refusal: a line is no point, or nothing runs from here.
+    """
+    scene = here()
+    if scene.world is not None:
+        raise Refusal(["a sweep starts its own processes: run it without torchrun or srun"])
+    axes = _axes(lines, asked.fixed)
+    judged = [_judged(composition, axes, scene) for composition in _composed(lines, asked)]
+    points = {_key(one): one for one in judged if isinstance(one, Point)}
+    labels = [one.label for one in distinct(list(points.values()))]
+    told = {key: replace(one, label=label) for (key, one), label in zip(points.items(), labels, strict=True)}
+    standing = _run(list(told.values()), sweep_name(axes, ()), asked, scene) if told else {}
+    return [
+        _trial(standing[told[_key(one)].label], asked.rank_by) if isinstance(one, Point) else _refused(one)
+        for one in judged
+    ]
+
+
+def _axes(lines: Sequence[Sequence[str]], fixed: Sequence[str]) -> tuple[str, ...]:
+    """The keys that every line sets, and that not every batch sets to the same."""
+    keys = [[word.partition("=")[0].lstrip("+~") for word in line if word not in fixed] for line in lines]
+    return tuple(key for key in dict.fromkeys(keys[0]) if all(key in others for others in keys))
+
+
+def _composed(lines: Sequence[Sequence[str]], asked: Asked) -> list[Composition]:
+    """Each line as one point, not yet judged. Refusal tells of every line that says none: a mistake of the study's."""
+    found: list[Composition] = []
+    wrong: list[str] = []
+    for line in lines:
+        try:
+            composition = composed(arguments.split([*asked.flags, "--", *line]))
+        except Refusal as refusal:
+            wrong += refusal.problems
+            continue
+        if len(composition.points) > 1:
+            wrong.append("a line that is proposed must be one point, and this is a sweep: leave out sweeps=")
+        # Sending and leaving is what a cluster is for; nobody would be here to hear the answer.
+        elif composition.points[0].values.get("cluster", {}).get("kind") == ClusterKind.slurm.value:
+            wrong.append("a sweeper waits for its answers, and cluster=slurm sends and leaves      fix: cluster=local")
+        found.append(composition)
+    if wrong:
+        raise Refusal(list(dict.fromkeys(wrong)))
+    return found
+
+
+def _judged(composition: Composition, axes: tuple[str, ...], scene: Scene) -> Point | Refused:
+    """The point of one line, resolved; or the rules that it breaks."""
+    (found,), _ = judged(replace(composition, axes=axes), scene)
+    return found
+
+
+def _key(point: Point) -> str:
+    """The same for two ways to say one configuration."""
+    return json.dumps(to_dict(point.config), sort_keys=True)
+
+
+def _run(points: Sequence[Point], name: str, asked: Asked, scene: Scene) -> dict[str, Standing]:
+    """How each point stands after the sweep, by its label. Whoever made the batch can ask again; a command cannot."""
+    wishes = Wishes(retry=retry_states(asked.retry) if asked.retry else frozenset())
+    request = sweep_command.SweepRequest(name, tuple(points), (), wishes, asked.rank_by)
+    paths = sweep_command.run_quietly(request, scene.hardware)
+    return {one.label: one for one in sweep_record.standings(paths)}
+
+
+def _trial(one: Standing, metric: str) -> Trial:
+    folder = one.attempt.root if one.attempt else None
+    result = one.result()
+    if result is None:
+        return Trial(one.label, one.state, None, one.message, folder)
+    found = ranking.METRICS[metric].read(result)
+    if found is None:
+        return Trial(one.label, one.state, None, f"it was measured, but there is no {metric} in its result", folder)
+    return Trial(one.label, one.state, found.middle, one.message, folder)
+
+
+def _refused(one: Refused) -> Trial:
+    return Trial(one.label, RunState.refused, None, "; ".join(map(str, one.broken)))

@@ -1,0 +1,116 @@
+"""Opens MLflow's own server on the store of an output folder, on the loopback interface, without telemetry."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sqlite3
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.machine import children, processes
+from orchestrator.machine.loopback import family, in_url, loopback
+from orchestrator.records.run_record import artifacts_path, store_path
+from orchestrator.report.screen import Screen
+from orchestrator.text.paths import DEFAULT_OUTPUT, OUTPUT, program, shown
+from orchestrator.tracking import chart_page, names
+from orchestrator.tracking.feed import complete_left_behind
+
+FIRST_PORT = 5000
+LOG, LINES_SHOWN = "dashboard.log", 5
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code of `zlab ui`, which otherwise ends with the server."""
+    asked = parser().parse_args(argv)
+    return serve(asked.output, asked.port)
+
+
+def parser() -> VerbParser:
+    parser = verb_parser("ui", "Opens the dashboard on the runs of an output folder.")
+    default = os.environ.get(OUTPUT, DEFAULT_OUTPUT)
+    parser.add_argument("output", type=Path, nargs="?", default=Path(default), help=f"default: {default}")
+    parser.add_argument("--port", type=int, default=None, help=f"default: the first free one from {FIRST_PORT}")
+    add_json(parser, "ui is a server for a browser; status --json and results.csv have the numbers")
+    return parser
+
+
+def serve(output: Path, port: int | None) -> int:
+    """Runs the server until Ctrl-C, which is 0; 1 where it ends by itself, 2 where there is no store yet."""
+    screen = Screen()
+    store = store_path(output.absolute())
+    if not store.exists():
+        made_by = "a run without tracking=none makes it"
+        screen.say(f"error: there is no {shown(store)}: {made_by}, or give the folder of one: {program()} ui FOLDER")
+        return 2
+    complete_left_behind(output.absolute())
+    host = loopback()
+    chosen = port or free_port(host)
+    try:
+        found = links(store, chosen, host)
+    except sqlite3.Error as error:
+        advice = "put back a copy, or move it away: the next run makes one, and results are in the records of runs too"
+        screen.say(f"error: {shown(store)}: expected a store of MLflow's, found: {error}; {advice}")
+        return 2
+    for name, link in found:
+        screen.say(f"{name}: {link}")
+    log = output.absolute() / LOG
+    screen.say(f"The page answers after about 10 s. Ctrl-C ends it. What the server says is in {shown(log)}.")
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+    quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # a process more, for things that we do not use
+    return _until_interrupt(server_command(output.absolute(), chosen, host), quiet, log, screen)
+
+
+def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, screen: Screen) -> int:
+    """The server in a session of its own: Ctrl-C is ours alone, so that its tracebacks reach no terminal."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd="/",  # the server's own children import from where they stand, and nobody puts files there
+            env=children.environment({**os.environ, **environ}),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    try:
+        with processes.signals_interrupt():
+            process.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        processes.end_session(process.pid)
+        process.wait()
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]:
+        screen.say(line)
+    screen.say(f"error: the server ended by itself with code {process.returncode}: see {shown(log)}")
+    return 1
+
+
+def server_command(output: Path, port: int, host: str) -> list[str]:
+    """What runs the dashboard."""
+    stores = ["--backend-store-uri", names.local_uri(output)]
+    artifacts = ["--default-artifact-root", artifacts_path(output).as_uri()]
+    where = ["--host", host, "--port", str(port), "--workers", "1"]
+    return children.words("mlflow", "server", *stores, *artifacts, *where)
+
+
+def links(store: Path, port: int, host: str) -> list[tuple[str, str]]:
+    """Each experiment and the address of its chart page, newest first. Read without importing mlflow."""
+    asked = "SELECT experiment_id, name FROM experiments WHERE lifecycle_stage = 'active' ORDER BY experiment_id DESC"
+    with closing(sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+        found = [(number, name) for number, name in connection.execute(asked) if name != "Default"]
+    page = f"runs?workflowType=machine_learning&viewStateShareKey={chart_page.KEY}&compareRunsMode=CHART"
+    return [(name, f"http://{in_url(host)}:{port}/#/experiments/{number}/{page}") for number, name in found]
+
+
+def free_port(host: str) -> int:
+    """The first port from FIRST_PORT on that nobody listens on."""
+    for port in range(FIRST_PORT, FIRST_PORT + 100):
+        with socket.socket(family(host)) as probe:
+            if probe.connect_ex((host, port)) != 0:
+                return port
+    raise OSError(f"no free port from {FIRST_PORT} to {FIRST_PORT + 99}; say which with --port")

@@ -1,0 +1,148 @@
+"""Watches a sweep from any terminal: a live table on a terminal, else a line for each change. Reads records only."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from enum import Enum
+
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from orchestrator.records.record_file import EventTail
+from orchestrator.records.record_shapes import SWEEP_EVENTS
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import Standing, SweepPaths, controller_pid, standings
+from orchestrator.report import comparison, sweep_table
+from orchestrator.report.screen import Screen
+from orchestrator.slurm import sweep as slurm_sweep
+from orchestrator.text.units import ABSENT
+
+LOOK_S, CLUSTER_LOOK_S = 0.5, 5.0
+START_S = 30.0  # until a controller that was just started must have said so
+SAY_EVERY_S = 30.0
+
+
+class Choice(Enum):
+    """What Ctrl-C may mean."""
+
+    DETACH = "d"
+    WAIT = "w"
+    CANCEL = "c"
+    GO_ON = ""
+
+
+class SweepWatch:
+    """Shows a sweep until all its points have ended."""
+
+    def __init__(
+        self, sweep: SweepPaths, screen: Screen, alive: Callable[[], bool] | None = None, *, attached: bool = True
+    ) -> None:
+        """`alive`: whether the controller of a sweep on this machine is still there. `attached`: see
+        `sweep_command.watch`."""
+        self._leaving = "detach, wait or cancel" if attached else "leave it running"
+        self._sweep, self._screen = sweep, screen
+        self._alive = alive or (lambda: controller_pid(sweep) is not None)
+        # A cluster's sweep has no controller: whoever looks asks the scheduler, and not too often.
+        self._view = slurm_sweep.ClusterView(sweep) if slurm_sweep.is_on_cluster(sweep) else None
+        self._every_s = CLUSTER_LOOK_S if self._view else LOOK_S
+        self._events = EventTail(sweep.events, SWEEP_EVENTS)
+        self._shown: dict[str, str] = {}
+        self._begun = self._said = time.monotonic()
+        self._ended = False
+
+    def until_end(self) -> None:
+        """Returns when the controller is done or gone. KeyboardInterrupt is the caller's to answer."""
+        if not self._screen.live:
+            while self._look() is not None:
+                time.sleep(self._every_s)
+            return
+        with Live(console=self._screen.console, refresh_per_second=4, transient=True) as live:
+            while (found := self._look()) is not None:
+                live.update(self._table(found))
+                time.sleep(self._every_s)
+
+    def _look(self) -> list[Standing] | None:
+        """How the points stand; None when it is over."""
+        # Before the records: what a controller that is gone left is all there will be.
+        over = self._view is None and (self._ended or not self._alive())
+        events = self._events.read_new()
+        is_past = not self._shown and any(event["event"] == "end" for event in events)  # it had ended before we looked
+        for event in events:
+            if event["event"] == "warning" and not is_past:
+                self._screen.warn(event["text"])
+            self._ended = self._ended or event["event"] == "end"
+        found = self._view.look() if self._view else standings(self._sweep)
+        over = over or (self._view is not None and all(one.state.final for one in found))
+        if not self._screen.live:
+            self._say_changes(found)
+        return None if over else found
+
+    def _say_changes(self, found: list[Standing]) -> None:
+        now = time.monotonic()
+        for one in found:
+            line = _line(one)
+            if self._shown.get(one.label) != line and one.state not in (RunState.queued, RunState.starting):
+                self._shown[one.label] = line
+                self._screen.say(line)
+                self._said = now
+        if now - self._said > SAY_EVERY_S:
+            running = [f"{one.label} {sweep_table.note(one)}" for one in found if one.state is RunState.running]
+            self._screen.say(": ".join(filter(None, [sweep_table.counts(found), ", ".join(running)])))
+            self._said = now
+
+    def _table(self, found: list[Standing]) -> Group:
+        done = sum(one.state.final for one in found)
+        elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - self._begun))
+        title = f"{self._sweep.name}   done {done}/{len(found)}   {elapsed}   Ctrl-C: {self._leaving}"
+        table = RichTable(box=None, pad_edge=False, header_style="bold")
+        for index, name in enumerate(sweep_table.HEADER):
+            table.add_column(name, justify="right" if index in (3, 4, 5) else "left", no_wrap=index < 6)
+        rows = found
+        room = max(5, self._screen.console.height - 6)
+        if len(rows) > room:  # those that move first, then those that ended last
+            rows = sorted(found, key=lambda one: (one.state.final, one.state is RunState.queued))[:room]
+        for one in rows:
+            table.add_row(*[Text(cell, style=sweep_table.STYLES.get(one.state, "red")) for cell in _row(one)])
+        return Group(Text(title, style="italic"), table)  # a table's own title is cut at the table's width
+
+
+def _row(one: Standing) -> tuple[str, ...]:
+    return sweep_table.standing_row(one)
+
+
+def _line(one: Standing) -> str:
+    """One change of one point for a log: no numbers that move."""
+    row = sweep_table.standing_row(one)
+    if one.state.measured:
+        return f"{one.label}: {one.state.value}  {row[5]} tokens/s, peak {row[4]} a rank"
+    if one.state is RunState.running:
+        where = "" if row[2] == ABSENT else f" on {row[2]}"
+        return f"{one.label}: running{where}"
+    return f"{one.label}: {one.state.value}" + (f": {one.message}" if one.message else "")
+
+
+def ask_at_interrupt(found: list[Standing]) -> Choice:
+    """On a terminal the person chooses; without one an interrupt cancels, so that nothing is left behind."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return Choice.CANCEL
+    print(f"\n{sweep_table.counts(found)}.")
+    print(
+        "[d]etach: goes on without this terminal   [w]ait for what runs, drop the queue   [c]ancel all   [Enter] go on"
+    )
+    try:
+        answer = input("> ").strip().lower()[:1]
+    except (EOFError, KeyboardInterrupt):
+        return Choice.CANCEL
+    return Choice(answer) if answer in [one.value for one in Choice] else Choice.GO_ON
+
+
+def conclude(sweep: SweepPaths, screen: Screen) -> int:
+    """The comparison and the reasons; the exit code of the whole."""
+    comparison.write(sweep)
+    found = standings(sweep)
+    screen.comparison(comparison.ranked(sweep))
+    return comparison.exit_code(found)

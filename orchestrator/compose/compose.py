@@ -1,0 +1,401 @@
+"""The only importer of Hydra: composes the points of a command line, and hands Hydra's own flags to Hydra."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import copy
+import io
+import itertools
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import hydra
+import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType, RangeSweep
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.initialize import get_gh_backup, restore_gh_from_backup
+from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from orchestrator.compose import folders, merge, overrides, point_count, sweep_file, yaml_bounds
+from orchestrator.compose.arguments import Arguments
+from orchestrator.compose.merge import Merger
+from orchestrator.compose.settable import Tree, read_tree
+from orchestrator.compose.sweep_file import Line, SweepFile
+from orchestrator.text.streams import complain
+
+VERSION_BASE = "1.3"
+
+
+class ComposeError(ValueError):
+    """What Hydra could not read or put together, in one line."""
+
+
+class OwnSource(FileConfigSource):
+    """A user's own folder: no file of it is given to Hydra that Hydra could not end reading."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "own"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        yaml_bounds.check(Path(self.path, self._normalize_file_name(config_path)))
+        return super().load_config(config_path)
+
+
+class SweepsSource(OwnSource):
+    """Shows Hydra the folder sweeps/ of the project's root, and nothing beside it.
+
+    A group is a folder on the search path, so the root must be on it for sweeps/ to be one. But Hydra walks every
+    folder below for --hydra-help and completion: .venv alone takes it a minute.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "sweeps"
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> builtins.list[str]:
+        return super().list(config_path, results_filter) if config_path else ["sweeps"]
+
+
+class SweepsFolder(SearchPathPlugin):
+    """Puts the folder sweeps/ on the search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in folders.sweep_parents(None):
+            search_path.append(provider="zero-lab", path=f"{SweepsSource.scheme()}://{folder}")
+
+
+if folders.PLUGINS.is_dir():
+    sys.path.append(str(folders.PLUGINS))  # Hydra looks for plugins once, in the line below
+Plugins.instance().register(OwnSource)
+Plugins.instance().register(SweepsSource)
+Plugins.instance().register(SweepsFolder)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """One point as plain data, the option chosen in each group, and the words that make it again: flags that name
+    folders, then overrides."""
+
+    values: dict[str, Any]
+    choices: dict[str, str | None]
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Composition:
+    """The points of a command line. `axes` are the keys with more than one value, in the order of the sweep.
+
+    `sweep`: what a declared sweep says beside its points; the defaults where there is none.
+    """
+
+    points: tuple[Composed, ...]
+    is_sweep: bool
+    axes: tuple[str, ...]
+    sweep: SweepFile = field(default_factory=SweepFile)
+
+
+def compose(arguments: Arguments) -> Composition:
+    """All the points, their values not yet judged. ComposeError when Hydra or the sweep file is refused."""
+    name = arguments.flags.get("--config-name") or "config"
+    searchpath = added_folders(arguments)
+    try:
+        with _our_hydra() as loader:
+            found = _expansion(loader, name, searchpath, arguments)
+            composer = Composer(loader, name, searchpath, arguments)
+            points = tuple(composer.point(list(line.values())) for line in found.lines)
+    except (UnicodeDecodeError, OSError, AssertionError, RecursionError) as error:
+        # What Hydra raises while it reads a file of another shape does not say which.
+        raise ComposeError(_file_problem(arguments) or in_one_line(error)) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        raise ComposeError(in_one_line(error)) from error
+    return Composition(points, found.is_sweep, found.axes, found.sweep)
+
+
+@contextlib.contextmanager
+def _our_hydra() -> Iterator[ConfigLoader]:
+    """Hydra over our folders. An application of Hydra that we are called from has its own again afterwards."""
+    around = get_gh_backup()
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(version_base=VERSION_BASE, config_dir=str(folders.CONF), job_name="run"):
+            yield GlobalHydra.instance().config_loader()
+    finally:
+        restore_gh_from_backup(around)
+
+
+class _Lines(NamedTuple):
+    lines: Sequence[Line]
+    axes: tuple[str, ...]
+    is_sweep: bool
+    sweep: SweepFile
+
+
+def _expansion(loader: ConfigLoader, name: str, searchpath: list[str], arguments: Arguments) -> _Lines:
+    """The lines of overrides, from a declared sweep or in Hydra's own grammar."""
+    words = arguments.overrides
+    tree = read_tree(arguments.flags.get("--config-dir"))
+    declared = _declared_sweep(arguments)
+    if declared is not None:
+        parsed = _parsed(loader, [word for word in words if not word.startswith("sweeps=")])
+        counts = sweep_file.counts(declared, {key: _count(one) for key, one in parsed.items()})
+        point_count.check(counts, arguments.max_points, more=len(declared.concat))
+        expansion = sweep_file.expand(declared, {key: _values(one) for key, one in parsed.items()})
+        if not expansion.lines:
+            raise HydraException("the sweep has no points: exclude leaves none")
+        said = list(dict.fromkeys(word for line in expansion.lines for word in line.values()))
+        _check_file(said, tree)
+        for where, pattern in sweep_file.patterns(declared):
+            _check_file(pattern, tree, f"{where}: ")
+        return _Lines(expansion.lines, expansion.axes, True, declared)
+    params: Mapping[Any, Any] = {}
+    is_sweep = arguments.multirun
+    # Only these files can turn a run into a sweep; reading them is one composition more.
+    if any(word.lstrip("+").startswith(("sweeps=", "experiment=")) for word in words) or name != "config":
+        master = loader.load_configuration(name, searchpath + words, run_mode=RunMode.MULTIRUN)
+        is_sweep = is_sweep or OmegaConf.select(master, "hydra.mode") == RunMode.MULTIRUN
+        params = (OmegaConf.select(master, "hydra.sweeper.params") or {}) if is_sweep else {}
+    said = [f"{key}={value}" for key, value in params.items()]
+    _check_file(said, tree)
+    parsed = _parsed(loader, [*said, *words])
+    point_count.check({key: _count(one) for key, one in parsed.items()}, arguments.max_points)
+    axes = {key: _values(one) for key, one in parsed.items()}
+    _need_a_sweep(axes, is_sweep)
+    lines = [dict(zip(axes, line, strict=True)) for line in itertools.product(*axes.values())]
+    return _Lines(lines, tuple(key for key, values in axes.items() if len(values) > 1), is_sweep, SweepFile())
+
+
+def _check_file(words: Sequence[str], tree: Tree, where: str = "") -> None:
+    """What is typed is checked before; what a file says is checked here, with the same hints."""
+    if problems := overrides.check(words, tree, multirun=True):
+        raise HydraException("; ".join(f"{where}{problem}" for problem in problems))
+
+
+def _declared_sweep(arguments: Arguments) -> SweepFile | None:
+    """The file that sweeps=NAME chooses, where it is in our own form."""
+    names = [word.removeprefix("sweeps=") for word in arguments.overrides if word.startswith("sweeps=")]
+    path = folders.find_sweep(names[-1], arguments.flags.get("--config-dir")) if names else None
+    return sweep_file.read(path, read_yaml) if path is not None else None
+
+
+class _ByHydra(NamedTuple):
+    """What Hydra composed; `interpolates`: some value was made of others."""
+
+    values: dict[str, Any]
+    choices: dict[str, str | None]
+    interpolates: bool
+
+
+class Composer:
+    """Makes points of lines: option files are merged where that is all there is to do, else Hydra composes.
+
+    Hydra is asked once for each set of options; what the line sets beside them is then set on a copy.
+    """
+
+    def __init__(self, loader: ConfigLoader, name: str, searchpath: list[str], arguments: Arguments) -> None:
+        self._loader, self._name, self._searchpath = loader, name, searchpath
+        self._merger = Merger(folders.config_folders(arguments.flags.get("--config-dir")), name, read_yaml)
+        self._flags = arguments.folders()
+        self._parser = OverridesParser.create(config_loader=loader)
+        self._parsed: dict[str, Override] = {}
+        self._composed: dict[tuple[str, ...], _ByHydra] = {}
+
+    def point(self, line: list[str]) -> Composed:
+        """The point of one line of overrides, each with a single value."""
+        # The chosen sweep file is part of how the line was typed, not of what one point is.
+        kept = (*self._flags, *(word for word in line if not word.startswith("sweeps=")))
+        overrides = [self._parse(word) for word in line]
+        choices = [one for one in overrides if one.key_or_group in self._merger.groups]
+        settings = [
+            (one.key_or_group, one.value())
+            for one in overrides
+            if one not in choices and one.type is OverrideType.CHANGE and one.package is None
+        ]
+        if len(choices) + len(settings) == len(overrides) and all(type(one.value()) is str for one in choices):
+            chosen = {one.key_or_group: str(one.value()) for one in choices}
+            values = self._merger.merge(chosen, settings)
+            if values is not None:
+                return Composed(values, {**self._merger.groups, **chosen}, kept)
+            found = self._by_hydra(tuple(one.input_line or "" for one in choices))
+            values = copy.deepcopy(found.values)
+            # What Hydra has to resolve, it must resolve with the settings in place.
+            if not found.interpolates and merge.apply(values, settings):
+                return Composed(values, found.choices, kept)
+        found = self._by_hydra(tuple(line))
+        return Composed(found.values, found.choices, kept)
+
+    def _parse(self, word: str) -> Override:
+        if word not in self._parsed:
+            self._parsed[word] = self._parser.parse_override(word)
+        return self._parsed[word]
+
+    def _by_hydra(self, words: tuple[str, ...]) -> _ByHydra:
+        if words not in self._composed:
+            config = self._loader.load_configuration(self._name, [*self._searchpath, *words], run_mode=RunMode.RUN)
+            choices = {str(group): option for group, option in config.hydra.runtime.choices.items()}
+            OmegaConf.set_struct(config, False)
+            del config["hydra"]
+            resolved = OmegaConf.to_container(config, resolve=True)
+            assert isinstance(resolved, dict)
+            values = {str(key): value for key, value in resolved.items()}
+            self._composed[words] = _ByHydra(values, choices, "${" in OmegaConf.to_yaml(config))
+        return self._composed[words]
+
+
+def show(arguments: Arguments) -> NoReturn:
+    """Hydra answers --cfg, --info, --hydra-help and --shell-completion, and the process ends. ComposeError with what
+    Hydra says where it does not."""
+    if arguments.shows_config:
+        arguments = replace(arguments, overrides=[*added_folders(arguments), *arguments.overrides])
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        code = hand_over(arguments)
+    lines = [line.strip() for line in told.getvalue().splitlines() if "HYDRA_FULL_ERROR" not in line]
+    if code:
+        raise ComposeError(" ".join(filter(None, lines)).removeprefix("error: "))
+    sys.stderr.write(told.getvalue())
+    raise SystemExit(0)
+
+
+def hand_over(arguments: Arguments) -> int:
+    """Hydra's own main over our configuration, with all that Hydra knows of flags and sweepers; its exit code."""
+    sys.argv[1:] = arguments.for_hydra()
+
+    @hydra.main(version_base=VERSION_BASE, config_path=str(folders.CONF), config_name="config")
+    def nothing(config: DictConfig) -> None:
+        """Never called: a flag shows something instead, or a launcher runs the points itself."""
+
+    try:
+        nothing()
+    except SystemExit as end:
+        return 1 if end.code else 0
+    except (HydraException, OmegaConfBaseException) as error:
+        complain(f"error: {in_one_line(error)}")
+        return 1
+    return 0
+
+
+def in_one_line(error: BaseException) -> str:
+    """The message without Hydra's advice, which is about adding keys that nothing here would read."""
+    text = str(error).strip()
+    cause = error.__cause__
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return sweep_file.yaml_problem(error)
+    if taken := re.search(r"An item is already at '(.+)'", text):
+        return f"+{taken[1]}: it is already there, so write {taken[1]}=VALUE without the +"
+    if unknown := re.search(r"Could not override '(.+)'", text):
+        return f"'{unknown[1]}' is not a setting of the options chosen"
+    if isinstance(cause, OmegaConfBaseException):
+        text = f"{text} {cause}"
+    kept = [line.strip() for line in text.splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line]
+    search = next((at for at, line in enumerate(kept) if line.startswith("Config search path")), len(kept))
+    return " ".join(kept[:search])
+
+
+def _parsed(loader: ConfigLoader, words: Sequence[str]) -> dict[str, Override]:
+    """The override of each key; of a key that comes twice the last wins."""
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(words))
+    return {override.get_key_element(): override for override in parsed}
+
+
+def _count(override: Override) -> int:
+    """How many values it has, without making them. Text cannot be long enough to matter, a range can."""
+    value = override.value()
+    if isinstance(value, RangeSweep):
+        assert value.start is not None
+        assert value.stop is not None
+        return point_count.of_range(value.start, value.stop, value.step)
+    return len(_values(override))
+
+
+def _need_a_sweep(axes: dict[str, list[str]], is_sweep: bool) -> None:
+    lists = [key for key, values in axes.items() if len(values) > 1]
+    if lists and not is_sweep:
+        raise HydraException(f"a list of values for {' and '.join(lists)} needs -m (sweep)")
+
+
+def _values(override: Override) -> list[str]:
+    key = override.get_key_element()
+    if not override.is_sweep_override():
+        return [override.input_line or ""]
+    if not override.is_discrete_sweep():
+        raise HydraException(f"{override.input_line}: an interval has no end of values; use range() or choice()")
+    values = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    if not values:
+        why = (
+            "glob() picks options of a group by name" if "glob(" in (override.input_line or "") else "the list is empty"
+        )
+        raise HydraException(f"{override.input_line}: expected at least one value, found none: {why}")
+    return values
+
+
+def read_yaml(path: Path) -> Any:
+    """A file's plain data as Hydra reads it: 1e-3 is a number, and a key that is there twice is an error.
+
+    Raises ValueError, or YAML's own error, for a file that holds something else.
+    """
+    where = f"{path.parent.name}/{path.name}"
+    try:
+        yaml_bounds.check(path)
+        return OmegaConf.to_container(OmegaConf.load(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where}: expected text in UTF-8, found the byte 0x{error.object[error.start]:02x}; save it as UTF-8"
+        ) from None
+    except RecursionError:
+        raise ValueError(
+            f"{where}: expected settings in a few levels, found thousands, or an alias inside what it stands for; "
+            "write the values out"
+        ) from None
+    except (OSError, AssertionError) as error:
+        found = getattr(error, "strerror", None) or "a single value"
+        raise ValueError(f"{where}: expected a mapping of settings, found {found}; write 'key: value' lines") from None
+
+
+def _file_problem(arguments: Arguments) -> str:
+    """What is wrong with the first file of the user's that cannot be read, those first that the line names."""
+    added = arguments.flags.get("--config-dir")
+    owned = [*folders.config_folders(added)[1:], *(one / "sweeps" for one in folders.sweep_parents(added)[1:])]
+    # As deep as options lie: --config-dir may name a folder with a whole disk below it.
+    files = [file for folder in owned for form in ("*.yaml", "*/*.yaml") for file in sorted(folder.glob(form))]
+    found = map(_problem_of, sorted(files, key=lambda one: not _names(arguments.overrides, one)))
+    return next(filter(None, found), "")
+
+
+def _names(line: Sequence[str], file: Path) -> bool:
+    """Whether a word of the line chooses this option: `group=option`, also among others."""
+    choices = (word.partition("=") for word in line)
+    return any(
+        group.lstrip("+") == file.parent.name and file.stem in re.split(r"[^\w.-]", names)
+        for group, _, names in choices
+    )
+
+
+def _problem_of(file: Path) -> str:
+    try:
+        read_yaml(file)
+    except (ValueError, yaml.YAMLError) as error:
+        return in_one_line(error)
+    return ""
+
+
+def added_folders(arguments: Arguments) -> list[str]:
+    """The override that puts the user's own folders behind ours; none where there are none."""
+    own = folders.config_folders(arguments.flags.get("--config-dir"))[1:]
+    added = [f'"{OwnSource.scheme()}://{folder}"' for folder in own]
+    return [f"hydra.searchpath=[{','.join(added)}]"] if added else []

@@ -1,0 +1,84 @@
+"""The page of --help, from the files of conf/ and the dataclasses as they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_origin
+
+from orchestrator.compose.settable import OPEN_KEYS, Tree
+from orchestrator.config.strict import describe
+from orchestrator.text.paths import program
+
+HEAD = """\
+Runs ZeRO training as an experiment: one point, or a sweep with one table at its end.
+
+  python run.py zero=stage2 precision=bf16                                 one point
+  python run.py -m zero=stage0,stage1,stage2,stage3 precision=fp32,bf16    a sweep: every combination
+  python run.py sweeps=stages                                              a sweep from a file of sweeps/
+  python run.py data=text data.path=FILE_OR_FOLDER                         your own text
+  torchrun --nproc-per-node 2 run.py zero=stage3                           joins the processes that are there
+  python run.py export-weights CHECKPOINT OUT --dtype bf16                 a checkpoint as Hugging Face files
+  python run.py io-bench FOLDER                                            a drive's speed, offload settings
+  python run.py doctor                                                     what this machine has and can run
+  python run.py list | status | watch | logs | report | cancel | resume | retry    sweeps, from any terminal
+  python run.py ui                                                         the dashboard
+"""
+# Keys that are another library's; a + adds one that the option's file does not have.
+OPEN = (
+    ("model.config.KEY", "the architecture's own: model.config.n_layer=4, +model.config.KEY=VALUE"),
+    ("optimizer.arguments.KEY", "those of torch.optim, with optimizer=torch"),
+    ("cluster.additional.KEY", "any other option of sbatch: +cluster.additional.reservation=friday"),
+)
+TAIL = """\
+Flags
+  -m, --multirun       sweep: a=1,2  a=range(1,5)  a=choice(x,y) are lists of values
+  -c, --cfg job        show the composed configuration instead of running   (-p GROUP: a part of it, --resolve)
+  -i, --info           how Hydra found and put together the configuration
+  -cd, --config-dir    a folder with options of your own, laid out as conf/; conf/ and sweeps/ here are found too
+      --plan           the points of a sweep, predicted and decided; nothing is started
+      --fresh          measure again what was measured      --retry error,oom,...   run those again
+      --prune off      run also what cannot fit             --detach   leave the sweep running and return
+      --max-points N   let a sweep have more than 10,000 points
+      --json           one JSON document on stdout at the end, and all else on stderr; every verb has it or says why not
+      --version        of zero-lab; VERB --help has the usage of a verb
+  --hydra-help         Hydra's flags, also shell completion
+
+Exit codes: 0 every point has its answer (out of memory is one), 1 at least one failed, 2 the command was wrong and
+nothing was started, 3 some points are left, 4 nothing fits, 130 stopped."""
+
+
+def page(primary: Path, tree: Tree) -> str:
+    """Ready to print; * marks the option that is chosen unless another is asked for."""
+    chosen = default_choices(primary)
+    width = max(map(len, tree.groups))
+    groups = [f"  {name:<{width}}  {_options(tree, name, chosen.get(name))}" for name in tree.groups]
+    keys = [f"  {key:<26} {describe(hint)}" for key, hint in tree.keys.items() if _is_listed(key, hint)]
+    keys += [f"  {key:<26} {text}" for key, text in OPEN]
+    return "\n".join(
+        [
+            HEAD.replace("python run.py", program()),
+            "Groups: group=option (* = default)",
+            *groups,
+            "",
+            "Settings: group.key=value",
+            *keys,
+            "",
+            TAIL,
+        ]
+    )
+
+
+def default_choices(config: Path) -> dict[str, str]:
+    """The defaults list of the primary file, group by group."""
+    found = re.findall(r"^\s*- (\w+): (\w+)", config.read_text(encoding="utf-8"), re.MULTILINE)
+    return dict(found)
+
+
+def _options(tree: Tree, name: str, chosen: str | None) -> str:
+    return "  ".join(f"{one}*" if one == chosen else one for one in tree.groups[name])
+
+
+def _is_listed(key: str, hint: Any) -> bool:
+    """The kind of a group is its option, and the architecture's keys are in its file."""
+    return get_origin(hint) is not dict and not key.startswith(OPEN_KEYS) and not key.endswith(".kind")

@@ -1,0 +1,62 @@
+"""What the words of a command line may set: option groups with their files, and keys with their types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrator.compose import yaml_bounds
+from orchestrator.compose.folders import config_folders, sweep_parents
+from orchestrator.config.schema import RunConfig
+from orchestrator.config.strict import hints_of
+
+WHOLE_FILES = ("experiment", "sweeps")  # groups whose files change the whole configuration
+# Mappings whose keys are not ours: the architecture's, known from the files of conf/model, and torch.optim's.
+ARCHITECTURE = "model.config"
+OPEN_KEYS = (ARCHITECTURE, "optimizer.arguments", "cluster.additional")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What may be set: `groups` with their options, and the dotted `keys` with their types."""
+
+    groups: dict[str, tuple[str, ...]]
+    keys: dict[str, Any]
+
+
+def read_tree(added: str | None = None) -> Tree:
+    """The tree of all configuration folders; `added` is that of --config-dir."""
+    folders = config_folders(added)
+    hints = hints_of(RunConfig)
+    names = [name for name, hint in hints.items() if is_dataclass(hint)] + [WHOLE_FILES[0]]
+    groups = {name: _options(folder / name for folder in folders) for name in names}
+    groups["sweeps"] = _options(folder / "sweeps" for folder in sweep_parents(added))
+    keys: dict[str, Any] = {name: hint for name, hint in hints.items() if name not in groups}
+    for group, hint in hints.items():
+        if is_dataclass(hint) and isinstance(hint, type):
+            keys |= {f"{group}.{key}": kind for key, kind in hints_of(hint).items()}
+    keys |= dict.fromkeys(_architecture_keys(folder / "model" for folder in folders), Any)
+    return Tree(groups, keys)
+
+
+def _options(folders: Iterable[Path]) -> tuple[str, ...]:
+    return tuple(sorted({file.stem for folder in folders for file in folder.glob("*.yaml")}))
+
+
+def _architecture_keys(folders: Iterable[Path]) -> Iterator[str]:
+    """The keys under model.config in any file of conf/model."""
+    for file in (file for folder in folders for file in sorted(folder.glob("*.yaml"))):
+        yield from (f"{ARCHITECTURE}.{key}" for key in _config_of(file))
+
+
+def _config_of(file: Path) -> Iterable[object]:
+    """Nothing for a broken file: composing it tells what is wrong."""
+    try:
+        yaml_bounds.check(file)
+        return list(yaml.safe_load(file.read_text(encoding="utf-8"))["config"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):
+        return []

@@ -1,0 +1,265 @@
+"""Declared sweeps: one YAML file a question, expanded to the lines of overrides that its points are made of. Pure.
+
+A file of sweeps/ has these keys, all optional but one of axes, zip and concat:
+
+    base: {model: llama_tiny}                  what every point has
+    axes: {zero: [stage0, stage1]}             the product of these lists
+    zip: [{batch.micro: [1, 2], batch.accumulation: [2, 1]}]   lists that advance together, one more axis each
+    concat: [{zero: stage3, offload: optimizer_nvme}]          points beside the product
+    exclude: [{zero: stage0, offload: [optimizer_cpu]}]        points of the product that are left out
+    when: [{if: {zero: stage3}, set: {resources.ranks: 4}}]    what some points have beside
+    seeds: [1, 2]                              an axis of seed, the last
+    rank_by: tokens_per_second                 a name of report.METRICS
+    prune: safe | off                          whether points that cannot fit are left out
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrator.config.strict import nearest
+
+Line = dict[str, str]  # for each key its override, "zero=stage1", in order
+_PLAIN = re.compile(r"^[\w./+\-]+$")
+_NUMBER_LIKE = re.compile(r"^[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?$", re.I)
+_RESERVED = ("null", "true", "false", "inf", "nan")
+
+
+class SweepFileError(ValueError):
+    """What a sweep file says that cannot be meant, with the file's name."""
+
+
+@dataclass(frozen=True)
+class SweepFile:
+    """A file as it was read; see the module's docstring for the keys."""
+
+    base: dict[str, Any] = field(default_factory=dict)
+    axes: dict[str, list[Any]] = field(default_factory=dict)
+    zip: list[dict[str, list[Any]]] = field(default_factory=list)
+    concat: list[dict[str, Any]] = field(default_factory=list)
+    exclude: list[dict[str, Any]] = field(default_factory=list)
+    when: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    rank_by: str = ""
+    prune: str = "safe"
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The lines of a sweep, and the keys that vary in it, in the order of the sweep."""
+
+    lines: tuple[Line, ...]
+    axes: tuple[str, ...]
+
+
+def read(path: Path, load: Callable[[Path], Any]) -> SweepFile | None:
+    """None for a file in Hydra's own form, which Hydra composes. SweepFileError for one that cannot be meant.
+
+    `load`: reads a file as Hydra does. Plain YAML would read 1e-3 as text, and the last of two equal keys.
+    """
+    try:
+        data = load(path)
+    except yaml.MarkedYAMLError as error:
+        raise SweepFileError(yaml_problem(error, path)) from None
+    if isinstance(data, dict) and {"hydra", "defaults"} & data.keys():
+        return None
+    if not isinstance(data, dict):
+        raise SweepFileError(f"{path.name}: expected a mapping, found {type(data).__name__}")
+    problems = [*_unknown(data), *_misshapen(data)]
+    if not problems and not {"axes", "zip", "concat", "seeds"} & data.keys():
+        problems.append("expected one of axes, zip, concat and seeds, found none")
+    if problems:
+        raise SweepFileError("; ".join(f"{path.name}: {problem}" for problem in problems))
+    return SweepFile(**data)
+
+
+def yaml_problem(error: yaml.MarkedYAMLError, path: Path | None = None) -> str:
+    """What is wrong with a YAML file, in one line with the file and the line of it."""
+    mark = error.problem_mark or error.context_mark
+    name = path or Path(mark.name if mark else "")
+    where = f"{name.parent.name}/{name.name}" + (f", line {mark.line + 1}" if mark else "")
+    twice = re.fullmatch(r"found duplicate key (.+)", error.problem or "")
+    problem = f"'{twice[1]}' is there twice" if twice else f"{error.context or 'YAML'}: {error.problem}"
+    return f"{where}: {problem}"
+
+
+def _unknown(data: Mapping[str, Any]) -> list[str]:
+    known = [one.name for one in fields(SweepFile)]
+    found = []
+    for key in data:
+        if key not in known:
+            near = nearest(str(key), known)
+            hint = (
+                f"; did you mean '{near}'?" if near else f" of {' '.join(known)}; settings stand under axes: or base:"
+            )
+            found.append(f"'{key}' is not a key{hint}")
+    return found
+
+
+def _misshapen(data: Mapping[str, Any]) -> list[str]:
+    """One line for each key whose value has another shape than the docstring's."""
+    wanted = {
+        "base": ("a mapping of settings", _is_mapping),
+        "axes": ("a mapping of keys to lists that are not empty", _is_axes),
+        "zip": ("a list of mappings of keys to lists of one length", lambda value: _all(value, _is_zip)),
+        "concat": ("a list of mappings of settings", lambda value: _all(value, _is_mapping)),
+        "exclude": ("a list of mappings of settings", lambda value: _all(value, _is_mapping)),
+        "when": ("a list of {if: settings, set: settings}", lambda value: _all(value, _is_when)),
+        "seeds": ("a list of whole numbers", lambda value: _all(value, lambda one: type(one) is int)),
+        "prune": ("safe or off", lambda value: value in ("safe", "off", False)),
+        "rank_by": ("the name of a metric", lambda value: isinstance(value, str)),
+    }
+    return [
+        f"{key}: expected {what}, found {data[key]!r}{_as_lists(data[key]) if key == 'axes' else ''}"
+        for key, (what, holds) in wanted.items()
+        if key in data and not holds(data[key])
+    ]
+
+
+def _as_lists(axes: Any) -> str:
+    """The axes that were written as one text, as they are meant."""
+    texts = axes.items() if _is_mapping(axes) else ()
+    meant = [f"{key}: [{', '.join(value.replace(',', ' ').split())}]" for key, value in texts if isinstance(value, str)]
+    return f"; write {' '.join(meant)}" if meant else ""
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+def _is_axes(value: Any) -> bool:
+    return _is_mapping(value) and all(isinstance(one, list) and one for one in value.values())
+
+
+def _is_zip(value: Any) -> bool:
+    return _is_axes(value) and len({len(one) for one in value.values()}) == 1
+
+
+def _is_when(value: Any) -> bool:
+    return isinstance(value, dict) and set(value) == {"if", "set"} and all(map(_is_mapping, value.values()))
+
+
+def _all(value: Any, holds: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(holds, value))
+
+
+def expand(sweep: SweepFile, typed: Mapping[str, Sequence[str]]) -> Expansion:
+    """The lines. `typed`: for each key of the command line its overrides; they win over everything in the file.
+
+    A typed key that is an axis replaces that axis, and a typed list is an axis more.
+    """
+    axes: list[list[Line]] = []
+    for key, values in sweep.axes.items():
+        words = typed.get(key) or [override(key, value) for value in values]
+        axes.append([{key: word} for word in words])
+    for group in sweep.zip:
+        free = {key: values for key, values in group.items() if key not in typed}
+        rows = [dict(zip(free, row, strict=True)) for row in zip(*free.values(), strict=True)]
+        axes.append([{key: override(key, value) for key, value in row.items()} for row in rows])
+    base = {key: override(key, value) for key, value in sweep.base.items() if key not in typed}
+    axes += [[{key: word} for word in words] for key, words in typed.items() if key not in sweep.axes]
+    if sweep.seeds and "seed" not in typed:
+        axes.append([{"seed": override("seed", seed)} for seed in sweep.seeds])
+    lines = [_joined([base, *parts]) for parts in itertools.product(*filter(None, axes))]
+    _check_patterns(sweep, set(itertools.chain(*lines)))
+    lines = [line for line in lines if not any(_matches(line, one) for one in sweep.exclude)]
+    plain = {key: words[0] for key, words in typed.items() if len(words) == 1}
+    for point in sweep.concat:
+        lines.append(_joined([base, {key: override(key, value) for key, value in point.items()}, plain]))
+    lines = [_with_conditions(line, sweep.when, typed) for line in lines]
+    varying = [key for key in dict.fromkeys(itertools.chain(*lines)) if len({line.get(key) for line in lines}) > 1]
+    # What follows from another key by a condition says nothing that the other does not.
+    implied = {key for rule in sweep.when for key in rule["set"]}
+    return Expansion(tuple(lines), tuple(key for key in varying if key not in implied))
+
+
+def counts(sweep: SweepFile, typed: Mapping[str, int]) -> dict[str, int]:
+    """The number of values of each axis that `expand` makes the product of, by the axis's keys, from the numbers of
+    values that are typed."""
+    found = {key: typed.get(key, len(values)) for key, values in sweep.axes.items()}
+    for number, group in enumerate(sweep.zip, 1):
+        free = [key for key in group if key not in typed]
+        if free:
+            name = "+".join(free)  # two groups of the same keys are two axes
+            found[name if name not in found else f"{name} (zip {number})"] = len(group[free[0]])
+    found |= {key: count for key, count in typed.items() if key not in sweep.axes}
+    if sweep.seeds and "seed" not in typed:
+        found["seed"] = len(sweep.seeds)
+    return found
+
+
+def patterns(sweep: SweepFile) -> list[tuple[str, list[str]]]:
+    """What exclude and when say, as overrides, each with its place: a misspelled option would match no point."""
+    found = [("exclude", _choices(one)) for one in sweep.exclude]
+    for rule in sweep.when:
+        found.append(("when: if", _choices(rule["if"])))
+        found.append(("when: set", [override(key, value) for key, value in rule["set"].items()]))
+    return found
+
+
+def _choices(pattern: Mapping[str, Any]) -> list[str]:
+    """Every override that the pattern allows."""
+    return [override(key, value) for key, wanted in pattern.items() for value in _listed(wanted)]
+
+
+def _check_patterns(sweep: SweepFile, keys: set[str]) -> None:
+    """A pattern with a key that no point has would never match, without a word."""
+    found = [("exclude", one) for one in sweep.exclude] + [("when: if", one["if"]) for one in sweep.when]
+    for where, pattern in found:
+        for key in pattern.keys() - keys:
+            near = nearest(key, keys)
+            hint = f"; did you mean '{near}'?" if near else f", which have {' '.join(sorted(keys))}"
+            raise SweepFileError(f"{where}: '{key}' is said by none of the sweep's points{hint}")
+
+
+def _joined(parts: Iterable[Line]) -> Line:
+    return {key: word for part in parts for key, word in part.items()}
+
+
+def _with_conditions(line: Line, rules: Sequence[Mapping[str, Any]], typed: Mapping[str, Sequence[str]]) -> Line:
+    added = {
+        key: override(key, value)
+        for rule in rules
+        if _matches(line, rule["if"])
+        for key, value in rule["set"].items()
+        if key not in typed
+    }
+    return {**line, **added}
+
+
+def _matches(line: Line, pattern: Mapping[str, Any]) -> bool:
+    """Whether the line has, for each key of the pattern, its value or one of its list of values."""
+    return all(line.get(key) in [override(key, value) for value in _listed(wanted)] for key, wanted in pattern.items())
+
+
+def _listed(value: Any) -> list[Any]:
+    """The values that a pattern allows a key."""
+    return value if isinstance(value, list) else [value]
+
+
+def override(key: str, value: Any) -> str:
+    """ "key=value" as it would be typed."""
+    return f"{key}={spelled(value)}"
+
+
+def spelled(value: Any) -> str:
+    """A value of YAML in the grammar of overrides; text is quoted where it would be read as something else."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(spelled, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{spelled(one)}" for key, one in value.items()) + "}"
+    text = str(value)
+    is_word = _PLAIN.match(text) and not _NUMBER_LIKE.match(text) and text.lower() not in _RESERVED
+    if not isinstance(value, str) or is_word:
+        return text
+    quoted = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{quoted}'"

@@ -1,0 +1,1 @@
+"""The configuration as frozen dataclasses: its types and limits, without a machine or another group."""

@@ -1,0 +1,74 @@
+"""A local folder of weights as the command line sees it: its config.json, read without torch or transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.schema import Model
+from orchestrator.config.strict import Broken, nearest
+from orchestrator.text.paths import expanded
+
+CONFIG = "config.json"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+TOKENIZER = "tokenizer.json"
+# Files that belong to a tokenizer or to generation, not to the weights; an export takes them along.
+COMPANIONS = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def completed(model: Model) -> Model:
+    """With a path alone: the folder's name, model type and configuration filled in, where they can be read."""
+    if model.path is None or model.model_type is not None or model.config:
+        return model  # what is given beside a path is refused by `problem`
+    path = expanded(model.path).absolute()
+    config = read_config(path)
+    if config is None or not isinstance(config.get("model_type"), str):
+        return model
+    return replace(model, path=str(path), name=path.name, model_type=config["model_type"], config=config)
+
+
+def read_config(path: Path) -> dict[str, Any] | None:
+    """What config.json says; None where there is none that can be read."""
+    file = path / CONFIG
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None  # a pipe has no end
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def problem(model: Model) -> Broken | None:
+    """What is wrong with `model.path`, or with a model that needs it."""
+    if model.path is None:
+        if model.model_type is not None:
+            return None
+        return Broken("model=pretrained needs model.path=FOLDER", "none", ("model=llama_tiny",))
+    path = expanded(model.path)
+    if not path.is_dir():
+        beside = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
+        near = nearest(path.name, beside)
+        fixes = (f"model.path={path.parent / near}",) if near else ()
+        return Broken("model.path must be a folder that is there", model.path, fixes)
+    config = read_config(path)
+    if config is None or not isinstance(config.get("model_type"), str):
+        return Broken(f"model.path must hold a {CONFIG} with a model_type", f"none in {model.path}")
+    if not any((path / name).exists() for name in WEIGHTS):
+        return Broken(f"model.path must hold {' or '.join(WEIGHTS)}", f"neither in {model.path}")
+    if "quantization_config" in config:
+        return Broken("model.path must hold weights that are not quantised", f"a quantization_config in {model.path}")
+    if model.model_type not in (None, config["model_type"]) or (model.config and model.config != config):
+        given = f"model_type {model.model_type}, {len(model.config)} keys of model.config"
+        return Broken("model.path brings its own architecture", given, (f"model=pretrained model.path={model.path}",))
+    return None

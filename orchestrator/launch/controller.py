@@ -1,0 +1,251 @@
+"""Runs a sweep on this machine: a process of its own, so that the terminal that started it may go.
+
+`python -m orchestrator.launch.controller FOLDER` reads the plan in the sweep's folder and records there what it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from orchestrator.config.schema import Device, from_dict
+from orchestrator.launch.local_run import PointRun, signals_ignored
+from orchestrator.launch.rank import ENTRY
+from orchestrator.machine import hardware, slots
+from orchestrator.machine.processes import is_alive, started
+from orchestrator.plan import decision
+from orchestrator.plan.point import Point
+from orchestrator.records import record_file
+from orchestrator.records.record_file import BadRecord, EventTail, read_or_warn, told, write_json_atomic
+from orchestrator.records.record_shapes import REQUESTS
+from orchestrator.records.run_record import new_attempt
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import TAKEN, Planned, SweepPaths, only_controller, plan_of, tell
+from orchestrator.report import comparison
+from orchestrator.tracking.feed import Tracker, experiment_name, start_tracker
+
+LOOK_S = 0.2
+# A point that failed the same way as so many before it: whatever it is, the next will meet it too.
+SAME_FAILURES = 3
+
+
+class Controller:
+    """Takes the points from the plan as slots become free. All it knows is on disk, so it may die at any time."""
+
+    def __init__(self, sweep: SweepPaths, entry: str, viewer: tuple[int, str] | None) -> None:
+        self._sweep, self._entry, self._viewer = sweep, entry, viewer
+        facts = read_or_warn(sweep.sweep) or {}
+        self._prune, self._exclusive = bool(facts.get("prune", True)), bool(facts.get("exclusive", False))
+        self._waiting = [one for one in plan_of(sweep) if one.decision is RunState.queued]
+        self._configs = {one.label: from_dict(one.config) for one in self._waiting}
+        self._running: dict[str, tuple[Planned, PointRun, slots.Lease]] = {}
+        self._pools: dict[Device, slots.SlotPool] = {}
+        self._requests = EventTail(sweep.requests, REQUESTS)
+        self._failures: list[str] = []
+        self._told_waiting = ""
+        self._tracker = Tracker()
+
+    def run(self) -> None:
+        """Until nothing waits and nothing runs. None of its processes is left then, nor when it is interrupted."""
+        if self._waiting:
+            self._tracker = start_tracker(self._configs[self._waiting[0].label], self._sweep.output)
+            self._tracker.wait_for_store()
+        try:
+            while self._waiting or self._running:
+                self._hear_requests()
+                self._look()
+                self._start()
+                for warning in self._tracker.warnings():
+                    tell(self._sweep, "warning", text=warning)
+                time.sleep(LOOK_S)
+        finally:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """The tracker is closed also where nothing can be written any more."""
+        try:
+            self._cancel("the sweep's controller was stopped")
+            files = comparison.write(self._sweep)
+            if experiment := self._experiment():
+                self._tracker.summary(experiment, self._sweep.name, comparison.markdown(self._sweep), files)
+        finally:
+            self._tracker.close()
+        for warning in self._tracker.warnings():
+            tell(self._sweep, "warning", text=warning)
+        tell(self._sweep, "end")
+
+    def _experiment(self) -> str:
+        configs = [one.config for one in plan_of(self._sweep) if one.config]
+        return experiment_name(from_dict(configs[0])) if configs else ""
+
+    # ---- what others ask ---------------------------------------------------------------------------------------
+
+    def _hear_requests(self) -> None:
+        for request in self._requests.read_new():
+            if request["do"] == "detach":
+                self._viewer = None
+            elif request["do"] == "drain":
+                self._drop(self._waiting, "the queue was dropped")
+            elif request["do"] == "cancel":
+                self._cancel("somebody cancelled it", request.get("labels"))
+        if self._viewer is not None and not is_alive(*self._viewer):
+            self._cancel("the terminal that it ran in was closed")
+
+    def _cancel(self, why: str, labels: Sequence[str] | None = None) -> None:
+        """Ends what runs and what waits, or the points of these labels alone."""
+        dropped = [one for one in self._waiting if labels is None or one.label in labels]
+        with contextlib.ExitStack() as ends:  # where one's end cannot be recorded, as on a full disk, all end
+            for label in [label for label in self._running if labels is None or label in labels]:
+                ends.callback(self._stop, label, why)
+            ends.callback(self._drop, dropped, why)
+
+    def _stop(self, label: str, why: str) -> None:
+        planned, run, lease = self._running.pop(label)
+        with lease:
+            run.cancel(why)
+        self._tracker.end(run.attempt)
+        tell(self._sweep, "ended", label=planned.label, attempt=str(run.attempt.paths.root), slots=[])
+
+    def _drop(self, planned: Sequence[Planned], why: str, state: RunState = RunState.cancelled) -> None:
+        for one in list(planned):
+            self._waiting.remove(one)
+            tell(self._sweep, "decided", label=one.label, state=state.value, reason=why)
+
+    # ---- what runs ---------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        for label, (planned, run, lease) in list(self._running.items()):
+            run.new_events()
+            verdict = run.look()
+            if verdict is None:
+                continue
+            del self._running[label]
+            lease.release()
+            self._tracker.end(run.attempt)
+            tell(self._sweep, "ended", label=label, attempt=str(run.attempt.paths.root), slots=_names(lease))
+            self._learn(planned, verdict.state, verdict.message)
+
+    def _learn(self, planned: Planned, state: RunState, message: str) -> None:
+        """What one point's end says of those that wait."""
+        if state in (RunState.oom, RunState.oom_host) and self._prune:
+            larger = [one for one in self._waiting if decision.outgrown(one, planned.config)]
+            self._drop(larger, decision.smaller_failed(planned.label), RunState.pruned)
+        self._failures = [*self._failures, message][-SAME_FAILURES:] if state is RunState.error else []
+        if len(self._failures) == SAME_FAILURES and len(set(self._failures)) == 1:
+            self._drop(self._waiting, f"{SAME_FAILURES} points in a row failed alike: {message}")
+
+    def _start(self) -> None:
+        """Every waiting point whose slots are free, in the order of the plan; in exclusive mode one at a time."""
+        too_many: dict[Device, int] = {}  # so many slots were not free a moment ago
+        for planned in list(self._waiting):
+            if self._exclusive and self._running:
+                return
+            resources = self._configs[planned.label].resources
+            count = slots.wanted(resources)
+            if count >= too_many.get(resources.device, count + 1):
+                continue
+            pool = self._pool_of(resources.device)
+            lease = pool.take(count)
+            if lease is None:
+                too_many[resources.device] = count
+                self._tell_waiting(pool)
+                continue
+            busy = slots.busy_gpus(lease.slots) if lease.gpus is not None else []
+            if busy:
+                lease.release()
+                self._drop([planned], f"its GPUs are in use: {'; '.join(busy)}; end those, or leave the GPUs out of "
+                           "CUDA_VISIBLE_DEVICES")  # fmt: skip
+                continue
+            self._begin(planned, lease)
+
+    def _pool_of(self, device: Device) -> slots.SlotPool:
+        if device not in self._pools:
+            self._pools[device] = slots.pool_of(device)  # asks nvidia-smi
+        return self._pools[device]
+
+    def _tell_waiting(self, pool: slots.SlotPool) -> None:
+        """Once for each set of holders that are not ours: a sweep that waits for another must say so."""
+        told = "; ".join(pool.holders()) if not self._running else ""
+        if told and told != self._told_waiting:
+            tell(self._sweep, "warning", text=f"waiting for slots that another command holds: {told}")
+        self._told_waiting = told
+
+    def _begin(self, planned: Planned, lease: slots.Lease) -> None:
+        self._waiting.remove(planned)
+        config = self._configs[planned.label]
+        point = Point(planned.label, config, planned.overrides)
+        attempt = new_attempt(
+            self._sweep.output, planned.config, planned.label, hardware.detect().name(config.resources.device)
+        )
+        self._tracker.begin(attempt, experiment_name(config), self._sweep.name)
+        where = {"label": planned.label, "attempt": str(attempt.paths.root), "slots": _names(lease)}
+        tell(self._sweep, "started", **where)
+        try:
+            run = PointRun(point, attempt, self._entry, lease.gpus)
+        except Exception as error:  # the point is lost, the others are not
+            attempt.move(RunState.error, rank=0, message=f"could not be started: {type(error).__name__}: {error}")
+            self._tracker.end(attempt)
+            lease.release()
+            tell(self._sweep, "ended", **where)
+            return
+        self._running[planned.label] = (planned, run, lease)
+
+
+class _Warnings(logging.Handler):
+    """Warnings about records go to who watches the sweep, and not to the controller's log."""
+
+    def __init__(self, sweep: SweepPaths) -> None:
+        super().__init__()
+        self._sweep = sweep
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            tell(self._sweep, "warning", text=record.getMessage().removeprefix("warning: "))
+
+
+def _names(lease: slots.Lease) -> list[str]:
+    return [slot.visible or slot.name.removeprefix("core") for slot in lease.slots]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.launch.controller")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--entry", default=ENTRY)
+    parser.add_argument("--viewer", type=int, default=None, help="end when this process does, unless told to detach")
+    found = parser.parse_args(argv)
+    sweep = SweepPaths(found.folder)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    os.umask(0o077)  # what it writes is the user's alone, also where a notebook started it
+    signal.signal(signal.SIGTERM, stop)
+    with only_controller(sweep) as alone:
+        if not alone:
+            return TAKEN
+        write_json_atomic(sweep.controller, {"pid": os.getpid(), "started": started(os.getpid())})
+        began = started(found.viewer) if found.viewer is not None else None
+        viewer = (found.viewer, began or "") if found.viewer is not None else None
+        record_file.logger.addHandler(_Warnings(sweep))
+        record_file.logger.propagate = False
+        try:
+            Controller(sweep, found.entry, viewer).run()
+        except KeyboardInterrupt:
+            with signals_ignored():
+                return 130
+        except (BadRecord, OSError) as error:
+            print(f"error: {told(error)}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""Starts the ranks of a point on this machine, through submitit: one session of processes.
+
+It is also the program of those processes: `controller FOLDER` and `rank ATTEMPT ENTRY`. A rank gets two strings on its
+command line and no pickle, which would be code for whoever may write where it lies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.local.local import Controller
+
+from orchestrator.config.schema import RunConfig
+from orchestrator.launch.environment import TUNABLES, job_environment
+from orchestrator.launch.rank import RankRecord, run_as_rank
+from orchestrator.machine import children
+from orchestrator.machine.processes import die_with_parent, end_session, redirect_output
+from orchestrator.records.record_file import write_json_atomic
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_state import RunState
+
+PARENT = "ZLAB_PARENT_PID"
+TUNABLES_OF_RANKS = "ZLAB_GLIBC_TUNABLES"
+# Beyond the run's own limit, which the command watches: the controller's is for when that fails.
+BACKSTOP_MIN = 2.0
+
+
+class _SessionExecutor(submitit.LocalExecutor):
+    """submitit's local executor with a controller that leads its own session and dies with the command.
+
+    It leaves CUDA_VISIBLE_DEVICES as it is: the plain executor replaces it, and cannot write GPUs by UUID.
+    """
+
+    def __init__(self, attempt: AttemptPaths, entry: str, environment: Mapping[str, str]) -> None:
+        super().__init__(attempt.submitit)
+        self._attempt, self._entry = attempt, entry
+        self._environment = dict(environment)
+        self.controller: subprocess.Popen[bytes] | None = None
+
+    @property
+    def _submitit_command_str(self) -> str:
+        words = ["rank", str(self._attempt.root), self._entry]
+        return shlex.join(children.words("orchestrator.launch.local_executor", *words, flags=("-u",)))
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """The controller of the ranks, in place of `submit`, which pickles a call."""
+        self._submit_command(self._submitit_command_str)
+        assert self.controller is not None
+        return self.controller
+
+    def _submit_command(self, command: str) -> submitit.LocalJob[Any]:
+        ranks: int = self.parameters["tasks_per_node"]
+        told = {
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_NTASKS": str(ranks),
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(int(60 * self.parameters["timeout_min"])),
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "0",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_STDERR_TO_STDOUT": "1",
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+            PARENT: str(os.getpid()),
+            TUNABLES_OF_RANKS: self._environment[TUNABLES],
+        }
+        # Up to 2.38 glibc cuts its variable at the first colon in the process that reads it, and a child of that
+        # process would inherit the rest: the controller must not read it (see _controller_main).
+        environment = {key: value for key, value in self._environment.items() if key != TUNABLES}
+        with self._attempt.controller_log.open("ab") as log:
+            self.controller = subprocess.Popen(
+                children.words("orchestrator.launch.local_executor", "controller", str(self.folder)),
+                env={**environment, **told},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        identifier = str(self.controller.pid)
+        return submitit.LocalJob(self.folder, identifier, tasks=list(range(ranks)), process=self.controller)
+
+
+class Job:
+    """A submitted point: the controller and the ranks, which are one session."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.session = process.pid
+
+    def controller_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """Returns when no process of the job is left. Ending twice is no error."""
+        end_session(self.session)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+
+
+def submit(attempt: AttemptPaths, config: RunConfig, entry: str, gpus: Sequence[str] | None = None) -> Job:
+    """Starts the ranks; call it from the main thread (see processes.die_with_parent). Never blocks on them."""
+    attempt.submitit.mkdir(exist_ok=True)
+    executor = _SessionExecutor(attempt, entry, job_environment(config, os.environ, gpus))
+    limit_min = config.resources.time_limit_min + BACKSTOP_MIN
+    executor.update_parameters(tasks_per_node=config.resources.ranks, timeout_min=limit_min)
+    return Job(executor.start())
+
+
+class _Watcher(Controller):
+    """submitit's controller, which tells at once how each rank's process ended."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._exits = AttemptPaths(folder.parent).exits
+
+    def wait(self, freq: int = 20) -> Sequence[int | None]:
+        """Until all ranks ended or the time is over. Sends no signal: submitit's would requeue a slow rank 0."""
+        deadline = time.monotonic() + self.timeout_s
+        exits: dict[str, dict[str, float]] = {}
+        while len(exits) < len(self.tasks) and time.monotonic() < deadline:
+            for rank, task in enumerate(self.tasks):
+                code = task.poll()
+                if code is not None and str(rank) not in exits:
+                    exits[str(rank)] = {"code": code, "time": time.time(), "monotonic": time.monotonic()}
+                    write_json_atomic(self._exits, exits)
+            time.sleep(1 / freq)
+        return [task.poll() for task in self.tasks]
+
+
+def _controller_main(folder: str) -> None:
+    die_with_parent(int(os.environ[PARENT]))
+    os.environ[TUNABLES] = os.environ.pop(TUNABLES_OF_RANKS)
+    _Watcher(Path(folder)).run(max_retry=1)
+
+
+def _rank_main(attempt_dir: str, entry: str) -> None:
+    die_with_parent(int(os.environ["SUBMITIT_LOCAL_JOB_ID"]))
+    place = submitit.JobEnvironment()
+    _say_place(place)
+    attempt = AttemptPaths(Path(attempt_dir))
+    redirect_output(attempt.rank_log(place.global_rank))
+    RankRecord(attempt, place.global_rank).write(RunState.starting)
+    os.write(1, f"rank {place.global_rank} of {place.num_tasks}, pid {os.getpid()}\n".encode())
+    run_as_rank(attempt, entry)
+
+
+def _say_place(place: submitit.JobEnvironment) -> None:
+    """The names that torch and everything around it read."""
+    os.environ["RANK"] = str(place.global_rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(place.num_tasks)
+    os.environ["LOCAL_RANK"] = str(place.local_rank)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "controller":
+        _controller_main(sys.argv[2])
+    else:
+        _rank_main(sys.argv[2], sys.argv[3])

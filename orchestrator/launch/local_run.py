@@ -1,0 +1,118 @@
+"""One attempt on this machine, from its processes' start to its recorded end. Never blocks but to end them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from orchestrator.config.schema import from_dict
+from orchestrator.launch import local_executor
+from orchestrator.launch import verdict as watch
+from orchestrator.launch.verdict import Verdict, Watch
+from orchestrator.plan import prediction, remedies
+from orchestrator.plan.point import Point
+from orchestrator.records.record_file import BadRecord, EventTail, read_or_warn
+from orchestrator.records.record_shapes import RANK
+from orchestrator.records.run_record import Attempt, result_of
+from orchestrator.records.run_state import RunState
+
+
+class PointRun:
+    """Started by its making, from the main thread (see processes.die_with_parent); `look` until there is a verdict.
+
+    `gpus`: the CUDA_VISIBLE_DEVICES of the ranks; None leaves it as it is.
+    """
+
+    def __init__(self, point: Point, attempt: Attempt, entry: str, gpus: Sequence[str] | None = None) -> None:
+        resources = point.config.resources
+        self.point, self.attempt = point, attempt
+        self._world = resources.ranks or 1
+        self._tail = EventTail(attempt.paths.metrics)
+        self._step = 0
+        self._job = local_executor.submit(attempt.paths, point.config, entry, gpus)
+        try:
+            attempt.move(RunState.starting, controller=self._job.session)
+        except BaseException:
+            self._job.end()
+            raise
+        limit_s = 60 * resources.time_limit_min
+        self._watch = Watch(attempt.paths, self._world, limit_s, self._job.controller_alive)
+
+    def new_events(self) -> list[dict[str, Any]]:
+        """What the ranks noted down since the last call."""
+        events = self._tail.read_new()
+        self._step = next((event["step"] for event in reversed(events) if "step" in event), self._step)
+        return events
+
+    def look(self) -> Verdict | None:
+        """None while it goes on. With the verdict none of its processes is left, and its state is written."""
+        verdict = self._watch.look()
+        if self.attempt.state is RunState.starting and (self._watch.all_running or verdict is not None):
+            self.attempt.move(RunState.running)
+        if verdict is None:
+            return None
+        if verdict.state is RunState.timeout:
+            verdict = self._with_stack(verdict)
+        self._end()
+        if verdict.state is not RunState.ok and self._step:
+            verdict = verdict._replace(message=f"{verdict.message}, after step {self._step}")
+        return record(self.attempt, verdict)
+
+    def cancel(self, why: str) -> None:
+        """Ends its processes and writes that it was stopped. What was measured by then is kept."""
+        self._end()
+        if self.attempt.state.final:
+            return
+        if self.attempt.paths.result.exists():
+            record(self.attempt, Verdict(RunState.ok, note=f"{why} after the result was written"))
+        else:
+            self.attempt.move(RunState.cancelled, message=why)
+
+    def _end(self) -> None:
+        with signals_ignored():
+            self._job.end()
+
+    def _with_stack(self, verdict: Verdict) -> Verdict:
+        """Every rank's log now ends with where it stood."""
+        stuck = watch.ask_where(self.attempt.paths, self._world)
+        if stuck is None:
+            return verdict
+        return verdict._replace(rank=stuck, message=f"{verdict.message}: the others waited for rank {stuck}")
+
+
+def record(attempt: Attempt, verdict: Verdict) -> Verdict:
+    """Writes how the attempt ended; of a failure also the last lines of the log that tells why.
+
+    Returns what was written: a run that fitted may have been tight.
+    """
+    if verdict.state is RunState.ok:
+        try:
+            verdict = verdict._replace(state=watch.success(result_of(attempt.paths)))
+        except BadRecord as bad:
+            verdict = Verdict(RunState.error, 0, str(bad))
+        else:
+            attempt.move(verdict.state, **({"note": verdict.note} if verdict.note else {}))
+            return verdict
+    lines, _ = watch.last_words(attempt.paths, verdict.rank)
+    memory = (read_or_warn(attempt.paths.rank_record(verdict.rank), RANK) or {}).get("memory")
+    facts = {}
+    if memory and (stored := read_or_warn(attempt.paths.config)):
+        config = from_dict(stored)
+        facts = {"memory": memory, "remedies": remedies.told(config, memory, prediction.needs)}
+        verdict = verdict._replace(message=f"{verdict.message}; {facts['remedies']}".rstrip("; "))
+    attempt.move(verdict.state, rank=verdict.rank, message=verdict.message, log=lines, **facts)
+    return verdict
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """For the moments in which a second Ctrl-C would leave processes behind."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {one: signal.signal(one, signal.SIG_IGN) for one in signals}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)

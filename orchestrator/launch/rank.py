@@ -1,0 +1,137 @@
+"""One rank's part of a job: who it is, the call that runs on it, and the record that it leaves."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from orchestrator.machine.processes import started
+from orchestrator.records.record_file import write_json_atomic
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_state import RunState
+from zero_runtime.errors import RankError, RankMemoryError
+
+ENTRY = "orchestrator.worker.train:run_rank"
+# Asks a rank to write in its log where it is, as the same signal does of a Java or Go program.
+WHERE_SIGNAL = signal.SIGQUIT
+# Asks a rank to stop at the next step that all ranks can agree on. SLURM is told to send this one; not USR1, which NCCL
+# may take.
+STOP_SIGNAL = signal.SIGUSR2
+_STDERR = 2
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A rank's place in the world; `meeting` is where the ranks find each other, as `join_world` takes it.
+
+    `restarts`: how often this attempt was begun before, by a scheduler that put its job back into the queue.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    meeting: str | Path
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What an entry returns where it was asked to stop: after which step, and whether a checkpoint holds that step."""
+
+    step: int
+    saved: bool
+
+    def __str__(self) -> str:
+        then = "saved" if self.saved else "nothing was saved (checkpoint=none), so that it begins anew from step 0"
+        return f"stopped by a signal after step {self.step}, {then}"
+
+
+Entry = Callable[[AttemptPaths, RankInfo], Stopped | None]
+
+
+def rank_in_world(environ: Mapping[str, str], meeting: str | Path) -> RankInfo | None:
+    """The place that torchrun, srun or our own launcher gave this process; None where none did."""
+    restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        local = environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", environ["RANK"]))
+        return RankInfo(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(local), meeting, restarts)
+    # A batch script has SLURM_PROCID too; only the processes of a step are ranks.
+    if environ.get("SLURM_STEP_ID", "").isdigit() and "SLURM_PROCID" in environ:
+        rank, world, place = (int(environ[f"SLURM_{key}"]) for key in ("PROCID", "NTASKS", "LOCALID"))
+        return RankInfo(rank, world, place, meeting, restarts)
+    return None
+
+
+def load_entry(entry: str) -> Entry:
+    """The function that "module:function" names."""
+    module, _, name = entry.partition(":")
+    function: Entry = getattr(importlib.import_module(module), name)
+    return function
+
+
+class RankRecord:
+    """What one rank tells of itself: who it is, since when, and how it ended. Only that rank writes it."""
+
+    def __init__(self, attempt: AttemptPaths, rank: int) -> None:
+        self._path = attempt.rank_record(rank)
+        self._facts = {"rank": rank, "pid": os.getpid(), "started": started(os.getpid())}
+
+    def write(self, state: RunState, **facts: Any) -> None:
+        # `monotonic` is the same clock for all processes of a machine, and nobody sets it: order is judged by it.
+        now = {"time": time.time(), "monotonic": time.monotonic()}
+        write_json_atomic(self._path, {**self._facts, "state": state.value, **now, **facts})
+
+    def write_error(self, error: BaseException) -> None:
+        """`outcome` is what the run's becomes where this error is its root."""
+        facts: dict[str, Any] = {"traceback": "".join(traceback.format_exception(error)), "blamed": []}
+        outcome = RunState.error
+        if isinstance(error, RankMemoryError):
+            outcome = RunState.oom_host if error.on_host else RunState.oom
+            facts["memory"] = error.facts
+        elif isinstance(error, RankError):
+            facts["blamed"] = list(error.ranks)
+            outcome = RunState.hang if error.hung else RunState.error
+        text = str(error) if isinstance(error, RankMemoryError) else f"{type(error).__name__}: {error}"
+        self.write(RunState.error, error=text, outcome=outcome.value, **facts)
+
+
+def run_recorded(attempt: AttemptPaths, rank: RankInfo, entry: str) -> BaseException | Stopped | None:
+    """Runs the entry and records how it ended. Returns the failure, its traceback already in the log, or the stop."""
+    record = RankRecord(attempt, rank.rank)
+    record.write(RunState.running)
+    faulthandler.register(WHERE_SIGNAL, file=_STDERR, all_threads=False)
+    try:
+        stopped = load_entry(entry)(attempt, rank)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are no successes either
+        record.write_error(error)
+        traceback.print_exc()
+        sys.stderr.flush()
+        return error
+    if stopped is not None:
+        record.write(RunState.preempted, message=str(stopped), **asdict(stopped))
+        return stopped
+    record.write(RunState.ok)
+    return None
+
+
+def run_as_rank(attempt: AttemptPaths, entry: str) -> None:
+    """The whole of a rank of our own launcher; it ends the process where the entry fails."""
+    rank = rank_in_world(os.environ, attempt.rendezvous.absolute())
+    assert rank is not None, "the launcher did not say which rank this is"
+    if isinstance(run_recorded(attempt, rank, entry), BaseException):
+        leave_failed()
+
+
+def leave_failed() -> NoReturn:
+    """Ends a failed rank's process. No collective, no destructor: either could wait for a rank that is gone."""
+    sys.stdout.flush()
+    os._exit(1)

@@ -1,0 +1,270 @@
+"""Decides how a run stands from what its ranks left: result.json before rank records before exit codes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from orchestrator.launch.rank import WHERE_SIGNAL
+from orchestrator.machine.processes import is_alive
+from orchestrator.records.record_file import BadRecord, read_json, read_or_warn, warn_once
+from orchestrator.records.record_shapes import EXITS, RANK
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_state import RunState
+
+GRACE_S = 0.6  # after the first sign of failure: the rank that caused it may not have been seen yet
+STRAGGLER_S = 10.0  # what ranks have to end in after the result is there
+START_S = 120.0  # until every rank must have said that it started
+LOG_LINES = 15
+VMSTAT = Path("/proc/vmstat")
+_STACK = "(most recent call first):"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What is known of one rank. `exit_code` is None while its process runs or when nobody saw it end.
+
+    time, exit_time: of its last word and of its end, by one clock for all ranks of a run.
+    """
+
+    rank: int
+    state: RunState | None = None
+    time: float = 0.0
+    error: str = ""
+    alive: bool = True
+    exit_code: int | None = None
+    exit_time: float = 0.0
+    blamed: tuple[int, ...] = ()  # the ranks that this one's error names; others' where it is an effect
+    outcome: RunState = RunState.error  # what this one's error makes of the run
+
+    @property
+    def ended(self) -> bool:
+        return self.exit_code is not None or not self.alive
+
+    @property
+    def failed(self) -> bool:
+        return self.state not in (RunState.ok, RunState.preempted) and (self.state is RunState.error or self.ended)
+
+    @property
+    def failure_time(self) -> float:
+        if self.state is RunState.error:
+            return self.time
+        # Others' errors may be written before this death is seen; SIGKILL comes from outside and is never an effect.
+        return self.exit_time - (2.0 if self.exit_code == -signal.SIGKILL else 0.0)
+
+
+def kernel_kills() -> int:
+    """How many processes the kernel of this machine has killed for want of memory; 0 where it does not say."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+class Verdict(NamedTuple):
+    """How the run ended; `rank` is the root cause's, and `note` a blemish on a success."""
+
+    state: RunState
+    rank: int = 0
+    message: str = ""
+    note: str = ""
+
+
+def judge(sights: Sequence[Sight], *, has_result: bool, controller_alive: bool) -> Verdict | None:
+    """None while nothing is decided."""
+    failures = [sight for sight in sights if sight.failed]
+    over = not controller_alive or all(sight.ended for sight in sights)
+    if has_result:
+        note = f"after the result was written: {describe(failures[0])}" if failures else ""
+        return Verdict(RunState.ok, note=note) if over or failures else None
+    if all(sight.state is RunState.preempted for sight in sights):
+        return Verdict(RunState.preempted, 0, sights[0].error) if over else None
+    if not controller_alive and failures and all(_ended_unseen(sight) for sight in failures):
+        return Verdict(
+            RunState.lost, 0, "the process that starts and holds the ranks was killed, and they ended with it"
+        )
+    if failures:
+        root = min(failures, key=lambda sight: sight.failure_time)
+        accuser = next((sight for sight in failures if sight.blamed), None)
+        if accuser is not None:
+            return _accused(sights[accuser.blamed[0]], accuser)
+        return Verdict(root.outcome, root.rank, describe(root))
+    if not controller_alive:
+        return Verdict(RunState.lost, 0, "the process that starts and holds the ranks ended before them")
+    if over:
+        return Verdict(RunState.error, 0, "every rank ended well, yet rank 0 wrote no result")
+    return None
+
+
+def _accused(culprit: Sight, accuser: Sight) -> Verdict:
+    """The ranks compared notes (zero_runtime.watch.watch), so the others' errors and ends are effects of one rank's."""
+    found = accuser.error.splitlines()[0].partition(": ")[2]
+    if culprit.failed and culprit.state is RunState.error and not culprit.blamed:
+        return Verdict(culprit.outcome, culprit.rank, describe(culprit))
+    # gloo aborts ranks that receive more than they expect: no death, but how the ranks' difference shows.
+    if culprit.failed and _by_signal(culprit) and culprit.exit_code != -signal.SIGABRT:
+        return Verdict(culprit.outcome, culprit.rank, f"{describe(culprit)}; {found}")
+    return Verdict(accuser.outcome, culprit.rank, found)
+
+
+def _ended_unseen(sight: Sight) -> bool:
+    """It said nothing wrong, and nobody was there to see how it ended."""
+    return sight.state is not RunState.error and sight.exit_code is None and not sight.alive
+
+
+def describe(sight: Sight) -> str:
+    """One sentence on how a rank failed."""
+    if sight.state is RunState.error:
+        named = sight.error.startswith(f"rank {sight.rank}: ")
+        return sight.error if named else f"rank {sight.rank}: {sight.error}"
+    if _by_signal(sight):
+        name = signal.Signals(-(sight.exit_code or 0)).name
+        return f"rank {sight.rank} was killed by {name}"
+    code = "unknown" if sight.exit_code is None else sight.exit_code
+    return f"rank {sight.rank} ended without finishing (exit code {code})"
+
+
+def _by_signal(sight: Sight) -> bool:
+    return sight.exit_code is not None and sight.exit_code < 0
+
+
+class Watch:
+    """Looks at one attempt again and again until it is decided."""
+
+    def __init__(
+        self,
+        attempt: AttemptPaths,
+        world: int,
+        limit_s: float,
+        controller_alive: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._attempt, self._world, self._limit_s = attempt, world, limit_s
+        self._controller_alive, self._clock = controller_alive, clock
+        self._begun = clock()
+        self._kills = kernel_kills()
+        self._failing_since: float | None = None
+        self._result_since: float | None = None
+        self.sights: list[Sight] = []
+
+    def look(self) -> Verdict | None:
+        """The verdict, or None while the run goes on. Never blocks."""
+        alive = self._controller_alive()  # before the files: what a dead controller left is all there will be
+        now = self._clock()
+        self.sights = look_at_ranks(self._attempt, self._world)
+        has_result = self._attempt.result.exists()
+        verdict = judge(self.sights, has_result=has_result, controller_alive=alive)
+        if verdict is not None and verdict.state is not RunState.ok:
+            self._failing_since = now if self._failing_since is None else self._failing_since
+            return self._with_kernel(verdict) if not alive or now - self._failing_since >= GRACE_S else None
+        # A rank may end between the reading of its record and of the process table; the next look sees it right.
+        self._failing_since = None
+        return verdict or self._too_late(now, has_result)
+
+    def _with_kernel(self, verdict: Verdict) -> Verdict:
+        """A rank that got SIGKILL while the kernel killed for want of memory was one of those it killed."""
+        by_kill = self.sights[verdict.rank].exit_code == -signal.SIGKILL
+        if not by_kill or verdict.state is not RunState.error or kernel_kills() == self._kills:
+            return verdict
+        return verdict._replace(
+            state=RunState.oom_host, message=f"{verdict.message}: the machine's memory was used up (see `dmesg`)"
+        )
+
+    @property
+    def all_running(self) -> bool:
+        return bool(self.sights) and all(sight.state is not None for sight in self.sights)
+
+    def _too_late(self, now: float, has_result: bool) -> Verdict | None:
+        if has_result:
+            self._result_since = now if self._result_since is None else self._result_since
+            if now - self._result_since < STRAGGLER_S:
+                return None
+            busy = [sight.rank for sight in self.sights if not sight.ended]
+            return Verdict(RunState.ok, note=f"ranks {busy} were still busy {STRAGGLER_S:g} s after the result")
+        elapsed = now - self._begun
+        if elapsed > self._limit_s:
+            message = f"not done after resources.time_limit_min={self._limit_s / 60:g}"
+            return Verdict(RunState.timeout, 0, message)
+        missing = [sight.rank for sight in self.sights if sight.state is None]
+        if missing and elapsed > START_S:
+            return Verdict(RunState.error, missing[0], f"ranks {missing} did not start within {START_S:g} s")
+        return None
+
+
+def success(result: Mapping[str, Any]) -> RunState:
+    """ok, or tight: it fits, and the allocator had to give memory back and ask again, which is slow."""
+    return RunState.tight if result["memory"].get("alloc_retries") else RunState.ok
+
+
+def look_at_ranks(attempt: AttemptPaths, world: int) -> list[Sight]:
+    """What the files and the process table say of each rank now."""
+    exits = read_or_warn(attempt.exits, EXITS) or {}
+    return [_look_at(attempt, rank, exits.get(str(rank))) for rank in range(world)]
+
+
+def _look_at(attempt: AttemptPaths, rank: int, ended: dict[str, Any] | None) -> Sight:
+    """A record that cannot be read tells that the rank began: its process's exit tells the rest, or its next record."""
+    try:
+        return _sight(rank, read_json(attempt.rank_record(rank), RANK), ended)
+    except (BadRecord, OSError) as error:
+        warn_once(str(error))
+        return replace(_sight(rank, None, ended), state=RunState.running)
+
+
+def _sight(rank: int, record: dict[str, Any] | None, ended: dict[str, Any] | None) -> Sight:
+    code, when = (None, time.monotonic()) if ended is None else (int(ended["code"]), ended.get("monotonic", 0.0))
+    if record is None:
+        return Sight(rank, exit_code=code, exit_time=when)
+    alive = ended is None and is_alive(record["pid"], record["started"])
+    error = str(record.get("error", record.get("message", "")))
+    blamed = tuple(record.get("blamed", ()))
+    outcome = RunState(record.get("outcome", RunState.error.value))
+    return Sight(
+        rank, RunState(record["state"]), record.get("monotonic", 0.0), error, alive, code, when, blamed, outcome
+    )
+
+
+def ask_where(attempt: AttemptPaths, world: int, *, wait_s: float = 0.5) -> int | None:
+    """Has every rank write its stack into its log; returns the one that the others wait for, where that is clear."""
+    for rank in range(world):
+        record = read_or_warn(attempt.rank_record(rank), RANK)
+        # Before `running` the signal's handler is not there yet, and the signal would kill.
+        if record and record["state"] == RunState.running.value and is_alive(record["pid"], record["started"]):
+            os.kill(record["pid"], WHERE_SIGNAL)
+    time.sleep(wait_s)
+    busy = [rank for rank in range(world) if not _is_waiting(attempt.rank_log(rank))]
+    return busy[0] if len(busy) == 1 and world > 1 else None
+
+
+def _is_waiting(log: Path) -> bool:
+    stack = "\n".join(excerpt(log))
+    return _STACK in stack and "distributed" in stack
+
+
+def last_words(attempt: AttemptPaths, rank: int) -> tuple[list[str], Path]:
+    """The end of a rank's log, or of its traceback where its output went elsewhere; and the file it is from."""
+    log, record = attempt.rank_log(rank), attempt.rank_record(rank)
+    if log.is_file():
+        return excerpt(log), log
+    return str((read_or_warn(record, RANK) or {}).get("traceback", "")).splitlines()[-LOG_LINES:], record
+
+
+def excerpt(log: Path, lines: int = LOG_LINES) -> list[str]:
+    """The last lines of a log; of a log that ends with a dumped stack, its innermost calls."""
+    if not log.is_file():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 65536))
+        found = file.read().decode("utf-8", errors="replace").splitlines()
+    stacks = [index for index, line in enumerate(found) if line.endswith(_STACK)]
+    after = found[stacks[-1] :] if stacks else []
+    if after and all(line.startswith("  File ") or line.endswith(_STACK) for line in after):
+        return after[:lines]
+    return found[-lines:]

@@ -1,0 +1,191 @@
+"""What this machine offers, learned without importing torch: GPUs, CPU cores, and a short name of either."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from orchestrator.config.schema import Device
+from zero_runtime.offload import cgroups
+
+PROC_GPUS = Path("/proc/driver/nvidia/gpus")
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """`gpus` are those this process may use with the installed torch; `idle_gpus` are there but out of its reach.
+
+    `cpu_dtypes` are the 16-bit dtypes that the CPU has matrix instructions for. `slurm`: jobs can be sent to a cluster
+    from here.
+    """
+
+    cores: int
+    cpu: str
+    gpus: int = 0
+    gpu: str = ""
+    idle_gpus: int = 0
+    cpu_dtypes: frozenset[str] = frozenset()
+    slurm: bool = False
+
+    def name(self, device: Device) -> str:
+        """Short, for the identity of a point: numbers of one name may be compared."""
+        return self.gpu if device is Device.cuda else f"{self.cpu}/{self.cores}-cores"
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Hardware:
+    """This machine as a process with this environment sees it."""
+    models = visible(gpu_models(), (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES"))
+    usable = models if torch_has_cuda() else []
+    return Hardware(
+        cores=usable_cores(),
+        cpu=cpu_model(),
+        gpus=len(usable),
+        gpu="+".join(sorted(set(usable))),
+        idle_gpus=len(models) - len(usable),
+        cpu_dtypes=cpu_dtypes(),
+        slurm=shutil.which("sbatch") is not None,
+    )
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that this process may use; `visible` is its entry of CUDA_VISIBLE_DEVICES. No memory: nobody told."""
+
+    visible: str
+    uuid: str = ""
+    memory_bytes: int | None = None
+
+
+def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
+    """The GPUs of `detect`, one by one, in their order."""
+    environ = os.environ if environ is None else environ
+    models = gpu_models()
+    setting = environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(visible(models, setting))
+    entries = [part.strip() for part in setting.split(",")] if setting is not None else list(map(str, range(count)))
+    told = _smi("--query-gpu=index,uuid,memory.total")
+    facts = {name: (uuid, int(mib) << 20) for index, uuid, mib in told if mib.isdigit() for name in (index, uuid)}
+    return [Gpu(entry, *facts.get(entry, ("", None))) for entry in entries[:count]]
+
+
+def gpu_processes() -> list[tuple[str, str, str]]:
+    """(UUID of the GPU, pid, memory) of everything that computes on a GPU of this machine now."""
+    return [(uuid, pid, used) for uuid, pid, used in _smi("--query-compute-apps=gpu_uuid,pid,used_memory")]
+
+
+def _smi(query: str) -> list[list[str]]:
+    """The rows that nvidia-smi answers; none where it is not there."""
+    try:
+        line = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+        answer = subprocess.run(line, capture_output=True, encoding="utf-8", errors="replace", timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in row.split(",")] for row in answer.stdout.splitlines() if row.count(",") == 2]
+
+
+def memory_bytes() -> int:
+    """What this machine, or the container that we are in, gives to processes."""
+    total: int = psutil.virtual_memory().total
+    limit = cgroups.memory_limit()
+    return total if limit is None else min(total, limit)
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on: its affinity, and the share that a container grants."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:
+        cores = os.cpu_count() or 1  # macOS has no affinity
+    share = cgroups.cpu_share()
+    return cores if share is None else max(1, min(cores, int(share)))
+
+
+def visible(models: list[str], setting: str | None) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES leaves of the GPUs. As CUDA does, it counts up to the first entry that is not there."""
+    if setting is None:
+        return models
+    left = []
+    for entry in (part.strip() for part in setting.split(",")):
+        if entry.isdigit() and int(entry) < len(models):
+            left.append(models[int(entry)])
+        elif entry.startswith(("GPU-", "MIG-")) and models:
+            left.append(models[0])
+        else:
+            break
+    return left
+
+
+def gpu_models() -> list[str]:
+    """The short name of each NVIDIA GPU. The driver's files answer at once; nvidia-smi where they are hidden."""
+    found = [_model_in(folder / "information") for folder in sorted(PROC_GPUS.glob("*"))]
+    return [short_name(model) for model in found] if found else _ask_nvidia_smi()
+
+
+def short_name(model: str) -> str:
+    """ "NVIDIA A100-SXM4-80GB" and "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz" without the noise."""
+    quiet = re.sub(r"\(R\)|\(TM\)|\bNVIDIA\b|\bCPU\b|\bProcessor\b|@.*$", " ", model)
+    return "-".join(quiet.split()) or "unknown"
+
+
+def cpu_model() -> str:
+    """The short name of the CPU."""
+    try:
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+        )
+    except OSError:
+        found = None
+    return short_name(found.group(1) if found else platform.machine())
+
+
+def cpu_dtypes() -> frozenset[str]:
+    """bf16 and fp16, where the CPU multiplies matrices of them natively (5 to 100 times faster than without)."""
+    try:
+        found = re.search(
+            r"^(?:flags|Features)\s*:\s*(.+)$", CPU_INFO.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+        )
+    except OSError:
+        found = None
+    flags = set(found.group(1).split()) if found else set()
+    native = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
+    return frozenset(dtype for dtype, names in native.items() if names & flags)
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch was built for CUDA, read from its version file instead of importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return re.search(r"^cuda\b[^=]*=\s*['\"]", text, re.MULTILINE) is not None
+
+
+def _model_in(file: Path) -> str:
+    try:
+        found = re.search(r"^Model:\s*(.+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1) if found else "GPU"
+
+
+def _ask_nvidia_smi() -> list[str]:
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", errors="replace", timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [short_name(model) for model in re.findall(r"^GPU \d+: (.+?) \(UUID", answer.stdout, re.MULTILINE)]

@@ -1,0 +1,1 @@
+"""What becomes of each point before anything starts: rules, predicted memory, run, keep, leave out or refuse."""

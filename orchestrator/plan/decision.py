@@ -1,0 +1,242 @@
+"""What becomes of each point before anything starts: run, keep the answer that is there, leave out, refuse. Pure but
+for reading the records."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.schema import RunConfig, to_dict
+from orchestrator.config.strict import Broken
+from orchestrator.plan.point import Point
+from orchestrator.records import contents
+from orchestrator.records.record_file import read_or_warn
+from orchestrator.records.record_shapes import STATE
+from orchestrator.records.run_record import AttemptPaths, all_attempts, attempts_at, is_answer, point_id, settle
+from orchestrator.records.run_state import RETRIED, RunState
+from orchestrator.records.sweep_record import Planned
+from orchestrator.text.units import size
+from zero_runtime.memory.activation_count import ActivationBytes
+from zero_runtime.memory.model import StateBytes, step_floor_bytes
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """fresh: run everything anew. retry: run those again whose last answer is one of these. prune: leave out what
+    cannot fit."""
+
+    fresh: bool = False
+    retry: frozenset[RunState] = frozenset()
+    prune: bool = True
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A point that breaks rules."""
+
+    label: str
+    overrides: tuple[str, ...]
+    broken: tuple[Broken, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes on one rank, and what a rank, or all of them together, may hold at most.
+
+    whole_bytes: what of the states is whole beside the shards at the worst moment, at most. activations: None where
+    they cannot be counted, and `unknown` says why. remedies: settings with which it fits, where somebody asked
+    (`advised`).
+    """
+
+    states: StateBytes
+    limit_bytes: int | None
+    ranks_share: int = 1  # ranks that share the limit
+    micro_batches: int = 1
+    whole_bytes: int = 0
+    activations: ActivationBytes | None = None
+    unknown: str = ""
+    remedies: tuple[str, ...] = ()
+    advised: bool = False
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a rank holds at least at the worst moment of a step."""
+        peak = self.activations.peak if self.activations else 0
+        return step_floor_bytes(self.states, peak, micro_batches=self.micro_batches)
+
+    @property
+    def ceiling_bytes(self) -> int | None:
+        """What it holds at most, kernels' and collectives' own buffers apart; None without a count of activations."""
+        return self.states.total + self.whole_bytes + self.activations.peak if self.activations else None
+
+    @property
+    def cannot_fit(self) -> bool:
+        return self.limit_bytes is not None and self.needed_bytes * self.ranks_share > self.limit_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for records and programs."""
+        states = {name: size for name, size in asdict(self.states).items() if name != "padding"}
+        return {
+            **states,
+            "activations": asdict(self.activations) if self.activations else None,
+            "activations_unknown": self.unknown,
+            "needed": self.needed_bytes,
+            "at_most": self.ceiling_bytes,
+            "limit": self.limit_bytes,
+            "ranks_share": self.ranks_share,
+        }
+
+
+def retry_states(text: str) -> frozenset[RunState]:
+    """The states of "error,oom". ValueError tells those that can be retried."""
+    words = [word.strip() for word in text.split(",")]
+    if unknown := [word for word in words if word not in RETRIED]:
+        raise ValueError(f"--retry {','.join(unknown)}: expected some of {','.join(RETRIED)}")
+    return frozenset(RunState(word) for word in words)
+
+
+def decide(
+    points: Sequence[Point | Refused],
+    output: Path,
+    name_of: Callable[[RunConfig], str],
+    wishes: Wishes,
+    predictions: Mapping[str, Prediction],
+) -> list[Planned]:
+    """The plan, in the order of the points.
+
+    name_of: what the hardware is called that a point is measured on. predictions: by label, where there is one.
+    """
+    planned = []
+    known: contents.Known = {}
+    for point in points:
+        if isinstance(point, Refused):
+            reason = "; ".join(map(str, point.broken))
+            planned.append(Planned(point.label, point.overrides, RunState.refused, reason=reason))
+        else:
+            plan = _identified(point, name_of(point.config), known, predictions.get(point.label))
+            planned.append(_decided(plan, output, wishes, predictions.get(point.label)))
+    return _pruned_by_family(planned) if wishes.prune else planned
+
+
+def _identified(point: Point, hardware: str, known: contents.Known, prediction: Prediction | None) -> Planned:
+    config = to_dict(point.config)
+    held = contents.of(config, known)
+    identity = point_id(config, point.config.resources.ranks or 1, hardware, held)
+    plan = Planned(point.label, point.overrides, RunState.queued, identity, config, contents=held)
+    if prediction is None:
+        return plan
+    return replace(plan, predicted_bytes=prediction.states.total, predicted=prediction.to_dict())
+
+
+def _decided(plan: Planned, output: Path, wishes: Wishes, prediction: Prediction | None) -> Planned:
+    kept = None if wishes.fresh else _kept(output, plan.point)
+    if kept is not None and kept[1] not in wishes.retry:
+        attempt, state = kept
+        return replace(
+            plan,
+            decision=RunState.cached if state.measured else state,
+            attempt=str(attempt.root),
+            reason=_when(attempt, state),
+        )
+    if wishes.prune and prediction is not None and prediction.cannot_fit:
+        return replace(plan, decision=RunState.pruned, reason=cannot_fit(prediction))
+    return plan if wishes.fresh or kept is not None else replace(plan, reason=_why_again(plan, output))
+
+
+def cannot_fit(prediction: Prediction) -> str:
+    """The arithmetic by which a point is left out, and what would fit."""
+    share = f"{prediction.ranks_share} x " if prediction.ranks_share > 1 else ""
+    states, limit, found = prediction.states, size(prediction.limit_bytes), prediction.activations
+    text = f"the model states alone, {share}{size(states.total)}, are more than {limit}"
+    if found is not None and states.total < prediction.needed_bytes:
+        blocks = found.peak - found.peak_outside - found.peak_backward
+        text = (
+            f"needs at least {share}{size(prediction.needed_bytes)}, more than {limit}: activations at their peak "
+            f"{size(found.peak)} (blocks {size(blocks)}, embedding, head and loss {size(found.peak_outside)}, "
+            f"backward {size(found.peak_backward)}), the rest model states"
+        )
+    if not prediction.advised:
+        return text
+    would = (
+        f"would fit: {'   or   '.join(prediction.remedies[:3])}" if prediction.remedies else "no single setting fits"
+    )
+    return f"{text}; {would}"
+
+
+def _kept(output: Path, identity: str) -> tuple[AttemptPaths, RunState] | None:
+    """The newest measurement of the point that can be believed, else the newest other answer."""
+    found = [(attempt, settle(attempt)) for attempt in attempts_at(output, identity)]
+    measured = (one for one in found if one[1].measured and is_answer(one[0]))
+    answers = (one for one in found if one[1].kept and not one[1].measured)
+    return next(chain(measured, answers), None)
+
+
+def _why_again(plan: Planned, output: Path) -> str:
+    """Why a measurement of the same configuration is no answer; empty where there is none."""
+    for attempt in all_attempts(output, plan.point) if plan.contents else ():
+        facts = read_or_warn(attempt.state, STATE)
+        if facts is None or not settle(attempt).measured:
+            continue
+        before = facts.get("contents")
+        if before is None:
+            return f"measured on {_day(facts)}, before the contents of its files were recorded"
+        changed = [
+            contents.place(name, plan.config) for name in plan.contents if plan.contents[name] != before.get(name)
+        ]
+        return f"{' and '.join(changed)} changed since it was measured on {_day(facts)}"
+    return ""
+
+
+def _day(facts: Mapping[str, Any]) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(facts.get("time", 0)))
+
+
+def _when(attempt: AttemptPaths, state: RunState) -> str:
+    facts = read_or_warn(attempt.state, STATE) or {}
+    if not state.measured:
+        return str(facts.get("message", ""))
+    commit = ((read_or_warn(attempt.result) or {}).get("environment") or {}).get("git")
+    code = f", code {commit}" if commit else ""
+    return f"measured on {_day(facts)}{code}; --fresh to measure again"
+
+
+def family(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What points of one family share: all but the size of what is computed at a time, and what follows from it."""
+    return {key: value for key, value in config.items() if key != "batch"}
+
+
+def is_larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether `one` computes at least as much at a time as `other`, and not the same."""
+    left, right = one["batch"], other["batch"]
+    pairs = [(left[key], right[key]) for key in ("micro", "seq")]
+    return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
+
+
+def outgrown(planned: Planned, failed: Mapping[str, Any]) -> bool:
+    """Whether the point is of the family of the configuration `failed`, and larger."""
+    return bool(planned.config) and is_larger(planned.config, failed) and family(planned.config) == family(failed)
+
+
+def _pruned_by_family(planned: Sequence[Planned]) -> list[Planned]:
+    lacking = [one for one in planned if one.decision in (RunState.oom, RunState.oom_host)]
+    done = []
+    for one in planned:
+        smaller = [other for other in lacking if outgrown(one, other.config)]
+        if one.decision is RunState.queued and smaller:
+            one = replace(one, decision=RunState.pruned, reason=smaller_failed(smaller[0].label))
+        done.append(one)
+    return done
+
+
+def smaller_failed(label: str) -> str:
+    """Why a point is left out after one of its family."""
+    return f"{label}, which is smaller, was out of memory; --prune off runs it all the same"
+
+
+def summary(planned: Sequence[Planned]) -> dict[RunState, list[Planned]]:
+    """The points by what was decided, in the order of the states."""
+    return {state: found for state in RunState if (found := [one for one in planned if one.decision is state])}

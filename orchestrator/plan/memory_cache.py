@@ -1,0 +1,178 @@
+"""What the memory of models was predicted from, kept in the user's cache by what decides it, and asked of a child
+process where it is not there: the child imports torch, this process does not."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from orchestrator.config.schema import Device, RunConfig, to_dict
+from orchestrator.machine import children
+from orchestrator.records.record_file import read_cached, write_cached
+from orchestrator.text.paths import CODE
+from zero_runtime.kernels.cpu.build import BuildError, cache_folder
+
+# What decides a model's units and the optimizer's states. Anything else only decides what is made of them.
+DECIDING = ("model", "adapter", "optimizer", "precision")
+SILENCE_S = 120.0  # for which the child may work at one answer
+TELL_S = 2.0
+LIBRARIES = ("torch", "transformers", "peft")  # whose code decides what is kept
+Tell = Callable[[str], None]
+
+
+def units_key(config: RunConfig) -> str:
+    """Of the units of a model and the costs of its optimizer."""
+    plain = to_dict(config)
+    parts = {name: plain[name] for name in DECIDING}
+    return _hash(parts | {"unit_numel": config.zero.unit_numel, "ratio": config.offload.ratio})
+
+
+def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
+    """Of what a micro-batch keeps. `any_micro`: of the family of those that differ in its size alone."""
+    plain, precision = to_dict(config), config.precision
+    parts = {name: plain[name] for name in ("model", "adapter", "recompute", "loss")}
+    parts |= {"compute": str(precision.compute), "keep": precision.keep_dtype, "seq": config.batch.seq}
+    parts |= {"cuda": config.resources.device is Device.cuda, "micro": None if any_micro else config.batch.micro}
+    return "activations-" + _hash(parts)
+
+
+def _hash(parts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def folder() -> Path:
+    """The user's alone, and of this version of the code that makes what lies there. OSError where there is none."""
+    try:
+        found = cache_folder() / f"shapes-{_code()}"
+    except BuildError as error:
+        raise OSError(str(error)) from error
+    found.mkdir(mode=0o700, exist_ok=True)
+    return found
+
+
+@functools.cache
+def _code() -> str:
+    """Of all that an answer follows from beside its question; read once a process, since every question asks."""
+    rooms = ("zero_runtime", "orchestrator/worker", "orchestrator/workloads")
+    parts = [file for room in rooms for file in sorted((CODE / room).rglob("*.py"))]
+    source = b"".join(one.read_bytes() for one in parts) + " ".join(map(_version, LIBRARIES)).encode()
+    return hashlib.sha256(source).hexdigest()[:8]
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def stored(key: str) -> Any | None:
+    """The answer, where it is there and can be believed."""
+    with suppress(OSError):
+        return read_cached(folder() / f"{key}.json", key)
+    return None
+
+
+def store(key: str, answer: Any) -> None:
+    """Keeps the answer, where there is a folder for it: without one it is found again the next time."""
+    with suppress(OSError):
+        write_cached(folder() / f"{key}.json", key, answer)
+
+
+def answers(
+    units: Sequence[RunConfig], activations: Sequence[RunConfig], tell: Tell | None = None
+) -> dict[str, dict[str, Any]]:
+    """Of each distinct configuration by its key: from the cache or from the child; none for what could not be built,
+    or where the child failed. `tell` hears every two seconds how far the child is."""
+    wanted = {units_key(one): one for one in units}
+    counted = {activations_key(one): one for one in activations}
+    found = {key: answer for key in (*wanted, *counted) if (answer := stored(key)) is not None}
+    families: dict[str, dict[str, Any]] = {}
+    for key, config in counted.items():
+        if key not in found:
+            families.setdefault(activations_key(config, any_micro=True), {})[key] = to_dict(config)
+    asked = {
+        "units": {key: to_dict(config) for key, config in wanted.items() if key not in found},
+        "activations": list(families.values()),
+    }
+    total = len(asked["units"]) + sum(map(len, families.values()))
+    for key, answer in _ask_child(asked, total, tell) if total else ():
+        if answer is not None:
+            store(key, answer)
+            found[key] = answer
+    return found
+
+
+def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Iterator[tuple[str, Any]]:
+    """Its answers as they come; it is ended when it is silent for too long."""
+    lines: SimpleQueue[str | None] = SimpleQueue()
+    try:
+        child = _start_child()
+    except OSError:
+        return
+    threading.Thread(target=_talk, args=(child, json.dumps(asked), lines), daemon=True).start()
+    done, heard, told = 0, time.monotonic(), (-1, time.monotonic())
+    try:
+        while time.monotonic() < heard + SILENCE_S:
+            if tell is not None and done > told[0] and time.monotonic() >= told[1] + TELL_S:
+                told = done, time.monotonic()
+                tell(f"counting without running: {done} of {total} models and activations")
+            try:
+                line = lines.get(timeout=TELL_S)
+            except Empty:
+                continue
+            if line is None:
+                return
+            heard = time.monotonic()
+            if (answer := _answer_in(line)) is not None:
+                done += 1
+                yield answer
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _answer_in(line: str) -> tuple[str, Any] | None:
+    """None for a line that some library printed among the answers."""
+    try:
+        key, answer = json.loads(line)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    is_answer = isinstance(key, str) and (answer is None or isinstance(answer, dict))
+    return (key, answer) if is_answer else None
+
+
+def _start_child() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        children.words("orchestrator.worker.shapes"),
+        env=children.environment({**os.environ, "CUDA_VISIBLE_DEVICES": ""}),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        encoding="utf-8",
+        errors="replace",
+    )
+
+
+def _talk(child: subprocess.Popen[str], asked: str, lines: SimpleQueue[str | None]) -> None:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        with child.stdin:
+            child.stdin.write(asked)
+        for line in child.stdout:
+            lines.put(line)
+    except (OSError, ValueError):
+        pass  # it has ended, or was ended
+    lines.put(None)

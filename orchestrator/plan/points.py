@@ -1,0 +1,57 @@
+"""From a composition to points: each checked against the rules and resolved for this machine, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from orchestrator.compose.labels import label
+from orchestrator.config.schema import RunConfig, root_limits, to_dict
+from orchestrator.config.strict import Broken, build_parts
+from orchestrator.plan.decision import Refused
+from orchestrator.plan.point import Point
+from orchestrator.plan.rules import table as rules
+from orchestrator.plan.rules.scene import Scene
+
+if TYPE_CHECKING:
+    from orchestrator.compose.compose import Composition
+
+
+def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused], list[str]]:
+    """The points, resolved or refused, and every broken rule with the number of points that it hits."""
+    found: dict[str, Point | Refused] = {}
+    hits: Counter[Broken] = Counter()
+    for composed in composition.points:
+        parts, broken = build_parts(RunConfig, composed.values)
+        broken += root_limits(parts).broken + rules.check_parts(parts, scene)
+        hits.update(dict.fromkeys(broken, 1))
+        name = label(composed, composition.axes)
+        if broken:
+            found[f"refused {name} {composed.overrides}"] = Refused(name, composed.overrides, tuple(broken))
+        else:
+            config = rules.resolve(RunConfig(**parts), scene)
+            # Two ways to say one configuration are one point: it is measured once.
+            found.setdefault(json.dumps(to_dict(config), sort_keys=True), Point(name, config, composed.overrides))
+    many = len(composition.points)
+    lines = [f"{one}" + (f"      ({count} of {many} points)" if many > 1 else "") for one, count in hits.items()]
+    return distinct(list(found.values())), lines
+
+
+def distinct(points: Sequence[Point | Refused]) -> list[Point | Refused]:
+    """The same points with labels of their own: words that two share are told apart by a number."""
+    seen: Counter[str] = Counter()
+    told = []
+    for point in points:
+        seen[point.label] += 1
+        many = seen[point.label] > 1
+        told.append(replace(point, label=f"{point.label}-{seen[point.label]}") if many else point)
+    return told
+
+
+def checked_points(composition: Composition, scene: Scene) -> tuple[list[Point], list[str]]:
+    """The points that break no rule, and the lines of `judged`."""
+    found, lines = judged(composition, scene)
+    return [one for one in found if isinstance(one, Point)], lines

@@ -1,0 +1,128 @@
+"""Predicts the memory of points before they run, by zero_runtime's own memory model and counts of activations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from orchestrator.compose.folders import CONF
+from orchestrator.config.cluster import ClusterKind
+from orchestrator.config.schema import AdapterKind, Device, RunConfig, to_dict
+from orchestrator.config.state_groups import Place
+from orchestrator.machine import hardware
+from orchestrator.plan import memory_cache, remedies
+from orchestrator.plan.decision import Prediction
+from orchestrator.plan.memory_cache import Tell, activations_key, units_key
+from orchestrator.plan.point import Point
+from orchestrator.plan.remedies import Need
+from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.memory.activation_count import ActivationBytes
+from zero_runtime.memory.model import UnitSize, step_peak_bytes, total_state_bytes
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+
+NOT_ASKED = "the process that counts them ended early"
+ADVISED = 4  # points that are told what would fit: each costs counts of its own
+
+
+def predict(points: Sequence[Point], tell: Tell | None = None) -> dict[str, Prediction]:
+    """By label; a point whose model the child could not build has none, and its run will say why."""
+    first = _predictions([point.config for point in points], tell)
+    named = {point.label: one for point, one in zip(points, first, strict=True) if one is not None}
+    lacking = [point for point in points if point.label in named and named[point.label].cannot_fit][:ADVISED]
+    neighbours = [remedies.neighbours(point.config) for point in lacking]
+    told = iter(_predictions([one.config for several in neighbours for one in several], tell))
+    for point, several in zip(lacking, neighbours, strict=True):
+        then = [next(told) for _ in several]
+        fits = [one for one, found in zip(several, then, strict=True) if found is not None and not found.cannot_fit]
+        smaller = [one for one in fits if one.config.batch != point.config.batch]
+        chosen = tuple(one.overrides for one in fits if one not in smaller[1:])  # of sizes that fit, the largest
+        named[point.label] = replace(named[point.label], remedies=chosen, advised=True)
+    return named
+
+
+def needs(configs: Sequence[RunConfig]) -> list[Need | None]:
+    """What a rank needs at least; None where the model cannot be built."""
+    found = _predictions(configs, None)
+    return [None if one is None else Need(one.needed_bytes, one.activations is not None) for one in found]
+
+
+def problems(points: Sequence[Point]) -> dict[str, str]:
+    """By label, what is wrong with a model that cannot be built, in the words of the job that would try.
+
+    Models that ship are known to be right, so that for them alone no child is asked.
+    """
+    if all(_ships(point.config) for point in points):
+        return {}
+    found = memory_cache.answers([point.config for point in points], [])
+    told = {point.label: found.get(units_key(point.config), {}).get("problem") for point in points}
+    return {label: text for label, text in told.items() if text is not None}
+
+
+def _ships(config: RunConfig) -> bool:
+    """Whether the model is an unchanged one of conf/, without adapters."""
+    return config.adapter.kind is AdapterKind.none and to_dict(config)["model"] in _shipped_models()
+
+
+@functools.cache
+def _shipped_models() -> list[Any]:
+    return [yaml.safe_load(file.read_text(encoding="utf-8")) for file in (CONF / "model").glob("*.yaml")]
+
+
+def _predictions(configs: Sequence[RunConfig], tell: Tell | None) -> list[Prediction | None]:
+    if not configs:
+        return []
+    answers = memory_cache.answers(configs, configs, tell)
+    gpus = hardware.visible_gpus() if any(one.resources.device is Device.cuda for one in configs) else []
+    gpu_bytes = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes is not None), default=None)
+    return [_prediction(one, answers, gpu_bytes) for one in configs]
+
+
+def _prediction(config: RunConfig, answers: Mapping[str, dict[str, Any]], gpu_bytes: int | None) -> Prediction | None:
+    shapes = answers.get(units_key(config))
+    if shapes is None or "units" not in shapes:
+        return None
+    ranks, micro_batches = config.resources.ranks or 1, config.batch.accumulation or 1
+    plan = ZeroPlan.from_stage(config.zero.stage, shard_ranks=config.zero.shard_ranks)
+    units, costs = _units(config, shapes, plan, ranks), {"world": ranks, "micro_batches": micro_batches}
+    states = total_state_bytes(plan, units, **costs, state_bytes=shapes["state_bytes"])
+    peak = step_peak_bytes(plan, units, **costs, prefetch=config.zero.prefetch, state_bytes=shapes["state_bytes"])
+    counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
+    activations = ActivationBytes(**counted["bytes"]) if "bytes" in counted else None
+    limit, share = gpu_bytes, 1
+    if config.cluster.kind is ClusterKind.slurm:
+        limit = None  # nobody here knows the memory of a node
+    elif config.resources.device is not Device.cuda:
+        limit, share = hardware.memory_bytes(), ranks
+    return Prediction(
+        states, limit, share, micro_batches, peak.params + peak.grads, activations, counted.get("unknown", "")
+    )
+
+
+def _units(
+    config: RunConfig, shapes: Mapping[str, Any], plan: ZeroPlan, ranks: int
+) -> list[tuple[UnitSize, MixedPrecision]]:
+    on_cuda = config.resources.device is Device.cuda
+    away = (Place.cpu, Place.nvme) if on_cuda else (Place.nvme,)
+    units = []
+    for unit in shapes["units"]:
+        layout = FlatLayout.build(
+            [(name, tuple(shape)) for name, shape in unit["shapes"]],
+            shard_count=plan.shard_count(ranks),
+            world=ranks,
+            block_numel=shapes["block_numel"] if unit["trainable"] else 1,
+        )
+        size = UnitSize.of(
+            layout,
+            trainable=unit["trainable"],
+            is_root=unit["is_root"],
+            params_rest=unit["rests"] and config.offload.params in away,
+            optimizer_rests=unit["rests"] and config.offload.optimizer in away,
+            apart=on_cuda,
+        )
+        units.append((size, MixedPrecision(**unit["precision"])))
+    return units

@@ -1,0 +1,43 @@
+"""What must hold of checkpoints: what is gone on from, and what is saved."""
+
+from __future__ import annotations
+
+from orchestrator.config.schema import Adapter, AdapterKind, Checkpoint, CheckpointKind, WeightsFolder
+from orchestrator.config.strict import Broken, nearest
+from orchestrator.plan.rules.scene import Scene
+from orchestrator.text.paths import expanded
+
+
+def checkpoint_is_there(scene: Scene, checkpoint: Checkpoint) -> Broken | None:
+    if checkpoint.resume in ("none", "auto"):
+        return None
+    path = expanded(checkpoint.resume)
+    if path.is_dir():
+        return None
+    if path.exists():  # a file; the checkpoint is the folder that it lies in, if any
+        near = path.parent if path.parent.name.startswith("step-") else None
+    else:
+        found = nearest(
+            path.name, [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
+        )
+        near = path.parent / found if found else None
+    fixes = (f"checkpoint.resume={near}",) if near else ()
+    rule = "checkpoint.resume must be none, auto or the folder of a checkpoint"
+    return Broken(rule, checkpoint.resume, (*fixes, "checkpoint.resume=none"))
+
+
+def saving_keys_are_used(scene: Scene, checkpoint: Checkpoint) -> Broken | None:
+    if checkpoint.kind is not CheckpointKind.none:
+        return None
+    for key, value in (("every", checkpoint.every), ("keep_every", checkpoint.keep_every)):
+        if value is not None:
+            rule = f"checkpoint=none saves nothing and uses no checkpoint.{key}"
+            return Broken(rule, str(value), ("checkpoint=sharded", f"checkpoint.{key}=null"))
+    return None
+
+
+def gathered_weights_are_whole(scene: Scene, checkpoint: Checkpoint, adapter: Adapter) -> Broken | None:
+    if checkpoint.weights is WeightsFolder.none or adapter.kind is AdapterKind.none:
+        return None
+    rule = "checkpoint.weights gathers a whole model; export-weights makes the folder of an adapter from a checkpoint"
+    return Broken(rule, str(checkpoint.weights), ("checkpoint.weights=none",))

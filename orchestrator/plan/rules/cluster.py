@@ -1,0 +1,92 @@
+"""What must hold between the cluster and the other groups."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from orchestrator.config.cluster import Cluster, ClusterKind
+from orchestrator.config.schema import Device, Resources
+from orchestrator.config.strict import Broken
+from orchestrator.plan.rules.scene import Scene
+
+# A signal may come so much before the time that was asked for, and a run shorter than this does no work before it.
+EARLY_S, WORK_S = 60, 60
+EXAMPLE_RANKS = 2
+ANYWHERE = ("kind", "exclusive", "usd_per_gpu_hour")
+
+
+def is_slurm(cluster: Cluster) -> bool:
+    return cluster.kind is ClusterKind.slurm
+
+
+def slurm_is_here(scene: Scene, cluster: Cluster) -> Broken | None:
+    if not is_slurm(cluster) or scene.hardware.slurm:
+        return None
+    rule = "cluster=slurm needs SLURM's sbatch on the PATH: type this on a login node of the cluster"
+    return Broken(rule, "none", ("cluster=local",))
+
+
+def jobs_are_not_sent_from_ranks(scene: Scene, cluster: Cluster) -> Broken | None:
+    if not is_slurm(cluster) or scene.world is None:
+        return None
+    rule = "cluster=slurm sends jobs and starts their ranks itself: run it without torchrun or srun"
+    return Broken(rule, f"a world of {scene.world}", ("cluster=local",))
+
+
+def local_keys_are_used(scene: Scene, cluster: Cluster) -> Broken | None:
+    """A price and being alone mean something anywhere."""
+    if is_slurm(cluster):
+        return None
+    plain = Cluster()
+    for key in (one.name for one in fields(Cluster) if one.name not in ANYWHERE):
+        value, default = getattr(cluster, key), getattr(plain, key)
+        if value != default:
+            fixed = {None: "null"}.get(default, default) if not isinstance(default, (list, dict)) else str(default)
+            return Broken(f"cluster=local uses no cluster.{key}", str(value), (f"cluster.{key}={fixed}",))
+    return None
+
+
+def one_machine_is_one_node(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:
+    if is_slurm(cluster) or resources.nodes == 1 or scene.world is not None:
+        return None
+    rule = "resources.nodes above 1 needs cluster=slurm: cluster=local is this machine alone"
+    return Broken(rule, str(resources.nodes), ("resources.nodes=1",))
+
+
+def slurm_is_told_what_to_ask_for(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:
+    """The machine that this is typed on is not the one that trains: nothing can be read off it."""
+    if not is_slurm(cluster):
+        return None
+    if resources.device is not Device.auto and resources.ranks is not None:
+        return None
+    rule = "cluster=slurm needs resources.device and resources.ranks: this machine is not the one that trains"
+    ranks = resources.ranks or EXAMPLE_RANKS * resources.nodes
+    devices = [resources.device] if resources.device is not Device.auto else [Device.cuda, Device.cpu]
+    fixes = tuple(f"resources.device={device} resources.ranks={ranks}" for device in devices)
+    return Broken(rule, f"device {resources.device}, ranks {resources.ranks or 'null'}", fixes)
+
+
+def ranks_spread_over_the_nodes(scene: Scene, resources: Resources) -> Broken | None:
+    ranks = resources.ranks
+    if ranks is None or ranks % resources.nodes == 0:
+        return None
+    more = resources.nodes * (ranks // resources.nodes + 1)
+    rule = f"resources.ranks must be a multiple of resources.nodes={resources.nodes}"
+    return Broken(rule, str(ranks), (f"resources.ranks={more}", "resources.nodes=1"))
+
+
+def the_limit_leaves_time_before_the_signal(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:
+    """Else the job is asked to save as soon as it starts, again and again."""
+    least_s = cluster.signal_delay_s + EARLY_S + WORK_S
+    if not is_slurm(cluster) or 60 * resources.time_limit_min >= least_s:
+        return None
+    rule = (
+        f"resources.time_limit_min must leave {WORK_S} s of work before the signal to save, which comes "
+        f"cluster.signal_delay_s={cluster.signal_delay_s} s before the limit and up to {EARLY_S} s earlier: at least "
+        f"{-(-least_s // 60)}"
+    )
+    fixes = [f"resources.time_limit_min={-(-least_s // 60)}"]
+    shorter = int(60 * resources.time_limit_min) - EARLY_S - WORK_S
+    if shorter >= 10:
+        fixes.append(f"cluster.signal_delay_s={shorter}")
+    return Broken(rule, f"{resources.time_limit_min:g}", tuple(fixes))

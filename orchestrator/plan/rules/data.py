@@ -1,0 +1,103 @@
+"""What must hold between the model, its adapters, the data and the batch."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from orchestrator.config import pretrained
+from orchestrator.config.schema import Adapter, AdapterKind, Batch, Data, DataKind, Measure, Model, Tokenizer
+from orchestrator.config.strict import Broken, nearest
+from orchestrator.plan.rules.scene import Scene
+from orchestrator.text.paths import expanded
+
+BYTE_TOKENS = 256
+LENGTH_KEYS = ("max_position_embeddings", "n_positions")
+
+
+def tokenizer_of(model: Model, data: Data) -> Tokenizer:
+    """bytes or model: what `auto` comes to."""
+    if data.tokenizer is not Tokenizer.auto:
+        return data.tokenizer
+    has_one = model.path is not None and (expanded(model.path) / pretrained.TOKENIZER).exists()
+    return Tokenizer.model if has_one and data.kind is not DataKind.synthetic else Tokenizer.bytes
+
+
+def path_belongs_to_text(scene: Scene, data: Data) -> Broken | None:
+    if data.kind is DataKind.text or data.path is None:
+        return None
+    return Broken(
+        f"data={data.kind} reads no data.path", data.path, (f"data=text data.path={data.path}", "data.path=null")
+    )
+
+
+def text_has_a_path(scene: Scene, data: Data) -> Broken | None:
+    if data.kind is not DataKind.text or data.path is not None:
+        return None
+    return Broken("data=text needs data.path=FILE_OR_FOLDER", "none", ("data=stdlib",))
+
+
+def text_is_there(scene: Scene, data: Data) -> Broken | None:
+    if data.kind is not DataKind.text or data.path is None:
+        return None
+    path = expanded(data.path)
+    if path.is_file() or path.is_dir():  # a device or a pipe has no end, and cannot be read twice
+        return None
+    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = nearest(path.name, [] if path.exists() else beside)
+    fixes = (f"data.path={path.parent / near}",) if near else ()
+    return Broken(
+        "data.path must be a regular file or a folder that is there", data.path, (*fixes, "data=stdlib data.path=null")
+    )
+
+
+def vocabulary_holds_bytes(scene: Scene, model: Model, data: Data) -> Broken | None:
+    size = model.config.get("vocab_size")
+    if tokenizer_of(model, data) is Tokenizer.model:
+        return None
+    if data.kind is DataKind.synthetic or not isinstance(size, int) or size >= BYTE_TOKENS:
+        return None
+    rule = f"model.config.vocab_size must be at least {BYTE_TOKENS} for data={data.kind}: one token a byte"
+    return Broken(rule, str(size), (f"model.config.vocab_size={BYTE_TOKENS}", "data=synthetic"))
+
+
+def model_holds_the_sequence(scene: Scene, model: Model, batch: Batch) -> Broken | None:
+    for key in LENGTH_KEYS:
+        longest = model.config.get(key)
+        if isinstance(longest, int) and batch.seq > longest:
+            rule = f"batch.seq must be at most the model's {key}, {longest}"
+            return Broken(rule, str(batch.seq), (f"batch.seq={longest}",))
+    return None
+
+
+def weights_are_there(scene: Scene, model: Model) -> Broken | None:
+    return pretrained.problem(model)
+
+
+def tokenizer_is_there(scene: Scene, model: Model, data: Data) -> Broken | None:
+    if data.tokenizer is not Tokenizer.model:
+        return None
+    if data.kind is DataKind.synthetic:
+        return Broken("data=synthetic makes tokens and reads no text", "data.tokenizer=model", ("data.tokenizer=auto",))
+    if model.path is None or not (expanded(model.path) / pretrained.TOKENIZER).exists():
+        found = f"no {pretrained.TOKENIZER} in {model.path}" if model.path else "no model.path"
+        return Broken("data.tokenizer=model needs a model.path with a tokenizer", found, ("data.tokenizer=bytes",))
+    return None
+
+
+def adapter_can_be_made(scene: Scene, adapter: Adapter) -> Broken | None:
+    if adapter.kind is AdapterKind.none or is_installed("peft"):
+        return None
+    rule = "adapter=lora needs the package peft: pip install 'zero-lab[lora]'"
+    return Broken(rule, "none", ("adapter=none",))
+
+
+def validation_has_data(scene: Scene, data: Data, measure: Measure) -> Broken | None:
+    if data.validation_fraction > 0 or measure.validation_batches == 0:
+        return None
+    rule = f"measure.validation_batches={measure.validation_batches} needs data.validation_fraction above 0"
+    return Broken(rule, "0", ("data.validation_fraction=0.05", "measure.validation_batches=0"))
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    return importlib.util.find_spec(package) is not None

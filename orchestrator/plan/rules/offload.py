@@ -1,0 +1,86 @@
+"""What must hold between offload and the other groups."""
+
+from __future__ import annotations
+
+from orchestrator.config.cluster import Cluster
+from orchestrator.config.optimizer import Optimizer, OptimizerKind
+from orchestrator.config.schema import Device, Resources
+from orchestrator.config.state_groups import Offload, Place, StepTime, Zero
+from orchestrator.config.strict import Broken, nearest
+from orchestrator.plan.rules.cluster import is_slurm
+from orchestrator.plan.rules.scene import Scene
+from orchestrator.records.run_record import scratch_path
+from orchestrator.text.paths import expanded
+from zero_runtime.errors import missing_folder
+
+ONE_BY_ONE = (
+    OptimizerKind.adamw,
+    OptimizerKind.adamw8bit,
+    OptimizerKind.adam,
+    OptimizerKind.sgd,
+    OptimizerKind.lion,
+)
+
+
+def offloaded_params_are_sharded(scene: Scene, offload: Offload, zero: Zero) -> Broken | None:
+    if offload.params is Place.device or zero.stage == 3:
+        return None
+    rule = f"offload.params={offload.params} needs zero=stage3: the other stages keep whole parameters on every rank"
+    return Broken(rule, f"stage {zero.stage}", ("zero.stage=3", "offload.params=device"))
+
+
+def params_rest_with_the_optimizer(scene: Scene, offload: Offload) -> Broken | None:
+    if offload.params is not Place.nvme or offload.optimizer is Place.nvme:
+        return None
+    rule = "offload.params=nvme needs offload.optimizer=nvme, which is several times as large"
+    return Broken(rule, str(offload.optimizer), ("offload.optimizer=nvme", "offload.params=device"))
+
+
+def optimizer_can_rest(scene: Scene, offload: Offload, optimizer: Optimizer, resources: Resources) -> Broken | None:
+    places = [place for place in (offload.optimizer, offload.params) if _moves(scene, place, resources)]
+    if not places or optimizer.kind in ONE_BY_ONE:
+        return None
+    fitting = f"{', '.join(ONE_BY_ONE[:-1])} or {ONE_BY_ONE[-1]}"
+    rule = f"offload to {places[0]} needs an optimizer that updates one unit after another: {fitting}"
+    return Broken(rule, str(optimizer.kind), ("offload.optimizer=device offload.params=device",))
+
+
+def guesses_need_a_tier(scene: Scene, offload: Offload, resources: Resources) -> Broken | None:
+    """A step during backward works on second copies of what rests elsewhere."""
+    if offload.step is not StepTime.speculative or _moves(scene, offload.optimizer, resources):
+        return None
+    on_cuda = scene.device(resources) is Device.cuda
+    away = "cpu" if on_cuda else "nvme"
+    rule = f"offload.step=speculative needs an optimizer that rests away from the device: here offload.optimizer={away}"
+    return Broken(rule, str(offload.optimizer), (f"offload.optimizer={away}", "offload.step=after_backward"))
+
+
+def _moves(scene: Scene, place: Place, resources: Resources) -> bool:
+    """Whether what rests there is moved: on a CPU the host's memory is the device's."""
+    on_cuda = scene.device(resources) is Device.cuda
+    return place is Place.nvme or (place is Place.cpu and on_cuda)
+
+
+def offload_keys_are_used(scene: Scene, offload: Offload) -> Broken | None:
+    if not offload.uses_nvme and offload.folder is not None:
+        rule = "offload.folder is for offload=optimizer_nvme and optimizer_param_nvme"
+        return Broken(rule, offload.folder, ("offload.folder=null",))
+    if offload.ratio != 1 and offload.params is offload.optimizer is Place.device:
+        return Broken("offload=none uses no offload.ratio", str(offload.ratio), ("offload.ratio=1.0",))
+    return None
+
+
+def folder_is_there(scene: Scene, output: str, offload: Offload, cluster: Cluster) -> Broken | None:
+    """A folder of the user's is never made: a mistyped mount point would put the files on the root drive.
+
+    On a cluster it may exist on the nodes alone, and the ranks refuse it there (offload/preflight.py).
+    """
+    if not offload.uses_nvme or offload.folder is None or is_slurm(cluster):
+        return None
+    folder = expanded(offload.folder).absolute()
+    if folder.is_dir() or folder == scratch_path(expanded(output).absolute()):
+        return None
+    siblings = [one.name for one in folder.parent.iterdir() if one.is_dir()] if folder.parent.is_dir() else []
+    near = nearest(folder.name, siblings)
+    fixes = (f"offload.folder={folder.parent / near}",) if near else ()
+    return Broken("offload.folder must exist", missing_folder(folder), (*fixes, "offload.folder=null"))

@@ -1,0 +1,273 @@
+"""What must hold between the groups of a configuration, and the filling in of what it leaves open."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from orchestrator.config import pretrained
+from orchestrator.config.optimizer import Optimizer, Scheduler, momentum_problem, optimizer_problem, scheduler_problem
+from orchestrator.config.schema import (
+    Batch,
+    Checkpoint,
+    Cluster,
+    Device,
+    Loss,
+    LossKind,
+    Resources,
+    RunConfig,
+    Tracking,
+    TrackingKind,
+)
+from orchestrator.config.state_groups import Offload, Zero
+from orchestrator.config.strict import Broken
+from orchestrator.plan.rules import checkpoint as saving_rules
+from orchestrator.plan.rules import cluster as cluster_rules
+from orchestrator.plan.rules import data as data_rules
+from orchestrator.plan.rules import offload as offload_rules
+from orchestrator.plan.rules import output as output_rules
+from orchestrator.plan.rules import precision as precision_rules
+from orchestrator.plan.rules.scene import Scene
+from orchestrator.records.run_record import scratch_path
+from orchestrator.text.paths import expanded
+
+
+def resolve(config: RunConfig, scene: Scene) -> RunConfig:
+    """Ranks, threads, batch, device and paths filled in. Asks for a configuration that breaks no rule."""
+    device, ranks = scene.device(config.resources), scene.ranks(config.resources)
+    threads = config.resources.threads or _threads(config.cluster, ranks, scene)
+    batch, data, model = config.batch, config.data, pretrained.completed(config.model)
+    accumulation = batch.accumulation or (batch.global_size or batch.micro * ranks) // (batch.micro * ranks)
+    return replace(
+        config,
+        output=str(expanded(config.output).absolute()),
+        batch=replace(batch, accumulation=accumulation, global_size=batch.micro * accumulation * ranks),
+        model=model,
+        data=replace(
+            data,
+            path=str(expanded(data.path).absolute()) if data.path else None,
+            tokenizer=data_rules.tokenizer_of(model, data),
+        ),
+        checkpoint=_with_absolute_path(config.checkpoint),
+        offload=_with_folder(config),
+        precision=replace(
+            config.precision, compute=precision_rules.computed_in(config.precision, scene, config.resources)
+        ),
+        resources=replace(config.resources, device=device, ranks=ranks, threads=threads),
+    )
+
+
+def _threads(cluster: Cluster, ranks: int, scene: Scene) -> int:
+    """The cores of this machine shared out, or what a rank of a cluster's job is given."""
+    if cluster_rules.is_slurm(cluster):
+        return cluster.cpus_per_rank or 1
+    return max(1, scene.hardware.cores // (scene.local_world or ranks))
+
+
+def _with_folder(config: RunConfig) -> Offload:
+    """Scratch files lie where they are told to, else in the output folder."""
+    if not config.offload.uses_nvme:
+        return config.offload
+    folder = config.offload.folder or str(scratch_path(config.output))
+    return replace(config.offload, folder=str(expanded(folder).absolute()))
+
+
+def _with_absolute_path(checkpoint: Checkpoint) -> Checkpoint:
+    if checkpoint.resume in ("none", "auto"):
+        return checkpoint
+    return replace(checkpoint, resume=str(expanded(checkpoint.resume).absolute()))
+
+
+def check_rules(config: RunConfig, scene: Scene) -> list[Broken]:
+    """Every rule that this configuration breaks."""
+    return check_parts(vars(config), scene)
+
+
+def check_parts(parts: Mapping[str, Any], scene: Scene) -> list[Broken]:
+    """Every rule broken by the groups that are there: those that could not be built spare only their own rules."""
+    broken = []
+    if "model" in parts:
+        parts = {**parts, "model": pretrained.completed(parts["model"])}
+    for rule in RULES:
+        if all(name in parts for name in rule.groups):
+            found = rule.check(scene, *(parts[name] for name in rule.groups))
+            broken.extend([found] if found else [])
+    return broken
+
+
+def _ranks_are_as_many_as_started(scene: Scene, resources: Resources) -> Broken | None:
+    if scene.world is None or resources.ranks in (None, scene.world):
+        return None
+    rule = f"resources.ranks must be the number of processes started, {scene.world}"
+    return Broken(rule, str(resources.ranks), (f"resources.ranks={scene.world}",))
+
+
+def _cuda_is_there(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:
+    if resources.device is not Device.cuda or scene.hardware.gpus or cluster_rules.is_slurm(cluster):
+        return None
+    idle = scene.hardware.idle_gpus
+    found = f"{idle} GPUs and a torch built without CUDA" if idle else "no GPU"
+    return Broken("resources.device=cuda needs a GPU", found, ("resources.device=cpu",))
+
+
+def _each_rank_has_a_gpu(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:
+    if cluster_rules.is_slurm(cluster):
+        return None
+    gpus = scene.hardware.gpus
+    ranks = scene.local_world or scene.ranks(resources)
+    if scene.device(resources) is not Device.cuda or not gpus or ranks <= gpus:
+        return None
+    fewer = () if scene.world is not None else (f"resources.ranks={gpus}",)
+    rule = f"resources.ranks must be at most the GPUs here, {gpus}"
+    return Broken(rule, str(ranks), (*fewer, "resources.device=cpu"))
+
+
+def _batch_divides(scene: Scene, batch: Batch, resources: Resources) -> Broken | None:
+    if batch.global_size is None:
+        return None
+    ranks = scene.ranks(resources)
+    one = batch.micro * ranks * (batch.accumulation or 1)
+    if batch.global_size == one or (batch.accumulation is None and batch.global_size % one == 0):
+        return None
+    if batch.accumulation is None:
+        rule = f"batch.global_size must be a multiple of micro {batch.micro} x {ranks} ranks = {one}"
+        return Broken(rule, str(batch.global_size), _divisible(batch, ranks))
+    product = f"micro {batch.micro} x accumulation {batch.accumulation} x {ranks} ranks = {one}"
+    free = ("batch.accumulation=null",) if batch.global_size % (batch.micro * ranks) == 0 else ()
+    rule = f"batch.global_size must be {product}"
+    return Broken(rule, str(batch.global_size), (f"batch.global_size={one}", *free))
+
+
+def _one_reduction_has_micro_batches(scene: Scene, zero: Zero, batch: Batch, resources: Resources) -> Broken | None:
+    if not zero.reduce_at_boundary:
+        return None
+    share = (batch.global_size or 0) // (batch.micro * scene.ranks(resources))
+    many = max(batch.accumulation or 1, share) > 1
+    if zero.stage >= 2 and many:
+        return None
+    rule = "zero.reduce_at_boundary changes nothing but in stages 2 and 3 with several micro-batches"
+    return Broken(rule, f"stage {zero.stage}", ("zero.reduce_at_boundary=false",))
+
+
+def _divisible(batch: Batch, ranks: int) -> tuple[str, ...]:
+    """Another global size, and where there is one, the nearest micro batch that divides this one."""
+    assert batch.global_size is not None
+    one = batch.micro * ranks
+    fixes = [f"batch.global_size={one * math.ceil(batch.global_size / one)}"]
+    if batch.global_size % ranks == 0:
+        share = batch.global_size // ranks
+        divisors = (n for n in range(1, share + 1) if share % n == 0)
+        fixes.append(f"batch.micro={min(divisors, key=lambda n: abs(n - batch.micro))}")
+    return tuple(fixes)
+
+
+def _optimizer_uses_its_keys(scene: Scene, optimizer: Optimizer) -> Broken | None:
+    return optimizer_problem(optimizer)
+
+
+def _schedule_uses_its_keys(scene: Scene, scheduler: Scheduler) -> Broken | None:
+    return scheduler_problem(scheduler)
+
+
+def _momentum_can_cycle(scene: Scene, optimizer: Optimizer, scheduler: Scheduler) -> Broken | None:
+    return momentum_problem(optimizer, scheduler)
+
+
+def _store_belongs_to_mlflow(scene: Scene, tracking: Tracking) -> Broken | None:
+    for key, value in (("uri", tracking.uri), ("experiment", tracking.experiment)):
+        if tracking.kind is TrackingKind.none and value is not None:
+            return Broken(f"tracking=none uses no tracking.{key}", value, (f"tracking=mlflow tracking.{key}={value}",))
+    return None
+
+
+def _tile_is_used(scene: Scene, loss: Loss) -> Broken | None:
+    if loss.kind is LossKind.tiled or loss.tile == Loss().tile:
+        return None
+    return Broken("loss=full uses no loss.tile", str(loss.tile), ("loss=tiled", f"loss.tile={Loss().tile}"))
+
+
+def _output_can_be_written(scene: Scene, output: str) -> Broken | None:
+    why = _in_the_way(output)
+    if why is None:
+        return None
+    return Broken("output must be a folder that can be written to", f"{output}, {why}", ("output=outputs",))
+
+
+def _in_the_way(folder: str) -> str | None:
+    """Why the folder cannot be made or written to. A folder is made next to it: rights do not tell all, as in /proc."""
+    try:
+        place = Path(folder).expanduser().absolute()
+        while not place.exists() and not place.is_symlink():
+            place = place.parent
+        if not place.is_dir():
+            return f"and {place} is {'a broken link' if place.is_symlink() else 'a file'}"
+        if not os.access(place, os.W_OK | os.X_OK):
+            return f"and {place} is not yours to write"
+        probe = place / f".zlab-{os.getpid()}-{time.monotonic_ns()}"
+        probe.mkdir()
+        probe.rmdir()
+    # RuntimeError: ~nobody names no home folder. ValueError: a zero byte, or what is no UTF-8.
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"and no folder can be made there ({getattr(error, 'strerror', None) or error})"
+    return None
+
+
+class Rule(NamedTuple):
+    """A check and the groups that it is given, in this order."""
+
+    check: Callable[..., Broken | None]
+    groups: tuple[str, ...]
+
+
+RULES = (
+    Rule(output_rules.output_can_be_written_down, ("output",)),
+    Rule(_output_can_be_written, ("output",)),
+    Rule(output_rules.output_is_the_user_s, ("output",)),
+    Rule(output_rules.slurm_takes_the_output, ("output", "cluster")),
+    Rule(_ranks_are_as_many_as_started, ("resources",)),
+    Rule(_cuda_is_there, ("resources", "cluster")),
+    Rule(_each_rank_has_a_gpu, ("resources", "cluster")),
+    Rule(cluster_rules.slurm_is_here, ("cluster",)),
+    Rule(cluster_rules.jobs_are_not_sent_from_ranks, ("cluster",)),
+    Rule(cluster_rules.local_keys_are_used, ("cluster",)),
+    Rule(cluster_rules.one_machine_is_one_node, ("resources", "cluster")),
+    Rule(cluster_rules.slurm_is_told_what_to_ask_for, ("resources", "cluster")),
+    Rule(cluster_rules.ranks_spread_over_the_nodes, ("resources",)),
+    Rule(cluster_rules.the_limit_leaves_time_before_the_signal, ("resources", "cluster")),
+    Rule(_batch_divides, ("batch", "resources")),
+    Rule(data_rules.weights_are_there, ("model",)),
+    Rule(data_rules.tokenizer_is_there, ("model", "data")),
+    Rule(data_rules.adapter_can_be_made, ("adapter",)),
+    Rule(data_rules.path_belongs_to_text, ("data",)),
+    Rule(data_rules.text_has_a_path, ("data",)),
+    Rule(data_rules.text_is_there, ("data",)),
+    Rule(data_rules.vocabulary_holds_bytes, ("model", "data")),
+    Rule(data_rules.model_holds_the_sequence, ("model", "batch")),
+    Rule(data_rules.validation_has_data, ("data", "measure")),
+    Rule(precision_rules.master_is_not_narrower, ("precision",)),
+    Rule(precision_rules.master_is_not_fp16, ("precision",)),
+    Rule(precision_rules.compute_is_param_or_fp32, ("precision",)),
+    Rule(precision_rules.scale_keys_are_used, ("precision",)),
+    Rule(precision_rules.tf32_is_used, ("precision", "resources")),
+    Rule(precision_rules.shard_groups_divide_the_ranks, ("zero", "resources")),
+    Rule(_one_reduction_has_micro_batches, ("zero", "batch", "resources")),
+    Rule(offload_rules.offloaded_params_are_sharded, ("offload", "zero")),
+    Rule(offload_rules.params_rest_with_the_optimizer, ("offload",)),
+    Rule(offload_rules.optimizer_can_rest, ("offload", "optimizer", "resources")),
+    Rule(offload_rules.guesses_need_a_tier, ("offload", "resources")),
+    Rule(offload_rules.offload_keys_are_used, ("offload",)),
+    Rule(offload_rules.folder_is_there, ("output", "offload", "cluster")),
+    Rule(_optimizer_uses_its_keys, ("optimizer",)),
+    Rule(_schedule_uses_its_keys, ("scheduler",)),
+    Rule(_momentum_can_cycle, ("optimizer", "scheduler")),
+    Rule(saving_rules.checkpoint_is_there, ("checkpoint",)),
+    Rule(saving_rules.saving_keys_are_used, ("checkpoint",)),
+    Rule(_tile_is_used, ("loss",)),
+    Rule(saving_rules.gathered_weights_are_whole, ("checkpoint", "adapter")),
+    Rule(_store_belongs_to_mlflow, ("tracking",)),
+)

@@ -1,0 +1,155 @@
+"""What is in the files that a point reads: the text of data.path, the weights and the tokenizer of model.path.
+
+[Note: hashed once]
+A file is read when it is new or has changed, and its SHA-256 is kept in the user's cache by path, inode, size and both
+times. The time of the inode's change cannot be set, so a file that was overwritten and given its old modification time
+is read again too. A file that changed a moment ago is not kept: it could change once more within one tick of the file
+system's clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.pretrained import COMPANIONS, WEIGHTS
+from orchestrator.records.record_file import read_cached, write_cached
+from orchestrator.workloads.text_files import is_text, text_files
+from zero_runtime.kernels.cpu.build import BuildError, cache_folder
+
+# How a message calls them, and the key of the configuration that names their place.
+PLACES = {
+    "data": ("data", ("data", "path")),
+    "model": ("weights", ("model", "path")),
+    "tokenizer": ("tokenizer", ("model", "path")),
+}
+BLOCK_BYTES = 1 << 20
+READERS = 4  # files read at a time: hashing one takes a core, and lets others run
+SETTLED_NS = 2 * 10**9  # no file system's clock is coarser
+NO_TEXT = "no text"
+
+Stamp = list[int]
+Known = dict[tuple[str, str], str]
+
+
+def of(config: Mapping[str, Any], known: Known | None = None) -> dict[str, str]:
+    """A hash of what each of PLACES holds, of those that the configuration reads. Reads what changed since last time.
+
+    known: answers of earlier calls, taken and added to; whoever asks for many points of one moment gives the same.
+    A file that cannot be read is a content too: the run that needs it says what is wrong.
+    """
+    known = {} if known is None else known
+    found = {}
+    for name, path in _wanted(config).items():
+        if (name, path) not in known:
+            known[name, path] = _hash_of(name, Path(path))
+        found[name] = known[name, path]
+    return found
+
+
+def place(name: str, config: Mapping[str, Any]) -> str:
+    """ "the data at /here/text.txt"."""
+    words, (group, key) = PLACES[name]
+    return f"the {words} at {config[group][key]}"
+
+
+def _wanted(config: Mapping[str, Any]) -> dict[str, str]:
+    data, model = config["data"], config["model"]
+    found = {"data": data["path"], "model": model["path"]}
+    found["tokenizer"] = model["path"] if data["tokenizer"] == "model" else None
+    return {name: path for name, path in found.items() if path is not None}
+
+
+def _files(name: str, path: Path) -> list[Path]:
+    if name == "data":
+        return text_files(path)
+    if name == "tokenizer":
+        return [path / one for one in COMPANIONS if (path / one).is_file()]
+    return sorted(one for one in (*path.glob("*.safetensors"), *(path / one for one in WEIGHTS[1:])) if one.is_file())
+
+
+def _hash_of(name: str, path: Path) -> str:
+    """16 hexadecimal digits of the files' hashes in their order; for weights and tokenizers of their names too."""
+    try:
+        files = _files(name, path)
+        digests = _digests(name, path, files)
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
+    parts = [digest for digest in digests if digest != NO_TEXT]
+    if name != "data":
+        parts = [f"{file.name} {digest}" for file, digest in zip(files, digests, strict=True)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _digests(name: str, path: Path, files: Sequence[Path]) -> list[str]:
+    """See [Note: hashed once]."""
+    from concurrent.futures import ThreadPoolExecutor  # here: a typo is answered without its import
+
+    cache = _cache_file(name, path)
+    kept = _read(cache)
+    begun = time.time_ns()
+    # A file that is named itself is read whatever it holds; of a folder only texts are.
+    skips = name == "data" and files != [path]
+
+    def digest(file: Path) -> tuple[Stamp, str]:
+        before = kept.get(str(file))
+        stamp = _stamp(file)
+        return (stamp, before[1]) if before is not None and before[0] == stamp else _read_digest(file, skips=skips)
+
+    with ThreadPoolExecutor(READERS) as readers:
+        found = dict(zip(map(str, files), readers.map(digest, files), strict=True))
+    settled = {file: one for file, one in found.items() if max(one[0][-2:]) < begun - SETTLED_NS}
+    if settled != kept:
+        _write(cache, settled)
+    return [one[1] for one in found.values()]
+
+
+def _stamp(file: Path | int) -> Stamp:
+    stat = os.stat(file)
+    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _read_digest(path: Path, *, skips: bool) -> tuple[Stamp, str]:
+    """The hash of a file and the stamp that it had before it was read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        stamp = _stamp(file.fileno())
+        if skips and not is_text(file):
+            return stamp, NO_TEXT
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return stamp, digest.hexdigest()
+
+
+# ---- the cache ------------------------------------------------------------------------------------------------------
+
+
+def _cache_file(name: str, path: Path) -> Path | None:
+    """None where this user has no folder for caches."""
+    try:
+        folder = cache_folder()
+    except BuildError:
+        return None
+    text = f"{name} {path.absolute()}"
+    return folder / "contents" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def _read(cache: Path | None) -> dict[str, tuple[Stamp, str]]:
+    if cache is None:
+        return {}
+    kept = read_cached(cache, cache.stem)
+    return {file: (stamp, digest) for file, (stamp, digest) in (kept or {}).items()}
+
+
+def _write(cache: Path | None, found: Mapping[str, tuple[Stamp, str]]) -> None:
+    """Where it cannot be kept, files are read each time."""
+    if cache is None:
+        return
+    with contextlib.suppress(OSError):
+        cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_cached(cache, cache.stem, found)

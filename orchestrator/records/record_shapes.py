@@ -1,0 +1,190 @@
+"""What each record must hold for its readers, as plain data, and how far a value is from that. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+from orchestrator.records.run_state import RunState
+
+# A type or a tuple of types; an Enum class: the value of one of its members; a list of one shape: a list of such; a
+# mapping: an object that has at least these keys.
+Shape = Any
+
+
+class Maybe(NamedTuple):
+    """Of a key: may be missing or null."""
+
+    shape: Shape
+
+
+class Each(NamedTuple):
+    """An object whose every value has one shape, whatever its keys."""
+
+    shape: Shape
+
+
+NUMBER = (int, float)
+NUMBER_OR_NULL = (int, float, type(None))
+SPREAD = {"p10": NUMBER, "median": NUMBER, "p90": NUMBER}
+PROCESS = {"pid": int, "started": object}
+
+STATE = {
+    "state": RunState,
+    "time": NUMBER,
+    "label": str,
+    "point": str,
+    "owner": Maybe(dict),
+    "contents": Maybe(Each(str)),
+    "message": Maybe(str),
+    "rank": Maybe(int),
+}
+RESULT = {
+    "world": int,
+    "device": str,
+    "backend": str,
+    "steps": int,
+    "data": {"name": str, "hash": str, "train_samples": NUMBER, "validation_samples": NUMBER},
+    "batch": {"tokens_per_step": NUMBER},
+    "throughput": {
+        "tokens_per_second": SPREAD,
+        "step_ms": SPREAD,
+        "tokens_per_second_per_rank": NUMBER,
+        "steps_counted": int,
+        "warmup_steps": int,
+    },
+    "phases_ms": dict.fromkeys(("forward", "backward", "communication_exposed", "optimizer", "data"), NUMBER_OR_NULL),
+    "memory": {
+        "states": [{"component": str, "measured_bytes": NUMBER_OR_NULL, "predicted_bytes": NUMBER_OR_NULL}],
+        "formula": str,
+        "activations_bytes": NUMBER_OR_NULL,
+        "other_tensors_bytes": NUMBER_OR_NULL,
+    },
+    "communication": {
+        "data": Each({"calls": NUMBER, "elements": NUMBER, "bytes": NUMBER}),
+        "theory": str,
+        "theory_elements": NUMBER,
+    },
+    "loss": {
+        "first": NUMBER_OR_NULL,
+        "last": NUMBER_OR_NULL,
+        "validation": NUMBER_OR_NULL,
+        "missing_steps": Maybe([[int]]),
+    },
+    "load": Maybe({"others_share": Maybe(NUMBER)}),
+    "checkpoints": Maybe(dict),
+    "environment": Maybe(dict),
+    "measured_at": Maybe(NUMBER),
+}
+RANK = {
+    **PROCESS,
+    "state": RunState,
+    "time": NUMBER,
+    "outcome": Maybe(RunState),
+    "monotonic": Maybe(NUMBER),
+    "blamed": Maybe([int]),
+    "memory": Maybe(dict),
+    "traceback": Maybe(str),
+}
+EXITS = Each({"code": int, "time": NUMBER, "monotonic": Maybe(NUMBER)})
+JOB = {"job": str, "log": Maybe(str)}
+HEARTBEAT = {"time": NUMBER}
+NOTE = {"attempt": str, "command": {**PROCESS, "host": str}, "tries": int}
+SEEN = {"value": object, "since": NUMBER}  # what a machine saw in a record, and since when
+
+SWEEP = {"id": str, "command": Maybe([str]), "folder": Maybe(str), "rank_by": Maybe(str)}
+POINT = {
+    "label": str,
+    "overrides": [str],
+    "decision": RunState,
+    "point": Maybe(str),
+    "config": Maybe(dict),
+    "reason": Maybe(str),
+    "attempt": Maybe(str),
+    "predicted_bytes": Maybe(NUMBER),
+    "predicted": Maybe(dict),
+    "contents": Maybe(Each(str)),
+}
+CONTROLLER = PROCESS
+
+
+class Events(NamedTuple):
+    """What the lines of a file may be: the key that names a line's kind, and each kind's shape; others are let by."""
+
+    key: str
+    shapes: Mapping[str, Shape]
+
+
+_POINT_RUNS = {"label": str, "attempt": str, "slots": [str], "job": Maybe(str)}
+SWEEP_EVENTS = Events(
+    "event",
+    {
+        "started": _POINT_RUNS,
+        "ended": _POINT_RUNS,
+        "decided": {"label": str, "state": RunState, "reason": str},
+        "warning": {"text": str},
+    },
+)
+REQUESTS = Events("do", {"cancel": {"labels": Maybe([str])}})
+METRICS = Events(
+    "event",
+    {
+        "ready": {"parameters": Maybe(NUMBER), "warning": Maybe(str)},
+        "resumed": {"step": int, "path": str, "updates": Maybe(NUMBER), "missing_steps": Maybe([[int]])},
+        "passed_over": {"path": str, "why": str},
+        "saved": {"step": int},
+        "step": {
+            "step": int,
+            "warmup": bool,
+            "loss": NUMBER,
+            "lr": NUMBER_OR_NULL,
+            "grad_norm": NUMBER_OR_NULL,
+            "step_ms": NUMBER,
+            "tokens_per_second": NUMBER,
+            "memory_mib": NUMBER_OR_NULL,
+            "memory_kind": str,
+        },
+        "validation": {"step": int, "loss": NUMBER},
+    },
+)
+
+
+def misfit(value: object, shape: Shape, at: str = "") -> str | None:
+    """What is wrong with the value, in words that follow "found"; None where it has the shape."""
+    where = f" at '{at}'" if at else ""
+    if isinstance(shape, list):
+        if not isinstance(value, list):
+            return f"{_told(value)}{where} in place of a list"
+        return next((wrong for one in value if (wrong := misfit(one, shape[0], at))), None)
+    if isinstance(shape, (Each, Mapping)):
+        if not isinstance(value, dict):
+            return f"{_told(value)}{where} in place of an object"
+        return _misfit_of_keys(value, shape, at)
+    if isinstance(shape, type) and issubclass(shape, Enum):
+        try:
+            shape(value)
+        except ValueError:
+            return f"{_told(value)}{where}, which is no {shape.__name__}"
+        return None
+    return None if isinstance(value, shape) else f"{_told(value)}{where}"
+
+
+def _misfit_of_keys(value: Mapping[str, object], shape: Each | Mapping[str, Shape], at: str) -> str | None:
+    parts = dict.fromkeys(value, shape.shape) if isinstance(shape, Each) else shape
+    for key, part in parts.items():
+        name = f"{at}.{key}" if at else key
+        if isinstance(part, Maybe):
+            if value.get(key) is None:
+                continue
+            part = part.shape
+        if key not in value:
+            return f"no '{name}'"
+        if wrong := misfit(value[key], part, name):
+            return wrong
+    return None
+
+
+def _told(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,322 @@
+"""The records of a sweep on disk: what was planned, what its controller did, and how each point stands now."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.machine.processes import is_alive
+from orchestrator.records.record_file import (
+    BadRecord,
+    EventTail,
+    append_event,
+    clear_leftovers,
+    judged,
+    loaded,
+    make_room,
+    make_way,
+    read_or_warn,
+    set_aside,
+    warn_once,
+    write_json_atomic,
+)
+from orchestrator.records.record_shapes import CONTROLLER, POINT, SWEEP, SWEEP_EVENTS
+from orchestrator.records.run_record import SCHEMA, AttemptPaths, clear_point, result_of, settled
+from orchestrator.records.run_state import RunState
+
+TAKEN = 75  # exit code of a controller that finds another one at its sweep; EX_TEMPFAIL of sysexits.h
+
+
+@dataclass(frozen=True)
+class SweepPaths:
+    """The files of one sweep."""
+
+    root: Path
+
+    @property
+    def name(self) -> str:
+        return self.root.name
+
+    @property
+    def sweep(self) -> Path:
+        """What was typed, where, and the policies."""
+        return self.root / "sweep.json"
+
+    @property
+    def plan(self) -> Path:
+        """The points, and what was decided of each."""
+        return self.root / "plan.json"
+
+    @property
+    def events(self) -> Path:
+        """What the controller did."""
+        return self.root / "events.jsonl"
+
+    @property
+    def requests(self) -> Path:
+        """What other commands ask of the controller."""
+        return self.root / "requests.jsonl"
+
+    @property
+    def controller(self) -> Path:
+        """Who the controller is, by its own word."""
+        return self.root / "controller.json"
+
+    @property
+    def claim(self) -> Path:
+        """Who the controller will be, by the word of the command that started it a moment ago."""
+        return self.root / "claim.json"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "controller.log"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.md"
+
+    @property
+    def results(self) -> Path:
+        return self.root / "results.csv"
+
+    @property
+    def output(self) -> Path:
+        return self.root.parent.parent
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A point of a sweep as it was decided: `decision` is queued (to run), or a state that needs no run.
+
+    point: its id; empty where it was refused. attempt: the folder of the answer that is kept. predicted_bytes: of one
+    rank, by the memory model, model states alone; None where nobody predicted. predicted: all of the prediction.
+    contents: hashes of what its files held then, by contents.of.
+    """
+
+    label: str
+    overrides: tuple[str, ...]
+    decision: RunState
+    point: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    attempt: str = ""
+    predicted_bytes: int | None = None
+    predicted: dict[str, Any] = field(default_factory=dict)
+    contents: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "decision": self.decision.value}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Planned:
+        return cls(**{**data, "decision": RunState(data["decision"]), "overrides": tuple(data["overrides"])})
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a point of a sweep stands now. `attempt`: the folder of what runs, or of the answer. `measured`: its result,
+    there exactly where the state says that it was measured."""
+
+    planned: Planned
+    state: RunState
+    attempt: AttemptPaths | None = None
+    message: str = ""
+    slots: tuple[str, ...] = ()
+    job: str = ""
+    measured: dict[str, Any] | None = None
+
+    @property
+    def label(self) -> str:
+        return self.planned.label
+
+    def result(self) -> dict[str, Any] | None:
+        return self.measured
+
+
+def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts: Mapping[str, Any]) -> SweepPaths:
+    """The folder of this sweep: a new one, or that of the same name and points, so that the same command goes on. For
+    who is the `only_starter`."""
+    for point in {one.point for one in planned if one.point}:  # also of those whose answers are kept
+        clear_point(output, point)
+    identity = sweep_id(name, planned)
+    sweeps = Path(output).absolute() / "sweeps"
+    sweeps.mkdir(parents=True, exist_ok=True)
+    _clear_unrecorded(sweeps)
+    for paths in all_sweeps(output):
+        if is_sweep(paths, name, identity):
+            clear_leftovers(paths.root)
+            make_room(paths.sweep, SWEEP)
+            try:
+                plan_of(paths)
+            except BadRecord as bad:
+                set_aside(paths.plan, bad.wrong)
+            # What its last controller did and was asked is over; the attempts tell what came of it.
+            for file in (paths.events, paths.requests, paths.controller, paths.claim, paths.log):
+                make_way(file)
+            for file in (paths.events, paths.requests, paths.controller, paths.claim):
+                file.unlink(missing_ok=True)
+            break
+    else:
+        paths = SweepPaths(_new_folder(sweeps, name))
+    write_json_atomic(paths.sweep, {"schema": SCHEMA, "id": identity, "name": name, "time": time.time(), **facts})
+    write_json_atomic(paths.plan, {"points": [one.to_dict() for one in planned]})
+    return paths
+
+
+def _clear_unrecorded(sweeps: Path) -> None:
+    """Removes the folders of sweeps whose commands were killed before they had recorded anything."""
+    for sweep in map(SweepPaths, sweeps.iterdir()):
+        if sweep.root.is_dir() and not os.path.lexists(sweep.sweep):
+            clear_leftovers(sweep.root)
+            with contextlib.suppress(OSError):  # what somebody else put there stays
+                sweep.root.rmdir()
+
+
+def is_sweep(sweep: SweepPaths, name: str, identity: str) -> bool:
+    """Whether the folder is of the sweep of this name and identity; by its plan, where its own record is bad."""
+    facts = read_or_warn(sweep.sweep, SWEEP)
+    if facts is not None:
+        return bool(facts["id"] == identity)
+    try:
+        return sweep_id(name, plan_of(sweep)) == identity
+    except (BadRecord, OSError):
+        return False
+
+
+def sweep_id(name: str, planned: Sequence[Planned]) -> str:
+    """The same for the same points in the same order, wherever they are sent to."""
+    text = json.dumps([name, [[one.label, one.point or list(one.overrides)] for one in planned]])
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _new_folder(sweeps: Path, name: str) -> Path:
+    safe = "".join(char if char.isalnum() or char in "-_." else "-" for char in name) or "sweep"
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    number = 1
+    while True:
+        folder = sweeps / (f"{stamp}_{safe}" + (f"_{number}" if number > 1 else ""))
+        try:
+            folder.mkdir(mode=0o700)
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def all_sweeps(output: str | Path) -> list[SweepPaths]:
+    """Every sweep of an output folder, the newest first."""
+    try:
+        folders = list((Path(output).absolute() / "sweeps").iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(made, one) for one in map(SweepPaths, folders) if (made := _made(one)) is not None]
+    return [one for _, one in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def _made(sweep: SweepPaths) -> float | None:
+    """When its record was written; None for a folder that is no sweep, or may not be looked into."""
+    try:
+        return sweep.sweep.stat().st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        warn_once(str(error))
+        return None
+
+
+PLAN = {"points": [POINT]}
+
+
+def plan_of(sweep: SweepPaths) -> list[Planned]:
+    """BadRecord where it cannot be read, or is not there."""
+    found = loaded(sweep.plan)
+    if found is None:
+        raise BadRecord(sweep.plan, "no such file")
+    # Earlier versions wrote the points alone; no sweep has none.
+    plan = judged(sweep.plan, {"points": found} if isinstance(found, list) and found else found, PLAN)
+    try:
+        return [Planned.from_dict(one) for one in plan["points"]]
+    except TypeError as error:
+        raise BadRecord(sweep.plan, f"points of another version ({error})") from None
+
+
+def standings(sweep: SweepPaths) -> list[Standing]:
+    """How every point stands, from the plan, the controller's events and the attempts themselves.
+
+    BadRecord where there is no plan. A point whose own records cannot be read is lost, and its message says why.
+    """
+    told: dict[str, dict[str, Any]] = {}
+    for event in EventTail(sweep.events, SWEEP_EVENTS).read_new():
+        if event["event"] in SWEEP_EVENTS.shapes and "label" in event:
+            told[event["label"]] = event
+    return [_standing(one, told.get(one.label)) for one in plan_of(sweep)]
+
+
+def _standing(planned: Planned, event: Mapping[str, Any] | None) -> Standing:
+    if event is not None and event["event"] == "decided":
+        return Standing(planned, RunState(event["state"]), message=event["reason"])
+    if event is None or planned.decision is not RunState.queued:
+        kept = AttemptPaths(Path(planned.attempt)) if planned.attempt else None
+        return _with_result(Standing(planned, planned.decision, kept, planned.reason))
+    attempt = AttemptPaths(Path(event["attempt"]))
+    one = Standing(planned, RunState.lost, attempt, "", tuple(event["slots"]), event.get("job") or "")
+    try:
+        found = settled(attempt)
+    except (BadRecord, OSError) as error:
+        return replace(one, message=str(error))
+    return _with_result(replace(one, state=found.state, message=found.message))
+
+
+def _with_result(one: Standing) -> Standing:
+    if one.attempt is None or not one.state.measured:
+        return one
+    try:
+        return replace(one, measured=result_of(one.attempt))
+    except (BadRecord, OSError) as error:
+        return replace(one, state=RunState.lost, message=str(error))
+
+
+def tell(sweep: SweepPaths, event: str, **facts: object) -> None:
+    """The controller notes down what it did."""
+    append_event(sweep.events, {"event": event, "time": time.time(), **facts})
+
+
+def ask(sweep: SweepPaths, what: str, **facts: object) -> None:
+    """Asks the controller for something; it looks several times a second."""
+    append_event(sweep.requests, {"do": what, "time": time.time(), **facts})
+
+
+def controller_pid(sweep: SweepPaths) -> int | None:
+    """The process that runs the sweep, while it lives."""
+    found = filter(None, (read_or_warn(path, CONTROLLER) for path in (sweep.controller, sweep.claim)))
+    return next((int(who["pid"]) for who in found if is_alive(who["pid"], who["started"])), None)
+
+
+@contextlib.contextmanager
+def only_starter(output: str | Path) -> Iterator[None]:
+    """Commands that start a sweep of this output do it one after the other, so that the second of two finds the sweep
+    of the first. Blocks while another one is at it."""
+    sweeps = Path(output).absolute() / "sweeps"
+    sweeps.mkdir(parents=True, exist_ok=True)
+    with (sweeps / ".lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def only_controller(sweep: SweepPaths) -> Iterator[bool]:
+    """False where another controller has this sweep."""
+    with (sweep.root / ".lock").open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True

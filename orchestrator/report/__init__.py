@@ -1,0 +1,1 @@
+"""What the terminal and report.md show, from records alone."""

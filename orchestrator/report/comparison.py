@@ -1,0 +1,77 @@
+"""The comparison of a sweep, from its records: what the terminal shows, report.md and results.csv."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchestrator.exit_codes import FAILED, INCOMPLETE, NOTHING_FITS, OK
+from orchestrator.records.record_file import read_or_warn, warn_once, write_text_atomic
+from orchestrator.records.record_shapes import SWEEP
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import Standing, SweepPaths, standings
+from orchestrator.report import ranking
+from orchestrator.report.ranking import Entry, Ranked
+
+
+def entries(found: list[Standing]) -> list[Entry]:
+    """One for each point of a sweep."""
+    return [_entry(one) for one in found]
+
+
+def _entry(one: Standing) -> Entry:
+    result = one.result()
+    return Entry(
+        one.label,
+        one.state.value,
+        result,
+        one.message,
+        str(one.attempt.root) if one.attempt else "",
+        one.planned.overrides,
+        None if result is None else result.get("measured_at", _ended_at(one)),
+    )
+
+
+def _ended_at(one: Standing) -> float | None:
+    """Results of before they said when they were measured."""
+    return (read_or_warn(one.attempt.state) or {}).get("time") if one.attempt is not None else None
+
+
+def ranked(sweep: SweepPaths) -> list[Ranked]:
+    """The points in the order of the sweep's metric."""
+    metric = (read_or_warn(sweep.sweep, SWEEP) or {}).get("rank_by")
+    return ranking.rank(entries(standings(sweep)), metric if metric in ranking.METRICS else ranking.DEFAULT_METRIC)
+
+
+def write(sweep: SweepPaths) -> list[str]:
+    """report.md and results.csv, and the names of those that could be written: a full disk hides no comparison."""
+    found = ranked(sweep)
+    texts = {sweep.report: ranking.report_md(sweep.name, found), sweep.results: ranking.results_csv(found)}
+    return [str(path) for path, text in texts.items() if _is_written(path, text)]
+
+
+def _is_written(path: Path, text: str) -> bool:
+    try:
+        write_text_atomic(path, text)
+    except OSError as error:
+        warn_once(f"{path} could not be written: {error.strerror}")
+        return False
+    return True
+
+
+def markdown(sweep: SweepPaths) -> str:
+    """The table, for a page of markdown."""
+    return ranking.markdown(ranking.table(ranked(sweep)))
+
+
+def exit_code(found: list[Standing]) -> int:
+    """0: every point has its answer. 1: one failed. 3: some are left. 4: nothing fits."""
+    return exit_code_of({one.state for one in found})
+
+
+def exit_code_of(states: set[RunState]) -> int:
+    """The same of the states that are met."""
+    if states & {RunState.error, RunState.hang, RunState.timeout, RunState.lost}:
+        return FAILED
+    if not all(state.answered for state in states):
+        return INCOMPLETE
+    return OK if any(state.measured for state in states) else NOTHING_FITS

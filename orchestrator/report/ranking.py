@@ -1,0 +1,401 @@
+"""The comparison of a sweep's points: ranking, ties, checks, table, report.md and results.csv. Pure."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from orchestrator.config.strict import nearest
+from orchestrator.records.run_state import RunState
+from orchestrator.report.summary import PHASES, Table, missing_text, run_command, without_key
+from orchestrator.text.paths import program
+from orchestrator.text.units import ABSENT, digits, loss, size
+
+
+class Spread(NamedTuple):
+    """A number of a point's result, and the range that its steps spread over."""
+
+    low: float
+    middle: float
+    high: float
+
+
+class Metric(NamedTuple):
+    """What points are ranked by."""
+
+    words: str
+    higher_first: bool
+    read: Callable[[dict[str, Any]], Spread | None]
+
+
+def _of_steps(key: str) -> Callable[[dict[str, Any]], Spread]:
+    def read(result: dict[str, Any]) -> Spread:
+        found = result["throughput"][key]
+        return Spread(found["p10"], found["median"], found["p90"])
+
+    return read
+
+
+def _each_rank(result: dict[str, Any]) -> Spread:
+    return Spread(*(value / result["world"] for value in _of_steps("tokens_per_second")(result)))
+
+
+def _exact(read: Callable[[dict[str, Any]], float | None]) -> Callable[[dict[str, Any]], Spread | None]:
+    def spread(result: dict[str, Any]) -> Spread | None:
+        value = read(result)
+        return None if value is None else Spread(value, value, value)
+
+    return spread
+
+
+# [Note: a notable load]
+# A run that wants all cores gets 1 - s of them where others take the share s, so the load alone can make one row slower
+# than another by the ratio of what was left to each. Up to a tenth that is within the half width of the p10-p90 range
+# of most rows, by which ties are judged; beyond it the load could decide the order.
+NOTABLE_SHARE = 0.1
+REUSED_NAMED = 4  # rows whose time is in the line under the table; the table marks all
+DEFAULT_METRIC = "tokens_per_second"
+METRICS = {
+    DEFAULT_METRIC: Metric("median tokens/s of all ranks", True, _of_steps("tokens_per_second")),
+    "tokens_per_second_per_rank": Metric("median tokens/s of one rank", True, _each_rank),
+    "step_ms": Metric("median step time", False, _of_steps("step_ms")),
+    "peak_bytes": Metric("peak memory of a rank", False, _exact(lambda result: peak_bytes(result))),
+    "states_bytes": Metric("model states of a rank", False, _exact(lambda result: states_bytes(result))),
+    "loss_last": Metric("last training loss", False, _exact(lambda result: result["loss"]["last"])),
+    "loss_validation": Metric("validation loss", False, _exact(lambda result: result["loss"]["validation"])),
+}
+
+
+def metric_problem(name: str) -> str | None:
+    """What is wrong with a name of a metric, with the nearest right one."""
+    if name in METRICS:
+        return None
+    near = nearest(name, METRICS)
+    hint = f" Did you mean '{near}'?" if near else ""
+    return f"rank_by: there is no metric '{name}'.{hint}      known: {' '.join(METRICS)}"
+
+
+def rule(metric: str) -> str:
+    """How the rows are ordered, in words."""
+    order = "higher" if METRICS[metric].higher_first else "lower"
+    return (
+        f"sorted by {METRICS[metric].words}, {order} first; = marks a tie: "
+        "its p10-p90 range overlaps that of the first row of its group"
+    )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One point of a sweep and how it ended. `result` is there exactly when it succeeded."""
+
+    label: str
+    state: str
+    result: dict[str, Any] | None = None
+    message: str = ""
+    folder: str = ""
+    overrides: tuple[str, ...] = field(default=())
+    measured_at: float | None = None  # seconds since the epoch
+
+    @property
+    def is_reused(self) -> bool:
+        """Whether it was measured before the sweep, by another command."""
+        return self.state == RunState.cached.value
+
+    @property
+    def others_share(self) -> float | None:
+        """The share of the cores that other processes took meanwhile; None where nobody knows."""
+        share: float | None = ((self.result or {}).get("load") or {}).get("others_share")
+        return share
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """`place` is None for what has no result; `tied` says that the spread does not tell it from its place's first."""
+
+    entry: Entry
+    place: int | None = None
+    tied: bool = False
+    metric: str = DEFAULT_METRIC
+
+
+def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]:
+    """Best first by `rule(metric)`, then those without a result in their own order."""
+    sign = -1 if METRICS[metric].higher_first else 1
+    spreads = {id(one): METRICS[metric].read(one.result) if one.result else None for one in entries}
+    measured = [one for one in entries if spreads[id(one)] is not None]
+    measured.sort(key=lambda one: sign * _middle(spreads[id(one)]))
+    ranked: list[Ranked] = []
+    leader: Ranked | None = None
+    for place, entry in enumerate(measured, start=1):
+        if leader is not None and _overlap(spreads[id(leader.entry)], spreads[id(entry)]):
+            ranked.append(Ranked(entry, leader.place, tied=True, metric=metric))
+        else:
+            leader = Ranked(entry, place, metric=metric)
+            ranked.append(leader)
+    return ranked + [Ranked(one, metric=metric) for one in entries if spreads[id(one)] is None]
+
+
+def _middle(spread: Spread | None) -> float:
+    assert spread is not None
+    return spread.middle
+
+
+def _speed(entry: Entry) -> dict[str, float]:
+    assert entry.result is not None
+    speed: dict[str, float] = entry.result["throughput"]["tokens_per_second"]
+    return speed
+
+
+def _overlap(one: Spread | None, other: Spread | None) -> bool:
+    assert one is not None
+    assert other is not None
+    return one.low <= other.high and other.low <= one.high
+
+
+HEADER = (
+    "place",
+    "point",
+    "tokens/s",
+    "p10-p90",
+    "vs best",
+    "step ms",
+    "states/rank",
+    "peak/rank",
+    "sent/step",
+    "loss last",
+)
+
+
+def table(ranked: Sequence[Ranked]) -> Table:
+    """The comparison, one row a point; a failed point's row holds its outcome, its reason is under the table."""
+    speeds = [_speed(one.entry)["median"] for one in ranked if one.entry.result]
+    best = max(speeds, default=0.0)
+    rows = tuple(_cells(one, best) for one in ranked)
+    if not any(one.entry.is_reused for one in ranked):
+        return Table(HEADER, rows, names=2)
+    marked = tuple((*row, _reused_from(one.entry)) for row, one in zip(rows, ranked, strict=True))
+    return Table((*HEADER, "reused from"), marked, names=2)
+
+
+def _reused_from(entry: Entry) -> str:
+    """Short, for a table on a terminal; `reused` has the year."""
+    return _clock(entry, "%m-%d %H:%M") if entry.is_reused else ""
+
+
+def _clock(entry: Entry, form: str) -> str:
+    return "at an unknown time" if entry.measured_at is None else time.strftime(form, time.localtime(entry.measured_at))
+
+
+def _cells(ranked: Ranked, best: float) -> tuple[str, ...]:
+    entry = ranked.entry
+    if entry.result is None:
+        return (ABSENT, entry.label, entry.state, *[ABSENT] * (len(HEADER) - 3))
+    speed = _speed(entry)
+    share = "best" if speed["median"] == best else f"{100 * (speed['median'] / best - 1):+.1f} %"
+    return (
+        ABSENT if ranked.place is None else f"{'= ' if ranked.tied else ''}{ranked.place}",
+        entry.label,
+        digits(speed["median"]),
+        f"{digits(speed['p10'])}-{digits(speed['p90'])}",
+        share,
+        digits(entry.result["throughput"]["step_ms"]["median"]),
+        size(states_bytes(entry.result)),
+        size(peak_bytes(entry.result)),
+        size(sent_bytes(entry.result)),
+        loss(entry.result["loss"]["last"]),
+    )
+
+
+def states_bytes(result: dict[str, Any]) -> int:
+    """Measured bytes of the model states a rank holds."""
+    return sum(state["measured_bytes"] or 0 for state in result["memory"]["states"])
+
+
+def peak_bytes(result: dict[str, Any]) -> int | None:
+    """What the device's allocator had at most; on a CPU, the process."""
+    memory = result["memory"]
+    found: int | None = memory.get("peak_allocated_bytes")
+    return memory.get("peak_rss_bytes") if found is None else found
+
+
+def sent_bytes(result: dict[str, Any]) -> int:
+    return sum(one["bytes"] for one in result["communication"]["data"].values())
+
+
+def failures(ranked: Sequence[Ranked]) -> list[str]:
+    """One line for each point without a result: its outcome and the reason."""
+    lost = [one.entry for one in ranked if one.entry.result is None]
+    return [f"{entry.label}: {entry.state}: {entry.message or 'no reason known'}" for entry in lost]
+
+
+def reused(ranked: Sequence[Ranked]) -> list[str]:
+    """One line where rows were measured before this sweep: how many, which and when."""
+    found = [one.entry for one in ranked if one.entry.is_reused]
+    if not found:
+        return []
+    rows = sum(one.entry.result is not None for one in ranked)
+    named = [f"{one.label} measured {_clock(one, '%Y-%m-%d %H:%M')}, reused" for one in found[:REUSED_NAMED]]
+    named += [f"{len(found) - REUSED_NAMED} more"] if len(found) > REUSED_NAMED else []
+    were = "row was" if rows == 1 else f"rows {'was' if len(found) == 1 else 'were'}"
+    return [f"{len(found)} of {rows} {were} measured earlier: {'; '.join(named)}. --fresh measures all in one session"]
+
+
+def _curve_warnings(ranked: Sequence[Ranked]) -> list[str]:
+    losses = {one.entry.label: one.entry.result["loss"] for one in ranked if one.entry.result}
+    return [
+        f"{label}: {missing_text(one['missing_steps'])}" for label, one in losses.items() if one.get("missing_steps")
+    ]
+
+
+def _load_warnings(ranked: Sequence[Ranked]) -> list[str]:
+    """See [Note: a notable load]."""
+    known = {one.entry.label: one.entry.others_share for one in ranked if one.entry.others_share is not None}
+    if not known or max(known.values()) < NOTABLE_SHARE:
+        return []
+    shares = _grouped({label: f"{100 * share:.0f} %" for label, share in known.items()})
+    text = f"other processes took this share of the cores while a row was measured: {shares}"
+    if 1 - max(known.values()) < (1 - NOTABLE_SHARE) * (1 - min(known.values())):
+        return [f"the rows were measured under different loads, so speeds do not compare; {text}"]
+    return [text]
+
+
+def load_text(result: Mapping[str, Any]) -> str | None:
+    """A sentence where other processes took a notable share of the cores during one run."""
+    share = (result.get("load") or {}).get("others_share")
+    if share is None or share < NOTABLE_SHARE:
+        return None
+    return f"other processes took {100 * share:.0f} % of the cores while this was measured"
+
+
+def warnings(ranked: Sequence[Ranked]) -> list[str]:
+    """What makes the rows not comparable."""
+    found = [(one.entry.label, one.entry.result) for one in ranked if one.entry.result]
+    tokens = {label: f"{result['batch']['tokens_per_step']:,}" for label, result in found}
+    checks = (
+        ("data hash", "numbers do not compare", {label: result["data"]["hash"] for label, result in found}),
+        ("tokens a step", "losses do not compare (tokens/s do)", tokens),
+        ("number of ranks", "numbers do not compare", {label: str(result["world"]) for label, result in found}),
+    )
+    return [
+        f"the points differ in {what}, so their {then}: {_grouped(values)}"
+        for what, then, values in checks
+        if len(set(values.values())) > 1
+    ] + [*_curve_warnings(ranked), *_load_warnings(ranked)]
+
+
+def _grouped(values: dict[str, str]) -> str:
+    groups: dict[str, list[str]] = {}
+    for label, value in values.items():
+        groups.setdefault(value, []).append(label)
+    return "; ".join(f"{value}: {', '.join(labels)}" for value, labels in groups.items())
+
+
+def conclusion(ranked: Sequence[Ranked]) -> str:
+    """The winner, or that the spread names none."""
+    if not ranked or ranked[0].place is None:
+        return "no point has a result"
+    best = ranked[0].entry
+    ties = [one.entry for one in ranked[1:] if one.tied and one.place == 1]
+    word = "fastest" if ranked[0].metric == DEFAULT_METRIC else f"best by {METRICS[ranked[0].metric].words}"
+    word += _of_how_many(ranked)
+    if not ties:
+        return f"{word}: {best.label}"
+    group = [best, *ties]
+    names = ", ".join(entry.label for entry in group)
+    states = {entry.label: states_bytes(entry.result or {}) for entry in group}
+    least = [label for label, held in states.items() if held == min(states.values())]
+    smallest = f"; {least[0]} holds the least model states" if len(least) == 1 else ""
+    return f"{word}: a tie of {names}: their spread does not tell them apart{smallest}"
+
+
+def _of_how_many(ranked: Sequence[Ranked]) -> str:
+    """Where points have no answer yet, how many have one: who is first among them need not be first of all."""
+    left = sum(not RunState(one.entry.state).answered for one in ranked)
+    return f" of the {len(ranked) - left} of {len(ranked)} points that have an answer" if left else ""
+
+
+def next_after_sweep(ranked: Sequence[Ranked]) -> str:
+    """The command worth typing after a sweep: the winner measured longer, or the failed point by itself."""
+    if not ranked:
+        return program()
+    entry = ranked[0].entry
+    if entry.result is None:
+        return run_command(entry.overrides)
+    # Steps that were typed would win over the option's.
+    rest = without_key(entry.overrides, "measure", "measure.steps", "measure.warmup_steps")
+    return run_command([*rest, "measure=standard"])
+
+
+def markdown(table_: Table) -> str:
+    """The table for a page of markdown."""
+    lines = [table_.header, tuple("---" if index < table_.names else "---:" for index in range(len(table_.header)))]
+    return "\n".join(f"| {' | '.join(_escaped(row))} |" for row in [*lines, *table_.rows])
+
+
+def _escaped(row: Sequence[str]) -> list[str]:
+    return [cell.replace("|", "\\|").replace("\n", " ") for cell in row]
+
+
+def report_md(name: str, ranked: Sequence[Ranked]) -> str:
+    """The whole report of a sweep."""
+    parts = [
+        f"# Sweep {name}",
+        markdown(table(ranked)),
+        f"{rule(ranked[0].metric if ranked else DEFAULT_METRIC)}.",
+        *(f"{line}." for line in reused(ranked)),
+        f"**{conclusion(ranked)}.**",
+    ]
+    parts += [f"Warning: {one}" for one in warnings(ranked)]
+    if lost := failures(ranked):
+        parts.append("Without a result:\n\n" + "\n".join(f"- {line}" for line in lost))
+    commands = [f"- {one.entry.label}: `{run_command(one.entry.overrides)}`" for one in ranked]
+    parts.append("Commands:\n\n" + "\n".join(commands))
+    return "\n\n".join(parts) + "\n"
+
+
+def results_csv(ranked: Sequence[Ranked]) -> str:
+    """One line a point; numbers in full and in plain units, each named by its column."""
+    rows = [_csv_row(one) for one in ranked]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["place"])
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _csv_row(ranked: Ranked) -> dict[str, object]:
+    entry, result = ranked.entry, ranked.entry.result
+    speed = result["throughput"] if result else {}
+    row: dict[str, object] = {
+        "place": ranked.place,
+        "tied": ranked.tied,
+        "label": entry.label,
+        "state": entry.state,
+        "message": entry.message,
+        "measured_at": _clock(entry, "%Y-%m-%d %H:%M:%S") if result else None,
+        "reused": entry.is_reused,
+        "others_share": ("unknown" if entry.others_share is None else entry.others_share) if result else None,
+    }
+    for name in ("median", "p10", "p90"):
+        row[f"tokens_per_second_{name}"] = speed["tokens_per_second"][name] if result else None
+        row[f"step_ms_{name}"] = speed["step_ms"][name] if result else None
+    row |= {f"{phase}_ms": result["phases_ms"][phase] if result else None for phase, _ in PHASES}
+    row |= {
+        "states_measured_bytes": states_bytes(result) if result else None,
+        "activations_bytes": result["memory"]["activations_bytes"] if result else None,
+        "activations_predicted_bytes": result["memory"].get("activations_predicted_bytes") if result else None,
+        "peak_bytes": peak_bytes(result) if result else None,
+        "sent_bytes_per_step": sent_bytes(result) if result else None,
+        "loss_first": result["loss"]["first"] if result else None,
+        "loss_last": result["loss"]["last"] if result else None,
+        "loss_validation": result["loss"]["validation"] if result else None,
+        "data_hash": result["data"]["hash"] if result else None,
+        "world": result["world"] if result else None,
+        "folder": entry.folder,
+        "command": run_command(entry.overrides),
+    }
+    return row

@@ -1,0 +1,210 @@
+"""What the person sees: the plan, the progress, the summary and the comparison. Plain lines where no terminal is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from orchestrator.config.schema import RunConfig
+from orchestrator.records.sweep_record import Planned
+from orchestrator.report import ranking, summary, sweep_table
+from orchestrator.report.ranking import Ranked
+from orchestrator.report.summary import Row, Table
+from orchestrator.text.units import digits, loss, many
+
+PLAIN_WIDTH = 10_000  # of a line in a pipe or file: no table is as wide
+PLAIN_EVERY_S = 2.0
+
+
+def make_console(*, on_stderr: bool = False) -> Console:
+    """A console for stdout, or stderr. Where that is no terminal nothing is cut or broken, whatever COLUMNS says."""
+    console = Console(stderr=on_stderr, highlight=False)
+    if not console.file.isatty():
+        console.width = PLAIN_WIDTH
+    return console
+
+
+class Screen:
+    """Writes to one console; every method returns at once."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or make_console()
+        self.live = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._bar: _Bar | None = None
+
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style), soft_wrap=not self.live)
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}", "yellow")
+
+    def sweep_plan(self, planned: Sequence[Planned], folder: str) -> None:
+        """What becomes of each point, before anything starts."""
+        self.say(f"{many(len(planned), 'point')}, records in {folder}", "bold")
+        self.rows(sweep_table.plan_rows(planned))
+
+    def table(self, table: Table) -> None:
+        self.console.print(_table(table))
+
+    def plan(self, label: str, config: RunConfig, folder: str) -> None:
+        """What will run."""
+        rows = summary.plan_rows(config, folder)
+        if self.live:
+            panel = Panel(_grid(rows), title=f" {label} ", title_align="left", border_style="cyan", expand=False)
+            self.console.print(panel)
+        else:
+            self.say(f"== {label}")
+            self.rows(rows)
+
+    def begin(self, config: RunConfig) -> None:
+        """Shows progress until `end`."""
+        measure = config.measure
+        self._bar = _Bar(self.console, measure.warmup_steps + measure.steps, live=self.live)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Shows one event of metrics.jsonl."""
+        if self._bar is not None:
+            self._bar.event(event)
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def success(self, result: Mapping[str, Any], note: str) -> None:
+        """The summary of one run."""
+        self.console.print()
+        self.rows(summary.speed_rows(result))
+        for table in (summary.phase_table(result), summary.memory_table(result)):
+            self.console.print()
+            self.console.print(_table(table))
+        self.console.print()
+        talk = summary.communication_rows(result)
+        learned = summary.learning_rows(result)
+        self.rows([*talk, *learned, *summary.checkpoint_rows(result), summary.machine_row(result)])
+        for warning in filter(None, (note, ranking.load_text(result))):
+            self.warn(warning)
+
+    def failure(self, label: str, state: str, message: str, log: Sequence[str], path: str) -> None:
+        """How a run failed, with the last lines of the log that tells why."""
+        self.console.print()
+        self.say(f"{label}: {state}: {message}", "bold red")
+        if log:
+            self.say(f"the last lines of {path}:", "dim")
+            for line in log:
+                self.say(f"  {line}")
+
+    def comparison(self, ranked: Sequence[Ranked]) -> None:
+        """The table of a sweep, the rule of its order, and what to make of it."""
+        self.console.print()
+        self.console.print(_table(ranking.table(ranked)))
+        self.say(ranking.rule(ranked[0].metric), "dim")
+        for line in ranking.reused(ranked):
+            self.say(line)
+        for line in ranking.failures(ranked):
+            self.say(line, "red")
+        for line in ranking.warnings(ranked):
+            self.warn(line)
+        self.say(ranking.conclusion(ranked), "bold")
+
+    def closing(self, rows: Sequence[Row]) -> None:
+        """Where things lie and what to type next: a line each, also on a narrow terminal, since they are copied."""
+        self.console.print()
+        self._lines(rows)
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        """Names on the left; without a terminal one line each, however long, for grep and for copying."""
+        if self.live:
+            self.console.print(_grid(rows))
+        else:
+            self._lines(rows)
+
+    def _lines(self, rows: Sequence[Row]) -> None:
+        width = max((len(row.name) for row in rows), default=0)
+        for row in rows:
+            name = Text(f"{row.name:<{width}}  ", style="bold")
+            self.console.print(name.append(row.text, style="not bold"), soft_wrap=True)
+
+
+class _Bar:
+    """The progress of one run: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, console: Console, steps: int, *, live: bool) -> None:
+        self._console, self._steps = console, steps
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._last_line = 0.0
+        if live:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeElapsedColumn(),
+                console=console,
+            )
+            self._task = self._progress.add_task("starting ranks", total=steps, numbers="")
+            self._progress.start()
+        else:
+            console.print(Text("starting ranks"))
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "ready":
+            self._say(f"ready: {summary.ready_text(event)}")
+            if event.get("warning"):
+                self._say(f"warning: {event['warning']}")
+        elif kind == "resumed":
+            self._say(summary.resumed_text(event))
+        elif kind == "passed_over":
+            self._say(f"warning: passed over {event['path']}: {event['why']}")
+        elif kind == "step" and not event.get("earlier"):  # a resumed run has the curve before it in its record
+            self._step(event)
+        elif kind == "validation":
+            self._say(f"validation loss {loss(event['loss'])} at step {event['step']}")
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _say(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def _step(self, event: Mapping[str, Any]) -> None:
+        phase = "warm-up" if event["warmup"] else "measuring"
+        numbers = (
+            f"loss {loss(event['loss'])}  {digits(event['tokens_per_second'])} tokens/s  "
+            f"{event['memory_kind']} {digits(event['memory_mib'])} MiB"
+        )
+        if self._progress is not None:
+            self._progress.update(self._task, description=phase, completed=event["step"], numbers=numbers)
+            return
+        now = time.monotonic()
+        if event["step"] in (1, self._steps) or now - self._last_line >= PLAIN_EVERY_S:
+            self._last_line = now
+            self._say(f"{phase} step {event['step']}/{self._steps}  {numbers}")
+
+
+def _grid(rows: Sequence[Row]) -> RichTable:
+    grid = RichTable.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in rows:
+        grid.add_row(Text(row.name), Text(row.text))
+    return grid
+
+
+def _table(table: Table) -> RichTable:
+    rich = RichTable(box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(table.header):
+        rich.add_column(name, justify="left" if index < table.names else "right", no_wrap=True)
+    for row in table.rows:
+        rich.add_row(*[Text(cell) for cell in row])
+    return rich

@@ -1,0 +1,289 @@
+"""What is said of one run, as plain rows of text: before it what will run, after it what was measured. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer
+from orchestrator.config.state_groups import Offload, Place, StepTime
+from orchestrator.text.paths import program
+from orchestrator.text.units import ABSENT, count, difference, digits, loss, many, percent, size, steps_text
+
+PHASES = (
+    ("forward", "forward"),
+    ("backward", "backward"),
+    ("communication_exposed", "exposed communication"),
+    ("optimizer", "optimizer"),
+    ("data", "data"),
+)
+STATES = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer"}
+
+
+class Row(NamedTuple):
+    """One line: what, and its value."""
+
+    name: str
+    text: str
+
+
+class Table(NamedTuple):
+    """Cells as text; the first `names` columns stand on the left, the numbers after them on the right."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    names: int = 1
+
+
+def plan_rows(config: RunConfig, folder: str) -> list[Row]:
+    """What will run, with the identity of the batch spelled out."""
+    precision, batch, resources = config.precision, config.batch, config.resources
+    ranks = resources.ranks or 1
+    tokens = (batch.global_size or 0) * batch.seq
+    threads = f", {many(resources.threads or 1, 'thread')} each" if resources.device.value == "cpu" else ""
+    steps = config.measure.steps + config.measure.warmup_steps
+    return [
+        Row("model", _model_text(config)),
+        Row("zero", f"stage {config.zero.stage}, prefetch {config.zero.prefetch}"),
+        Row(
+            "precision",
+            f"parameters {precision.param}, gradients reduced in {precision.reduce}, "
+            f"accumulated in {precision.accumulate}, master {precision.master}",
+        ),
+        *([] if config.offload == Offload() else [Row("offload", _offload_text(config.offload))]),
+        Row("ranks", f"{ranks} x {resources.device}{threads}"),
+        Row(
+            "batch",
+            f"micro {batch.micro} x accumulation {batch.accumulation} x ranks {ranks} = {batch.global_size} "
+            f"sequences x {batch.seq} tokens = {tokens:,} tokens/step",
+        ),
+        Row("data", _data_text(config)),
+        Row("steps", f"{steps} = {config.measure.warmup_steps} of warm-up + {config.measure.steps} measured"),
+        Row("outputs", folder),
+    ]
+
+
+def _model_text(config: RunConfig) -> str:
+    model, adapter = config.model, config.adapter
+    weights = f"weights of {model.path}" if model.path else f"random weights, seed {config.seed}"
+    if adapter.kind is AdapterKind.none:
+        return f"{model.name}, {weights}"
+    targets = ", ".join(adapter.targets) or "all linear layers but the head"
+    return f"{model.name}, {weights}; frozen, LoRA of rank {adapter.rank} beside {targets}"
+
+
+def _offload_text(offload: Offload) -> str:
+    what = {"optimizer states": offload.optimizer, "parameters": offload.params}
+    places = {
+        Place.cpu: "the host's memory (on CPU ranks: where they are)",
+        Place.nvme: f"scratch files in {offload.folder}",
+    }
+    moved = {place: " and ".join(name for name in what if what[name] is place) for place in places}
+    rest = ", ".join(f"{names} rest in {places[place]}" for place, names in moved.items() if names)
+    share = "" if offload.ratio == 1 else f"{offload.ratio:.0%} of the units: "
+    early = ", updated during backward" if offload.step is StepTime.speculative else ""
+    return f"{share}{rest}{early}"
+
+
+def _data_text(config: RunConfig) -> str:
+    kinds = {
+        DataKind.stdlib: "stdlib: this Python's own standard-library sources",
+        DataKind.synthetic: "synthetic: random tokens",
+        DataKind.text: f"text: {config.data.path}",
+    }
+    bytewise = ", as bytes" if config.data.kind is not DataKind.synthetic else ""
+    tokens = ", in tokens of the model's own tokenizer" if config.data.tokenizer is Tokenizer.model else bytewise
+    return kinds[config.data.kind] + tokens
+
+
+def ready_text(event: Mapping[str, Any]) -> str:
+    """What is known once the ranks have built the model and read the data."""
+    states = _states(event.get("predicted"))
+    predicted = f", model states predicted {size(_sum(states, 'predicted_bytes'))} a rank" if states else ""
+    kept = (event.get("predicted") or {}).get("activations_predicted_bytes")
+    predicted += f", activations {size(kept)}" if kept is not None else ""
+    return f"{count(event.get('parameters'))} parameters{predicted}, data hash {event.get('data_hash', ABSENT)}"
+
+
+def _states(predicted: Any) -> list[dict[str, Any]]:
+    found = predicted.get("states", []) if isinstance(predicted, Mapping) else predicted or []
+    return list(found)
+
+
+def _sum(states: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [state.get(key) for state in states]
+    return None if any(value is None for value in values) else float(sum(value or 0 for value in values))
+
+
+def speed_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Throughput and step time with their spread."""
+    speed = result["throughput"]
+    tokens, step = speed["tokens_per_second"], speed["step_ms"]
+    counted = f"{speed['steps_counted']} steps counted, {speed['warmup_steps']} of warm-up left out"
+    return [
+        Row(
+            "tokens/s",
+            f"{digits(tokens['median'])} median, p10-p90 {_range(tokens)}, {counted}; "
+            f"{digits(speed['tokens_per_second_per_rank'])} a rank",
+        ),
+        Row("step time", f"{digits(step['median'])} ms median, p10-p90 {_range(step)}"),
+    ]
+
+
+def phase_table(result: Mapping[str, Any]) -> Table:
+    """Where a step's time goes."""
+    phases = result["phases_ms"]
+    whole = sum(phases[key] or 0 for key, _ in PHASES)
+    times = tuple(digits(phases[key]) for key, _ in PHASES)
+    shares = tuple(percent(phases[key] or 0, whole) for key, _ in PHASES)
+    header = ("step time by phase", *(name for _, name in PHASES))
+    return Table(header, (("ms", *times), ("share", *shares)))
+
+
+def _range(spread: Mapping[str, float]) -> str:
+    return f"{digits(spread['p10'])}-{digits(spread['p90'])}"
+
+
+def memory_table(result: Mapping[str, Any]) -> Table:
+    """A rank's memory by component: model states predicted beside measured, the rest measured."""
+    memory = result["memory"]
+    rows = []
+    for state in memory["states"]:
+        name = STATES.get(state["component"], state["component"])
+        rows.append(_memory_row(name, state["measured_bytes"], state["predicted_bytes"]))
+    measured, predicted = _sum(memory["states"], "measured_bytes"), _sum(memory["states"], "predicted_bytes")
+    rows.append(_memory_row(f"model states: {memory['formula']}", measured, predicted))
+    if memory.get("padding_bytes"):
+        rows.append(_memory_row("  of which padding", memory["padding_bytes"], None))
+    if memory.get("scratch_bytes"):
+        rows.append(
+            _memory_row("  in the scratch file", memory["scratch_bytes"], memory.get("scratch_predicted_bytes"))
+        )
+    host = memory.get("host") or {}
+    if host.get("predicted_bytes"):
+        rows.append(_memory_row("offload: host memory", host["measured_bytes"], host["predicted_bytes"]))
+    rows.append(_memory_row("activations", memory["activations_bytes"], memory.get("activations_predicted_bytes")))
+    if memory.get("activations_host_bytes"):
+        rows.append(_memory_row("  at rest on the host", memory["activations_host_bytes"], None))
+    rows.append(_memory_row("other tensors", memory["other_tensors_bytes"], None))
+    if memory.get("floor_predicted_bytes") is not None:
+        rows.append(_memory_row("worst moment of a step, at least", None, memory["floor_predicted_bytes"]))
+    for key, name in (
+        ("peak_allocated_bytes", "peak allocated"),
+        ("peak_reserved_bytes", "peak reserved"),
+        ("peak_rss_bytes", "peak RSS of the process"),
+    ):
+        if memory.get(key) is not None:
+            rows.append(_memory_row(name, memory[key], None))
+    if memory.get("activations_unknown"):
+        rows.append((f"activations cannot be predicted: {memory['activations_unknown']}", "", "", ""))
+    header = ("memory, largest over ranks", "predicted", "measured", "difference")
+    return Table(header, tuple(rows))
+
+
+def _memory_row(name: str, measured: float | None, predicted: float | None) -> tuple[str, ...]:
+    return name, size(predicted), size(measured), difference(measured, predicted)
+
+
+def communication_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Bytes of a steady step by collective, and their elements beside the theory."""
+    talk = result["communication"]
+    used = {name: one for name, one in talk["data"].items() if one["calls"]}
+    total = sum(one["elements"] for one in used.values())
+    parts = [f"{name} {one['calls']} calls {size(one['bytes'])}" for name, one in used.items()]
+    theory, padding = talk["theory_elements"], talk.get("padding_elements") or 0
+    holds = "equal" if total == theory + padding else "NOT equal"
+    return [
+        Row(
+            "communication",
+            f"{size(sum(one['bytes'] for one in used.values()))} a rank and step: {', '.join(parts) or 'none'}",
+        ),
+        Row(
+            "  beside theory",
+            f"{total:,.0f} elements sent; {talk['theory']} = {theory:,.0f} + padding {padding:,.0f}: {holds}",
+        ),
+        Row(
+            "",
+            "this is the algorithmic volume: what a ring must send, not what passed the wire; control messages "
+            f"apart: {size(talk.get('control_bytes'))}",
+        ),
+    ]
+
+
+def learning_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Loss and data."""
+    losses, data = result["loss"], result["data"]
+    missing = f"; {missing_text(losses['missing_steps'])}" if losses.get("missing_steps") else ""
+    validation = f", validation {loss(losses['validation'])}" if losses.get("validation") is not None else ""
+    return [
+        Row(
+            "loss",
+            f"{loss(losses['first'])} first, {loss(losses['last'])} last ({result['steps']} steps)"
+            f"{validation}{missing}",
+        ),
+        Row(
+            "data",
+            f"{data['name']}, hash {data['hash']}, {count(data['train_samples'])} training and "
+            f"{count(data['validation_samples'])} validation sequences",
+        ),
+    ]
+
+
+def missing_text(missing_steps: Sequence[Sequence[int]]) -> str:
+    """What the learning curve of a resumed run lacks."""
+    return f"the losses of {steps_text(missing_steps)} are missing: the record of the attempt before lacks them"
+
+
+def resumed_text(event: Mapping[str, Any]) -> str:
+    """Where a run goes on from."""
+    if "kind" not in event:
+        missing = event.get("missing_steps")
+        lacking = f"; {missing_text(missing)} ({event.get('metrics')})" if missing else ""
+        return f"resumed after step {event['step']} from {event['path']}{lacking}"
+    return f"took over {event['path']}: {event['kind']}, {event['updates']} updates; steps and schedule begin anew"
+
+
+def checkpoint_rows(result: Mapping[str, Any]) -> list[Row]:
+    """What was saved and what it cost; nothing where nothing was saved."""
+    told = result.get("checkpoints") or {}
+    rows = []
+    if told.get("resumed_from_step"):
+        rows.append(Row("resumed", f"after step {told['resumed_from_step']}; speed is of the steps since"))
+    if told.get("saved"):
+        stall = told["stall_ms"]
+        cost = "" if stall is None else f", each held training up {digits(stall)} ms (median)"
+        rows.append(Row("checkpoints", f"{told['saved']} saved in {told['folder']}{cost}"))
+    if told.get("measured_by"):
+        text = f"by {told['measured_by']}, which made and saved every step; checkpoint.resume=none measures anew"
+        rows.append(Row("measured", text))
+    if told.get("weights"):
+        rows.append(Row("weights", f"{told['weights']}: a Hugging Face folder"))
+    return rows
+
+
+def machine_row(result: Mapping[str, Any]) -> Row:
+    """What the numbers were measured on."""
+    environment = result.get("environment", {})
+    chip = environment.get("gpu") or environment.get("cpu") or "unknown machine"
+    warning = "; a CPU's speed says nothing about GPUs" if result["device"] == "cpu" else ""
+    versions = f"torch {environment.get('torch', ABSENT)}, python {environment.get('python', ABSENT)}"
+    return Row(
+        "measured on", f"{result['world']} x {result['device']}, {chip}, {result['backend']}, {versions}{warning}"
+    )
+
+
+def without_key(overrides: Sequence[str], *keys: str) -> list[str]:
+    """The overrides, less those that set one of these keys."""
+    return [one for one in overrides if one.lstrip("+~").partition("=")[0] not in keys]
+
+
+def next_after_run(overrides: Sequence[str]) -> str:
+    """The command worth typing after one run: the same under every stage."""
+    rest = without_key(overrides, "zero", "zero.stage", "sweeps")
+    return f"{program()} {shlex.join(['-m', 'zero=stage0,stage1,stage2,stage3', *rest])}"
+
+
+def run_command(overrides: Sequence[str]) -> str:
+    """What to type to run one point."""
+    return " ".join([program(), shlex.join(without_key(overrides, "sweeps"))]).strip()

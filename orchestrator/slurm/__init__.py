@@ -1,0 +1,1 @@
+"""Points as jobs of SLURM."""

@@ -1,0 +1,233 @@
+"""Points as jobs of SLURM: sent in arrays, looked at with one call, cancelled; nothing here waits for a job."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.schema import Device, RunConfig, to_dict
+from orchestrator.launch.environment import job_settings
+from orchestrator.launch.rank import ENTRY, STOP_SIGNAL
+from orchestrator.records.record_file import read_or_warn, write_json_atomic
+from orchestrator.records.record_shapes import JOB
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.slurm import tools as slurm_tools
+from orchestrator.slurm.executor import BatchExecutor
+from orchestrator.slurm.tools import DENIED, NO_SUCH_JOB, UNSEEN, JobSight, Phase, SlurmError, ask, read_scontrol_job
+from zero_runtime.kernels.ownership import for_the_owner_alone
+
+Sent = tuple[AttemptPaths, RunConfig]
+AT_ONCE = 500  # ids on one command line
+FEW = 16  # questions about single jobs in one look
+ALL = 1 << 20  # submitit's own throttle is 256 where it is told none
+
+
+# ---- sending --------------------------------------------------------------------------------------------------------
+
+
+def submit(jobs: Sequence[Sent], folder: Path, *, name: str = "zlab", entry: str = ENTRY) -> list[str]:
+    """Sends each attempt out as a job; their ids, in order. Returns at once.
+
+    Attempts of one shape are one array, in as many parts as the site's MaxArraySize asks for; cluster.throttle holds
+    for all of them together. Scripts, calls in JSON and SLURM's own logs lie in `folder`, which only their owner may
+    read and which the nodes must see; each attempt's job.json says which are its. Where SLURM refuses one, all are
+    cancelled and SlurmError tells why.
+    """
+    ids: dict[int, str] = {}
+    waves = Waves()
+    with for_the_owner_alone():
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        try:
+            for part in _arrays(jobs, slurm_tools.max_array_size()):
+                members = [jobs[index] for index in part]
+                after = waves.before(len(part), members[0][1].cluster.throttle)
+                sent = _send(members, folder, name, entry, after)
+                waves.sent(sent[0].partition("_")[0])
+                ids |= zip(part, sent, strict=True)
+        except SlurmError:
+            with suppress(SlurmError):
+                cancel(list(ids.values()))
+            raise
+    return [ids[index] for index in range(len(jobs))]
+
+
+def _arrays(jobs: Sequence[Sent], largest: int) -> list[list[int]]:
+    """The places of the attempts that share an array, in the order of sending: throttled ones wait for each other, and
+    what asks for most waits longest for its nodes, so that comes last."""
+    shapes: dict[str, list[int]] = {}
+    for index, (_, config) in enumerate(jobs):
+        shapes.setdefault(shape_of(config), []).append(index)
+    parts = [
+        members[start : start + largest] for members in shapes.values() for start in range(0, len(members), largest)
+    ]
+
+    def asks_for(part: list[int]) -> float:
+        config = jobs[part[0]][1]
+        return config.resources.nodes * config.resources.time_limit_min if config.cluster.throttle else 0.0
+
+    return sorted(parts, key=asks_for)
+
+
+class Waves:
+    """SLURM's throttle is of one array. So that it holds for a sweep of several, arrays that fill it together are a
+    wave, and each wave waits until the one before has ended, however it ended."""
+
+    def __init__(self) -> None:
+        self._before: list[str] = []
+        self._wave: list[str] = []
+        self._beside = 0  # points of this wave that may run at once
+        self._throttled = False
+
+    def before(self, points: int, throttle: int | None) -> list[str]:
+        """The jobs that an array of so many points must wait for."""
+        self._throttled = throttle is not None
+        if throttle is None:
+            return []
+        wanted = min(points, throttle)
+        if self._wave and self._beside + wanted > throttle:
+            self._before, self._wave, self._beside = self._wave, [], 0
+        self._beside += wanted
+        return self._before
+
+    def sent(self, job: str) -> None:
+        """The job that the array of the last question became."""
+        if self._throttled:
+            self._wave.append(job)
+
+
+def shape_of(config: RunConfig) -> str:
+    """All that sbatch is told: attempts with one text here can share an array."""
+    resources = config.resources
+    told = (resources.device, resources.ranks, resources.nodes, resources.threads, resources.time_limit_min)
+    return json.dumps([*map(str, told), to_dict(config)["cluster"]], sort_keys=True)
+
+
+def _send(jobs: Sequence[Sent], folder: Path, name: str, entry: str, after: Sequence[str]) -> list[str]:
+    config = jobs[0][1]
+    executor = BatchExecutor(folder, entry, job_settings(config, os.environ))
+    executor.update_parameters(**parameters(config, name, after))
+    ids = executor.send([attempt for attempt, _ in jobs])
+    for (attempt, _), job in zip(jobs, ids, strict=True):
+        facts = {"job": job, "script": str(executor.script(job)), "log": str(executor.log(job)), "time": time.time()}
+        write_json_atomic(attempt.job, facts)
+    return ids
+
+
+def parameters(config: RunConfig, name: str, after: Sequence[str] = ()) -> dict[str, Any]:
+    """The configuration in the words of submitit's executor. `after`: jobs that must have ended before it starts."""
+    resources, cluster = config.resources, config.cluster
+    assert resources.ranks is not None
+    assert resources.threads is not None
+    per_node = resources.ranks // resources.nodes
+    cpus = cluster.cpus_per_rank or resources.threads
+    wanted = {
+        "job_name": name,
+        "nodes": resources.nodes,
+        "ntasks_per_node": per_node,
+        "cpus_per_task": cpus,
+        "gpus_per_node": per_node if resources.device is Device.cuda else None,
+        "time": math.ceil(resources.time_limit_min),
+        "mem": None if cluster.memory_gib is None else f"{math.ceil(1024 * cluster.memory_gib)}M",
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "exclude": cluster.exclude,
+        "exclusive": cluster.exclusive or None,
+        "setup": cluster.setup or None,
+        "array_parallelism": cluster.throttle or ALL,
+        "stderr_to_stdout": True,
+        # One rank that ends badly ends all, else they would wait for it until the time limit. srun no longer takes the
+        # cores of a task from what sbatch was told.
+        "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}"],
+    }
+    signal = f"{STOP_SIGNAL.name.removeprefix('SIG')}@{cluster.signal_delay_s}"
+    additional = {"requeue": True, "signal": signal, **cluster.additional}
+    if after:
+        own = [str(cluster.additional["dependency"])] if "dependency" in cluster.additional else []
+        additional["dependency"] = ",".join([*own, f"afterany:{':'.join(after)}"])
+    kept = {key: value for key, value in wanted.items() if value is not None}
+    return {**kept, "wckey": None, "additional_parameters": additional}
+
+
+# ---- looking --------------------------------------------------------------------------------------------------------
+
+
+class Scheduler:
+    """What SLURM says of jobs, with as few questions as possible. Knows after the first look whether sacct answers."""
+
+    def __init__(self) -> None:
+        self._accounting: bool | None = None
+
+    def look(self, ids: Sequence[str]) -> dict[str, JobSight]:
+        """Each id's sight. UNSEEN where no tool answered, DENIED where they know nothing of it: neither is final."""
+        kept: dict[str, JobSight] = {}
+        if ids and self._has_accounting():
+            kept = _told(slurm_tools.sacct_words(ids), slurm_tools.read_sacct) or {}
+        # sacct lags behind by seconds: of what has not ended there, the controller knows better.
+        left = [job for job in ids if job not in kept or not _has_ended_for_good(kept[job])]
+        now = _from_controller(left) if left else {}
+        seen = {job: sight for job, sight in now.items() if sight not in (UNSEEN, DENIED)}
+        best = {**now, **kept, **seen}
+        return {job: best.get(job, UNSEEN) for job in ids}
+
+    def _has_accounting(self) -> bool:
+        if self._accounting is None:
+            with suppress(SlurmError):
+                self._accounting = slurm_tools.accounting_works()
+        return bool(self._accounting)
+
+
+def _from_controller(ids: Sequence[str]) -> dict[str, JobSight]:
+    """What squeue says; where it does not know our columns, what scontrol says of a few."""
+    queue = _told(slurm_tools.squeue_words(ids), slurm_tools.read_squeue)
+    if queue is not None:
+        return {job: queue.get(job, DENIED) for job in ids}
+    found = {}
+    for job in ids[:FEW]:
+        told = _told(["scontrol", "-o", "show", "job", job], lambda text: {"": read_scontrol_job(text)})
+        found[job] = UNSEEN if told is None else told.get("", DENIED)
+    return found
+
+
+def _told(words: Sequence[str], read: Callable[[str], dict[str, JobSight]]) -> dict[str, JobSight] | None:
+    """What a tool says of jobs; None where it did not answer, empty where it knows none of them."""
+    try:
+        return read(ask(words))
+    except SlurmError as error:
+        return {} if NO_SUCH_JOB in str(error) else None
+
+
+def _has_ended_for_good(sight: JobSight) -> bool:
+    """A job that was preempted, or whose node failed, may be back in the queue."""
+    return sight.state is Phase.ended and sight.slurm_state not in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+
+
+def look(ids: Sequence[str]) -> dict[str, JobSight]:
+    """One look of a scheduler of its own. Who looks again and again keeps a Scheduler."""
+    return Scheduler().look(ids)
+
+
+def cancel(ids: Sequence[str]) -> None:
+    """Asks SLURM to end the jobs, running or waiting; those that have ended are no error. Does not wait for them."""
+    for start in range(0, len(ids), AT_ONCE):
+        ask(["scancel", "--quiet", *ids[start : start + AT_ONCE]])
+
+
+def job_of(attempt: AttemptPaths) -> str | None:
+    """The id of the job that an attempt was sent out as."""
+    return (read_or_warn(attempt.job, JOB) or {}).get("job")
+
+
+def log_paths(attempt: AttemptPaths, world: int) -> list[Path]:
+    """Every log there is of an attempt: its ranks', and what SLURM and the setup lines said."""
+    log = (read_or_warn(attempt.job, JOB) or {}).get("log")
+    wanted = [attempt.rank_log(rank) for rank in range(world)]
+    return [path for path in [*wanted, *([Path(log)] if log else [])] if path.is_file()]

@@ -1,0 +1,174 @@
+"""A rank inside a job of SLURM: how it finds the others, tells that it lives, and goes back into the queue."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, MutableMapping, Sequence
+
+import psutil
+
+from orchestrator.launch.rank import RankRecord, Stopped, leave_failed, rank_in_world, run_recorded
+from orchestrator.machine.loopback import loopback
+from orchestrator.machine.processes import redirect_output
+from orchestrator.records.record_file import read_or_warn, write_json_atomic
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_state import RunState
+from orchestrator.slurm.tools import SlurmError, ask, environ_job, read_scontrol_job
+
+FIRST_PORT, PORTS = 15000, 15000  # below the ports that kernels hand out by themselves
+BEAT_S = 10.0
+OTHERS_S = 20.0
+
+
+# ---- finding each other ---------------------------------------------------------------------------------------------
+
+
+def say_place(environ: MutableMapping[str, str], hosts: Sequence[str]) -> None:
+    """Says to torch, and to what is around it, what SLURM says: the rank's place, where rank 0 is, which way to it.
+
+    CUDA_VISIBLE_DEVICES stays as SLURM left it: a rank takes the device that its local rank counts.
+    """
+    environ["RANK"] = environ["SLURM_PROCID"]
+    environ["WORLD_SIZE"] = environ["SLURM_NTASKS"]
+    environ["LOCAL_RANK"] = environ["SLURM_LOCALID"]
+    environ["LOCAL_WORLD_SIZE"] = str(int(environ["SLURM_NTASKS"]) // max(len(hosts), 1))
+    environ["MASTER_PORT"] = str(port_of(environ["SLURM_JOB_ID"]))
+    if len(hosts) <= 1:
+        environ["MASTER_ADDR"] = loopback()
+        return
+    environ["MASTER_ADDR"] = address_of(hosts[0])
+    # gloo would take the interface that this host's own name resolves to, which may be the loopback.
+    on_first = environ.get("SLURM_NODEID", "0") == "0"
+    way = interface_to(address_of(hosts[1] if on_first else hosts[0]))
+    if way is not None:
+        environ.setdefault("GLOO_SOCKET_IFNAME", way)
+
+
+def port_of(job: str) -> int:
+    """The same on all ranks without a word between them, and another for each job that may be on the same node."""
+    return FIRST_PORT + int(job) % PORTS
+
+
+def _addresses(name: str) -> object:
+    return socket.getaddrinfo(name, None)  # of IPv6 too: gethostbyname knows IPv4 alone
+
+
+def address_of(
+    node: str,
+    resolve: Callable[[str], object] = _addresses,
+    tell: Callable[[Sequence[str]], str] = ask,
+) -> str:
+    """Where a node is: its name where that leads anywhere, else the address that SLURM itself uses."""
+    try:
+        resolve(node)
+        return node
+    except OSError:
+        pass
+    found = re.search(r"\bNodeAddr=(\S+)", tell(["scontrol", "-o", "show", "node", node]))
+    if found is None:
+        raise SlurmError(
+            f"{node}: expected a name that resolves, or its NodeAddr from scontrol, found neither; name the node in "
+            "/etc/hosts or set NodeAddr in slurm.conf"
+        )
+    return found[1]
+
+
+def interface_to(address: str) -> str | None:
+    """The network interface whose address this machine would send from; None where that cannot be told."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing: a datagram socket only looks up the way
+            own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and own == ipaddress.ip_address(
+                one.address.partition("%")[0]
+            ):
+                return name
+    return None
+
+
+# ---- the rank -------------------------------------------------------------------------------------------------------
+
+
+def run_in_job(attempt: AttemptPaths, entry: str) -> None:
+    """The whole of a rank, in an environment where `say_place` has said its place."""
+    os.umask(0o077)
+    rank = rank_in_world(os.environ, "env://")
+    assert rank is not None, "SLURM did not say which rank this is"
+    redirect_output(attempt.rank_log(rank.rank))
+    RankRecord(attempt, rank.rank).write(RunState.starting)
+    node, job = os.environ.get("SLURMD_NODENAME", socket.gethostname()), environ_job()
+    again = f", restart {rank.restarts}" if rank.restarts else ""
+    os.write(1, f"rank {rank.rank} of {rank.world}, job {job} on {node}, pid {os.getpid()}{again}\n".encode())
+    if rank.rank == 0:
+        Heartbeat(attempt, node).start()
+    ended = run_recorded(attempt, rank, entry)
+    if isinstance(ended, BaseException):
+        leave_failed()
+    if isinstance(ended, Stopped) and rank.rank == 0:
+        _wait_for_others(attempt, rank.world)
+        told = requeue(job, lambda asked: _tell_requeue(attempt, ended, asked))
+        os.write(1, f"{told}\n".encode())
+
+
+class Heartbeat(threading.Thread):
+    """Tells a watcher on another machine, who sees no process, that the job's rank 0 is alive."""
+
+    def __init__(self, attempt: AttemptPaths, node: str) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._attempt, self._node = attempt, node
+
+    def run(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):  # a drive that is full or away is no reason to stop training
+                write_json_atomic(self._attempt.heartbeat, {"time": time.time(), "node": self._node})
+            time.sleep(BEAT_S)
+
+
+# ---- back into the queue --------------------------------------------------------------------------------------------
+
+
+def requeue(job: str, record: Callable[[str], None], tell: Callable[[Sequence[str]], str] = ask) -> str:
+    """Puts the job back into the queue, unless it is being ended for good; what was done, in a sentence.
+
+    `record` is told before, since SLURM ends this process as soon as it is asked, and again where it was not done.
+    """
+    try:
+        sight = read_scontrol_job(tell(["scontrol", "-o", "show", "job", job]))
+        if sight.slurm_state != "RUNNING":
+            # Asking now would bring a job back that somebody cancelled.
+            told = f"not put back into the queue: job {job} is {sight.slurm_state or 'not known'}"
+            record(told)
+            return told
+        record(f"job {job} was put back into the queue")
+        tell(["scontrol", "requeue", job])
+    except SlurmError as error:
+        told = f"could not be put back into the queue: {error}"
+        record(told)
+        return told
+    return f"job {job} was put back into the queue"
+
+
+def _tell_requeue(attempt: AttemptPaths, stopped: Stopped, requeued: str) -> None:
+    record = RankRecord(attempt, 0)
+    record.write(RunState.preempted, message=f"{stopped}; {requeued}", step=stopped.step, saved=stopped.saved)
+
+
+def _wait_for_others(attempt: AttemptPaths, world: int) -> None:
+    """SLURM ends all ranks as soon as the job is put back; each should have said by then how it ended."""
+    deadline = time.monotonic() + OTHERS_S
+    waiting = set(range(1, world))
+    while waiting and time.monotonic() < deadline:
+        found = {rank: read_or_warn(attempt.rank_record(rank)) or {} for rank in waiting}
+        waiting = {rank for rank, record in found.items() if record.get("state") != RunState.preempted.value}
+        time.sleep(0.05)

@@ -1,0 +1,182 @@
+"""What a cluster can give: asked of SLURM before anything is sent, since sbatch queues what can never run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from orchestrator.config.schema import Device, RunConfig
+from orchestrator.config.strict import nearest
+from orchestrator.slurm.tools import ask, read_limit_min
+
+SINFO_FIELDS = "%P|%a|%l|%D|%c|%m|%G"
+# Of /proc/mounts: what several machines can see. Anything else is most likely one machine's own drive.
+SHARED = (
+    *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "panfs", "wekafs", "orangefs", "afs", "cifs"),
+    *("smb3", "9p", "virtiofs", "pvfs2", "ocfs2", "gfs2"),
+)
+MOUNTS = Path("/proc/mounts")
+
+
+class NodeKind(NamedTuple):
+    """Nodes of a partition that are alike; `gpus` by the type that SLURM calls them, "" where it names none."""
+
+    partition: str
+    is_default: bool
+    is_up: bool
+    limit_min: float | None
+    nodes: int
+    cpus: int
+    memory_mib: int
+    gpus: dict[str, int]
+
+
+def preflight(configs: Iterable[RunConfig]) -> list[str]:
+    """What this cluster can never give to these points, each with what would do. SlurmError where SLURM is silent."""
+    kinds = read_sinfo(ask(["sinfo", "--noheader", "--exact", "--format", SINFO_FIELDS]))
+    told = [problem for config in configs if (problem := problem_of(config, kinds))]
+    return list(dict.fromkeys(told))
+
+
+def cautions(configs: Iterable[RunConfig]) -> list[str]:
+    """What may well go wrong and cannot be known from here."""
+    found = {config.output: file_system(Path(config.output)) for config in configs}
+    return [
+        f"output={output} lies on {kind}, which other nodes may not see: give an output on a shared drive"
+        for output, kind in found.items()
+        if kind and kind not in SHARED and not kind.startswith("fuse")
+    ]
+
+
+def read_sinfo(text: str) -> list[NodeKind]:
+    """Of sinfo's lines of SINFO_FIELDS."""
+    kinds = []
+    for line in text.splitlines():
+        fields = line.strip().split("|")
+        if len(fields) != len(SINFO_FIELDS.split("|")):
+            continue
+        name, up, limit, *counts, gres = fields
+        # "128+" stands for nodes that differ where sinfo was not told to keep them apart.
+        nodes, cpus, memory = (int(re.sub(r"\D.*", "", field) or 0) for field in counts)
+        default = name.endswith("*")
+        kinds.append(
+            NodeKind(name.rstrip("*"), default, up == "up", read_limit_min(limit), nodes, cpus, memory, _gpus_of(gres))
+        )
+    return kinds
+
+
+def _gpus_of(gres: str) -> dict[str, int]:
+    """Of "gpu:h100:8(S:0-1),nvme:1" or "gpu:4"."""
+    found: dict[str, int] = {}
+    for kind, count in re.findall(r"\bgpu(?::([A-Za-z][\w.\-]*))?:(\d+)", gres):
+        found[kind] = found.get(kind, 0) + int(count)
+    return found
+
+
+def problem_of(config: RunConfig, kinds: Sequence[NodeKind]) -> str | None:
+    """The first thing that the cluster lacks for this point; None where it can run."""
+    chosen = config.cluster.partition or next((kind.partition for kind in kinds if kind.is_default), None)
+    if chosen is None:
+        names = sorted({kind.partition for kind in kinds})
+        return _told("cluster.partition", "null", "this cluster has no default partition", names[:3], "partition")
+    # A list of partitions is allowed: the job may start in any of them.
+    told = [_problem_in(config, name, kinds) for name in chosen.split(",")]
+    return None if None in told else told[0]
+
+
+def _problem_in(config: RunConfig, name: str, kinds: Sequence[NodeKind]) -> str | None:
+    own = [kind for kind in kinds if kind.partition == name]
+    names = list(dict.fromkeys(kind.partition for kind in kinds))
+    if not own:
+        near = nearest(name, names)
+        fixes = [near] if near else names[:3]
+        return _told("cluster.partition", name, f"this cluster has {', '.join(names)}", fixes, "partition")
+    if not own[0].is_up:
+        others = list(dict.fromkeys(kind.partition for kind in kinds if kind.is_up))
+        return _told("cluster.partition", name, "it is down", others[:3], "partition")
+    resources = config.resources
+    limit = own[0].limit_min
+    if limit is not None and resources.time_limit_min > limit:
+        wanted, most = f"resources.time_limit_min={resources.time_limit_min:g}", f"{limit:g}"
+        return f"{wanted}: partition {name} allows at most {most}      fix: resources.time_limit_min={most}"
+    return _nodes_problem(config, name, own)
+
+
+def _nodes_problem(config: RunConfig, name: str, own: Sequence[NodeKind]) -> str | None:
+    resources = config.resources
+    assert resources.ranks is not None
+    per_node = resources.ranks // resources.nodes
+    cpus = per_node * (config.cluster.cpus_per_rank or resources.threads or 1)
+    memory_mib = 1024 * (config.cluster.memory_gib or 0)
+    total = sum(kind.nodes for kind in own)
+    if resources.nodes > total:
+        fewer = max(n for n in range(1, total + 1) if resources.ranks % n == 0) if total else 1
+        return f"resources.nodes={resources.nodes}: partition {name} has {total}      fix: resources.nodes={fewer}"
+    lacks = []
+    gpus = max(sum(kind.gpus.values()) for kind in own)
+    if resources.device is Device.cuda and per_node > gpus:
+        lacks.append(f"{per_node} GPUs on a node, where nodes have at most {gpus}")
+    most_cpus, most_memory = max(kind.cpus for kind in own), max(kind.memory_mib for kind in own)
+    if cpus > most_cpus:
+        lacks.append(f"{cpus} cores on a node, where nodes have at most {most_cpus}")
+    if memory_mib > most_memory:
+        lacks.append(
+            f"cluster.memory_gib={config.cluster.memory_gib:g}, where nodes have at most {most_memory / 1024:g}"
+        )
+    if lacks:
+        return f"partition {name}: {resources.ranks} ranks on {resources.nodes} nodes ask for {'; '.join(lacks)}"
+    fitting = [
+        kind.nodes
+        for kind in own
+        if kind.cpus >= cpus
+        and kind.memory_mib >= memory_mib
+        and (resources.device is not Device.cuda or sum(kind.gpus.values()) >= per_node)
+    ]
+    if sum(fitting) < resources.nodes:
+        return (
+            f"resources.nodes={resources.nodes}: partition {name} has {sum(fitting)} nodes with {cpus} cores"
+            + (f" and {per_node} GPUs" if resources.device is Device.cuda else "")
+            + " each"
+        )
+    return None
+
+
+def _told(key: str, found: str, why: str, fixes: Sequence[str], last: str) -> str:
+    fix = "   or   ".join(f"cluster.{last}={one}" for one in fixes)
+    return f"{key}={found}: {why}" + (f"      fix: {fix}" if fix else "")
+
+
+def file_system(path: Path) -> str:
+    """The kind of file system that a path lies on, or will; "" where the system does not say."""
+    try:
+        lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    real = path.expanduser().absolute()
+    while not real.exists():
+        real = real.parent
+    real = real.resolve()
+    best, kind = -1, ""
+    for line in lines:
+        _, folder, found, *_ = line.split()
+        where = folder.replace("\\040", " ")
+        if real.is_relative_to(where) and len(where) >= best:
+            best, kind = len(where), found
+    return kind
+
+
+def hardware_name(config: RunConfig) -> str:
+    """What the point's identity calls the machines that it is measured on: their GPU where the partition has one kind.
+
+    Numbers of one name may be compared. Nodes of a CPU partition, or of mixed GPUs, go by the partition's name and by
+    what `constraint` picks from it.
+    """
+    kinds = read_sinfo(ask(["sinfo", "--noheader", "--exact", "--format", SINFO_FIELDS]))
+    chosen = config.cluster.partition
+    own = [kind for kind in kinds if kind.partition == chosen or (chosen is None and kind.is_default)]
+    types = {name for kind in own for name in kind.gpus}
+    if config.resources.device is Device.cuda and len(types) == 1 and "" not in types:
+        return f"slurm/{next(iter(types))}"
+    return "/".join(filter(None, ["slurm", own[0].partition if own else "", config.cluster.constraint]))

@@ -1,0 +1,162 @@
+"""A sweep on a cluster: its points are sent out and the command returns; any terminal later reads how they stand.
+
+Nobody watches a cluster's sweep all the time, so whoever looks brings its records up to date first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from orchestrator.config.schema import RunConfig, from_dict
+from orchestrator.launch.local_run import record
+from orchestrator.launch.rank import ENTRY
+from orchestrator.records import sweep_record
+from orchestrator.records.record_file import EventTail, read_or_warn
+from orchestrator.records.record_shapes import JOB, SWEEP, SWEEP_EVENTS
+from orchestrator.records.run_record import Attempt, AttemptPaths, new_attempt
+from orchestrator.records.run_state import RunState
+from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, tell
+from orchestrator.slurm import jobs as slurm
+from orchestrator.slurm import site as slurm_site
+from orchestrator.slurm.jobs import Scheduler
+from orchestrator.slurm.tools import JobSight, Phase
+from orchestrator.slurm.verdict import Follower
+from orchestrator.tracking.feed import experiment_name, start_tracker
+
+OWNER = {"scheduler": "slurm"}
+
+
+def names() -> Callable[[RunConfig], str]:
+    """What the machines are called that points will be measured on; SLURM is asked once for each kind of node."""
+    known: dict[tuple[object, ...], str] = {}
+
+    def name(config: RunConfig) -> str:
+        key = (config.cluster.partition, config.cluster.constraint, config.resources.device)
+        if key not in known:
+            known[key] = slurm_site.hardware_name(config)
+        return known[key]
+
+    return name
+
+
+def send(sweep: SweepPaths, planned: Sequence[Planned], entry: str = ENTRY) -> list[str]:
+    """Sends the points that are to run; the ids of their jobs. Where SLURM refuses one it says why, and has none."""
+    name = names()
+    queued = [one for one in planned if one.decision is RunState.queued]
+    attempts = [
+        new_attempt(sweep.output, one.config, one.label, name(from_dict(one.config)), owner=OWNER) for one in queued
+    ]
+    configs = [from_dict(one.config) for one in queued]
+    try:
+        jobs = slurm.submit(
+            [(attempt.paths, config) for attempt, config in zip(attempts, configs, strict=True)],
+            sweep.root / "slurm",
+            name=f"zlab-{sweep.name.split('_', 2)[-1][:20]}",
+            entry=entry,
+        )
+    except BaseException as error:
+        for attempt in attempts:
+            attempt.move(RunState.error, rank=0, message=f"could not be sent: {error}")
+        raise
+    for one, attempt, job in zip(queued, attempts, jobs, strict=True):
+        tell(sweep, "started", label=one.label, attempt=str(attempt.paths.root), slots=[], job=job)
+    return jobs
+
+
+class ClusterView:
+    """Brings a sweep's records up to date, again and again; one look at a time over all terminals."""
+
+    def __init__(self, sweep: SweepPaths) -> None:
+        self._sweep = sweep
+        self._scheduler = Scheduler()
+        self._followers: dict[str, Follower] = {}
+
+    def look(self) -> list[Standing]:
+        """How every point stands; asks the scheduler once. Where it does not answer, all stands as it stood."""
+        with (self._sweep.root / ".lock").open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            moving = [one for one in sweep_record.standings(self._sweep) if one.job and not one.state.final]
+            sights = self._scheduler.look([one.job for one in moving]) if moving else {}
+            ended = [one.attempt for one in moving if one.attempt is not None and self._move(one, sights[one.job])]
+            if ended:
+                self._track(ended)
+        return [_with_reason(one, sights.get(one.job)) for one in sweep_record.standings(self._sweep)]
+
+    def _move(self, one: Standing, sight: JobSight) -> bool:
+        """Moves the attempt to where it stands now; whether that is its end."""
+        assert one.attempt is not None
+        world = int(one.planned.config["resources"]["ranks"])
+        follower = self._followers.setdefault(one.job, Follower(one.attempt, world))
+        verdict = follower.verdict(sight)
+        attempt = Attempt.reopen(one.attempt)
+        if verdict is None:
+            _move_along(attempt, sight)
+            return False
+        if attempt.state is RunState.queued and verdict.state is not RunState.cancelled:
+            attempt.move(RunState.starting)
+        record(attempt, verdict)
+        return True
+
+    def _track(self, ended: Sequence[AttemptPaths]) -> None:
+        """Takes the runs that have ended into MLflow, from what they recorded."""
+        stored = read_or_warn(ended[0].config)
+        if stored is None:
+            return
+        config = from_dict(stored)
+        tracker = start_tracker(config, self._sweep.output)
+        tracker.wait_for_store()
+        for paths in ended:
+            attempt = Attempt.reopen(paths)
+            tracker.begin(attempt, experiment_name(config), self._sweep.name)
+            tracker.end(attempt)
+        tracker.close()
+
+
+def _with_reason(one: Standing, sight: JobSight | None) -> Standing:
+    """A point that waits says for what, and until when the scheduler thinks."""
+    if sight is None or sight.state is not Phase.pending:
+        return one
+    start = f", starts about {time.strftime('%H:%M', time.localtime(sight.est_start))}" if sight.est_start else ""
+    return replace(one, message=f"{one.message or sight.reason}{start}")
+
+
+def _move_along(attempt: Attempt, sight: JobSight) -> None:
+    """A job that waits, or runs, and may have been put back into the queue since."""
+    if sight.state is Phase.pending and attempt.state is not RunState.queued:
+        attempt.move(RunState.queued, message=f"back in the queue: {sight.reason}" if sight.reason else "")
+    elif sight.state is Phase.running and attempt.state is RunState.queued:
+        attempt.move(RunState.starting, message="")
+    elif sight.state is Phase.running and attempt.state is RunState.starting and attempt.paths.metrics.exists():
+        attempt.move(RunState.running)
+
+
+def cancel(sweep: SweepPaths, labels: Sequence[str]) -> None:
+    """Asks SLURM to end the jobs of these points."""
+    found = sweep_record.standings(sweep)
+    slurm.cancel([one.job for one in found if one.job and one.label in labels and not one.state.final])
+
+
+def still_runs(sweep: SweepPaths, found: Sequence[Standing]) -> bool:
+    """Whether anything of the sweep can still come by itself."""
+    if is_on_cluster(sweep):
+        return not all(one.state.final for one in found)
+    return sweep_record.controller_pid(sweep) is not None
+
+
+def is_on_cluster(sweep: SweepPaths) -> bool:
+    """Whether the sweep's points were sent to a scheduler."""
+    facts = read_or_warn(sweep.sweep, SWEEP)
+    if facts is not None:
+        return bool(facts.get("on_cluster"))
+    # Its own record is bad; what was sent has a job.
+    return any(event.get("job") for event in EventTail(sweep.events, SWEEP_EVENTS).read_new())
+
+
+def log_of(attempt: AttemptPaths) -> Path | None:
+    """What SLURM and the setup lines said of the job: all there is where no rank came to write."""
+    log = (read_or_warn(attempt.job, JOB) or {}).get("log")
+    return Path(log) if log else None

@@ -1,0 +1,190 @@
+"""How a point of a cluster stands: its result before its ranks' records, those before what the scheduler says.
+
+[Note: silence] Clocks of several machines are not compared, and each may be set at any time. How long something has
+stood still is what one machine saw, by a clock of its own that nobody sets; it is on disk for the next command there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.launch.verdict import Sight, Verdict, judge
+from orchestrator.records.record_file import read_or_warn, write_json_atomic
+from orchestrator.records.record_shapes import HEARTBEAT, JOB, RANK, SEEN, misfit
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.records.run_state import RunState
+from orchestrator.slurm.tools import DENIED, UNSEEN, JobSight, Phase
+from zero_runtime.process_identity import boot_id
+
+# After the first record of an error: on a shared drive the one that caused it may show later.
+GRACE_S = 5.0
+# Clocks of two machines, and the second that the scheduler's times are rounded to.
+SKEW_S = 5.0
+# How long SLURM must deny a job, and rank 0 be silent, until it is given up. Heartbeats come every 10 s.
+LOST_S = 120.0
+# Ends that the scheduler decides: what ranks raise while they are killed is an effect.
+OUTSIDE = {
+    "TIMEOUT": RunState.timeout,
+    "DEADLINE": RunState.timeout,
+    "CANCELLED": RunState.cancelled,
+    "PREEMPTED": RunState.preempted,
+    "OUT_OF_MEMORY": RunState.oom_host,
+    "NODE_FAIL": RunState.error,
+    "BOOT_FAIL": RunState.error,
+}
+MORE_MEMORY = "give cluster.memory_gib, or more of it"
+# Of the node that was over it, and of the others that SLURM ends for that.
+MEMORY = re.compile(r"exceeded (job )?memory limit|oom[-_]kill|Out Of Memory|OutOfMemory", re.IGNORECASE)
+
+
+def verdict(attempt: AttemptPaths, world: int, sight: JobSight, now: float | None = None) -> Verdict | None:
+    """None while nothing is decided: also where the scheduler does not know, which is never an end by itself.
+
+    now: of time.monotonic.
+    """
+    records = [read_or_warn(attempt.rank_record(rank), RANK) for rank in range(world)]
+    log = Path((read_or_warn(attempt.job, JOB) or {}).get("log") or "")
+    first = _first_error(records, sight)
+    error_s = 0.0 if first is None else _unchanged_s(attempt.failing, first, now)
+    found = decide(records, sight, has_result=attempt.result.exists(), error_s=error_s)
+    if found is None or found.state is not RunState.error or sight.state is not Phase.ended:
+        return found
+    line = next(filter(None, map(_of_memory, [log, *map(attempt.rank_log, range(world))])), "")
+    if line:
+        return Verdict(RunState.oom_host, found.rank, f"the node's memory was not enough: {line}; {MORE_MEMORY}")
+    if all(record is None for record in records) and (lines := _end_of(log)):
+        return found._replace(message=f"{found.message}; the job's log ends: {lines[-1]}")
+    return found
+
+
+class Follower:
+    """One attempt, looked at again and again, by whichever command: also tells when it is lost."""
+
+    def __init__(self, attempt: AttemptPaths, world: int) -> None:
+        self._attempt, self._world = attempt, world
+
+    def verdict(self, sight: JobSight, now: float | None = None) -> Verdict | None:
+        """As the function; and lost, where SLURM denies the job again and again while nothing says that it lives.
+
+        See [Note: silence].
+        """
+        found = verdict(self._attempt, self._world, sight, now)
+        if sight not in (DENIED, UNSEEN):
+            self._attempt.denied.unlink(missing_ok=True)
+        if found is not None or sight != DENIED:
+            return found
+        beat = (read_or_warn(self._attempt.heartbeat, HEARTBEAT) or {}).get("time")
+        silent_s = _unchanged_s(self._attempt.denied, beat, now)
+        if silent_s < LOST_S:
+            return None
+        told = "has never told that it lives" if beat is None else f"has been silent for {silent_s / 60:.0f} min"
+        return Verdict(RunState.lost, 0, f"SLURM knows the job no more, and rank 0 {told}")
+
+
+def _unchanged_s(kept: Path, value: object, now: float | None = None) -> float:
+    """For how long this machine has seen the value as it is; `kept` is where that is on disk. See [Note: silence]."""
+    now = time.monotonic() if now is None else now
+    witness = f"{socket.gethostname()} {boot_id()}"
+    seen = read_or_warn(kept) or {}
+    before = seen.get(witness)
+    if before is None or misfit(before, SEEN) or before["value"] != value:
+        write_json_atomic(kept, {**seen, witness: {"value": value, "since": now}})
+        return 0.0
+    return max(0.0, now - float(before["since"]))
+
+
+def decide(
+    records: Sequence[Mapping[str, Any] | None], sight: JobSight, *, has_result: bool, error_s: float
+) -> Verdict | None:
+    """The same without files. `error_s`: for how long the first error has been seen."""
+    ended = sight.state is Phase.ended
+    ranks = [_rank(rank, record, sight) for rank, record in enumerate(records)]
+    if has_result:
+        done = ended or all(rank.state is RunState.ok for rank in ranks)
+        return judge(ranks, has_result=True, controller_alive=False) if done else None
+    if sight.state is Phase.pending:
+        return None  # put back into the queue, or not started: what records there are, are of an earlier life
+    causes = [rank for rank in ranks if rank.state is RunState.error and not rank.blamed]
+    if ended and not causes and sight.slurm_state in OUTSIDE:
+        return _from_outside(ranks, sight)
+    if any(rank.state is RunState.error for rank in ranks):
+        return judge(ranks, has_result=False, controller_alive=not ended) if ended or error_s > GRACE_S else None
+    if not ended:
+        return None
+    if all(rank.state is RunState.preempted for rank in ranks):
+        return Verdict(RunState.preempted, 0, ranks[0].error)
+    return _without_words(ranks, sight)
+
+
+def _first_error(records: Sequence[Mapping[str, Any] | None], sight: JobSight) -> float | None:
+    """When the first rank failed, by its own clock; None where none has, in this life of the job."""
+    ranks = [_rank(rank, record, sight) for rank, record in enumerate(records)]
+    return min((rank.time for rank in ranks if rank.state is RunState.error), default=None)
+
+
+def _of_memory(log: Path) -> str:
+    """The line in which SLURM says that memory was exceeded; empty where there is none."""
+    return next((line for line in _end_of(log) if MEMORY.search(line) and "slurm" in line.lower()), "")
+
+
+def _end_of(log: Path) -> list[str]:
+    if not log.is_file():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 65536))
+        lines = file.read().decode(errors="replace").splitlines()
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _rank(rank: int, record: Mapping[str, Any] | None, sight: JobSight) -> Sight:
+    """What a rank said in this life of the job; a record of before its newest start counts for nothing.
+
+    Nobody saw its process end: that is later than all that any rank wrote.
+    """
+    stale = record is not None and sight.began is not None and record["time"] < sight.began - SKEW_S
+    unseen = Sight(rank, alive=sight.state is not Phase.ended, exit_time=math.inf)
+    if record is None or stale:
+        return unseen
+    return replace(
+        unseen,
+        state=RunState(record["state"]),
+        time=record["time"],
+        error=str(record.get("error", record.get("message", ""))),
+        blamed=tuple(record.get("blamed", ())),
+        outcome=RunState(record.get("outcome", RunState.error.value)),
+    )
+
+
+def _from_outside(ranks: Sequence[Sight], sight: JobSight) -> Verdict:
+    state, nodes = OUTSIDE[sight.slurm_state], f" on {sight.nodes}" if sight.nodes else ""
+    because = f" ({sight.reason})" if sight.reason and sight.reason.upper() != sight.slurm_state else ""
+    text = {
+        RunState.timeout: "SLURM ended it at its time limit",
+        RunState.cancelled: "it was cancelled in SLURM",
+        RunState.preempted: "SLURM took its nodes and did not put it back into the queue",
+        RunState.oom_host: f"SLURM ended it for want of memory{nodes}: {MORE_MEMORY}",
+        RunState.error: f"a node failed{nodes}",
+    }[state]
+    stopped = ranks[0].error if ranks and ranks[0].state is RunState.preempted else ""
+    return Verdict(state, 0, "; ".join(filter(None, [f"{text}{because}", stopped])))
+
+
+def _without_words(ranks: Sequence[Sight], sight: JobSight) -> Verdict:
+    """The job ended, and no rank says why."""
+    code, _, signal = sight.exit_code.partition(":")
+    how = f"exit code {code}" if code not in ("", "0") else f"signal {signal}" if signal not in ("", "0") else ""
+    end = f"the job ended as {sight.slurm_state}" + (f", {how}" if how else "")
+    silent = [rank.rank for rank in ranks if rank.state is None]
+    if silent:
+        return Verdict(RunState.error, silent[0], f"{end}, and ranks {silent} never started")
+    if all(rank.state is RunState.ok for rank in ranks):
+        return Verdict(RunState.error, 0, "every rank ended well, yet rank 0 wrote no result")
+    first = next(rank.rank for rank in ranks if rank.state is not RunState.ok)
+    return Verdict(RunState.error, first, f"rank {first} ended without finishing: {end}")

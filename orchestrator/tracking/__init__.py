@@ -1,0 +1,1 @@
+"""MLflow: what is logged of a run, by a process of its own that follows the run's records."""

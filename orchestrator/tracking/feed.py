@@ -1,0 +1,232 @@
+"""The command's end of the tracker: starts it, tells it what begins and ends, and hears its warnings."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.schema import RunConfig, TrackingKind
+from orchestrator.machine import children
+from orchestrator.records.run_record import Attempt, store_path, tracker_log_path
+from orchestrator.tracking import names
+from orchestrator.tracking import notes as tracking_notes
+
+CLOSE_S = 30.0  # MLflow waits 20 s for a locked SQLite file
+STARTS = 3  # again, of a tracker that died under one command
+READY_S = 30.0
+ADVICE = (
+    "The runs go on and their records stay; tracking=none leaves MLflow out, tracking.uri=... chooses another store"
+)
+
+
+def store_uri(config: RunConfig, output: Path, environ: Mapping[str, str]) -> str:
+    """Where runs go: tracking.uri, else MLFLOW_TRACKING_URI, else an SQLite file beside the outputs."""
+    return config.tracking.uri or environ.get("MLFLOW_TRACKING_URI") or names.local_uri(output)
+
+
+def experiment_name(config: RunConfig) -> str:
+    return config.tracking.experiment or f"zlab/{config.model.name}"
+
+
+class Tracker:
+    """Follows runs from a child process. No method raises for what the child does; trouble comes as warnings.
+
+    A child that dies is started again, up to STARTS times, and hears again of the runs that it had not completed.
+    """
+
+    def __init__(
+        self,
+        output: Path | None = None,
+        start: Callable[[], subprocess.Popen[bytes]] | None = None,
+        *,
+        makes_store: bool = False,
+    ) -> None:
+        """Without `start`: a tracker that does nothing."""
+        self._output, self._start = output or Path(), start
+        self._process = start() if start is not None else None
+        self._starts_left = STARTS
+        self._heard = b""
+        self._ready = self._process is None or not makes_store
+        self._warnings: list[str] = []
+        self._opened: dict[str, str] = {}
+        self._begun: dict[str, dict[str, str]] = {}  # messages, by attempt
+        self._ended: set[str] = set()
+        self._summary: dict[str, Any] = {}
+
+    def open(self, experiment: str) -> None:
+        self._opened = {"do": "open", "experiment": experiment}
+        self._send(self._opened)
+
+    def wait_for_store(self) -> None:
+        """A store that has to be made is there when this returns. One that was there is not waited for:
+        it is opened while the ranks start, and only the tracker writes to it."""
+        deadline = time.monotonic() + READY_S
+        while not self._ready and time.monotonic() < deadline and self._process is not None:
+            self._listen(0.1)
+            self._revive()
+        if not self._ready and self._process is not None:
+            self._warn(f"its store was not there after {READY_S:g} s")
+        self._ready = True
+
+    def begin(self, attempt: Attempt, experiment: str, sweep: str) -> None:
+        """The attempt's configuration is written; its run appears, and its numbers as they come."""
+        if self._start is None:
+            return
+        message = {"do": "begin", "attempt": str(attempt.paths.root), "label": attempt.label}
+        message |= {"point": attempt.point, "experiment": experiment, "sweep": sweep}
+        try:
+            tracking_notes.note(self._output, message)
+        except OSError as error:
+            self._warn(f"{error}: a run that is cut off will not be completed in MLflow")
+        self._begun[message["attempt"]] = message
+        self._send(message)
+
+    def end(self, attempt: Attempt) -> None:
+        """The attempt's state is final and written."""
+        self._ended.add(str(attempt.paths.root))
+        self._send({"do": "end", "attempt": str(attempt.paths.root)})
+
+    def summary(self, experiment: str, sweep: str, table: str, files: list[str]) -> None:
+        self._summary = {"do": "summary", "experiment": experiment, "sweep": sweep, "table": table, "files": files}
+        self._send(self._summary)
+
+    def warnings(self) -> list[str]:
+        """What went wrong since the last call, in words for the screen. Never blocks."""
+        self._listen(0)
+        self._revive()
+        found, self._warnings = self._warnings, []
+        return found
+
+    def close(self) -> None:
+        """Returns when everything is written, or given up after CLOSE_S."""
+        while True:
+            self._revive()
+            process = self._process
+            if process is None or self._stop(process) or process.returncode == 0:
+                break
+        self._process = None
+
+    def _stop(self, process: subprocess.Popen[bytes]) -> bool:
+        """Waits for its end; whether it had to be killed."""
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        deadline = time.monotonic() + CLOSE_S
+        while self._running() and time.monotonic() < deadline:
+            self._listen(0.05)
+        is_late = self._running()
+        if is_late:
+            process.kill()
+            self._warn(f"it was not done after {CLOSE_S:g} s and was stopped")
+        process.wait()
+        self._listen(0)
+        return is_late
+
+    def _revive(self) -> None:
+        """Starts a successor of a child that died, and tells it of what is not complete."""
+        if self._start is None or self._process is None or self._running():
+            return
+        code = self._process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if self._starts_left == 0:
+            self._warn(f"its process {how} again and again; the next command completes what is missing")
+            self._process = None
+            return
+        self._starts_left -= 1
+        self._warn(f"its process {how} and was started again")
+        self._process, self._heard = self._start(), b""
+        self._send(self._opened)
+        for attempt, message in self._begun.items():
+            if tracking_notes.is_noted(self._output, attempt):
+                self._send({**message, "again": True})
+                if attempt in self._ended:
+                    self._send({"do": "end", "attempt": attempt})
+        if self._summary:
+            self._send({**self._summary, "again": True})
+
+    def _running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if self._process is None or self._process.stdin is None:
+            return
+        with contextlib.suppress(OSError):  # it is gone: its successor hears all again
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _listen(self, wait_s: float) -> None:
+        if self._process is None or self._process.stdout is None:
+            return
+        readable, _, _ = select.select([self._process.stdout], [], [], wait_s)
+        if not readable:
+            return
+        chunk = os.read(self._process.stdout.fileno(), 65536)
+        if not chunk:
+            time.sleep(wait_s)  # at its end the pipe is always readable
+        *lines, self._heard = (self._heard + chunk).split(b"\n")
+        for line in lines:
+            self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(answer, dict):  # some library's words
+            return
+        self._ready = self._ready or "ready" in answer
+        if "warning" in answer:
+            self._warn(answer["warning"])
+
+    def _warn(self, what: str) -> None:
+        self._warnings.append(f"MLflow: {what}. {ADVICE}")
+
+
+def start_tracker(config: RunConfig, output: Path) -> Tracker:
+    """A tracker for this command; one without a process where tracking=none.
+
+    Its slow import and the making of a new store go on while the command does other things.
+    """
+    if config.tracking.kind is TrackingKind.none:
+        return Tracker()
+    uri = store_uri(config, output, os.environ)
+    output.mkdir(parents=True, exist_ok=True)
+    # Asked before the child can make it.
+    makes_store = uri == names.local_uri(output) and not store_path(output).exists()
+
+    def child() -> subprocess.Popen[bytes]:
+        return _start_child(["follow", "--uri", uri, str(output)], output, subprocess.PIPE)
+
+    tracker = Tracker(output, child, makes_store=makes_store)
+    tracker.open(experiment_name(config))
+    return tracker
+
+
+def complete_left_behind(output: Path) -> subprocess.Popen[bytes] | None:
+    """Has the runs completed that dead commands left in MLflow, by a process that nobody waits for; None where there
+    are none. Cheap where all is well, so every command asks."""
+    if not tracking_notes.left_behind(output):
+        return None
+    return _start_child(["complete", str(output)], output, subprocess.DEVNULL)
+
+
+def _start_child(words: list[str], output: Path, stream: int) -> subprocess.Popen[bytes]:
+    """`stream`: what its stdin and stdout are."""
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "OMP_NUM_THREADS": "1"}
+    with tracker_log_path(output).open("ab") as log:
+        return subprocess.Popen(
+            children.words("orchestrator.tracking.process", *words),
+            env=children.environment({**os.environ, **quiet}),
+            stdin=stream,
+            stdout=stream,
+            stderr=log,
+            start_new_session=True,
+        )

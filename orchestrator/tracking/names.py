@@ -1,0 +1,97 @@
+"""What a run is called in MLflow: parameters, metrics with their units in the name, and tags. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from orchestrator.records.run_record import store_path
+
+MIB = 2**20
+PARAM_LIMIT = 6000
+OUTCOME, SWEEP, POINT, KIND = "zlab.outcome", "zlab.sweep", "zlab.point", "zlab.kind"
+ATTEMPT, HOST, PID, STARTED = "zlab.attempt", "zlab.host", "zlab.pid", "zlab.pid_started"
+RECONCILED = "zlab.reconciled"
+# MLflow has three ends. What does not fit in memory is an answer, not a failure.
+STATUS = {
+    **dict.fromkeys(("ok", "tight", "oom", "oom_host"), "FINISHED"),
+    **dict.fromkeys(("error", "hang", "timeout"), "FAILED"),
+    **dict.fromkeys(("preempted", "cancelled", "lost"), "KILLED"),
+}
+
+
+def local_uri(output: str | Path) -> str:
+    """The tracking store beside the outputs, as MLflow takes it: SQLAlchemy undoes %, and cuts at a ?.
+
+    Nothing else is quoted: MLflow makes the folders of the address as it stands, empty ones where that is another.
+    """
+    return f"sqlite:///{str(store_path(output)).replace('%', '%25').replace('?', '%3F')}"
+
+
+def params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """The leaves of the configuration with dotted names: zero.stage, precision.param."""
+    leaves: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            leaves |= params(value, f"{prefix}{key}.")
+        else:
+            leaves[prefix + key] = str(value)[:PARAM_LIMIT]
+    return leaves
+
+
+def step_metrics(event: Mapping[str, Any]) -> dict[str, float]:
+    """The histories: what one event of metrics.jsonl adds to them."""
+    if event["event"] == "validation":
+        return finite({"validation/loss": event["loss"]})
+    if event["event"] != "step":
+        return {}
+    return finite(
+        {
+            "train/loss": event["loss"],
+            "train/learning_rate": event["lr"],
+            "train/grad_norm": event["grad_norm"],
+            "throughput/tokens_per_second": event["tokens_per_second"],
+            "time/step_ms": event["step_ms"],
+            f"memory/{event['memory_kind']}_mib": event["memory_mib"],
+        }
+    )
+
+
+def summary_metrics(result: Mapping[str, Any]) -> dict[str, float]:
+    """Logged once, so that the dashboard draws them as bars."""
+    speed, memory, losses = result["throughput"], result["memory"], result["loss"]
+    found: dict[str, Any] = {
+        "tokens_per_second": speed["tokens_per_second"]["median"],
+        "tokens_per_second_p10": speed["tokens_per_second"]["p10"],
+        "tokens_per_second_p90": speed["tokens_per_second"]["p90"],
+        "tokens_per_second_per_rank": speed["tokens_per_second_per_rank"],
+        "step_ms": speed["step_ms"]["median"],
+        "loss_first": losses["first"],
+        "loss_last": losses["last"],
+        "loss_validation": losses.get("validation"),
+        "activations_mib": _mib(memory["activations_bytes"]),
+        "activations_predicted_mib": _mib(memory.get("activations_predicted_bytes")),
+        "other_tensors_mib": _mib(memory["other_tensors_bytes"]),
+        "sent_mib_per_step": _mib(sum(one["bytes"] for one in result["communication"]["data"].values())),
+    }
+    found |= {f"{phase}_ms": value for phase, value in result["phases_ms"].items()}
+    for kind in ("rss", "allocated", "reserved"):
+        found[f"peak_{kind}_mib"] = _mib(memory.get(f"peak_{kind}_bytes"))
+    for which in ("measured", "predicted"):
+        total = 0
+        for state in memory["states"]:
+            total += state[f"{which}_bytes"] or 0
+            found[f"{state['component']}_{which}_mib"] = _mib(state[f"{which}_bytes"])
+        found[f"states_{which}_mib"] = _mib(total)
+    return {f"summary/{name}": value for name, value in finite(found).items()}
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, float]:
+    """Less what is not there or not finite: an infinity comes back from MLflow as 1.8e308."""
+    return {name: float(value) for name, value in values.items() if value is not None and isfinite(value)}
+
+
+def _mib(count_bytes: float | None) -> float | None:
+    return None if count_bytes is None else count_bytes / MIB

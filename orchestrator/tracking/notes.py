@@ -1,0 +1,58 @@
+"""Which runs MLflow does not have completely: a file for each in the output folder, from the run's begin until the
+tracker has written its end. What a dead tracker or command leaves here, the next command has completed."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from orchestrator.machine.processes import is_alive
+from orchestrator.records.record_file import clear_leftovers, read_or_warn, write_json_atomic
+from orchestrator.records.record_shapes import NOTE
+from orchestrator.records.run_record import this_process, tracking_path
+
+TRIES = 3  # to complete a run; a store that refuses so often is not asked again
+
+
+def note(output: Path, message: Mapping[str, Any]) -> None:
+    """The run of this message begins, by this process. OSError where it cannot be written."""
+    tracking_path(output).mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_json_atomic(_path(output, message["attempt"]), {**message, "command": this_process(), "tries": 0})
+
+
+def is_noted(output: Path, attempt: str) -> bool:
+    """Whether MLflow does not have the attempt's run completely."""
+    return _path(output, attempt).exists()
+
+
+def forget(output: Path, attempt: str) -> None:
+    """MLflow has all of it."""
+    with suppress(OSError):
+        _path(output, attempt).unlink()
+
+
+def left_behind(output: Path) -> list[dict[str, Any]]:
+    """The messages of the runs whose commands on this machine have ended."""
+    folder = tracking_path(output)
+    if not folder.is_dir():
+        return []
+    clear_leftovers(folder)
+    found = filter(None, (read_or_warn(path, NOTE) for path in sorted(folder.glob("*.json"))))
+    return [one for one in found if _is_left(one["command"]) and one["tries"] < TRIES]
+
+
+def count_try(output: Path, message: Mapping[str, Any]) -> None:
+    """The run is about to be completed once more."""
+    write_json_atomic(_path(output, message["attempt"]), {**message, "tries": message["tries"] + 1})
+
+
+def _is_left(command: Mapping[str, Any]) -> bool:
+    return command["host"] == socket.gethostname() and not is_alive(command["pid"], command["started"])
+
+
+def _path(output: Path, attempt: str) -> Path:
+    return tracking_path(output) / f"{hashlib.sha256(attempt.encode()).hexdigest()[:16]}.json"

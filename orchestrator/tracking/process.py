@@ -1,0 +1,363 @@
+"""Writes runs into MLflow, from a process of its own that follows their records: the only importer of mlflow.
+
+`follow` reads one JSON message a line on stdin and answers on stdout; `complete OUTPUT` completes from the records what
+dead commands left.
+Nothing here can end a run: what fails becomes a warning, and the records stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import getpass
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from orchestrator.config.schema import from_dict
+from orchestrator.machine.processes import is_alive, started
+from orchestrator.records.record_file import EventTail, read_or_warn
+from orchestrator.records.record_shapes import RESULT, STATE
+from orchestrator.records.run_record import AttemptPaths, artifacts_path, settle
+from orchestrator.records.run_state import RunState
+from orchestrator.text.paths import CODE
+from orchestrator.tracking import chart_page, names
+from orchestrator.tracking import notes as tracking_notes
+from orchestrator.tracking.feed import store_uri
+
+# Writing a metric costs about 1 ms. After a busy moment the ranks, which are being measured, are left alone for REST
+# times as long, so that a run of many short steps is not slowed by being shown.
+PERIOD_S, REST, LONGEST_S = 2.0, 30.0, 30.0
+NOTE_LIMIT = 5000
+BATCH = 500
+
+
+class Store:
+    """MLflow's client with our experiments: each made once, with its chart page, and cleared of dead runs."""
+
+    def __init__(self, uri: str, output: Path) -> None:
+        import mlflow  # here: it takes seconds, and `ui` does without
+        from mlflow.entities import Metric, Param, RunTag
+
+        self._metric, self._param, self._tag = Metric, Param, RunTag
+        self.client = mlflow.MlflowClient(tracking_uri=uri)
+        self._local = uri == names.local_uri(output)
+        self.output = output
+        self._experiments: dict[str, str] = {}
+
+    def experiment(self, name: str) -> str:
+        """The id of the experiment, which exists from then on."""
+        if name not in self._experiments:
+            with _locked(self.output):
+                self._experiments[name] = self._open(name)
+            reconcile(self, self._experiments[name])
+        return self._experiments[name]
+
+    def _open(self, name: str) -> str:
+        found = self.client.get_experiment_by_name(name)
+        if found is None:
+            where = artifacts_path(self.output).as_uri() if self._local else None
+            experiment = str(self.client.create_experiment(name, artifact_location=where))
+        else:
+            experiment = str(found.experiment_id)
+        if found is None or found.tags.get(chart_page.TAG) != chart_page.view():
+            self.client.set_experiment_tag(experiment, chart_page.TAG, chart_page.view())
+        return experiment
+
+    def run_of(self, experiment: str, tags: Mapping[str, str], *, told_apart_by: str) -> str | None:
+        """The id of the newest run with the tags; the query names one of them, whose value needs no quoting."""
+        asked = f"tags.`{told_apart_by}` = '{tags[told_apart_by]}'"
+        found = self.client.search_runs([self.experiment(experiment)], asked)
+        return next((str(run.info.run_id) for run in found if tags.items() <= run.data.tags.items()), None)
+
+    def create_run(self, experiment: str, name: str, tags: Mapping[str, str]) -> str:
+        run = self.client.create_run(self.experiment(experiment), run_name=name, tags=dict(tags))
+        return str(run.info.run_id)
+
+    def log_metrics(self, run: str, points: list[tuple[str, float, int, int]]) -> None:
+        """Each is (name, value, step, time in ms)."""
+        for begin in range(0, len(points), BATCH):
+            batch = [self._metric(key, value, when, step) for key, value, step, when in points[begin : begin + BATCH]]
+            self.client.log_batch(run, metrics=batch)
+
+    def log_params(self, run: str, values: Mapping[str, str]) -> None:
+        every = [self._param(key, value) for key, value in values.items()]
+        for begin in range(0, len(every), 100):
+            self.client.log_batch(run, params=every[begin : begin + 100])
+
+
+@contextlib.contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """One process at a time makes the store: two that meet a new SQLite file break each other's migration."""
+    with (output / ".mlflow.lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def reconcile(store: Store, experiment: str) -> list[str]:
+    """Ends the runs that say RUNNING though the command that owned them is gone from this host; their ids. Each ends
+    as its records say, and where there are none as lost."""
+    ended = []
+    for run in store.client.search_runs([experiment], "attributes.status = 'RUNNING'"):
+        tags = run.data.tags
+        if tags.get(names.HOST) != socket.gethostname() or names.PID not in tags:
+            continue
+        if is_alive(int(tags[names.PID]), tags.get(names.STARTED)):
+            continue
+        store.client.set_tag(run.info.run_id, names.RECONCILED, "its command was gone")
+        paths = AttemptPaths(Path(tags.get(names.ATTEMPT, "nowhere")))
+        if paths.state.exists():
+            settle(paths)
+        FollowedRun(store, run.info.run_id, paths).finish()
+        ended.append(run.info.run_id)
+    return ended
+
+
+def open_run(store: Store, message: Mapping[str, Any], tags: Mapping[str, str]) -> FollowedRun:
+    """The run of the attempt that a message begins: a new one, or with `again` the one that an earlier tracker made."""
+    attempt = {names.KIND: "point", names.POINT: message["point"], names.ATTEMPT: message["attempt"]}
+    paths = AttemptPaths(Path(message["attempt"]))
+    experiment = message["experiment"]
+    run = store.run_of(experiment, attempt, told_apart_by=names.POINT) if message.get("again") else None
+    if run is None:
+        sweep = {names.SWEEP: message["sweep"]} if message.get("sweep") else {}
+        run = store.create_run(experiment, message["label"], {**tags, **attempt, **sweep})
+    store.log_params(run, names.params(read_or_warn(paths.config) or {}))
+    return FollowedRun(store, run, paths)
+
+
+class FollowedRun:
+    """One attempt and its run in MLflow; `catch_up` may be called at any time and as often as one likes. What was
+    written before is written again with the same steps and times, which changes nothing there."""
+
+    def __init__(self, store: Store, run: str, paths: AttemptPaths) -> None:
+        self._store, self.run, self._paths = store, run, paths
+        self._tail = EventTail(paths.metrics)
+        self._waiting: list[tuple[str, float, int, int]] = []
+
+    def catch_up(self) -> None:
+        """Writes what the ranks recorded since the last time; what fails is tried again the next time."""
+        for event in self._tail.read_new():
+            when = int(1000 * event.get("time", time.time()))
+            metrics = names.step_metrics(event)
+            self._waiting += [(name, value, event["step"], when) for name, value in metrics.items()]
+        if self._waiting:
+            self._store.log_metrics(self.run, self._waiting)
+            self._waiting = []
+
+    def finish(self) -> None:
+        """The summary, the artifacts and the status that the attempt's state says."""
+        self.catch_up()
+        state = read_or_warn(self._paths.state, STATE) or {}
+        # Not final: the command died. Its ranks died with it.
+        outcome = state["state"] if state.get("state") in names.STATUS else RunState.lost.value
+        result = read_or_warn(self._paths.result, RESULT) if RunState(outcome).measured else None
+        if result is not None:
+            when = int(1000 * time.time())
+            metrics = names.summary_metrics(result)
+            self._store.log_metrics(self.run, [(key, value, 0, when) for key, value in metrics.items()])
+        self._store.client.set_tag(self.run, names.OUTCOME, outcome)
+        logs = {self._paths.rank_log(0), self._paths.rank_log(int(state.get("rank") or 0))}
+        kept = (self._paths.config, self._paths.result, self._paths.state, self._paths.provenance, self._paths.diff)
+        for path in (*kept, *sorted(logs)):
+            if path.exists():
+                self._store.client.log_artifact(self.run, str(path))
+        self._store.client.set_terminated(self.run, status=names.STATUS[outcome])
+        if RunState(state.get("state", RunState.lost)).final:  # else the next command, which knows more, completes it
+            tracking_notes.forget(self._store.output, str(self._paths.root))
+
+
+def complete(output: Path, stores: dict[str, Store]) -> None:
+    """Completes from the records the runs that dead commands left. `stores`: those that are open, by their URI. What
+    fails is told on stderr and tried again by a later command."""
+    with (output / ".tracking.lock").open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # another command's process is at it
+        for message in tracking_notes.left_behind(output):
+            try:
+                _complete_one(output, message, stores)
+            except Exception as error:  # noqa: PERF203  one that cannot be completed keeps no other from it
+                print(f"{message['attempt']}: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _complete_one(output: Path, message: Mapping[str, Any], stores: dict[str, Store]) -> None:
+    paths = AttemptPaths(Path(message["attempt"]))
+    config = read_or_warn(paths.config)
+    if config is None or not paths.state.exists():
+        tracking_notes.forget(output, message["attempt"])  # somebody deleted the attempt
+        return
+    if not settle(paths).final:
+        return  # a scheduler has it, and who looks at it later takes it to its end
+    tracking_notes.count_try(output, message)
+    uri = store_uri(from_dict(config), output, os.environ)
+    if uri not in stores:
+        stores[uri] = Store(uri, output)
+    command = message["command"]
+    tags = {names.HOST: command["host"], names.PID: str(command["pid"]), names.STARTED: str(command["started"])}
+    open_run(stores[uri], {**message, "again": True}, tags).finish()
+
+
+class Follower:
+    """Does what the messages say, and turns whatever fails into one warning for each attempt."""
+
+    def __init__(self, uri: str, output: Path, parent: int) -> None:
+        self._uri, self._output = uri, output
+        self._store: Store | None = None
+        self._runs: dict[str, FollowedRun] = {}
+        self._warned: set[str] = set()
+        self._tags = _command_tags(parent)
+
+    def handle(self, message: Mapping[str, Any]) -> None:
+        """Never raises."""
+        action = {"open": self._open, "begin": self._begin, "end": self._end, "summary": self._summary}
+        self._guarded(str(message.get("attempt", "")), lambda: action[message["do"]](message))
+
+    def tick(self) -> float:
+        """Writes what is new, and says for how long to leave the processor to the ranks."""
+        begun = time.monotonic()
+        for attempt, run in self._runs.items():
+            self._guarded(attempt, run.catch_up)
+        return min(LONGEST_S, max(PERIOD_S, REST * (time.monotonic() - begun)))
+
+    def finish_all(self) -> None:
+        """The command is gone: what it left unfinished is finished from the records."""
+        for attempt in list(self._runs):
+            self.handle({"do": "end", "attempt": attempt})
+
+    def _guarded(self, attempt: str, action: Any) -> None:
+        try:
+            action()
+        except Exception as error:  # a tracker must never end a run, whatever its store does
+            if attempt not in self._warned:
+                self._warned.add(attempt)
+                first = (str(error).strip() or type(error).__name__).splitlines()[0]
+                _answer({"warning": first[:300]})
+
+    def _open(self, message: Mapping[str, Any]) -> None:
+        try:
+            self._store = self._store or Store(self._uri, self._output)
+            self._store.experiment(message["experiment"])
+        finally:
+            _answer({"ready": self._store is not None})
+            # The imports are over, at full speed, before the ranks measure; from here on this can wait.
+            os.nice(10)
+        complete(self._output, {self._uri: self._store})
+
+    def _begin(self, message: Mapping[str, Any]) -> None:
+        self._store = self._store or Store(self._uri, self._output)
+        if not tracking_notes.is_noted(self._output, message["attempt"]):
+            # The command was killed while the store was opened, and the run was completed as one that it had left.
+            message = {**message, "again": True}
+        self._runs[message["attempt"]] = open_run(self._store, message, self._tags)
+
+    def _end(self, message: Mapping[str, Any]) -> None:
+        run = self._runs.pop(message["attempt"], None)
+        if run is not None:
+            run.finish()
+
+    def _summary(self, message: Mapping[str, Any]) -> None:
+        assert self._store is not None
+        experiment, run = message["experiment"], ""
+        tags = {**self._tags, names.KIND: "summary", names.SWEEP: message["sweep"]}
+        if message.get("again"):  # an earlier tracker may have been killed at any moment of this
+            run = self._store.run_of(experiment, tags, told_apart_by=names.PID) or ""
+        if not run:
+            tags["mlflow.note.content"] = message["table"][:NOTE_LIMIT]
+            run = self._store.create_run(experiment, message["sweep"], tags)
+        for path in message["files"]:
+            self._store.client.log_artifact(run, path)
+        self._store.client.set_terminated(run, status="FINISHED")
+
+
+def _command_tags(parent: int) -> dict[str, str]:
+    """Who runs this and from which code; `parent` is the command's process."""
+    tags = {
+        names.HOST: socket.gethostname(),
+        names.PID: str(parent),
+        names.STARTED: str(started(parent)),
+        "mlflow.source.name": "run.py",
+        "mlflow.user": _user(),
+    }
+    commit = _git(CODE, "rev-parse", "HEAD")
+    if commit:
+        tags["mlflow.source.git.commit"] = commit
+        tags["zlab.git_dirty"] = str(bool(_git(CODE, "status", "--porcelain"))).lower()
+    return tags
+
+
+def _user() -> str:
+    """The name, or the number where this machine has no name for it, as in many containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # KeyError until Python 3.12
+        return str(os.getuid())
+
+
+def _git(root: Path, *words: str) -> str:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, encoding="utf-8", errors="replace", timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout.strip() if answer.returncode == 0 else ""
+
+
+def _answer(message: Mapping[str, Any]) -> None:
+    # A command that is gone does not listen; what is left to write is written all the same.
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()
+
+
+def follow(uri: str, output: Path) -> NoReturn:
+    """Serves the command on stdin until it closes it or dies; then ends the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's; it tells us what became of the run
+    follower = Follower(uri, output, os.getppid())
+    rest = b""
+    pause_s = PERIOD_S
+    while True:
+        readable, _, _ = select.select([sys.stdin], [], [], pause_s)
+        if not readable:
+            pause_s = follower.tick()
+            continue
+        chunk = os.read(sys.stdin.fileno(), 65536)
+        if not chunk:
+            break
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            follower.handle(json.loads(line))
+    follower.finish_all()
+    os._exit(0)  # all is written; MLflow's exit hooks would keep the command waiting
+
+
+def main(argv: list[str]) -> int:
+    """The command line of this module."""
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.tracking.process")
+    actions = parser.add_subparsers(dest="action", required=True)
+    asked = actions.add_parser("follow", help="used by the command itself")
+    asked.add_argument("--uri", required=True)
+    asked.add_argument("output", type=Path)
+    left = actions.add_parser("complete", help="used by every command that finds something left")
+    left.add_argument("output", type=Path)
+    found = parser.parse_args(argv)
+    if found.action == "complete":
+        os.nice(10)
+        complete(found.output, {})
+        return 0
+    follow(found.uri, found.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,57 @@
+"""Selective recomputation whose kept products rest elsewhere: one mode for the forward, one for its repetition.
+
+As torch's own (create_selective_checkpoint_contexts), which keeps the products with the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from zero_runtime.activations.offload import Frame, View
+
+Operation = Callable[..., Any]
+
+
+class KeepProducts(TorchDispatchMode):
+    """The results of `operations` are packed in the order of their calls."""
+
+    def __init__(self, operations: Collection[object], frame: Frame) -> None:
+        super().__init__()
+        self._operations, self._frame = operations, frame
+        self.products: list[Any] = []
+
+    def __torch_dispatch__(self, func: Operation, _types: object, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self._operations:
+            self.products.append(tree_map(self._pack, result))
+        return result
+
+    def _pack(self, value: Any) -> Any:
+        return self._frame.pack(value.detach()) if isinstance(value, torch.Tensor) else value
+
+
+class GiveProducts(TorchDispatchMode):
+    """The same calls in the same order are given those results, and compute nothing."""
+
+    def __init__(self, kept: KeepProducts, frame: Frame) -> None:
+        super().__init__()
+        self._kept, self._frame = kept, frame
+        self._given = 0
+
+    def __enter__(self) -> Any:
+        self._given = 0  # a graph that was retained is repeated from the start
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Operation, _types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self._kept._operations:
+            return func(*args, **(kwargs or {}))
+        self._given += 1
+        return tree_map(self._unpack, self._kept.products[self._given - 1])
+
+    def _unpack(self, value: Any) -> Any:
+        return self._frame.unpack(value).detach() if isinstance(value, (View, torch.Tensor)) else value

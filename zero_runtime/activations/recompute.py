@@ -1,0 +1,186 @@
+"""Activation checkpointing: which blocks run their forward again in backward, what they keep until then, and where.
+
+[Note: what is wrapped]
+A block's `forward` is wrapped, not the block: the block's hooks then see one call in forward and one backward, and the
+recomputation inside is no call at all. Its unit has been gathered by then, since the gradient of the block's output has
+come, so recomputing gathers nothing more. Random states are put back for it, so dropout draws what it drew.
+
+[Note: what leaves]
+With `offload=cpu` what blocks keep rests in the host's memory (offload.py): of a block that recomputes its
+inputs through which gradients flow (and its products, if it keeps them), of any other all that autograd saves in it.
+A recomputing block's other keyword arguments (masks, positions) stay: blocks share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from zero_runtime.activations.modes import GiveProducts, KeepProducts
+from zero_runtime.activations.offload import Frame, HostMemory
+from zero_runtime.errors import PlanError
+from zero_runtime.offload.copy_streams import Copies, copies_for
+from zero_runtime.unit_planner import block_modules
+
+KINDS = ("none", "full", "every_nth", "by_operation")
+PLACES = ("none", "cpu")
+
+CPU = torch.device("cpu")
+_aten = torch.ops.aten
+# Matrix products cost most of a block's time and their outputs little of its memory beside all the rest.
+KEPT_OPERATIONS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.convolution.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class RecomputeRule:
+    """full: every block keeps its input alone. every_nth: so do the last of every `every` blocks, the others keep all.
+    by_operation: every block keeps its input and the outputs of KEPT_OPERATIONS, and recomputes the rest.
+    offload: cpu lets what blocks keep rest in the host's memory; none, and any rule on a CPU, leaves it where it is.
+    """
+
+    kind: str = "none"
+    every: int = 2
+    offload: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise PlanError(f"recompute.kind: expected one of {', '.join(KINDS)}, found {self.kind!r}")
+        if self.every < 1:
+            raise PlanError(f"recompute.every: expected at least 1, found {self.every}")
+        if self.offload not in PLACES:
+            raise PlanError(f"recompute.offload: expected one of {', '.join(PLACES)}, found {self.offload!r}")
+
+    def picks(self, blocks: list[nn.Module]) -> list[nn.Module]:
+        """The blocks that recompute."""
+        if self.kind == "none":
+            return []
+        every = self.every if self.kind == "every_nth" else 1
+        return blocks[every - 1 :: every]
+
+
+class Recomputation:
+    """A model's blocks under a rule, until `remove`. It changes time and memory, never bits.
+
+    `device`: where the model will run. `copies`: how what is kept leaves it; None means as the device does that, and
+    not at all where its memory is the host's. PlanError when the model has no repeated blocks to apply the rule to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rule: RecomputeRule,
+        device: torch.device = CPU,
+        copies: Copies | None = None,
+    ) -> None:
+        blocks = block_modules(model)
+        if rule != RecomputeRule(every=rule.every) and not blocks:
+            raise PlanError(
+                f"recompute.kind={rule.kind}, offload={rule.offload}: expected a model with an nn.ModuleList of blocks "
+                f"of one class, found none in {type(model).__name__}; use recompute=none without offload"
+            )
+        copies = (copies or copies_for(device)) if rule.offload == "cpu" else None
+        self.memory = None if copies is None else HostMemory(copies, device)  # what is kept on the host
+        self.blocks = rule.picks(blocks)
+        self._wrapped = blocks if self.memory is not None else self.blocks
+        keeps_products = rule.kind == "by_operation"
+        for block in self._wrapped:
+            # On the instance, where module.__call__ looks first; the class stays as it is.
+            if self.memory is None:
+                block.forward = Recomputed(block.forward, keeps_products=keeps_products)
+            elif block in self.blocks:
+                block.forward = RecomputedFromHost(block, self.memory, keeps_products=keeps_products)
+            else:
+                block.forward = KeptOnHost(block, self.memory)
+
+    def remove(self) -> None:
+        """Give the blocks their own forward back, and the memory of the host. Idempotent; between two steps."""
+        for block in self._wrapped:
+            del block.forward
+        self.blocks = self._wrapped = []
+        if self.memory is not None:
+            self.memory.close()
+
+
+class KeptOnHost:
+    """A block's forward whose activations rest on the host. See [Note: what leaves]."""
+
+    def __init__(self, block: nn.Module, memory: HostMemory) -> None:
+        self._block, self._memory = block, memory
+        self._forward = block.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        frame = self._memory.frame(self._block.parameters())
+        try:
+            with saved_tensors_hooks(frame.pack, frame.unpack):
+                return self._run(frame, args, kwargs)
+        finally:
+            frame.end()
+
+    def _run(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+class RecomputedFromHost(KeptOnHost):
+    """The same of a block that keeps its inputs (and the products, if so asked) in place of its activations.
+
+    Checkpoint saves its positional arguments by the hooks around it, and nothing else: it has hooks of its own inside.
+    """
+
+    def __init__(self, block: nn.Module, memory: HostMemory, *, keeps_products: bool) -> None:
+        super().__init__(block, memory)
+        self._keeps_products = keeps_products
+
+    def _run(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        flows = {key: value for key, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+        rest = {key: value for key, value in kwargs.items() if key not in flows}
+        names = tuple(flows)
+
+        def forward(*given: Any) -> Any:
+            named = dict(zip(names, given, strict=False))
+            return self._forward(*given[len(names) :], **named, **rest)
+
+        settings: dict[str, Any] = {"use_reentrant": False}
+        if self._keeps_products:
+            keep = KeepProducts(KEPT_OPERATIONS, frame)
+            settings["context_fn"] = lambda: (keep, GiveProducts(keep, frame))
+        return checkpoint(forward, *flows.values(), *args, **settings)
+
+
+class Recomputed:
+    """A block's forward that keeps its inputs (and the products, if so asked) in place of its activations."""
+
+    def __init__(self, forward: Callable[..., Any], *, keeps_products: bool) -> None:
+        self._forward = forward
+        self._settings: dict[str, Any] = {"use_reentrant": False}
+        if keeps_products:
+            self._settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return checkpoint(partial(self._forward, **kwargs), *args, **self._settings)
+
+
+def _policy(_context: object, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,225 @@
+"""How a runtime's units come to be: planned, given their place, then their values one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zero_runtime.agreement import agree, trouble_of
+from zero_runtime.collectives import Collectives
+from zero_runtime.errors import CheckpointError, OffloadError, PlanError
+from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.initial_values import Birth
+from zero_runtime.memory.model import UnitSize, model_state_bytes
+from zero_runtime.offload.copy_streams import copies_for
+from zero_runtime.offload.host import HostTier
+from zero_runtime.offload.memory import host_bytes, nvme_bytes
+from zero_runtime.offload.nvme import NvmeTier
+from zero_runtime.offload.plan import Tier, resting
+from zero_runtime.offload.preflight import check_room
+from zero_runtime.offload.tier import StateTier, residence
+from zero_runtime.optim.configs import OptimizerConfig
+from zero_runtime.optim.sharded import ShardedOptimizer
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.settings import RuntimeSettings, moves_of
+from zero_runtime.shard_location import Rests
+from zero_runtime.tensor_source import TensorSource
+from zero_runtime.unit import Unit
+from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
+
+
+class Built(NamedTuple):
+    """The units, their optimizer, and where those of them that rest elsewhere do so."""
+
+    units: list[Unit]
+    optimizer: ShardedOptimizer
+    tier: StateTier | None
+
+
+class UnitBuilder:
+    """Takes a model over. What it refuses is refused before the model is changed. All ranks build at once."""
+
+    def __init__(
+        self,
+        plan: ZeroPlan,
+        precision: MixedPrecision,
+        settings: RuntimeSettings,
+        collectives: Collectives,
+        device: torch.device,
+    ) -> None:
+        self._plan = plan
+        self._precision = precision
+        self._settings = settings
+        self._collectives = collectives
+        self._device = device
+
+    def build(self, model: nn.Module, config: OptimizerConfig) -> Built:
+        """Plan the units, then give each its values, one after another: no more than one is whole at a time.
+
+        The optimizer comes between: what it refuses is refused before the model's parameters are taken over.
+        """
+        settings = self._settings
+        specs = plan_units(model, UnitRules(self._precision, settings.unit_numel, settings.keep_dtype))
+        settings.offload.check(self._plan, self._device.type)
+        self._check_room(specs, config)
+        units = [
+            Unit(
+                spec,
+                self._plan,
+                self._collectives,
+                self._device,
+                micro_batches=settings.micro_batches,
+                rests=rests,
+                block_numel=config.block_numel if spec.trainable else 1,
+            )
+            for spec, rests in zip(specs, self._rests(specs), strict=True)
+        ]
+        optimizer = ShardedOptimizer(units, config, self._collectives, lazy_states=settings.lazy_states)
+        tier = self._open_tier(units, optimizer)
+        try:
+            self._fill(model, units, tier)
+        except BaseException:
+            if tier is not None:
+                tier.close()
+            raise
+        return Built(units, optimizer, tier)
+
+    def _fill(self, model: nn.Module, units: Sequence[Unit], tier: StateTier | None) -> None:
+        """Values for buffers and parameters: those that the model has, drawn, or read."""
+        settings = self._settings
+        birth = Birth(model, seed=settings.seed, initialise=settings.initialise)
+        birth.fill_buffers()
+        move_buffers(model, self._device)
+        self._share_buffers(model)
+        given = self._given(units)
+        for unit in units:
+            with residence(tier, unit, writes=True, fresh=True):
+                unit.materialize(birth, given)
+        for unit in units:
+            unit.bind_born()
+        if settings.weights is not None:
+            self._read(units, tier, settings.weights, given)
+
+    def _share_buffers(self, model: nn.Module) -> None:
+        """Every rank's buffers become rank 0's, as the parameters of a model that came with values do."""
+        for buffer in model.buffers():
+            values = buffer.detach().contiguous()
+            self._collectives.broadcast(values)
+            if not buffer.is_contiguous():
+                buffer.copy_(values)
+
+    # ---- weights from a source -------------------------------------------------------------------------------------
+
+    def _given(self, units: Sequence[Unit]) -> frozenset[str]:
+        """The parameters that `settings.weights` has values for, all of which the model has in the same shapes."""
+        source = self._settings.weights
+        if source is None:
+            return frozenset()
+        shapes = {segment.name: segment.shape for unit in units for segment in unit.layout.segments}
+        for name in source.names():
+            if shapes.get(name) != source.shape(name):
+                wanted = list(shapes[name]) if name in shapes else "no parameter of this name"
+                raise PlanError(f"weights: expected {name}: {wanted}, found {list(source.shape(name))}")
+        born = {segment.name for unit in units for segment, param in unit.placed() if param.is_meta}
+        return frozenset(source.names()) & born
+
+    def _read(self, units: Sequence[Unit], tier: StateTier | None, source: TensorSource, given: frozenset[str]) -> None:
+        """Fill the shards of the given parameters. Whoever cannot read tells all: they would wait for it for ever."""
+
+        def read_all() -> None:
+            for unit in units:
+                with residence(tier, unit, writes=True):
+                    unit.read_values(source, given)
+
+        agree(self._collectives, trouble_of(read_all))
+
+    # ---- what rests elsewhere --------------------------------------------------------------------------------------
+
+    def _rests(self, specs: Sequence[UnitSpec]) -> list[Rests]:
+        """What of each unit has no memory with this rank's device between its uses."""
+        offload, device = self._settings.offload, self._device.type
+        apart = offload.is_apart(device)
+        moves = {Tier.DEVICE: False, Tier.HOST: apart, Tier.NVME: True}
+        if not moves[offload.params] and not moves[offload.optimizer]:
+            return [Rests()] * len(specs)
+        rests = Rests(moves[offload.params], moves[offload.optimizer], apart)
+        return [rests if chosen else Rests() for chosen in resting(specs, offload.ratio)]
+
+    def _check_room(self, specs: Sequence[UnitSpec], config: OptimizerConfig) -> None:
+        """Refuse what this machine has no room for, in memory or on the drive, before any of it is taken."""
+        offload, settings = self._settings.offload, self._settings
+        units = [
+            (self._size(spec, rests, config), spec.precision)
+            for spec, rests in zip(specs, self._rests(specs), strict=True)
+        ]
+        if not any(size.params_rest or size.optimizer_rests for size, _ in units):
+            return
+        moves = moves_of(settings, config, self._collectives.shard_count)
+        needed = (nvme_bytes if offload.uses_nvme else host_bytes)(units, moves)
+        memory = needed.host
+        if self._device.type == "cpu":  # then what stays is the host's too, and one unit is whole at a time
+            memory += sum(self._state_bytes(size, kind, config.state_bytes) for size, kind in units)
+            memory += max(size.numel * ITEMSIZE_BYTES[kind.compute or kind.param] for size, kind in units)
+        folder = offload.scratch.folder if offload.scratch is not None and offload.uses_nvme else None
+        check_room(self._collectives, folder, scratch=needed.scratch, memory=memory)
+
+    def _size(self, spec: UnitSpec, rests: Rests, config: OptimizerConfig) -> UnitSize:
+        layout = FlatLayout.build(
+            [(name, tuple(param.shape)) for name, param in spec.params],
+            shard_count=self._collectives.shard_count,
+            world=self._collectives.world,
+            block_numel=config.block_numel if spec.trainable else 1,
+        )
+        return UnitSize.of(
+            layout,
+            trainable=spec.trainable,
+            params_rest=rests.params,
+            optimizer_rests=rests.optimizer,
+            apart=rests.apart,
+        )
+
+    def _state_bytes(self, size: UnitSize, kind: MixedPrecision, state_bytes: float) -> int:
+        found = model_state_bytes(
+            self._plan,
+            kind,
+            [size],
+            world=self._collectives.world,
+            micro_batches=self._settings.micro_batches,
+            state_bytes=state_bytes,
+        )
+        return found.total
+
+    def _open_tier(self, units: Sequence[Unit], optimizer: ShardedOptimizer) -> StateTier | None:
+        """The tier of the units that rest, on every rank or on none."""
+        held = [unit for unit in units if unit.params_rest or unit.states_rest]
+        if not held:
+            return None
+        opened: list[StateTier] = []
+        try:
+            agree(self._collectives, trouble_of(lambda: opened.append(self._tier_of(held, optimizer))))
+        except CheckpointError as error:
+            for tier in opened:
+                tier.close()
+            raise OffloadError(str(error)) from None
+        optimizer.rest_in(opened[0])
+        return opened[0]
+
+    def _tier_of(self, held: Sequence[Unit], optimizer: ShardedOptimizer) -> StateTier:
+        offload = self._settings.offload
+        copies = (offload.copies or copies_for)(self._device)
+        if offload.scratch is not None and offload.uses_nvme:
+            return NvmeTier(
+                held,
+                optimizer.states_of,
+                offload.scratch,
+                self._collectives.rank,
+                copies=copies,
+                holds_params=offload.params is Tier.NVME,
+                speculative=offload.speculative,
+            )
+        assert copies is not None, "a host that is the device holds nothing apart"
+        return HostTier(held, optimizer.states_of, copies, speculative=offload.speculative)

@@ -1,0 +1,20 @@
+"""Which library a folder is of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from zero_runtime.checkpoint.foreign.dcp import is_dcp, open_dcp
+from zero_runtime.checkpoint.foreign.deepspeed import is_deepspeed, open_deepspeed
+from zero_runtime.checkpoint.foreign.source import ForeignCheckpoint
+
+
+def foreign_reader(path: Path) -> Callable[[Iterable[str]], ForeignCheckpoint] | None:
+    """What opens a checkpoint of another library, given the names of the parameters; None for any other folder."""
+    if is_deepspeed(path):
+        return partial(open_deepspeed, path)
+    if is_dcp(path):
+        return partial(open_dcp, path)
+    return None

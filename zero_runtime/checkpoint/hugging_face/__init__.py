@@ -1,0 +1,1 @@
+"""Folders of weights as Hugging Face libraries write and read them."""

@@ -1,0 +1,192 @@
+"""A folder of weights as Hugging Face libraries write and read it: sharded safetensors with an index, nothing else.
+
+Names are the model's own. A tied parameter is written once, under the name of its owner, as `save_pretrained` does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+
+from zero_runtime.checkpoint.tensor_file import bytes_of, fsync_folder
+from zero_runtime.errors import CheckpointError
+from zero_runtime.tensor_source import TensorSource
+
+MODEL = "model"  # how the files of a model's own weights begin
+WEIGHTS, WEIGHTS_INDEX = f"{MODEL}.safetensors", f"{MODEL}.safetensors.index.json"
+MAX_FILE_BYTES = 5 * 10**9  # what save_pretrained takes unless told
+BLOCK_NUMEL = 4 << 20  # elements in memory at a time
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class Written(NamedTuple):
+    """What a folder holds: tensors, their bytes, and the files in order."""
+
+    tensors: int
+    bytes: int
+    files: tuple[str, ...]
+
+
+def write_weights(
+    source: TensorSource,
+    out: str | Path,
+    *,
+    dtype: torch.dtype,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    stem: str = MODEL,
+) -> Written:
+    """Write all weights of `source` into the new folder `out`, cast to `dtype`; it appears when it is whole.
+
+    Memory: BLOCK_NUMEL elements, however large a tensor is. CheckpointError where `out` exists or cannot be written.
+    """
+    shapes = {name: source.shape(name) for name in source.names()}
+    with FolderWriter(out, shapes, dtype, max_file_bytes, stem) as writer:
+        for name, shape in shapes.items():
+            numel = math.prod(shape)
+            for start in range(0, numel, BLOCK_NUMEL):
+                writer.put(source.read(name, start, min(start + BLOCK_NUMEL, numel)))
+        return writer.commit()
+
+
+class FolderWriter:
+    """Takes the elements of all tensors in order and makes the folder of them; left without `commit`, it makes none.
+
+    Every method raises CheckpointError where the disk refuses; then nothing of `out` is there.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        stem: str = MODEL,
+    ) -> None:
+        self._out = Path(out)
+        if self._out.exists():
+            raise CheckpointError(
+                f"{self._out}: expected a folder that is not there yet, found one; give another, or remove it"
+            )
+        self._shapes, self._dtype, self._stem = dict(shapes), dtype, stem
+        self._groups = list(self._grouped(max_file_bytes))
+        count = len(self._groups)
+        self._names = [
+            f"{stem}.safetensors" if count == 1 else f"{stem}-{place + 1:05d}-of-{count:05d}.safetensors"
+            for place in range(count)
+        ]
+        self._partial = self._out.with_name(f".{self._out.name}.partial")
+        self._file: BinaryIO | None = None
+        self._opened = 0  # files begun so far
+        self._left = 0  # bytes that the open file still takes
+        with self._disk():
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+
+    def __enter__(self) -> FolderWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._discard()
+
+    def put(self, values: torch.Tensor) -> None:
+        """The next elements: 1-D, of one tensor, on any device and in any dtype."""
+        if values.numel() == 0:
+            return
+        with self._disk():
+            while self._left == 0:
+                self._next_file()
+            assert self._file is not None
+            self._file.write(bytes_of(values.to("cpu", self._dtype).contiguous()))
+            self._left -= values.numel() * self._dtype.itemsize
+            assert self._left >= 0, "tensors came in another order than their shapes"
+
+    def commit(self) -> Written:
+        """Everything has been put: the folder appears."""
+        with self._disk():
+            while self._opened < len(self._names):
+                self._next_file()
+            self._close_file()
+            total = sum(map(self._bytes, self._shapes))
+            if len(self._names) > 1:
+                places = {name: file for file, names in zip(self._names, self._groups, strict=True) for name in names}
+                index = {"metadata": {"total_size": total}, "weight_map": places}
+                _write_text(self._partial / f"{self._stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+            fsync_folder(self._partial)
+            self._partial.rename(self._out)
+            fsync_folder(self._out.parent)
+        return Written(len(self._shapes), total, tuple(self._names))
+
+    def _bytes(self, name: str) -> int:
+        return math.prod(self._shapes[name]) * self._dtype.itemsize
+
+    def _grouped(self, max_file_bytes: int) -> Iterator[list[str]]:
+        """Names in order, as many to a file as fit; a tensor that is larger has a file of its own."""
+        group: list[str] = []
+        size = 0
+        for name in self._shapes:
+            own = self._bytes(name)
+            if group and size + own > max_file_bytes:
+                yield group
+                group, size = [], 0
+            group.append(name)
+            size += own
+        yield group
+
+    def _next_file(self) -> None:
+        self._close_file()
+        names = self._groups[self._opened]
+        self._file = (self._partial / self._names[self._opened]).open("xb")
+        self._file.write(self._header(names))
+        self._left = sum(map(self._bytes, names))
+        self._opened += 1
+
+    def _header(self, names: Sequence[str]) -> bytes:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without
+        offset = 0
+        for name in names:
+            end = offset + self._bytes(name)
+            entry = {"dtype": _NAMES[self._dtype], "shape": list(self._shapes[name]), "data_offsets": [offset, end]}
+            header[name], offset = entry, end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def _close_file(self) -> None:
+        assert self._left == 0, f"{self._left} bytes have not come"
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._discard()
+            raise CheckpointError(
+                f"{self._out}: could not be written: {error}; make room or give another folder"
+            ) from error
+
+    def _discard(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # a full disk refuses the last flush too
+                self._file.close()
+            self._file = None
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

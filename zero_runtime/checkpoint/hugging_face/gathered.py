@@ -1,0 +1,59 @@
+"""The live weights of a runtime as a Hugging Face folder, without a checkpoint in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from zero_runtime.agreement import agree, trouble_of
+from zero_runtime.checkpoint.hugging_face.folder import MAX_FILE_BYTES, MODEL, FolderWriter, Written
+from zero_runtime.errors import CheckpointError
+from zero_runtime.runtime import ZeroRuntime
+
+
+def save_gathered_weights(
+    runtime: ZeroRuntime,
+    out: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    stem: str = MODEL,
+) -> Written:
+    """Gather unit by unit; rank 0 writes all weights (the masters, rounded to `dtype`). Every rank calls it.
+
+    Memory: one unit in the master's dtype on every rank. CheckpointError, the same on every rank, where `out` exists
+    or cannot be written; the ranks gather to the end all the same, since none can know that another failed.
+    """
+    runtime.check_between_steps("save_gathered_weights")
+    collectives = runtime.collectives
+    shapes = {segment.name: segment.shape for unit in runtime.units for segment in unit.layout.segments}
+    writer: FolderWriter | None = None
+    written: Written | None = None
+
+    def begin() -> None:
+        nonlocal writer
+        if collectives.rank == 0:
+            writer = FolderWriter(out, shapes, dtype, max_file_bytes, stem)
+
+    def write_all() -> None:
+        nonlocal written
+        trouble: CheckpointError | None = None
+        for unit in runtime.units:
+            with runtime.resident(unit):
+                whole = unit.full_of(unit.weights_shard)
+            if writer is None or trouble is not None:
+                continue
+            try:
+                for segment in unit.layout.segments:
+                    writer.put(whole[segment.name].reshape(-1))
+            except CheckpointError as error:
+                trouble = error
+        if trouble is not None:
+            raise trouble
+        written = writer.commit() if writer is not None else None
+
+    agree(collectives, trouble_of(begin))
+    agree(collectives, trouble_of(write_all))
+    found: Written = collectives.gather_objects(written)[0]
+    return found

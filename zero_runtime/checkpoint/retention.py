@@ -1,0 +1,195 @@
+"""A folder of checkpoints: which are there, which is the newest good one, which may go."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from zero_runtime.agreement import agree
+from zero_runtime.checkpoint.layout import OWNER, step_of, trash_name
+from zero_runtime.checkpoint.load import Checkpoint, verify_together
+from zero_runtime.collectives import Collectives
+from zero_runtime.errors import CheckpointError
+from zero_runtime.process_identity import has_ended, mark, remove_left_behind
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the last `keep_last` (None: all), and those whose step is a multiple of `keep_every`."""
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise CheckpointError(f"checkpoint.{name}: expected at least 1 or null, found {value}")
+
+    def doomed(self, steps: list[int]) -> list[int]:
+        """The steps that may go, in order."""
+        if self.keep_last is None:
+            return []
+        old = sorted(steps)[: -self.keep_last]
+        return [step for step in old if not self.keep_every or step % self.keep_every]
+
+
+KEEP_ALL = Retention()
+
+
+class Skipped(NamedTuple):
+    """A folder that is no good checkpoint, and why."""
+
+    path: Path
+    why: str
+
+
+class Survey(NamedTuple):
+    """The newest good checkpoint of a root, and everything newer or torn that was passed over."""
+
+    checkpoint: Checkpoint | None
+    skipped: tuple[Skipped, ...]
+
+
+def committed(root: str | Path) -> dict[int, Path]:
+    """Folders of committed checkpoints by step, in order. A root that does not exist has none."""
+    found = {step_of(path.name): path for path in _entries(root)}
+    return {step: found[step] for step in sorted(step for step in found if step is not None)}
+
+
+def torn(root: str | Path) -> list[Skipped]:
+    """Saves that were interrupted, or are still being written."""
+    why = "not committed: still being written, or its writing was interrupted"
+    return [Skipped(path, why) for path in _entries(root) if path.name.endswith(".partial")]
+
+
+def _entries(root: str | Path) -> list[Path]:
+    try:
+        return sorted(path for path in Path(root).iterdir() if path.is_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"{root}: expected a folder of checkpoints that may be read, found {error.strerror}; mend its rights or "
+            "give another"
+        ) from error
+
+
+def survey(root: str | Path) -> Survey:
+    """Look from the newest step down, reading and comparing every file, until a checkpoint is good."""
+    skipped = torn(root)
+    for path in reversed(committed(root).values()):
+        found, why = _opened(path)
+        if found is not None:
+            return Survey(found, tuple(skipped))
+        skipped.append(Skipped(path, why))
+    return Survey(None, tuple(skipped))
+
+
+def _opened(path: Path) -> tuple[Checkpoint | None, str]:
+    try:
+        return Checkpoint.open(path), ""
+    except CheckpointError as error:
+        return None, str(error)
+
+
+def newest_good(root: str | Path) -> Checkpoint | None:
+    """The newest checkpoint whose every byte is as it was written, or None; what it passes over is logged by name."""
+    found = survey(root)
+    _tell(found.skipped)
+    return found.checkpoint
+
+
+def newest_good_together(
+    collectives: Collectives, root: str | Path, tell: Callable[[Skipped], None] | None = None
+) -> Checkpoint | None:
+    """The same for all ranks at once: the newest step that is good on every rank's root. A collective.
+
+    Each file is read by one rank only. Roots may differ, as with checkpoints that are local to a node. `tell` is given
+    what rank 0 passes over, instead of the log.
+    """
+    skipped = torn(root)
+    own = committed(root)
+    common = set.intersection(*(set(steps) for steps in collectives.gather_objects(list(own))))
+    skipped += [Skipped(own[step], "another rank has none of this step") for step in own if step not in common]
+    found = None
+    for step in sorted(common, reverse=True):
+        try:
+            found = open_together(collectives, own[step])
+            break
+        except CheckpointError as error:
+            skipped.append(Skipped(own[step], str(error)))
+    if collectives.rank == 0:
+        for one in skipped:
+            (tell or _tell_one)(one)
+    return found
+
+
+def open_together(collectives: Collectives, path: str | Path) -> Checkpoint:
+    """Open and verify on all ranks, each file read once; CheckpointError is the same on every rank. A collective."""
+    checkpoint, trouble = None, None
+    try:
+        checkpoint = Checkpoint.open(path, verify=False)
+    except CheckpointError as error:
+        trouble = str(error)
+    agree(collectives, trouble)
+    assert checkpoint is not None
+    verify_together(collectives, checkpoint)
+    return checkpoint
+
+
+def _tell(skipped: tuple[Skipped, ...]) -> None:
+    for one in skipped:
+        _tell_one(one)
+
+
+def _tell_one(one: Skipped) -> None:
+    logger.warning("passed over %s: %s", one.path, one.why)
+
+
+def prune(root: str | Path, retention: Retention) -> list[Path]:
+    """Delete what may go; one that is deleted is renamed first, so that no half of it looks like a checkpoint.
+
+    Returns what went. What cannot be deleted is warned of and left.
+    """
+    found = committed(root)
+    gone = []
+    for step in retention.doomed(list(found)):
+        trash = trash_path(root, step)
+        try:
+            found[step].rename(trash)
+            shutil.rmtree(trash)
+            gone.append(found[step])
+        except OSError as error:
+            logger.warning("%s: expected to delete it, found %s; delete it by hand", found[step], error)
+    return gone
+
+
+def trash_path(root: str | Path, step: int) -> Path:
+    """A new name for a checkpoint that this process deletes."""
+    return Path(root) / trash_name(step, f"{mark()}-{uuid.uuid4().hex[:8]}")
+
+
+def clear_leftovers(root: str | Path) -> list[Path]:
+    """Remove saves and deletions that were interrupted, by processes that have ended; those that went."""
+    trash = [path for path in _entries(root) if path.name.startswith(".trash-")]
+    gone = remove_left_behind(trash)
+    for path in (one.path for one in torn(root)):
+        if has_ended(owner_of(path)):
+            shutil.rmtree(path, ignore_errors=True)
+            gone.append(path)
+    return gone
+
+
+def owner_of(partial: Path) -> str:
+    """The mark of the process that leads a save; empty where it is not known."""
+    try:
+        return (partial / OWNER).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

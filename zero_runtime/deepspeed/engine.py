@@ -1,0 +1,258 @@
+"""The engine of DeepSpeed's training loop over a ZeroRuntime: forward, backward(loss), step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_runtime.collectives import own_rank, world_size
+from zero_runtime.deepspeed import engine_checkpoint
+from zero_runtime.deepspeed.config import DropinConfig
+from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
+from zero_runtime.deepspeed.model_folder import save_16bit
+from zero_runtime.deepspeed.schedules import Schedule, advance, rates_now
+from zero_runtime.dtypes import TORCH_DTYPE
+from zero_runtime.errors import CallOrderError, PlanError
+from zero_runtime.optim.lr_schedule import Rates
+from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.step_report import StepReport
+from zero_runtime.watch.watch import RankWatch
+
+_ABSENT = {
+    "set_gradient_accumulation_boundary": "the engine counts the micro-batches; see gradient_accumulation_steps",
+    "allreduce_gradients": "gradients are reduced in backward",
+}
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What initialize composes: all are the engine's from then on."""
+
+    runtime: ZeroRuntime
+    optimizer: EngineOptimizer
+    schedule: Schedule | None
+    config: DropinConfig
+    local_rank: int
+    watch: RankWatch | None
+
+
+class Engine:
+    """Trains `module`; whatever it has not itself it takes from there (parameters(), state_dict(), generate(), ...).
+
+    The loss of `backward` is this rank's mean over its micro-batch: the engine divides it by the micro-batches of a
+    step and the ranks. `step` belongs after every backward, and acts at the last micro-batch of a step.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.module: nn.Module = parts.runtime.model
+        self.runtime = parts.runtime
+        self.optimizer = parts.optimizer
+        self.lr_scheduler = parts.schedule
+        self.config = parts.config
+        self.device: torch.device = parts.runtime.device
+        self.global_rank, self.local_rank, self.world_size = own_rank(), parts.local_rank, world_size()
+        self.micro_steps = 0  # calls of step
+        self.global_steps = 0  # steps, skipped ones too
+        self.skipped_steps = 0
+        self._watch = parts.watch
+        self._awaits_step = False
+        self._stepping = False
+        self._report: StepReport | None = None
+        self.optimizer.bind(self._update, lambda: self.cur_scale)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ABSENT:
+            raise AttributeError(f"engine.{name}: {_ABSENT[name]}")
+        module = self.__dict__.get("module")
+        for owner in (self, module):
+            if hasattr(type(owner), name):  # a property of its that failed inside: it raises its own error
+                return object.__getattribute__(owner, name)
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"engine.{name}: neither the engine nor its module ({type(module).__name__}) has it"
+            ) from error
+
+    # ---- a micro-batch -------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. With fp16.auto_cast, floating-point tensors among the arguments are cast first."""
+        if self.config.casts_inputs:
+            args = tuple(self._cast(value) for value in args)
+            kwargs = {name: self._cast(value) for name, value in kwargs.items()}
+        return self.module(*args, **kwargs)
+
+    forward = __call__
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Add the gradients of `loss` (0-dim, the mean over this rank's micro-batch); returns it as it was divided by
+        the accumulation, as it is not where scale_wrt_gas is False. DeepSpeed's signature."""
+        if self._awaits_step:
+            raise CallOrderError(
+                "engine.backward: expected engine.step() after the last backward, found another backward; add the "
+                "losses of one micro-batch and call backward once"
+            )
+        # A loss of 16 bits times a loss scale leaves the range of fp16 before any gradient does.
+        share = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        share = share / self.gradient_accumulation_steps() if scale_wrt_gas else share
+        self.runtime.backward(share / self.world_size, retain_graph=retain_graph)
+        self._awaits_step = True
+        return share.detach()
+
+    def step(self) -> None:
+        """At the last micro-batch of a step: update, drop the gradients, advance the schedule unless the step was
+        skipped. Before that only the micro-batch is counted."""
+        if not self._awaits_step:
+            raise CallOrderError("engine.step: expected engine.backward(loss) since the last step, found none")
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        self._awaits_step = False
+        if not boundary:
+            return
+        self.global_steps += 1
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
+        assert self._report is not None
+        if self._report.skipped:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            advance(self.lr_scheduler)
+
+    def _update(self, rates: Rates) -> None:
+        if not self._stepping:
+            raise CallOrderError("optimizer.step: expected engine.step(), which knows the boundary of a step")
+        self._report = self.runtime.step(rates)
+
+    def _cast(self, value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(TORCH_DTYPE[self.runtime.precision.param]) if floating else value
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last of its step."""
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside keep their gradients on this rank: the runtime's no_sync. The last of a step is outside."""
+        return self.runtime.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do between steps: `step` drops the gradients. Inside one it would lose them: CallOrderError."""
+        if self._awaits_step or self.micro_steps % self.gradient_accumulation_steps():
+            raise CallOrderError(
+                "engine.zero_grad: expected it between steps, found micro-batches whose gradients it would lose; "
+                "engine.step drops them at the boundary, so leave it out"
+            )
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save into `save_dir` (under `tag` where one is given) in this runtime's format. Every rank calls it.
+
+        `client_state`: plain JSON values, given back by load_checkpoint. `save_latest` has nothing to do: the newest
+        good checkpoint is found without a file that names it. Returns True, as DeepSpeed does.
+        """
+        engine_checkpoint.save(self, Path(save_dir), tag, client_state or {}, with_frozen=not exclude_frozen_parameters)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """The newest good checkpoint of `load_dir` (of `tag`), ours or DeepSpeed's own, at any world and stage.
+
+        Returns its path and the client's state; (None, {}) where there is none. Every rank calls it, between steps.
+        """
+        if not load_module_strict:
+            raise PlanError("engine.load_checkpoint: expected load_module_strict=True: a model half loaded is none")
+        weights_only = load_module_only or not load_optimizer_states
+        return engine_checkpoint.load(
+            self, Path(load_dir), tag, weights_only=weights_only, with_schedule=load_lr_scheduler_states
+        )
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
+        """The weights, gathered and rounded to 16 bits, as safetensors in the folder `save_dir`, which may exist, with
+        the config.json of a module that has a Hugging Face `config`. Every rank calls it, between steps.
+
+        Files of an earlier save under the same name are replaced. DeepSpeed writes a pickle: for its pytorch_model.bin
+        there is model.safetensors here, which from_pretrained reads.
+        """
+        save_16bit(self.runtime, Path(save_dir), save_filename)
+        return True
+
+    # ---- modes and ends ------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Engine:
+        """The module's training mode; returns the engine."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """The module's evaluation mode; returns the engine."""
+        return self.train(False)
+
+    def destroy(self) -> None:
+        """Free everything; the process group stays. Idempotent."""
+        self.runtime.close()
+        if self._watch is not None:
+            self._watch.close()
+
+    # ---- numbers -------------------------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Samples of a step over all ranks."""
+        return self.config.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a micro-batch on a rank."""
+        return self.config.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self.config.batch.accumulation
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all steps so far, over all ranks."""
+        return self.global_steps * self.train_batch_size()
+
+    def get_lr(self) -> list[float]:
+        """The rates of the next update, by group."""
+        return rates_now(self.optimizer.param_groups)
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm over all ranks in the last step, unscaled, before clipping; None before the first."""
+        return None if self._report is None else self._report.grad_norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step updated the parameters."""
+        return self._report is not None and not self._report.skipped
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale of the next backward; 1 where there is none."""
+        return self.runtime.scaler.scale
+
+    def loss_scale(self) -> float:
+        """The same, by DeepSpeed's name for a call."""
+        return self.cur_scale

@@ -1,0 +1,94 @@
+"""Checkpoints of the drop-in engine: the runtime's own, with the engine's counters and schedule beside the states."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from zero_runtime.checkpoint.foreign.deepspeed import is_deepspeed, open_deepspeed
+from zero_runtime.checkpoint.foreign.source import load_foreign
+from zero_runtime.checkpoint.load import load_checkpoint, load_weights
+from zero_runtime.checkpoint.retention import newest_good_together
+from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
+from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
+from zero_runtime.deepspeed.model_folder import model_config
+from zero_runtime.deepspeed.schedules import Schedule
+from zero_runtime.dtypes import TORCH_DTYPE
+from zero_runtime.runtime import ZeroRuntime
+
+_COUNTERS = ("micro_steps", "global_steps", "skipped_steps")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class SavedEngine(Protocol):
+    """What a checkpoint takes from an engine and gives back to one."""
+
+    runtime: ZeroRuntime
+    module: nn.Module
+    optimizer: EngineOptimizer
+    lr_scheduler: Schedule | None
+    micro_steps: int
+    global_steps: int
+    skipped_steps: int
+
+    def get_lr(self) -> list[float]: ...
+
+    def gradient_accumulation_steps(self) -> int: ...
+
+
+def save(engine: SavedEngine, root: Path, tag: str | None, client_state: dict[str, Any], *, with_frozen: bool) -> None:
+    """A checkpoint of step `global_steps`."""
+    trainer = {
+        "client_state": client_state,
+        "engine": {name: getattr(engine, name) for name in _COUNTERS},
+        "schedule": _schedule_state(engine),
+        "lr": engine.get_lr(),
+        "model_config": model_config(engine.module, TORCH_DTYPE[engine.runtime.precision.param]),
+    }
+    settings = SaveSettings(with_frozen=with_frozen)
+    save_checkpoint(
+        engine.runtime, root / tag if tag else root, step=engine.global_steps, trainer=trainer, settings=settings
+    )
+
+
+def load(
+    engine: SavedEngine, root: Path, tag: str | None, *, weights_only: bool, with_schedule: bool
+) -> tuple[str | None, dict[str, Any]]:
+    """See Engine.load_checkpoint."""
+    root = root / tag if tag else root
+    if is_deepspeed(root):
+        foreign = load_foreign(engine.runtime, partial(open_deepspeed, root), weights_only=weights_only)
+        if not weights_only:
+            engine.global_steps = foreign.updates
+            engine.micro_steps = foreign.updates * engine.gradient_accumulation_steps()
+        return str(foreign.path), {}
+    found = newest_good_together(engine.runtime.collectives, root)
+    if found is None:
+        return None, {}
+    if weights_only:
+        load_weights(engine.runtime, found)
+        return str(found.path), dict(found.index.trainer.get("client_state", {}))
+    trainer = load_checkpoint(engine.runtime, found)
+    for name in _COUNTERS:
+        setattr(engine, name, trainer.get("engine", {}).get(name, found.index.step))
+    if with_schedule and engine.lr_scheduler is not None and trainer.get("schedule"):
+        engine.lr_scheduler.load_state_dict({**engine.lr_scheduler.state_dict(), **trainer["schedule"]})
+    if with_schedule:
+        for group, lr in zip(engine.optimizer.param_groups, trainer.get("lr", ()), strict=False):
+            group["lr"] = lr
+    return str(found.path), dict(trainer.get("client_state", {}))
+
+
+def _schedule_state(engine: SavedEngine) -> dict[str, Any]:
+    """What of the schedule's state is plain: its counters and rates; functions of a user's own stay with the user."""
+    if engine.lr_scheduler is None:
+        return {}
+    state = engine.lr_scheduler.state_dict()
+    return {key: value for key, value in state.items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, list) and all(isinstance(one, _PLAIN) for one in value))

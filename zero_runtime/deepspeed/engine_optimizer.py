@@ -1,0 +1,114 @@
+"""What initialize returns as the optimizer: torch's view of the groups, over the runtime's sharded states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from zero_runtime.deepspeed.groups import Trained
+from zero_runtime.errors import CallOrderError, PlanError
+from zero_runtime.optim.lr_schedule import Rates
+
+_READ_EACH_STEP = (
+    "params",
+    "lr",
+    "initial_lr",
+    "betas",
+    "momentum",
+    "max_lr",
+    "min_lr",
+    "max_momentum",
+    "base_momentum",
+)
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """Its param_groups hold the model's own parameters and the rates that the next update is made with, so any torch
+    scheduler can drive it. Every other constant is fixed at birth: an edit of one is an error at the next step.
+
+    It keeps no states; runtime.full_optimizer_state(name) has them.
+    """
+
+    def __init__(self, trained: Trained) -> None:
+        self._config = trained.config
+        groups = trained.param_groups
+        super().__init__(groups, {key: value for key, value in groups[0].items() if key != "params"})
+        self.param_groups = groups  # the very list, which a client's scheduler may write to
+        self._fixed = [self._constants(group) for group in groups]
+        self._momentum = self._momenta()
+        self._cycled = False
+        self._update: Callable[[Rates], None] | None = None
+        self._scale: Callable[[], float] = lambda: 1.0
+
+    def bind(self, update: Callable[[Rates], None], scale: Callable[[], float]) -> None:
+        """The engine's update and loss scale."""
+        self._update, self._scale = update, scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale of the next backward; 1 where there is none."""
+        return self._scale()
+
+    loss_scale = cur_scale
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch returns a closure's loss
+        """Called by the engine at the boundary of a step; by hand it is a CallOrderError."""
+        if closure is not None:
+            raise PlanError("optimizer.step: expected no closure: a step is made of the backward calls before it")
+        if self._update is None:
+            raise CallOrderError("optimizer.step: expected engine.step(), which knows the boundary of a step")
+        self._update(self._rates())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: engine.step drops the gradients of the step that it makes."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Before birth ends alone."""
+        if "_update" in self.__dict__:
+            raise PlanError("optimizer.add_param_group: expected all groups at initialize, found one more; start anew")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> NoReturn:
+        """Refused: an empty one would look like a checkpoint."""
+        raise PlanError(
+            "optimizer.state_dict: states are shards; engine.save_checkpoint saves them, and "
+            "engine.runtime.full_optimizer_state(name) has the whole states of one parameter"
+        )
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:
+        """Refused: see state_dict."""
+        raise PlanError("optimizer.load_state_dict: states are shards; engine.load_checkpoint loads them")
+
+    def _rates(self) -> Rates:
+        """By group, and one more for the frozen parameters in none."""
+        for index, (group, fixed) in enumerate(zip(self.param_groups, self._fixed, strict=True)):
+            now = self._constants(group)
+            edited = [key for key, value in fixed.items() if now.get(key) != value]
+            if edited:
+                raise PlanError(
+                    f"optimizer.param_groups[{index}], {edited[0]}: expected {fixed[edited[0]]!r} as at initialize, "
+                    f"found {now.get(edited[0])!r}; lr and momentum alone may change"
+                )
+        momenta = self._momenta()
+        self._cycled = self._cycled or momenta != self._momentum
+        if len(set(momenta)) > 1:
+            raise PlanError(f"optimizer.param_groups: expected one momentum for all groups, found {momenta}")
+        lrs = [float(group["lr"]) for group in self.param_groups]
+        return Rates((*lrs, 0.0), momenta[0] if self._cycled else None)
+
+    def _momenta(self) -> list[float | None]:
+        return [_momentum_of(group) for group in self.param_groups]
+
+    @staticmethod
+    def _constants(group: dict[str, Any]) -> dict[str, Any]:
+        """What may not change; the second beta with it."""
+        second = {"betas[1]": group["betas"][1]} if "betas" in group else {}
+        return {key: value for key, value in group.items() if key not in _READ_EACH_STEP} | second
+
+
+def _momentum_of(group: dict[str, Any]) -> float | None:
+    if "betas" in group:
+        return float(group["betas"][0])
+    return float(group["momentum"]) if group.get("momentum") else None

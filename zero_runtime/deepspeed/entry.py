@@ -1,0 +1,217 @@
+"""initialize and init_distributed with DeepSpeed's signatures."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from zero_runtime.collectives import WorldSettings, is_joined, join_alone, join_world, own_rank, watch_world, world_size
+from zero_runtime.deepspeed.config import DropinConfig, read_config
+from zero_runtime.deepspeed.engine import Engine, EngineParts
+from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
+from zero_runtime.deepspeed.groups import Trained, groups_of_optimizer, groups_of_parameters
+from zero_runtime.deepspeed.optimizer_section import default_optimizer
+from zero_runtime.deepspeed.schedules import JsonSchedule, Schedule, client_schedule
+from zero_runtime.errors import PlanError
+from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta = _TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the world that RANK and WORLD_SIZE (as torchrun sets them) or `rank` and `world_size` tell, or a world of
+    one where nobody tells any: then no port is opened to others and none is needed. Nothing where there is a process
+    group already. NCCL between GPUs, gloo between CPUs; a `dist_backend` that is the other one is told in a warning.
+    """
+    if is_joined() or dist_init_required is False:
+        return
+    device = own_device()
+    _warn_of_backend(dist_backend, device)
+    env_rank, env_world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank >= 0 and world_size >= 1:
+        _join(init_method or "env://", rank, world_size, device, timeout)
+    elif env_rank is not None and env_world is not None:
+        _join(init_method or "env://", int(env_rank), int(env_world), device, timeout)
+    elif _claims_more_ranks():
+        raise PlanError(
+            f"init_distributed: expected RANK and WORLD_SIZE together, found RANK={env_rank}, WORLD_SIZE={env_world} "
+            f"and OMPI_COMM_WORLD_SIZE={os.environ.get('OMPI_COMM_WORLD_SIZE')}; start the ranks with torchrun"
+        )
+    else:
+        join_alone(device)
+
+
+# DeepSpeed's published signature, in its order.
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+) -> tuple[Engine, EngineOptimizer, DataLoader[Any] | None, Schedule | None]:
+    """(engine, optimizer, dataloader, scheduler) for `model`, whose parameters the runtime takes over.
+
+    config: a dict or the path of a DeepSpeed JSON; `args.deepspeed_config` where it is not given. Joins the world
+    first where nobody has. dataloader and scheduler are None without training_data and without a schedule. PlanError
+    for what cannot be, and OffloadError where a drive or the host has no room for what is offloaded, before the model
+    is touched; one warning names what has no effect.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"initialize: expected model to be a torch.nn.Module, found {type(model).__name__}")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise PlanError(f"initialize: {name}: model parallelism is not here yet; leave it out")
+    init_distributed(dist_init_required=dist_init_required)
+    if not is_joined():
+        raise PlanError("initialize: expected a process group with dist_init_required=False, found none; make one")
+    read = read_config(_source(args, config, config_params), world_size(), own_device().type)
+    trained, notes = _train_with(model, optimizer, model_parameters, read)
+    view = EngineOptimizer(trained)
+    schedule = _schedule(lr_scheduler, view, optimizer, read)
+    _warn(read, notes)
+    is_named = optimizer is not None or read.optimizer is not None
+    engine = _compose(model, view, schedule, read, trained, lazy_states=not is_named)
+    loader = None if training_data is None else _loader(training_data, collate_fn, read)
+    return engine, view, loader, schedule
+
+
+def own_device() -> torch.device:
+    """This rank's GPU by LOCAL_RANK, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    place = _local_rank()
+    if place >= torch.cuda.device_count():
+        raise PlanError(
+            f"LOCAL_RANK={place}: expected a GPU for every rank, found {torch.cuda.device_count()}; start fewer ranks"
+        )
+    return torch.device("cuda", place)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _join(init_method: str, rank: int, world: int, device: torch.device, timeout: timedelta) -> None:
+    # The watch of the world's own is closed: every engine has one, so that it can end with the engine.
+    join_world(init_method, rank, world, device, WorldSettings(timeout=timeout)).close()
+
+
+def _claims_more_ranks() -> bool:
+    """Whether a variable says that this process is one of several without telling which: alone it would train on its
+    own what it should train with others."""
+    sizes = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"))
+    return "RANK" in os.environ or any(size != "1" for size in sizes)
+
+
+def _warn_of_backend(wanted: str | None, device: torch.device) -> None:
+    ours = "nccl" if device.type == "cuda" else "gloo"
+    if wanted not in (None, ours):
+        warnings.warn(f"init_distributed: dist_backend={wanted!r} has no effect: {ours} on {device}", stacklevel=3)
+
+
+def _source(args: Any, config: Any, config_params: Any) -> Any:
+    given = [found for found in (config, config_params, getattr(args, "deepspeed_config", None)) if found is not None]
+    if len(given) != 1:
+        raise PlanError(
+            f"initialize: expected one of config, config_params and args.deepspeed_config, found {len(given)} of them"
+        )
+    return given[0]
+
+
+def _train_with(
+    model: nn.Module, optimizer: Any, parameters: Iterable[Any] | None, read: DropinConfig
+) -> tuple[Trained, list[str]]:
+    """The optimizer and its groups, and what is to be told of the choice."""
+    if optimizer is not None and read.optimizer is not None:
+        raise PlanError("optimizer: expected it in initialize or in the configuration, found both; leave one out")
+    if optimizer is None:
+        chosen = read.optimizer or default_optimizer()
+        told = f"no optimizer is named: AdamW with lr={chosen.lr}, betas=(0.9, 0.999), weight_decay=0 is used"
+        return groups_of_parameters(model, parameters, chosen), [] if read.optimizer else [told]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            raise PlanError(f"optimizer: expected a torch optimizer or a callable, found a {type(optimizer).__name__}")
+        optimizer = optimizer(model.parameters() if parameters is None else parameters)
+    return groups_of_optimizer(model, optimizer), []
+
+
+def _schedule(given: Any, view: EngineOptimizer, optimizer: Any, read: DropinConfig) -> Schedule | None:
+    if given is not None and read.schedule is not None:
+        raise PlanError("lr_scheduler: expected it in initialize or in the configuration, found both; leave one out")
+    if given is not None:
+        return client_schedule(given, view, optimizer)
+    return None if read.schedule is None else JsonSchedule(view, read.schedule)
+
+
+def _compose(
+    model: nn.Module,
+    view: EngineOptimizer,
+    schedule: Schedule | None,
+    read: DropinConfig,
+    trained: Trained,
+    *,
+    lazy_states: bool,
+) -> Engine:
+    """`lazy_states`: nobody named an optimizer, so this may be an engine for inference."""
+    watch = watch_world()
+    settings = RuntimeSettings(
+        micro_batches=read.batch.accumulation,
+        clip_norm=read.clip_norm,
+        loss_scale=read.loss_scale,
+        offload=read.offload,
+        watch=watch,
+        lazy_states=lazy_states,
+    )
+    try:
+        runtime = ZeroRuntime(model, read.plan, read.precision, trained.config, settings, own_device())
+    except BaseException as error:
+        if watch is not None:
+            watch.close(error)
+        raise
+    return Engine(EngineParts(runtime, view, schedule, read, _local_rank(), watch))
+
+
+def _loader(data: Dataset[Any], collate_fn: Callable[..., Any] | None, read: DropinConfig) -> DataLoader[Any]:
+    """Micro-batches of this rank; shuffled by DistributedSampler, but for an iterable data set, in its own order."""
+    sampler: DistributedSampler[Any] | None = None
+    if not isinstance(data, IterableDataset):
+        sampler = DistributedSampler(data, world_size(), own_rank())
+    return DataLoader(
+        data, batch_size=read.batch.micro, sampler=sampler, collate_fn=collate_fn, drop_last=read.drop_last
+    )
+
+
+def _warn(read: DropinConfig, notes: list[str]) -> None:
+    """One warning, on rank 0."""
+    lines = [*notes, *read.notes]
+    if read.idle:
+        lines.append(f"without effect here: {', '.join(read.idle)}")
+    if lines and own_rank() == 0:
+        warnings.warn("zero_runtime.initialize: " + "; ".join(lines), stacklevel=3)

@@ -1,0 +1,141 @@
+"""Which parameters the engine trains with which constants: read from model_parameters or from a torch optimizer.
+
+Parameters are known by identity, so a group of another model's, or of a copy's, is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer, torch_arguments, torch_default
+from zero_runtime.errors import PlanError
+from zero_runtime.optim.configs import (
+    TORCH_NAMES,
+    TORCH_OURS,
+    AdamConfig,
+    AdamWConfig,
+    LionConfig,
+    OptimizerConfig,
+    SgdConfig,
+    TorchConfig,
+    torch_problem,
+)
+from zero_runtime.optim.groups import ParamGroup
+
+_GROUP_KEYS = ("params", "lr", "weight_decay", "name")
+_PER_GROUP = ("params", "lr", "weight_decay", "initial_lr", "name", "param_names")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The optimizer with its groups, and torch's view of them: dicts with params, lr, weight_decay and momentum."""
+
+    config: OptimizerConfig
+    param_groups: list[dict[str, Any]]
+
+
+def groups_of_parameters(model: nn.Module, given: Iterable[Any] | None, chosen: ChosenOptimizer) -> Trained:
+    """From model_parameters: None for all, parameters, or groups of them with an lr and a weight_decay of their own."""
+    items = list(model.parameters() if given is None else given)
+    if not items:
+        raise PlanError("model_parameters: expected parameters or groups of them, found none; leave it out for all")
+    if not all(isinstance(item, Mapping) for item in items):
+        items = [{"params": items}]
+    shown = _shown(chosen.config)
+    groups = []
+    for index, item in enumerate(items):
+        unknown = sorted(set(item) - set(_GROUP_KEYS))
+        if unknown:
+            raise PlanError(
+                f"model_parameters, group {index}: expected {', '.join(_GROUP_KEYS)}, found {', '.join(unknown)}; "
+                "other constants are the same for all groups: set them in optimizer.params"
+            )
+        usual = {"lr": chosen.lr, "weight_decay": chosen.weight_decay}
+        params = [item["params"]] if isinstance(item["params"], torch.Tensor) else list(item["params"])
+        groups.append({**shown, **usual, **item, "params": params})
+    return _trained(model, chosen.config, groups, "model_parameters")
+
+
+def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
+    """From an instance of a class of torch.optim; the dicts are its own, so what drives it drives the engine."""
+    name = type(optimizer).__name__
+    if type(optimizer) is not getattr(torch.optim, name, None) or torch_problem(name):
+        raise PlanError(
+            f"optimizer: {type(optimizer).__module__}.{name} cannot run on shards: expected an instance of exactly "
+            f"torch.optim.{', '.join(TORCH_NAMES)}; or name the type in the configuration's optimizer section"
+        )
+    if optimizer.state:
+        raise PlanError(
+            f"optimizer: expected a new torch.optim.{name}, found one that has stepped: its states would be lost; hand "
+            "it over before its first step"
+        )
+    first = optimizer.param_groups[0]
+    for index, group in enumerate(optimizer.param_groups):
+        differing = [key for key in first if key not in _PER_GROUP and group[key] != first[key]]
+        if differing:
+            raise PlanError(
+                f"optimizer: group {index} has a {differing[0]} of its own ({group[differing[0]]!r}, group 0 has "
+                f"{first[differing[0]]!r}): expected groups to differ in lr and weight_decay alone"
+            )
+    config = _config_of(name, first)
+    return _trained(model, config, optimizer.param_groups, "optimizer")
+
+
+def _config_of(name: str, group: Mapping[str, Any]) -> OptimizerConfig:
+    """The runtime's own where it has one with the same algorithm, else torch's class on the shards."""
+    decay = float(group.get("weight_decay", 0.0))
+    plain = not group.get("amsgrad") and not group.get("maximize")
+    if name in ("Adam", "AdamW") and plain:
+        decoupled = name == "AdamW" or group.get("decoupled_weight_decay", False)
+        beta1, beta2 = map(float, group["betas"])
+        return (AdamWConfig if decoupled else AdamConfig)(beta1, beta2, float(group["eps"]), decay, no_decay=False)
+    if name == "SGD" and plain:
+        numbers = float(group["momentum"]), float(group["dampening"]), decay
+        return SgdConfig(*numbers, bool(group["nesterov"]), no_decay=False)
+    accepted = [argument for argument in torch_arguments(name) if argument not in TORCH_OURS]
+    arguments = {argument: group[argument] for argument in accepted if argument in group}
+    return TorchConfig(name, arguments, decay, no_decay=False)
+
+
+def _trained(model: nn.Module, config: OptimizerConfig, groups: list[dict[str, Any]], source: str) -> Trained:
+    names = {id(param): name for name, param in model.named_parameters()}
+    named = []
+    for index, group in enumerate(groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                shape = f"of shape {list(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
+                raise PlanError(
+                    f"{source}, group {index}: expected parameters of the model, found a {type(param).__name__} "
+                    f"{shape} that is none; make it from model.parameters() of the model that you hand over"
+                )
+        decay = float(group.get("weight_decay", 0.0))
+        named.append(ParamGroup(tuple(names[id(param)] for param in group["params"]), 1.0, decay))
+    covered = {name for group in named for name in group.names}
+    left_out = [name for name, param in model.named_parameters() if param.requires_grad and name not in covered]
+    if left_out:
+        some = ", ".join(left_out[:3]) + (f" and {len(left_out) - 3} more" if len(left_out) > 3 else "")
+        raise PlanError(
+            f"{source}: expected every parameter that requires a gradient, {some} missing; add them, or call "
+            "requires_grad_(False) on what is not to be trained"
+        )
+    return Trained(replace(config, groups=tuple(named)), groups)
+
+
+def _shown(config: OptimizerConfig) -> dict[str, Any]:
+    """The constants that a torch scheduler looks for in a group."""
+    if isinstance(config, AdamWConfig):
+        return {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    if isinstance(config, LionConfig):
+        return {"betas": (config.beta1, config.beta2)}
+    if isinstance(config, SgdConfig):
+        return {"momentum": config.momentum, "dampening": config.dampening, "nesterov": config.nesterov}
+    assert isinstance(config, TorchConfig)
+    arguments = dict(config.arguments)
+    if config.uses_betas:
+        arguments.setdefault("betas", torch_default(config.class_name, "betas"))
+    return arguments

@@ -1,0 +1,181 @@
+"""The top level of a configuration and its sections, by the names that DeepSpeed publishes. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zero_runtime.deepspeed import zero_section
+from zero_runtime.deepspeed.schema import (
+    ANY,
+    BOOL,
+    LIST,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    WHOLE,
+    Key,
+    feature,
+    homes_of,
+    idle,
+    mapped,
+    only,
+    section,
+)
+
+_FP16 = {
+    "enabled": mapped(BOOL),
+    "auto_cast": mapped(BOOL),
+    "loss_scale": mapped(NUMBER),
+    "initial_scale_power": mapped(WHOLE),
+    "loss_scale_window": mapped(WHOLE),
+    "hysteresis": mapped(WHOLE),
+    "consecutive_hysteresis": mapped(BOOL),
+    "min_loss_scale": mapped(NUMBER),
+    "fused_mode": idle(BOOL),
+    "fp16_master_weights_and_grads": only(
+        False, kind=BOOL, reason="updates below 6e-8 vanish in fp16 weights, so the masters are fp32"
+    ),
+}
+_BF16 = {
+    "enabled": mapped(BOOL),
+    "immediate_grad_update": idle(BOOL),
+    "check_grad_overflow": idle(BOOL),
+    "bf16_master_weights_and_grads": only(
+        False, kind=BOOL, reason="the masters are fp32 here; pure bf16 is MixedPrecision(master='bf16') of ZeroRuntime"
+    ),
+    "bf16_optimizer_states": only(False, kind=BOOL, reason="optimizer states are fp32 here"),
+}
+_TENSOR_PARALLEL = {
+    "enabled": mapped(BOOL),
+    "tp_size": mapped(WHOLE),
+    "autotp_size": mapped(WHOLE),
+    "tp_group_size": idle(WHOLE),
+    "tp_overlap_comm": idle(BOOL),
+    "verbose": idle(BOOL),
+}
+_FLOPS_PROFILER = {
+    "enabled": idle(BOOL),
+    "recompute_fwd_factor": idle(NUMBER),
+    "profile_step": idle(WHOLE),
+    "module_depth": idle(WHOLE),
+    "top_modules": idle(WHOLE),
+    "detailed": idle(BOOL),
+    "output_file": idle(TEXT),
+}
+_ACTIVATION_CHECKPOINTING = {
+    "partition_activations": idle(BOOL),
+    "cpu_checkpointing": idle(BOOL),
+    "contiguous_memory_optimization": idle(BOOL),
+    "number_checkpoints": idle(WHOLE),
+    "synchronize_checkpoint_boundary": idle(BOOL),
+    "profile": idle(BOOL),
+}
+_COMMS_LOGGER = {
+    "enabled": idle(BOOL),
+    "verbose": idle(BOOL),
+    "prof_all": idle(BOOL),
+    "prof_ops": idle(LIST),
+    "debug": idle(BOOL),
+}
+_AIO = {
+    "block_size": mapped(WHOLE),
+    "queue_depth": mapped(WHOLE),
+    "thread_count": idle(WHOLE),
+    "intra_op_parallelism": idle(WHOLE),
+    "single_submit": idle(BOOL),
+    "overlap_events": idle(BOOL),
+    "use_gds": idle(BOOL),
+}
+_CHECKPOINT = {
+    "tag_validation": idle(TEXT),
+    "load_universal": idle(BOOL),
+    "use_node_local_storage": idle(BOOL),
+    "parallel_write": idle(OBJECT),
+    "writer": idle(OBJECT),
+}
+_MONITOR = {
+    "enabled": idle(BOOL),
+    "output_path": idle(TEXT),
+    "job_name": idle(TEXT),
+    "group": idle(TEXT),
+    "team": idle(TEXT),
+    "project": idle(TEXT),
+    "workspace": idle(TEXT),
+    "api_key": idle(TEXT),
+    "experiment_name": idle(TEXT),
+    "experiment_key": idle(TEXT),
+    "online": idle(BOOL),
+    "mode": idle(TEXT),
+    "samples_log_interval": idle(WHOLE),
+}
+_ACTING: dict[str, Key] = {
+    "train_batch_size": mapped(WHOLE),
+    "train_micro_batch_size_per_gpu": mapped(WHOLE),
+    "gradient_accumulation_steps": mapped(WHOLE),
+    "gradient_clipping": mapped(NUMBER),
+    "communication_data_type": mapped(TEXT),
+    "data_types": section({"grad_accum_dtype": mapped(TEXT)}),
+    "dataloader_drop_last": mapped(BOOL),
+    # A key of the section's own `params` depends on the type; they are read by optimizer_section and schedules.
+    "optimizer": section({"type": mapped(TEXT), "params": mapped(OBJECT), "legacy_fusion": idle(BOOL)}),
+    "scheduler": section({"type": mapped(TEXT), "params": mapped(OBJECT)}),
+    "fp16": section(_FP16),
+    "bf16": section(_BF16),
+    "tensor_parallel": section(_TENSOR_PARALLEL),
+    "zero_optimization": zero_section.SECTION,
+}
+_IDLE: dict[str, Key] = {
+    "zero_allow_untested_optimizer": idle(BOOL),
+    "zero_force_ds_cpu_optimizer": idle(BOOL),
+    "prescale_gradients": idle(BOOL),
+    "gradient_predivide_factor": idle(NUMBER),
+    "seq_parallel_comm_data_type": idle(TEXT),
+    "seq_parallel_communication_data_type": idle(TEXT),
+    "steps_per_print": idle(NUMBER),
+    "wall_clock_breakdown": idle(BOOL),
+    "memory_breakdown": idle(BOOL),
+    "dump_state": idle(BOOL),
+    "disable_allgather": idle(BOOL),
+    "vocabulary_size": idle(WHOLE),
+    "timers": idle(OBJECT),
+    "nebula": idle(OBJECT),
+    "flops_profiler": section(_FLOPS_PROFILER),
+    "activation_checkpointing": section(_ACTIVATION_CHECKPOINTING),
+    "comms_logger": section(_COMMS_LOGGER),
+    "aio": section(_AIO),
+    "checkpoint": section(_CHECKPOINT),
+    "tensorboard": section(_MONITOR),
+    "wandb": section(_MONITOR),
+    "comet": section(_MONITOR),
+    "csv_monitor": section(_MONITOR),
+}
+
+
+def _absent(what: str) -> Key:
+    return feature(f"{what} is not here; switch it off or leave it out")
+
+
+_REFUSED: dict[str, Key] = {
+    "gradient_allreduce_op": only("mean", kind=TEXT, reason="the engine averages over the ranks; sum in your loss"),
+    "managed_gradient_accumulation": only(True, kind=BOOL, reason="the engine counts the micro-batches itself"),
+    "sparse_gradients": only(False, kind=BOOL, reason="the runtime's gradients are dense"),
+    "sequence_parallel_size": only(1, kind=WHOLE, reason="sequence parallelism is not here"),
+    "pipeline": Key(ANY, only=(), reason="pipeline parallelism is not here; leave it out"),
+    "amp": _absent("Apex' mixed precision (use fp16 or bf16)"),
+    "torch_autocast": _absent("autocast by the engine (wrap your forward, or use fp16 or bf16)"),
+    "elasticity": _absent("elastic training"),
+    "autotuning": _absent("autotuning"),
+    "compile": _absent("compilation by the engine"),
+    "compression_training": _absent("compression"),
+    "quantize_training": _absent("quantised training"),
+    "sparse_attention": _absent("sparse attention"),
+    "progressive_layer_drop": _absent("progressive layer drop"),
+    "curriculum_learning": _absent("curriculum learning"),
+    "data_efficiency": _absent("data efficiency"),
+    "eigenvalue": _absent("eigenvalue estimation"),
+    "graph_harvesting": _absent("graph harvesting"),
+    "expert_parallel": _absent("expert parallelism"),
+    "hybrid_engine": _absent("the hybrid engine"),
+}
+TOP: Mapping[str, Key] = {**_ACTING, **_IDLE, **_REFUSED}
+HOMES = homes_of(TOP)

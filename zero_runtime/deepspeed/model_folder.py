@@ -1,0 +1,67 @@
+"""save_16bit_model's folder: safetensors and, where the module has one, its configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_runtime.agreement import agree, trouble_of
+from zero_runtime.checkpoint.hugging_face.gathered import save_gathered_weights
+from zero_runtime.errors import PlanError
+from zero_runtime.runtime import ZeroRuntime
+
+CONFIG = "config.json"
+_SUFFIX = ".safetensors"
+
+
+def save_16bit(runtime: ZeroRuntime, folder: Path, file_name: str) -> None:
+    """See Engine.save_16bit_model. CheckpointError, the same on every rank, where the folder cannot be written."""
+    stem = _stem_of(file_name)
+    dtype = torch.float16 if runtime.precision.param == "fp16" else torch.bfloat16
+    made = folder / f".{stem}.new"  # inside, so that moving a file out of it is a rename
+
+    def move_in() -> None:
+        if runtime.collectives.rank != 0:
+            return
+        for old in (*folder.glob(f"{stem}-*-of-*{_SUFFIX}"), *folder.glob(f"{stem}{_SUFFIX}*")):
+            old.unlink()
+        for file in made.iterdir():
+            os.replace(file, folder / file.name)
+        made.rmdir()
+        config = model_config(runtime.model, dtype)
+        if config is not None:
+            (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    if runtime.collectives.rank == 0:
+        shutil.rmtree(made, ignore_errors=True)  # of a save that was killed
+    save_gathered_weights(runtime, made, dtype=dtype, stem=stem)
+    agree(runtime.collectives, trouble_of(move_in))
+
+
+def model_config(module: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
+    """What config.json says of a Hugging Face model with weights in `dtype`; None for a module without `config`, or
+    with one of another kind."""
+    to_text = getattr(getattr(module, "config", None), "to_json_string", None)
+    if to_text is None:
+        return None
+    config: dict[str, Any] = json.loads(to_text())
+    config["architectures"] = [type(module).__name__]
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    return config
+
+
+def _stem_of(file_name: str) -> str:
+    """How the files begin: model for DeepSpeed's usual name."""
+    stem = "model" if file_name == "pytorch_model.bin" else file_name.removesuffix(_SUFFIX)
+    if Path(stem).name != stem or not stem or (stem == file_name and file_name != "model"):
+        raise PlanError(
+            f"engine.save_16bit_model: expected the name of a file that ends in {_SUFFIX} (or pytorch_model.bin, for "
+            f"which model{_SUFFIX} is written), found {file_name!r}"
+        )
+    return stem

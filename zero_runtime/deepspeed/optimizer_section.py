@@ -1,0 +1,199 @@
+"""The section optimizer: its type and constants by DeepSpeed's names, as an optimizer of the runtime."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_runtime.deepspeed.json_text import shown
+from zero_runtime.deepspeed.schema import ANY, BOOL, NUMBER, PAIR, Key, Reader, idle, mapped, only
+from zero_runtime.errors import PlanError
+from zero_runtime.optim.configs import (
+    TORCH_NAMES,
+    TORCH_OURS,
+    TORCH_REFUSED,
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    OptimizerConfig,
+    SgdConfig,
+    TorchConfig,
+)
+
+_DEFAULT_LR = 1e-3  # of DeepSpeed's Adam, Lion and Lamb
+
+
+@dataclass(frozen=True)
+class ChosenOptimizer:
+    """An optimizer without its groups, and the learning rate and weight decay of those that give none."""
+
+    config: OptimizerConfig
+    lr: float
+    weight_decay: float
+
+
+_REFUSED = {
+    "onebitadam": "its compressed communication is not here; use Adam or AdamW",
+    "onebitlamb": "its compressed communication is not here; use Lamb",
+    "zerooneadam": "its compressed communication is not here; use Adam or AdamW",
+    "muadam": "muP's scaling by width is not here; give groups with rates of their own to AdamW",
+    "muadamw": "muP's scaling by width is not here; give groups with rates of their own to AdamW",
+    "musgd": "muP's scaling by width is not here; give groups with rates of their own to SGD",
+    **{name.lower(): reason for name, reason in TORCH_REFUSED.items()},
+}
+_COMMON = {
+    "lr": mapped(NUMBER),
+    "weight_decay": mapped(NUMBER),
+    "foreach": idle(ANY),
+    "fused": idle(ANY),
+    "set_grad_none": idle(BOOL),
+    "max_grad_norm": Key(ANY, only=(), reason="it belongs at the top level, as gradient_clipping"),
+}
+_BIAS = only(True, kind=BOOL, reason="moments are corrected for their bias here")
+_ADAM = {
+    **_COMMON,
+    "betas": mapped(PAIR),
+    "eps": mapped(NUMBER),
+    "amsgrad": mapped(BOOL),
+    "adam_w_mode": mapped(BOOL),
+    "torch_adam": mapped(BOOL),
+    "bias_correction": _BIAS,
+    "fp32_optimizer_states": only(True, kind=BOOL, reason="optimizer states are fp32 here"),
+}
+_LION = {**_COMMON, "betas": mapped(PAIR)}
+_LIMIT = Key(ANY, only=(), reason="Lamb's trust ratio is not limited here; leave it out")
+_LAMB = {
+    **_COMMON,
+    "betas": mapped(PAIR),
+    "eps": mapped(NUMBER),
+    "bias_correction": _BIAS,
+    "amsgrad": only(False, kind=BOOL, reason="Lamb has none"),
+    "eps_inside_sqrt": only(False, kind=BOOL, reason="eps is added to the root here"),
+    "max_coeff": _LIMIT,
+    "min_coeff": _LIMIT,
+}
+_SGD = {
+    **_COMMON,
+    "momentum": mapped(NUMBER),
+    "dampening": mapped(NUMBER),
+    "nesterov": mapped(BOOL),
+    "maximize": only(False, kind=BOOL, reason="the loss is minimised; negate it"),
+}
+
+
+def choose_optimizer(section: Mapping[str, Any] | None, reader: Reader) -> ChosenOptimizer | None:
+    """None without a section, or with a type that is refused; the reasons are the reader's problems."""
+    if section is None:
+        return None
+    kind = section.get("type", "")
+    lower = kind.lower()
+    torch_name = next((name for name in TORCH_NAMES if name.lower() == lower), "")
+    build = _BUILDERS.get(lower)
+    if build is None and not torch_name:
+        reason = _REFUSED.get(lower, "it is not known here")
+        reader.problems.append(
+            f"optimizer.type: {shown(kind)}: {reason}; expected Adam, AdamW, Lion, Lamb, SGD or another of {_others()}"
+        )
+        return None
+    params = section.get("params", {})
+    try:
+        return build(lower, params, reader) if build else _torch(torch_name, params, reader)
+    except PlanError as error:
+        reader.problems.append(f"optimizer.params: {error}")
+        return None
+
+
+def default_optimizer() -> ChosenOptimizer:
+    """What is trained with where nothing names an optimizer: AdamW with DeepSpeed's constants."""
+    return ChosenOptimizer(AdamWConfig(weight_decay=0.0, no_decay=False), _DEFAULT_LR, 0.0)
+
+
+def _others() -> str:
+    return ", ".join(f"torch.optim.{name}" for name in TORCH_NAMES if name.lower() not in _BUILDERS)
+
+
+def _adam(kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
+    """adam_w_mode is true unless it says otherwise, also for the type Adam: DeepSpeed's rule."""
+    values = reader.read(_ADAM, params, "optimizer.params.")
+    decoupled = kind == "adamw" or values.get("adam_w_mode", True)
+    # Torch's AdamW decays by 0.01 unless told otherwise, DeepSpeed's own by nothing.
+    usual = 0.01 if values.get("torch_adam") and decoupled else 0.0
+    decay = float(values.get("weight_decay", usual))
+    beta1, beta2 = values.get("betas", (0.9, 0.999))
+    eps = float(values.get("eps", 1e-8))
+    config: OptimizerConfig
+    if values.get("amsgrad"):
+        arguments = {"betas": (beta1, beta2), "eps": eps, "amsgrad": True}
+        config = TorchConfig("AdamW" if decoupled else "Adam", arguments, decay, no_decay=False)
+    else:
+        config = (AdamWConfig if decoupled else AdamConfig)(beta1, beta2, eps, decay, no_decay=False)
+    return ChosenOptimizer(config, float(values.get("lr", _DEFAULT_LR)), decay)
+
+
+def _lion(_kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
+    values = reader.read(_LION, params, "optimizer.params.")
+    decay = float(values.get("weight_decay", 0.0))
+    beta1, beta2 = values.get("betas", (0.9, 0.99))
+    config = LionConfig(beta1, beta2, decay, no_decay=False)
+    return ChosenOptimizer(config, float(values.get("lr", _DEFAULT_LR)), decay)
+
+
+def _lamb(_kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
+    values = reader.read(_LAMB, params, "optimizer.params.")
+    decay = float(values.get("weight_decay", 0.0))
+    beta1, beta2 = values.get("betas", (0.9, 0.999))
+    config = LambConfig(beta1, beta2, float(values.get("eps", 1e-8)), decay, no_decay=False)
+    reader.notes.append("optimizer Lamb: the trust ratio is not limited here; DeepSpeed's lies in [0.01, 10]")
+    return ChosenOptimizer(config, float(values.get("lr", _DEFAULT_LR)), decay)
+
+
+def _sgd(_kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
+    values = reader.read(_SGD, params, "optimizer.params.")
+    decay = float(values.get("weight_decay", 0.0))
+    config = SgdConfig(
+        float(values.get("momentum", 0.0)),
+        float(values.get("dampening", 0.0)),
+        decay,
+        values.get("nesterov", False),
+        no_decay=False,
+    )
+    return ChosenOptimizer(config, float(values.get("lr", torch_default("SGD", "lr"))), decay)
+
+
+def _torch(name: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
+    accepted = torch_arguments(name)
+    table = {**_COMMON, **{argument: mapped(ANY) for argument in accepted if argument not in TORCH_OURS}}
+    values = reader.read(table, params, "optimizer.params.")
+    lr = float(values.pop("lr", torch_default(name, "lr")))
+    decay = float(values.pop("weight_decay", torch_default(name, "weight_decay")))
+    config = TorchConfig(name, values, decay, no_decay=False)
+    return ChosenOptimizer(config, lr, decay)
+
+
+_BUILDERS: dict[str, Callable[[str, Mapping[str, Any], Reader], ChosenOptimizer]] = {
+    "adam": _adam,
+    "adamw": _adam,
+    "lion": _lion,
+    "lamb": _lamb,
+    "sgd": _sgd,
+}
+
+
+def torch_arguments(name: str) -> tuple[str, ...]:
+    """The arguments of a class of torch.optim, without `params`."""
+    return tuple(argument for argument in _signature(name) if argument not in ("self", "params"))
+
+
+def torch_default(name: str, argument: str) -> Any:
+    """torch's own default of an argument; 0 where the class has no such argument."""
+    found = _signature(name).get(argument)
+    return 0.0 if found is None else found.default
+
+
+def _signature(name: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(getattr(torch.optim, name).__init__).parameters

@@ -1,0 +1,169 @@
+"""What a configuration may hold: each key's kind of value, and whether it acts here. Standard library only.
+
+[Note: no key is ignored in silence]
+Every key is mapped, refused with a reason, or idle: accepted, checked for its type, and named in one warning.
+All problems of a configuration are collected and told at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero_runtime.deepspeed.json_text import shown, shown_key
+from zero_runtime.errors import PlanError
+
+AUTO = "auto"
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
+
+
+def _is_whole(value: Any) -> bool:
+    return _is_number(value) and value == int(value)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value))
+
+
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "true or false": lambda value: isinstance(value, bool),
+    "a whole number": _is_whole,
+    "a number": _is_number,
+    "a text": lambda value: isinstance(value, str),
+    "two numbers": _is_pair,
+    "a list": lambda value: isinstance(value, (list, tuple)),
+    "an object": lambda value: isinstance(value, Mapping),
+    "any value": lambda value: True,
+}
+BOOL, WHOLE, NUMBER, TEXT, PAIR, LIST, OBJECT, ANY = KINDS
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key. `acts`: its value is returned to the caller; else it is idle. `only`: every other value is refused,
+    for `reason`. `table`: the keys of the object that is its value."""
+
+    kind: str = ANY
+    acts: bool = False
+    only: tuple[Any, ...] | None = None
+    reason: str = ""
+    table: Mapping[str, Key] | None = None
+
+
+def mapped(kind: str) -> Key:
+    """It decides something here."""
+    return Key(kind, acts=True)
+
+
+def choice(*values: str, reason: str) -> Key:
+    """One of these texts, which decides something here."""
+    return Key(TEXT, acts=True, only=values, reason=reason)
+
+
+def idle(kind: str) -> Key:
+    """It has no counterpart here, and changes no number."""
+    return Key(kind)
+
+
+def only(*values: Any, kind: str, reason: str) -> Key:
+    """These values ask for what is so here; every other one is refused."""
+    return Key(kind, only=values, reason=reason)
+
+
+def section(table: Mapping[str, Key]) -> Key:
+    """An object with keys of its own."""
+    return Key(OBJECT, acts=True, table=table)
+
+
+def feature(reason: str) -> Key:
+    """A section of something that is not here: refused where it is switched on, idle where "enabled" is false."""
+    return Key(ANY, only=(), reason=reason)
+
+
+def _is_off(value: Any) -> bool:
+    return value in (False, {}, None) or (isinstance(value, Mapping) and value.get("enabled") is False)
+
+
+@dataclass
+class Reader:
+    """Reads objects by their tables; gathers problems and idle keys. `homes`: full paths of keys by their name."""
+
+    homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def read(self, table: Mapping[str, Key], found: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+        """The values of the keys that act; whole numbers as int. null is as if the key were not there."""
+        values: dict[str, Any] = {}
+        for name, value in found.items():
+            where = path + shown_key(name)
+            if name not in table:
+                self.problems.append(f"{where}: unknown key{self._hint(str(name), table, path)}")
+            elif value is not None and self._fits(table[name], value, where):
+                key = table[name]
+                if key.table is not None:
+                    values[name] = self.read(key.table, value, where + ".")
+                elif key.acts:
+                    values[name] = int(value) if key.kind == WHOLE else value
+                else:
+                    self.idle.append(where)
+        return values
+
+    def unused(self, path: str, found: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Those of these keys that act elsewhere but not beside what this configuration says: they are idle."""
+        self.idle += [f"{path}.{name}" for name in names if name in found]
+
+    def _fits(self, key: Key, value: Any, where: str) -> bool:
+        problem = ""
+        if isinstance(value, str) and value == AUTO:
+            expected = f"write {key.kind}" if key.acts else "leave the key out"
+            problem = f'"auto" is for a trainer that fills it in, and there is none here; {expected}'
+        elif not KINDS[key.kind](value):
+            problem = f"expected {key.kind}, found {shown(value)}"
+        elif key.only == () and not _is_off(value):
+            problem = key.reason
+        elif key.only and value not in key.only:
+            problem = f"expected {' or '.join(map(repr, key.only))}, found {shown(value)}: {key.reason}"
+        if problem:
+            self.problems.append(f"{where}: {problem}")
+        return not problem
+
+    def _hint(self, name: str, table: Mapping[str, Key], path: str) -> str:
+        homes = [home for home in self.homes.get(name, ()) if home != path + name]
+        if homes:
+            return f"; it belongs at {' or '.join(homes)}"
+        near = difflib.get_close_matches(name, table, 1, 0.75)
+        if near:
+            return f"; did you mean {near[0]}?"
+        near = difflib.get_close_matches(name, self.homes, 1, 0.8)
+        return f"; did you mean {self.homes[near[0]][0]}?" if near else ""
+
+    def finish(self) -> None:
+        """PlanError with all problems, if there are any."""
+        if self.problems:
+            count = len(self.problems)
+            raise PlanError(
+                f"config: {count} problem{'s' * (count > 1)}:\n" + "\n".join(f"  {text}" for text in self.problems)
+            )
+
+
+def homes_of(table: Mapping[str, Key], path: str = "") -> dict[str, tuple[str, ...]]:
+    """Every key's full paths by its name, over all tables."""
+    homes: dict[str, tuple[str, ...]] = {}
+    for name, key in table.items():
+        homes[name] = (*homes.get(name, ()), path + name)
+        for inner, paths in homes_of(key.table or {}, f"{path}{name}.").items():
+            homes[inner] = (*homes.get(inner, ()), *paths)
+    return homes

@@ -1,0 +1,149 @@
+"""The section zero_optimization, by the names that DeepSpeed publishes, and the plan that it asks for.
+
+Beside plan.py the only file with the word "stage": it stands in the published names of these keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zero_runtime.deepspeed.schema import (
+    BOOL,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    WHOLE,
+    Reader,
+    choice,
+    feature,
+    idle,
+    mapped,
+    only,
+    section,
+)
+from zero_runtime.errors import PlanError
+from zero_runtime.plan import ZeroPlan
+
+_DEVICE = choice("none", "cpu", "nvme", reason="states rest with the device, in the host's memory, or in a file")
+_QUANTISED = "quantised communication is not here; set it to false"
+_OLD_NAMES = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+
+OFFLOAD_PARAM = {
+    "device": _DEVICE,
+    "pin_memory": idle(BOOL),
+    "nvme_path": mapped(TEXT),
+    "buffer_count": idle(WHOLE),
+    "buffer_size": idle(WHOLE),
+    "max_in_cpu": idle(WHOLE),
+}
+OFFLOAD_OPTIMIZER = {
+    "device": _DEVICE,
+    "ratio": mapped(NUMBER),
+    "pin_memory": idle(BOOL),
+    "nvme_path": mapped(TEXT),
+    "buffer_count": idle(WHOLE),
+    "pipeline_read": mapped(BOOL),
+    "pipeline_write": mapped(BOOL),
+    "fast_init": idle(BOOL),
+    "super_offload": only(False, kind=BOOL, reason="SuperOffload is not here; set it to false"),
+    "convert_grad_on_cpu": idle(BOOL),
+    "cpuadam_cores_perc": idle(NUMBER),
+}
+ZERO = {
+    "stage": mapped(WHOLE),
+    "mics_shard_size": mapped(WHOLE),
+    "offload_param": section(OFFLOAD_PARAM),
+    "offload_optimizer": section(OFFLOAD_OPTIMIZER),
+    "contiguous_gradients": idle(BOOL),
+    "reduce_scatter": idle(BOOL),
+    "reduce_bucket_size": idle(WHOLE),
+    "use_multi_rank_bucket_allreduce": idle(BOOL),
+    "allgather_partitions": idle(BOOL),
+    "allgather_bucket_size": idle(WHOLE),
+    "overlap_comm": idle(BOOL),
+    "load_from_fp32_weights": idle(BOOL),
+    "elastic_checkpoint": idle(BOOL),
+    "sub_group_size": idle(WHOLE),
+    "stage3_prefetch_bucket_size": idle(WHOLE),
+    "stage3_param_persistence_threshold": idle(WHOLE),
+    "stage3_model_persistence_threshold": idle(WHOLE),
+    "stage3_max_live_parameters": idle(WHOLE),
+    "stage3_max_reuse_distance": idle(WHOLE),
+    "stage3_gather_16bit_weights_on_model_save": idle(BOOL),
+    "stage3_gather_fp16_weights_on_model_save": idle(BOOL),
+    "stage3_module_granularity_threshold": idle(WHOLE),
+    "stage3_use_all_reduce_for_fetch_params": idle(BOOL),
+    "stage3_allgather_sequential": idle(BOOL),
+    "stage3_partition_stream_chunk_size": idle(WHOLE),
+    "ignore_unused_parameters": only(
+        True, kind=BOOL, reason="unused parameters count as zero gradients here, and are no error"
+    ),
+    "legacy_stage1": idle(BOOL),
+    "round_robin_gradients": idle(BOOL),
+    "mics_hierarchical_params_gather": idle(BOOL),
+    "memory_efficient_linear": idle(BOOL),
+    "pipeline_loading_checkpoint": idle(BOOL),
+    "override_module_apply": idle(BOOL),
+    "log_trace_cache_warnings": idle(BOOL),
+    "enable_sanity_checks": idle(BOOL),
+    "save_muon_momentum_buffer_in_memory": idle(BOOL),
+    "leaf_module": idle(OBJECT),
+    "zero_hpz_partition_size": only(1, kind=WHOLE, reason="a second partition of the parameters is not here"),
+    "zero_quantized_weights": only(False, kind=BOOL, reason=_QUANTISED),
+    "zero_quantized_nontrainable_weights": only(False, kind=BOOL, reason=_QUANTISED),
+    "zero_quantized_gradients": only(False, kind=BOOL, reason=_QUANTISED),
+    "zeropp_loco_param": feature(_QUANTISED),
+    "zenflow": feature("ZenFlow is not here; leave it out"),
+    "cpu_offload": mapped(BOOL),
+    "cpu_offload_param": mapped(BOOL),
+    "cpu_offload_use_pin_memory": idle(BOOL),
+}
+# true and false were the whole section once; the table above reads objects alone.
+SECTION = section(ZERO)
+__all__ = ["SECTION", "ZERO", "read_plan", "with_new_names"]
+
+
+def with_new_names(values: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
+    """A section that was read by ZERO, in which a deprecated name is the section that replaced it."""
+    renamed = {name: value for name, value in values.items() if name not in _OLD_NAMES}
+    for old, new in _OLD_NAMES.items():
+        if old in values and new in values:
+            reader.problems.append(
+                f"zero_optimization.{old}: expected it or {new}, which replaced it, found both; keep {new}"
+            )
+        elif values.get(old, False):
+            renamed[new] = {"device": "cpu"}
+    return renamed
+
+
+def read_plan(values: Mapping[str, Any], reader: Reader) -> ZeroPlan:
+    """The plan of a section that `with_new_names` gave; what cannot be is added to the reader's problems."""
+    stage = values.get("stage", 0)
+    _check_offload(values.get("offload_optimizer", {}), stage, reader)
+    shard_ranks = values.get("mics_shard_size", -1)
+    if shard_ranks > 0 and stage != 3:
+        reader.problems.append(
+            f"zero_optimization.mics_shard_size: expected stage 3 beside it, found stage {stage}; leave it out"
+        )
+        shard_ranks = -1
+    try:
+        return ZeroPlan.from_stage(stage, shard_ranks=shard_ranks if shard_ranks > 0 else None)
+    except PlanError as error:
+        reader.problems.append(f"zero_optimization: {error}")
+        return ZeroPlan.from_stage(3)  # refused by now; this one adds no problem of its own
+
+
+def _check_offload(optimizer: Mapping[str, Any], stage: int, reader: Reader) -> None:
+    """DeepSpeed has no run of these values at these stages, so no script can mean one; the runtime could make one."""
+    where = "zero_optimization.offload_optimizer"
+    device, ratio = optimizer.get("device", "none"), optimizer.get("ratio", 1)
+    if device != "none" and stage < 1:
+        reader.problems.append(
+            f"{where}.device: {device!r} needs stage 1 or more, found stage {stage}; set it, or leave the section out"
+        )
+    if ratio != 1 and stage < 3:
+        reader.problems.append(
+            f"{where}.ratio: {ratio!r}, a part of the optimizer's states, needs stage 3, found stage {stage}; set it, "
+            "or leave the ratio out"
+        )

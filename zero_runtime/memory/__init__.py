@@ -1,0 +1,1 @@
+"""Bytes: predicted by formula, counted on live tensors, and traced for activations."""

@@ -1,0 +1,239 @@
+"""Counts what one forward, loss and backward of a model keep and hold, without running them: on fake tensors.
+
+[Note: what is real in a dry step]
+Parameters are fake tensors of the compute dtype: shapes, dtypes and storages without memory. All that touches one is
+fake as well, so the model's own code, autograd and recomputation run, and every storage comes and goes as it would.
+What is made of inputs and buffers alone (positions, masks, rotary tables) is computed, since models look at its values
+to decide what they do; it is small beside the rest, and counts like it.
+
+[Note: kernels]
+Operations are those of a CPU, down to the kernels that torch chooses there. For a CUDA device all are the same but
+attention (see CudaAttention). A kernel's own scratch memory is seen by nobody here.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zero_runtime.activations.recompute import Recomputation, RecomputeRule
+from zero_runtime.dtypes import TORCH_DTYPE
+from zero_runtime.memory.activation_count import ONE_NUMBER_BYTES, Trace
+from zero_runtime.offload.copy_streams import PlainCopies
+from zero_runtime.unit_planner import UnitRules, block_modules, plan_units
+
+_aten = torch.ops.aten
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_HEAD_DIM, MASK_ALIGNMENT = 256, 8
+
+
+class Counter(TorchDispatchMode):
+    """Inside, every storage that an operation makes is traced from its first tensor to its last user's end.
+
+    `existing`: tensors whose storages were there before.
+    """
+
+    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.in_block = self.on_host = False
+        self._known: dict[int, weakref.ref[torch.UntypedStorage] | None] = {_key(one): None for one in existing}
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or storage.nbytes() <= ONE_NUMBER_BYTES:
+            return
+        number = self.trace.came(storage.nbytes(), in_block=self.in_block, on_host=self.on_host)
+
+        def gone(_ref: object) -> None:
+            del self._known[key]
+            self.trace.went(number)
+
+        self._known[key] = weakref.ref(storage, gone)
+
+
+def trace_step(
+    model: nn.Module,
+    rules: UnitRules,
+    recompute: RecomputeRule,
+    inputs: Sequence[torch.Tensor],
+    loss_of: Callable[..., torch.Tensor],
+    *,
+    on_cuda: bool = False,
+) -> Trace:
+    """What `loss_of(model, *inputs)` and its backward make and let go. The model, on the meta device, is spent by it.
+
+    Gradients of parameters end as they come, as they do in a step: what rests of them is a model state.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake.cache_enabled = recompute.offload == "none"  # its keys would hold the storages that leave
+    params = _without_memory(model, rules, fake)
+    counter = Counter([*params, *model.buffers(), *inputs])
+    if on_cuda:
+        for block in block_modules(model) or [model]:
+            block.forward = _WithCudaAttention(block.forward)
+    recomputation = Recomputation(model, recompute, copies=_FakeCopies(fake, counter) if on_cuda else None)
+    for block in block_modules(model):
+        block.forward = _Marked(block.forward, counter)
+    for param in params:
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(_drop_grad)
+    with _no_collection(), counter:
+        loss = loss_of(model, *inputs)
+        states = 0 if on_cuda else len(recomputation.blocks) * torch.get_rng_state().nbytes
+        # Recomputing blocks keep the CPU's random state, which no operation makes. (A GPU's rests on the host.)
+        kept = counter.trace.came(states, in_block=True)
+        counter.trace.forward_end = len(counter.trace.events)
+        counter.trace.went(kept)
+        loss.backward()
+        del loss
+    return counter.trace
+
+
+def _without_memory(model: nn.Module, rules: UnitRules, fake: FakeTensorMode) -> list[nn.Parameter]:
+    """Every parameter becomes a fake one on the CPU in the dtype that it is computed with; ties stay ties."""
+    made: dict[int, nn.Parameter] = {}
+    for spec in plan_units(model, rules):
+        dtype = TORCH_DTYPE[spec.precision.compute or spec.precision.param]
+        for _, param in spec.params:
+            with fake:
+                empty = torch.empty(param.shape, dtype=dtype)
+                made[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+    for module in model.modules():
+        for name, held in module._parameters.items():
+            if held is not None:
+                module._parameters[name] = made[id(held)]
+    return list(made.values())
+
+
+class _Marked:
+    """A block's forward that tells the counter when it runs."""
+
+    def __init__(self, forward: Callable[..., Any], counter: Counter) -> None:
+        self._forward, self._counter = forward, counter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._counter.in_block = True
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._counter.in_block = False
+
+
+class _WithCudaAttention:
+    """A forward under CudaAttention: in the recomputation too, whose thread knows no mode of the caller's."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with CudaAttention():
+            return self._forward(*args, **kwargs)
+
+
+def _drop_grad(param: torch.Tensor) -> None:
+    param.grad = None
+
+
+@contextmanager
+def _no_collection() -> Any:
+    """Garbage in cycles would go at a time of the collector's own: here it stays, and two counts are alike."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class _FakeCopies(PlainCopies):
+    """Both ways between fake memories, each copy at once; what is on the host is counted there."""
+
+    def __init__(self, fake: FakeTensorMode, counter: Counter) -> None:
+        super().__init__(torch.device("cpu"))
+        self._fake, self._counter = fake, counter
+
+    def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self._counter.on_host = True
+        try:
+            return self.on_device(numel, dtype)
+        finally:
+            self._counter.on_host = False
+
+    def on_device(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        with self._fake:
+            return torch.empty(numel, dtype=dtype)
+
+
+class CudaAttention(TorchFunctionMode):
+    """Inside, attention is the operation that torch chooses on a GPU since Ampere, as far as shapes and dtypes decide.
+
+    16 bits, no mask, heads of at most 256: flash, which keeps its inputs, its output and a logarithm a row and head
+    (cuDNN's, which torch prefers on some, keeps the same). Else without grouped heads: memory-efficient, which keeps
+    the mask too. Else: as it is composed of products, which keeps its scores.
+    """
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    width = query.shape[-1]
+    scale = width**-0.5 if scale is None else scale
+    if query.dtype in FLASH_DTYPES and attn_mask is None and max(width, value.shape[-1]) <= FLASH_HEAD_DIM:
+        padding = (0, -width % 8)  # it takes heads in multiples of 8, and the caller's are copied
+        heads = [F.pad(one, padding) if padding[1] else one for one in (query, key, value)]
+        return _aten._scaled_dot_product_flash_attention(*heads, dropout_p, is_causal, scale=scale)[0][..., :width]
+    if query.shape[1] == key.shape[1]:
+        bias = _bias(attn_mask, query, key)
+        efficient = _aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+    composed = _aten._scaled_dot_product_attention_math
+    return composed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+
+def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """The mask as the memory-efficient kernel takes it: numbers of the query's dtype in rows padded for its loads."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = query.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    length = key.shape[-2]
+    if length % MASK_ALIGNMENT:
+        mask = F.pad(mask, (0, -length % MASK_ALIGNMENT))[..., :length]
+    return mask.expand(*query.shape[:2], query.shape[-2], length)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,113 @@
+"""What goes between one unit on its device and the host's memory, where its shards are updated.
+
+Gradients go down as their reduction ends, new parameters come up when they are there; parameters that rest down there
+come up for each gather. See [Note: what waits for what] in copy_streams.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+
+import torch
+
+from zero_runtime.offload.copy_streams import Copies, Mark
+from zero_runtime.shard_location import Home
+from zero_runtime.unit import Unit
+
+
+class Crossing(Home, ABC):
+    """One unit's, and the update of it that is under way in another thread.
+
+    grad [S] grad_dtype: the gradient when it has come down. staging [S] param_dtype: new parameters on their way up,
+    with `staged` and where states rest. job: the update; a forward waits for it.
+    """
+
+    def __init__(self, unit: Unit, copies: Copies, *, staged: bool) -> None:
+        self.unit = unit
+        self.grad: torch.Tensor | None = None
+        self.staging: torch.Tensor | None = None
+        if unit.states_rest:
+            self.grad = copies.on_host(unit.layout.shard_numel, unit.grad_dtype)
+            if staged:
+                self.staging = copies.on_host(unit.layout.shard_numel, unit.param_dtype).zero_()  # padding too
+        self.job: Future[None] | None = None
+        self._copies = copies
+        self._moving: list[Mark] = []  # copies that read or write the host's tensors
+        self._back: Mark | None = None  # new parameters that the device has not waited for
+        self._brought: tuple[torch.Tensor, Mark] | None = None  # [S] on the device, for a gather
+
+    @abstractmethod
+    def resting_params(self) -> torch.Tensor | None:
+        """[S] in the host's memory, where parameters rest; may block until they are there."""
+
+    # ---- what the unit asks ------------------------------------------------------------------------------------
+
+    def begin_fetch(self) -> None:
+        if self.unit.params_rest and self._brought is None and self.is_updated:
+            self._bring()
+
+    def _bring(self) -> tuple[torch.Tensor, Mark]:
+        source = self.resting_params()
+        assert source is not None
+        target = self._copies.on_device(source.numel(), source.dtype)
+        self._brought = target, self._copies.to_device(target, source, self._moving)
+        return self._brought
+
+    def fetch(self) -> torch.Tensor | None:
+        """Blocks until the unit is updated; the device waits for the copy."""
+        self.end_job()
+        if self.unit.params_rest:
+            buffer, mark = self._brought or self._bring()
+            mark.hold_device()
+            self._copies.used_here(buffer)
+            return buffer
+        if self._back is not None:
+            self._back.hold_device()
+            self._back = None
+        return None
+
+    def drop(self) -> None:
+        self._brought = None
+
+    def send_grad(self) -> None:
+        if self.grad is None:
+            return
+        self.settle()
+        assert self.unit.grad_shard is not None
+        self._moving.append(self._copies.to_host(self.grad, self.unit.grad_shard))
+        self.unit.give_grad_away(self.grad)
+
+    def settle(self) -> None:
+        self.end_job()
+        self.end_copies()
+
+    # ---- around an update --------------------------------------------------------------------------------------
+
+    @property
+    def is_updated(self) -> bool:
+        return self.job is None or self.job.done()
+
+    def end_job(self) -> None:
+        """Block until the unit is updated; raises what went wrong with it."""
+        if self.job is not None:
+            self.job.result()
+            self.job = None
+
+    def end_bringing(self) -> None:
+        """Block until what was brought has left the host; before resting parameters change or go."""
+        if self._brought is not None:
+            _, mark = self._brought
+            mark.wait()
+
+    def end_copies(self) -> None:
+        """Block until no copy reads or writes the host's tensors; before an update, from any thread."""
+        for mark in self._moving:
+            mark.wait()
+        self._moving.clear()
+
+    def send_params(self, source: torch.Tensor, after: Mark) -> None:
+        """New parameters go to the device. `after`: all that reads the old ones there. From any thread."""
+        with torch.no_grad():
+            self._back = self._copies.to_device(self.unit.param_shard, source, [after])
+        self._moving = [self._back]

@@ -1,0 +1,266 @@
+"""Units whose shards rest in a scratch file, and come into buffers of the host while they are used.
+
+See [Note: records] in file_layout.py. On a CPU the unit computes in those buffers' memory. Beside a GPU (`copies`) they
+are updated in a thread of the host, as in host.py, and each unit's next gather waits for its own update alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import torch
+
+from zero_runtime.errors import OffloadError
+from zero_runtime.offload.buffers import Moving, Slots
+from zero_runtime.offload.copy_streams import Copies
+from zero_runtime.offload.file_layout import Record, Visit, lay_out
+from zero_runtime.offload.nvme_units import FarPlace, NearPlace, NvmePlace
+from zero_runtime.offload.pipeline import pipeline
+from zero_runtime.offload.scratch_file import ScratchFile, ScratchSettings, aligned_buffer
+from zero_runtime.offload.speculation import Guess
+from zero_runtime.offload.tier import Compute
+from zero_runtime.unit import Unit
+
+
+class NvmeTier:
+    """All resting units of one rank. `settings.ahead` is the depth of the pipeline of a step.
+
+    copies: beside a device of its own. holds_params: parameters that rest do so in the file, not on the host.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        states_of: Callable[[Unit], dict[str, torch.Tensor]],
+        settings: ScratchSettings,
+        rank: int,
+        *,
+        copies: Copies | None = None,
+        holds_params: bool = True,
+        speculative: bool = False,
+    ) -> None:
+        self._records = {unit.name: Record.of(unit, states_of(unit), holds_params=holds_params) for unit in units}
+        self._copies = copies
+        self._depth = settings.ahead
+        records = list(self._records.values())
+        self._file = ScratchFile(settings, lay_out(records, doubled=speculative), rank)
+        in_memory = aligned_buffer if copies is None else lambda size: copies.on_host(size, torch.uint8)
+        self._slots = Slots(self._file, records, in_memory)
+        self._places = {name: self._place(record, speculative) for name, record in self._records.items()}
+        self._guess: Guess | None = None
+        self._early: dict[str, tuple[Visit, Moving]] = {}  # reads that have begun before their update, by unit
+        self._worker = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="host-step")
+        self._updating: Future[None] | None = None
+
+    def _place(self, record: Record, speculative: bool) -> NvmePlace:
+        arrived = partial(self._arrived, record)
+        if self._copies is None:
+            found: NvmePlace = NearPlace(self._slots, record, arrived, speculative=speculative)
+        else:
+            found = FarPlace(self._slots, record, arrived, self._copies, speculative=speculative)
+        record.unit.rest_in(found)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return self._file.size
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether some of the unit's shards rest here."""
+        return unit.name in self._records
+
+    # ---- whole units -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def resident(self, unit: Unit, *, writes: bool, fresh: bool = False) -> Iterator[None]:
+        """All shards of a unit are in memory inside. `writes`: they are written back at the end; `fresh`: nothing is
+        read first, and states are zero. It nests; what writes must not be inside what does not."""
+        record = self._records[unit.name]
+        if record.is_bound:
+            assert record.is_written_back or not writes, f"{record.what}: what is written here would be lost"
+            yield
+            return
+        if writes:
+            self.reject()
+        self._let_go(record)
+        self._places[record.name].settle()
+        visit = Visit(record)
+        record.bind(self._slots.take(visit))
+        if fresh:
+            for state in record.states.values():
+                state.zero_()
+        else:
+            self._slots.fetch(visit, whole=True).wait()
+        record.is_written_back = writes
+        try:
+            yield
+            if writes:
+                self._slots.flush(visit).wait()
+        finally:
+            self._slots.give_back(visit)
+            record.unbind()
+
+    def _let_go(self, record: Record) -> None:
+        """No unit is being updated, and no gather reads this one's resting parameters, or is about to."""
+        self._end_update()
+        if record.unit.params_rest:
+            self._places[record.name].end_bringing()
+            record.unit.drop_full()
+            self._places[record.name].drop()
+
+    def reader(self, unit: Unit, name: str) -> Callable[[int, int], torch.Tensor] | None:
+        """How elements [start, stop) of one tensor (param, master or a state) are read where it rests in the file."""
+        record = self._records.get(unit.name)
+        if record is None or name not in record.regions:
+            return None
+        self._end_update()
+        return partial(self._slots.read_range, record, record.regions[name])
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def begin_update(self, units: Sequence[Unit]) -> None:
+        """Start reading what `update` needs first; nothing may use the parameters until it or `forget_update`."""
+        for unit in units[: 1 + self._depth]:
+            record = self._records[unit.name]
+            self._let_go(record)
+            visit = Visit(record)
+            self._early[record.name] = visit, self._slots.fetch(visit)
+
+    def forget_update(self) -> None:
+        """No update follows: what was read is let go."""
+        for visit, moving in self._early.values():
+            moving.wait()
+            self._slots.give_back(visit)
+        self._early.clear()
+
+    def update(self, units: Sequence[Unit], compute: Compute) -> None:
+        """`compute` each unit in a slot, in order; the next are read and the last written meanwhile."""
+        visits = []
+        for record in (self._records[unit.name] for unit in units):
+            if record.name in self._early:
+                visits.append(self._early[record.name][0])
+            else:
+                self._let_go(record)
+                visits.append(Visit(record))
+        if self._worker is None:
+            self._visit(visits, compute)
+            return
+        for visit in visits:
+            self._far(visit).begin_update()
+        self._updating = self._worker.submit(self._visit_far, visits, compute)
+
+    def _visit(self, visits: Sequence[Visit], compute: Compute) -> None:
+        pipeline(visits, self._fetch, partial(self._compute, compute), self._slots.flush, depth=self._depth)
+
+    def _fetch(self, visit: Visit) -> Moving:
+        early = self._early.pop(visit.record.name, None)
+        return self._slots.fetch(visit) if early is None else early[1]
+
+    def _compute(self, compute: Compute, visit: Visit) -> None:
+        assert visit.slot is not None
+        place = self._places[visit.record.name]
+        compute(visit.record.unit, place.lent(visit.slot))
+        place.computed()
+
+    def _end_update(self) -> None:
+        """Block until no unit is being updated; raises what went wrong."""
+        if self._updating is not None:
+            updating, self._updating = self._updating, None
+            updating.result()
+
+    # ---- a step beside a GPU -----------------------------------------------------------------------------------
+
+    def _visit_far(self, visits: Sequence[Visit], compute: Compute) -> None:
+        """In a thread of its own; each unit's place learns when the unit is written, or what went wrong."""
+        try:
+            with torch.no_grad():
+                pipeline(
+                    visits,
+                    self._fetch,
+                    partial(self._compute, compute),
+                    lambda visit: _Written(self._slots.flush(visit), self._far(visit)),
+                    depth=self._depth,
+                )
+        except BaseException as error:
+            for visit in visits:
+                self._far(visit).end_update(error)
+            raise
+
+    def _far(self, visit: Visit) -> FarPlace:
+        place = self._places[visit.record.name]
+        assert isinstance(place, FarPlace)
+        return place
+
+    # ---- a step that guesses: see speculation.py ----------------------------------------------------------------
+
+    def guess(self, units: Sequence[Unit], compute: Compute) -> None:
+        """Reads ahead in the order in which the units' gradients come: against that of `units`."""
+        assert self._guess is None, "a step guesses once"
+        self._end_update()
+        records = [self._records[unit.name] for unit in reversed(units)]
+        self._guess = Guess(self._slots, records, partial(self._try, compute), depth=self._depth)
+
+    def _try(self, compute: Compute, visit: Visit) -> None:
+        assert visit.slot is not None
+        compute(visit.record.unit, self._places[visit.record.name].lent_to_guess(visit.slot))
+
+    def _arrived(self, record: Record) -> None:
+        """The gradient of this step is complete."""
+        if self._guess is not None:
+            self._guess.arrived(record)
+
+    def adopt(self) -> list[Unit]:
+        guess, self._guess = self._guess, None
+        if guess is None or not guess.end():
+            return [record.unit for record in self._records.values() if record.unit.states_rest]
+        for record in guess.records:
+            assert record.other is not None
+            self._let_go(record)
+            self._places[record.name].settle()
+            record.offset, record.other = record.other, record.offset
+            self._places[record.name].adopt()
+        return []
+
+    def reject(self) -> None:
+        guess, self._guess = self._guess, None
+        if guess is not None:
+            guess.end()
+
+    # ---- the rest ----------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        found: dict[str, list[torch.Tensor]] = {"params": [], "grads": [], "staging": self._slots.made()}
+        for place in self._places.values():
+            for component, tensors in place.tensors().items():
+                found[component] += tensors
+        return found
+
+    def close(self) -> None:
+        """Give file and memory back. Idempotent."""
+        with suppress(OffloadError):  # told before, or of a step that nobody made
+            self.reject()
+        if self._worker is not None:
+            self._worker.shutdown()
+        for place in self._places.values():
+            with suppress(Exception):  # the step that failed has been told
+                place.settle()
+        self._file.close()
+        self._slots.close()
+        if self._copies is not None:
+            self._copies.close()
+        self._places.clear()
+
+
+class _Written:
+    """The flush of a unit that is updated in another thread."""
+
+    def __init__(self, moving: Moving, place: FarPlace) -> None:
+        self._moving, self._place = moving, place
+
+    def wait(self) -> None:
+        self._moving.wait()
+        self._place.end_update()

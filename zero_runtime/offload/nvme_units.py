@@ -1,0 +1,159 @@
+"""A resting unit as its scratch file's tier sees it: where the host is the device, and where a device is apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+
+from zero_runtime.offload.buffers import Slots
+from zero_runtime.offload.copy_streams import Copies, Mark, host_tensor
+from zero_runtime.offload.device_host import Crossing
+from zero_runtime.offload.file_layout import Record
+from zero_runtime.offload.tier import Shards
+from zero_runtime.shard_location import Home
+
+Arrived = Callable[[], None]  # the unit's gradient of this step is where an update finds it, or on its way there
+
+
+class NearPlace(Home):
+    """On a CPU: the unit computes in the memory that the slots lie in, so only the file is elsewhere."""
+
+    def __init__(self, slots: Slots, record: Record, arrived: Arrived, *, speculative: bool) -> None:
+        self._slots, self._record, self._unit, self._arrived = slots, record, record.unit, arrived
+        self.staging: torch.Tensor | None = None  # [S] param_dtype: backward may still read the old ones
+        if speculative and self._unit.states_rest and not record.holds_params:
+            self.staging = host_tensor(self._unit.layout.shard_numel, self._unit.param_dtype).zero_()
+
+    def begin_fetch(self) -> None:
+        if self._record.holds_params:
+            self._slots.begin_params(self._record)
+
+    def fetch(self) -> torch.Tensor | None:
+        return self._slots.fetch_params(self._record) if self._record.holds_params else None
+
+    def drop(self) -> None:
+        self._slots.drop_params(self._record)
+
+    def end_bringing(self) -> None:
+        """A gather reads where they are."""
+
+    def send_grad(self) -> None:
+        """It stays; what waits for it may go on."""
+        self._arrived()
+
+    def lent(self, slot: torch.Tensor) -> Shards:
+        """What an update works on."""
+        return self._record.lent(slot, self._unit.grad_shard, self._unit.param_shard)
+
+    def lent_to_guess(self, slot: torch.Tensor) -> Shards:
+        """The same with second copies of all that is written."""
+        return self._record.lent(slot, self._unit.grad_shard, _second(self._record, self.staging))
+
+    def computed(self) -> None:
+        """New parameters are where they are read, or go there with the record."""
+
+    def adopt(self) -> None:
+        """What a guess gave is current."""
+        if self.staging is not None:
+            self._unit.param_shard.copy_(self.staging)
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """See StateTier.tensors."""
+        return {"staging": [] if self.staging is None else [self.staging]}
+
+
+class FarPlace(Crossing):
+    """Beside a GPU: the slots are the host's, and so is the update; gradients and parameters cross.
+
+    Parameters rest in the file, or in the host's memory (`resting_params`), or not at all.
+    """
+
+    def __init__(self, slots: Slots, record: Record, arrived: Arrived, copies: Copies, *, speculative: bool) -> None:
+        unit = record.unit
+        super().__init__(unit, copies, staged=not record.holds_params and (speculative or not unit.params_rest))
+        self._slots, self._record, self._arrived = slots, record, arrived
+        self._after: Mark | None = None
+        self._home: torch.Tensor | None = None
+        if unit.params_rest and not record.holds_params:
+            self._home = copies.on_host(unit.layout.shard_numel, unit.param_dtype)
+            unit.bind_shards(self._home, None)
+
+    def resting_params(self) -> torch.Tensor | None:
+        return self._slots.fetch_params(self._record) if self._record.holds_params else self._home
+
+    def begin_fetch(self) -> None:
+        """From a file they come to the host ahead of their time, and from there when they are gathered."""
+        if not self._record.holds_params:
+            super().begin_fetch()
+        elif self.is_updated:
+            self._slots.begin_params(self._record)
+
+    def drop(self) -> None:
+        if self._record.holds_params:
+            self.end_bringing()
+        super().drop()
+        self._slots.drop_params(self._record)
+
+    def send_grad(self) -> None:
+        super().send_grad()
+        self._arrived()
+
+    # ---- an update, in another thread ----------------------------------------------------------------------------
+
+    def begin_update(self) -> None:
+        """What is issued up to here reads the old parameters."""
+        self.job, self._after = Future(), self._copies.here()
+
+    def lent(self, slot: torch.Tensor) -> Shards:
+        """What an update works on; blocks until the gradient is there."""
+        self.end_copies()
+        param = self.staging if self._home is None else self._home
+        return self._record.lent(slot, self.grad, self.unit.param_shard if param is None else param)
+
+    def computed(self) -> None:
+        """New parameters set out for the device, or go with the record."""
+        if self._home is None and self.staging is not None:
+            assert self._after is not None
+            self.send_params(self.staging, self._after)
+
+    def end_update(self, error: BaseException | None = None) -> None:
+        """The unit is updated and written, or will not be: whoever waits for it is told. The first call counts."""
+        job = self.job  # a forward that has waited for it has taken it off
+        if job is None or job.done():
+            return
+        if error is None:
+            job.set_result(None)
+        else:
+            job.set_exception(error)
+
+    def lent_to_guess(self, slot: torch.Tensor) -> Shards:
+        """The same with second copies of all that is written."""
+        self.end_copies()
+        return self._record.lent(slot, self.grad, _second(self._record, self.staging))
+
+    def adopt(self) -> None:
+        """What a guess gave is current."""
+        if self._home is not None and self.staging is not None:
+            self._home.copy_(self.staging)
+        elif self.staging is not None:
+            self.send_params(self.staging, self._copies.here())
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """See StateTier.tensors."""
+        found = {"params": self._home, "grads": self.grad, "staging": self.staging}
+        return {name: [] if tensor is None else [tensor] for name, tensor in found.items()}
+
+
+NvmePlace = NearPlace | FarPlace
+
+
+def _second(record: Record, staging: torch.Tensor | None) -> torch.Tensor:
+    """Room for new parameters that no record holds; with the old ones in it where they are the master."""
+    unit = record.unit
+    if staging is None:
+        return unit.param_shard
+    if unit.master_is_param:
+        staging.copy_(unit.param_shard)
+    return staging

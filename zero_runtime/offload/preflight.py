@@ -1,0 +1,105 @@
+"""Whether what will rest elsewhere fits there, asked before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from pathlib import Path
+from typing import NamedTuple
+
+from zero_runtime.collectives import Collectives
+from zero_runtime.errors import OffloadError, missing_folder
+from zero_runtime.offload import cgroups
+
+
+class Need(NamedTuple):
+    """Bytes that one rank will take: in the scratch folder, and of the host's memory."""
+
+    host: str
+    device: int  # of the folder's file system
+    folder: str | None
+    scratch: int
+    memory: int
+
+
+def check_room(collectives: Collectives, folder: Path | None, *, scratch: int, memory: int) -> None:
+    """OffloadError, the same on every rank, where the ranks of a machine need more than it has. A collective.
+
+    scratch, memory: this rank's bytes in the folder, where there is one, and on the host beside what it holds already.
+    """
+    device, trouble = (0, []) if folder is None else _device_of(folder)
+    own = Need(platform.node(), device, None if folder is None or trouble else str(folder), scratch, memory)
+    everyone = collectives.gather_objects(own)
+    here = [need for need in everyone if need.host == own.host]
+    trouble += [*_disk_trouble(own, here), *_memory_trouble(own, here)]
+    found = [text for texts in collectives.gather_objects(trouble) for text in texts]
+    if found:
+        raise OffloadError("; ".join(dict.fromkeys(found)))
+
+
+def _device_of(folder: Path) -> tuple[int, list[str]]:
+    """The device of the folder's file system; what is wrong where there is no such folder. The caller raises it, since
+    ranks that have theirs wait for those that have none. The name of the machine is in it: a folder may be local to
+    each node."""
+    if not os.path.isdir(folder):
+        return 0, [f"{platform.node()}: {folder}: expected a folder for scratch files, found {missing_folder(folder)}"]
+    return os.stat(folder).st_dev, []
+
+
+def _disk_trouble(own: Need, here: list[Need]) -> list[str]:
+    if own.folder is None:
+        return []
+    needed = sum(need.scratch for need in here if need.device == own.device)
+    stats = os.statvfs(own.folder)
+    free = stats.f_bavail * stats.f_frsize
+    found = []
+    if not os.access(own.folder, os.W_OK):
+        found.append(f"{own.folder}: expected to be allowed to write, found that it is not; mend its rights")
+    if needed > free:
+        found.append(
+            f"{own.folder}: expected {needed:,} bytes free for the scratch files of {len(here)} ranks, found {free:,}; "
+            "make room, or give another offload.folder or a smaller offload.ratio"
+        )
+    return found
+
+
+def _memory_trouble(own: Need, here: list[Need]) -> list[str]:
+    needed = sum(need.memory for need in here)
+    limits = {name: room for name, room in (*_rooms(own.memory, needed),) if room is not None}
+    return [
+        f"{own.host}: expected {wanted:,} bytes of memory for what this run keeps there, found {room:,} left of "
+        f"{name}; use fewer ranks there, another offload, or a smaller model"
+        for name, (wanted, room) in limits.items()
+        if wanted > room
+    ]
+
+
+def _rooms(own: int, all_here: int) -> list[tuple[str, tuple[int, int] | None]]:
+    """What is wanted and what is left, by limit: of this process, and of the machine or its control group."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    used = _status_bytes("VmData")
+    limited = None if soft == resource.RLIM_INFINITY or used is None else (own, max(soft - used, 0))
+    free = _meminfo_bytes("MemAvailable")
+    group = cgroups.memory_room()
+    return [
+        ("RLIMIT_DATA", limited),
+        ("the machine's memory", None if free is None else (all_here, free)),
+        ("its control group's memory limit", None if group is None else (all_here, group)),
+    ]
+
+
+def _status_bytes(key: str) -> int | None:
+    return _kib_of(Path("/proc/self/status"), key)
+
+
+def _meminfo_bytes(key: str) -> int | None:
+    return _kib_of(Path("/proc/meminfo"), key)
+
+
+def _kib_of(path: Path, key: str) -> int | None:
+    try:
+        line = next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(f"{key}:"))
+    except (OSError, StopIteration):
+        return None
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,318 @@
+"""What an optimizer is, without its tensors: its constants, its states by name, its parameter groups.
+
+Standard library only: the memory model and the command line ask these without torch. The learning rate comes with
+each step.
+
+[Note: what torch's optimizers keep]
+`_TORCH_STATES` names each element-wise optimizer of torch.optim with the states that it keeps for each element, and
+the argument that switches a state on. One that is not there does not run on shards, and is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from zero_runtime.errors import PlanError
+from zero_runtime.optim.groups import ParamGroup
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SIGNED_MOMENTS = ("exp_avg",)
+CODE_BLOCK_NUMEL = 256  # kernels.block_formats.BLOCK_NUMEL, which is not for those who must not import torch
+STATE_ITEMSIZE_BYTES = {"fp32": 4, "uint8": 1}
+_ALWAYS = ""
+
+
+def scale_name(state: str) -> str:
+    """The tensor of the scales of a state that is held as codes."""
+    return f"{state}_scale"
+
+
+class HeldState(NamedTuple):
+    """One tensor of an optimizer's states: its dtype, and of how many elements of a shard each of its own tells."""
+
+    name: str
+    dtype: str = "fp32"
+    per: int = 1
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Base of the optimizers. `groups` and `no_decay` are told in `groups.py`.
+
+    [Note: states told and states held] Outside the optimizer a state is one fp32 number an element, by name: in
+    checkpoints, in `full_optimizer_state`. How it is held in memory is `held_states`'s affair.
+    """
+
+    groups: tuple[ParamGroup, ...] = field(default=(), kw_only=True)
+    no_decay: bool = field(default=True, kw_only=True)
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return type(self).__name__.removesuffix("Config")
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The states of each element of a trainable parameter, beside its master weight, as they are told."""
+        return MOMENTS
+
+    @property
+    def held_states(self) -> tuple[HeldState, ...]:
+        """The tensors that hold them, in the order in which updates take them."""
+        return tuple(HeldState(name) for name in self.state_names)
+
+    @property
+    def state_bytes(self) -> float:
+        """What the held states cost an element."""
+        return sum(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in self.held_states)
+
+    @property
+    def block_numel(self) -> int:
+        """Every parameter and every shard must begin at a multiple of so many elements."""
+        return max((held.per for held in self.held_states), default=1)
+
+    @property
+    def saved_as(self) -> str:
+        """The name in a checkpoint: optimizers of one name go on from each other's states."""
+        return self.name
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether a schedule may cycle its momentum (beta1 of the Adam family)."""
+        return True
+
+    @property
+    def reads_on_host(self) -> bool:
+        """Whether a step reads a device tensor's value on the host, which a dry run cannot do."""
+        return False
+
+    @property
+    def decay(self) -> float:
+        """The weight decay of a parameter whose group says nothing else."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class AdamWConfig(OptimizerConfig):
+    """AdamW's constants (arXiv 1711.05101): weight decay apart from the gradient."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check_betas(self.beta1, self.beta2)
+        _check_positive("eps", self.eps)
+        _check_not_negative("weight_decay", self.weight_decay)
+
+    @property
+    def decay(self) -> float:
+        return self.weight_decay
+
+
+@dataclass(frozen=True)
+class AdamConfig(AdamWConfig):
+    """Adam's constants (arXiv 1412.6980): weight decay is L2 in the gradient, as in torch.optim.Adam."""
+
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class AdamW8bitConfig(AdamWConfig):
+    """AdamW whose moments are held in 8 bits (arXiv 2110.02861): a code an element, a scale for 256 of a parameter."""
+
+    @property
+    def held_states(self) -> tuple[HeldState, ...]:
+        return tuple(
+            held
+            for name in MOMENTS
+            for held in (HeldState(name, "uint8"), HeldState(scale_name(name), "fp32", CODE_BLOCK_NUMEL))
+        )
+
+    @property
+    def saved_as(self) -> str:
+        return "AdamW"
+
+
+@dataclass(frozen=True)
+class LambConfig(AdamWConfig):
+    """LAMB's constants (arXiv 1904.00962): each parameter's update is scaled by |weights| / |update|."""
+
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class LionConfig(OptimizerConfig):
+    """Lion's constants (arXiv 2302.06675): the update is the sign of an interpolated momentum."""
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_betas(self.beta1, self.beta2)
+        _check_not_negative("weight_decay", self.weight_decay)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    @property
+    def decay(self) -> float:
+        return self.weight_decay
+
+
+@dataclass(frozen=True)
+class SgdConfig(OptimizerConfig):
+    """SGD's constants as torch.optim.SGD has them; without momentum it keeps no state at all."""
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        _check_not_negative("momentum", self.momentum)
+        _check_not_negative("weight_decay", self.weight_decay)
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise PlanError(
+                f"optimizer.nesterov: expected momentum above 0 and dampening 0, found momentum={self.momentum}, "
+                f"dampening={self.dampening}; set both so, or nesterov=false"
+            )
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
+
+    @property
+    def has_momentum(self) -> bool:
+        return self.momentum > 0
+
+    @property
+    def decay(self) -> float:
+        return self.weight_decay
+
+
+_ADAM_STATES = {"exp_avg": _ALWAYS, "exp_avg_sq": _ALWAYS}
+_TORCH_STATES: dict[str, dict[str, str]] = {
+    "ASGD": {"ax": _ALWAYS},
+    "Adadelta": {"square_avg": _ALWAYS, "acc_delta": _ALWAYS},
+    "Adagrad": {"sum": _ALWAYS},
+    "Adam": {**_ADAM_STATES, "max_exp_avg_sq": "amsgrad"},
+    "AdamW": {**_ADAM_STATES, "max_exp_avg_sq": "amsgrad"},
+    "Adamax": {"exp_avg": _ALWAYS, "exp_inf": _ALWAYS},
+    "NAdam": _ADAM_STATES,
+    "RAdam": _ADAM_STATES,
+    "RMSprop": {"square_avg": _ALWAYS, "momentum_buffer": "momentum", "grad_avg": "centered"},
+    "Rprop": {"prev": _ALWAYS, "step_size": _ALWAYS},
+    "SGD": {"momentum_buffer": "momentum"},
+}
+TORCH_NAMES = tuple(_TORCH_STATES)
+TORCH_REFUSED = {
+    "Adafactor": "its second moment is kept by rows and columns of a whole matrix",
+    "LBFGS": "it needs a closure that evaluates the model again within a step, and products over all parameters",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it takes sparse gradients alone, and the runtime's are dense",
+}
+_TORCH_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
+TORCH_WITHOUT_DECAY = ("Rprop",)
+_TORCH_READS_ON_HOST = ("ASGD",)  # its eta and mu are tensors on the device, and it branches on them
+# How a step runs, where its numbers come from: no settings of a user's.
+TORCH_OURS = ("params", "lr", "weight_decay", "foreach", "fused", "capturable", "differentiable")
+
+
+@dataclass(frozen=True)
+class TorchConfig(OptimizerConfig):
+    """An element-wise optimizer of torch.optim by its class name, with its arguments; run on the shards.
+
+    See [Note: what torch's optimizers keep]. Not among the arguments: lr, which comes with each step, and
+    weight_decay, which belongs to the groups.
+    """
+
+    class_name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        problem = torch_problem(self.class_name)
+        if problem:
+            raise PlanError(f"optimizer.name: {problem}")
+        ours = [key for key in self.arguments if key in TORCH_OURS]
+        if ours:
+            raise PlanError(f"optimizer.arguments: expected none of {', '.join(TORCH_OURS)}, found {', '.join(ours)}")
+        _check_not_negative("weight_decay", self.weight_decay)
+        decays = {self.weight_decay, *(group.weight_decay or 0.0 for group in self.groups)}
+        if self.class_name in TORCH_WITHOUT_DECAY and decays != {0.0}:
+            raise PlanError(
+                f"optimizer.weight_decay: torch.optim.{self.class_name} has none, found {max(decays)}; set it to 0"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"torch.optim.{self.class_name}"
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        states = _TORCH_STATES[self.class_name]
+        return tuple(name for name, switch in states.items() if switch == _ALWAYS or self.arguments.get(switch))
+
+    @property
+    def uses_betas(self) -> bool:
+        """Whether its momentum is the first of its betas."""
+        return self.class_name in _TORCH_BETAS
+
+    @property
+    def has_momentum(self) -> bool:
+        return torch_has_momentum(self.class_name, self.arguments)
+
+    @property
+    def reads_on_host(self) -> bool:
+        return self.class_name in _TORCH_READS_ON_HOST
+
+    @property
+    def decay(self) -> float:
+        return self.weight_decay
+
+
+def torch_has_momentum(class_name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether a schedule may cycle the momentum of this optimizer of torch.optim."""
+    return class_name in _TORCH_BETAS or bool(arguments.get("momentum"))
+
+
+def torch_problem(class_name: str) -> str:
+    """Why this class of torch.optim cannot run on shards and what can; empty where it can."""
+    if class_name in _TORCH_STATES:
+        return ""
+    reason = TORCH_REFUSED.get(class_name, "it is not known to be element-wise")
+    return (
+        f"torch.optim.{class_name or '?'} cannot run on shards of parameters: {reason}; "
+        f"expected one of {', '.join(TORCH_NAMES)}"
+    )
+
+
+def refuse_host_reads(config: OptimizerConfig) -> None:
+    """PlanError where a step of this optimizer would read a tensor's value on the host."""
+    if config.reads_on_host:
+        raise PlanError(
+            f"optimizer {config.name}: a dry run has no values, and this optimizer reads some on the host in each "
+            "step; choose another optimizer for the dry run (one with as many states needs as much memory)"
+        )
+
+
+def _check_betas(beta1: float, beta2: float) -> None:
+    for name, value in (("beta1", beta1), ("beta2", beta2)):
+        if not 0 <= value < 1:
+            raise PlanError(f"optimizer.{name}: expected a number in [0, 1), found {value}")
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise PlanError(f"optimizer.{name}: expected a number above 0, found {value}")
+
+
+def _check_not_negative(name: str, value: float) -> None:
+    if not value >= 0:
+        raise PlanError(f"optimizer.{name}: expected a number of at least 0, found {value}")

@@ -1,0 +1,230 @@
+"""The optimizer over the master shards, unit by unit. It owns its states; the units own everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zero_runtime.collectives import Collectives
+from zero_runtime.dtypes import TORCH_DTYPE
+from zero_runtime.errors import PlanError
+from zero_runtime.kernels import ops
+from zero_runtime.offload.tier import Shards, StateTier
+from zero_runtime.optim.configs import (
+    SIGNED_MOMENTS,
+    HeldState,
+    LambConfig,
+    OptimizerConfig,
+    TorchConfig,
+    refuse_host_reads,
+    scale_name,
+)
+from zero_runtime.optim.groups import GroupTable
+from zero_runtime.optim.lr_schedule import Rates
+from zero_runtime.optim.quantized_state import CodedShard
+from zero_runtime.optim.rules import ElementwiseRule, Held, LambRule, StepNumbers, check_momentum
+from zero_runtime.optim.torch_rule import TorchRule
+from zero_runtime.unit import Unit
+
+
+class UpdateRule(Protocol):
+    """Updates every master shard and state in place from each unit's grad_shard, and rounds it into param_shard."""
+
+    def update(self, helds: list[Held], numbers: StepNumbers) -> None: ...
+
+
+class ShardedOptimizer:
+    """The states of every trainable unit, held as `OptimizerConfig.held_states` says, and the step that uses them.
+
+    `step` is called for good steps only: what a step that is skipped must not touch (states, `updates`) is all here.
+    """
+
+    def __init__(
+        self, units: Iterable[Unit], config: OptimizerConfig, collectives: Collectives, *, lazy_states: bool = False
+    ) -> None:
+        """`lazy_states`: there are none until a step, a tier or a checkpoint asks for them."""
+        units = list(units)
+        self.config = config
+        self.updates = 0  # steps made; what a schedule is a function of
+        names = [segment.name for unit in units for segment in unit.layout.segments]
+        self._groups = GroupTable(config.groups, names, weight_decay=config.decay, no_decay=config.no_decay)
+        self._units = [unit for unit in units if unit.trainable]
+        self._helds = [
+            Held(
+                unit,
+                self._groups.runs(unit.layout, collectives.shard_rank),
+                {},
+            )
+            for unit in self._units
+        ]
+        self._unmade = True
+        if not lazy_states:
+            self._make_states()
+        if any(isinstance(held.unit.master_shard, FakeTensor) for held in self._helds):
+            refuse_host_reads(config)
+        else:
+            for device in {_where(unit) for unit in self._units}:
+                ops.prepare(device)  # here and not in the first step, in which peers would wait for it
+        self._by_unit = {unit.name: held for unit, held in zip(self._units, self._helds, strict=True)}
+        self._resting = [unit for unit in self._units if _rests(unit)]
+        self._staying = [self._by_unit[unit.name] for unit in self._units if not _rests(unit)]
+        self._tier: StateTier | None = None
+        self._guessed: tuple[Rates, float] | None = None  # the rates and the scale that `guess` was given
+        if self._resting and isinstance(config, (LambConfig, TorchConfig)):
+            raise PlanError(
+                "offload: expected an optimizer that updates one unit after another (AdamW, Adam, Sgd, "
+                f"Lion), found {config.name}; use one of them, or offload=none"
+            )
+        self._rule = _rule(config, self._helds, collectives)
+
+    def _make_states(self) -> None:
+        if self._unmade:
+            self._unmade = False
+            for unit, held in zip(self._units, self._helds, strict=True):
+                held.states.update({state.name: _zeros(unit, state) for state in self.config.held_states})
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The states kept for each element, in order, as they are told."""
+        return self.config.state_names
+
+    def step(self, lr: float | Rates, grad_scale: torch.Tensor, host_scale: torch.Tensor | None = None) -> None:
+        """Update every master shard from its unit's grad_shard times grad_scale (0-dim fp32), then the parameter
+        shards. One number is the rate of every group, times the group's factor. host_scale: the same on the host, for
+        what is updated there."""
+        self._make_states()
+        host_scale = grad_scale if host_scale is None else host_scale
+        numbers = self._numbers(lr, grad_scale)
+        with torch.no_grad():
+            self._rule.update(self._staying, numbers)
+            if self._tier is not None:
+                left = self._not_guessed(self._tier, lr, host_scale)
+                self._tier.update(left, partial(self._compute, (numbers, replace(numbers, grad_scale=host_scale))))
+        self.updates += 1
+
+    def _numbers(self, lr: float | Rates, grad_scale: torch.Tensor) -> StepNumbers:
+        """Of the next step. ValueError family where the rates are not for these groups or this optimizer."""
+        rates = _rates(lr)
+        self._groups.check_rates(rates.lr)
+        check_momentum(self.config, rates.momentum)
+        return StepNumbers(
+            self.updates + 1, lambda settings: self._groups.rate(rates.lr, settings), rates.momentum, grad_scale
+        )
+
+    # ---- what rests elsewhere --------------------------------------------------------------------------------------
+
+    def _compute(self, either: Sequence[StepNumbers], unit: Unit, shards: Shards) -> None:
+        """Update what a tier lends, with those numbers whose scale is where the shards are."""
+        numbers = next(one for one in either if one.grad_scale.device == shards.param_shard.device)
+        self._rule.update([Held(shards, self._by_unit[unit.name].runs, shards.states)], numbers)
+
+    def guess(self, lr: float | Rates, host_scale: torch.Tensor) -> None:
+        """The last backward of a step begins: its units may be updated as their gradients come, as if `step` were going
+        to be called with these numbers. `step` or `forget_step` must follow."""
+        if self._tier is None:
+            return
+        self._guessed = (_rates(lr), float(host_scale))
+        self._tier.guess(self._resting, partial(self._compute, (self._numbers(lr, host_scale),)))
+
+    def _not_guessed(self, tier: StateTier, lr: float | Rates, host_scale: torch.Tensor) -> list[Unit]:
+        """The resting units that this step must still update."""
+        guessed, self._guessed = self._guessed, None
+        if guessed is None:
+            return self._resting
+        if guessed == (_rates(lr), float(host_scale)):
+            return tier.adopt()
+        tier.reject()
+        return self._resting
+
+    def rest_in(self, tier: StateTier) -> None:
+        """The units whose states rest have them there."""
+        self._tier = tier
+
+    def begin_step(self) -> None:
+        """A step will follow, or `forget_step`: what rests elsewhere may set out."""
+        if self._tier is not None and self._guessed is None:
+            self._tier.begin_update(self._resting)
+
+    def forget_step(self) -> None:
+        """The step that was begun is skipped."""
+        self._guessed = None
+        if self._tier is not None:
+            self._tier.forget_update()
+            self._tier.reject()
+
+    def counters(self) -> dict[str, float]:
+        """What is kept beside the states, equal wherever it is kept: the updates made, and a torch optimizer's own
+        scalars by group. Of a group that this rank holds nothing of, there are none."""
+        own = self._rule.counters(self._helds) if isinstance(self._rule, TorchRule) else {}
+        return {"updates": float(self.updates), **own}
+
+    def load_counters(self, counters: Mapping[str, float]) -> None:
+        """Go on from `counters` (the union over the ranks), after the states have been filled in place."""
+        self.updates = int(counters["updates"])
+        if isinstance(self._rule, TorchRule) and self.updates:
+            self._rule.load_counters(self._helds, counters)
+
+    def states_of(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """The tensors that hold the unit's states, by name, in the order of its layout; none for a frozen unit. The
+        optimizer's own: filling them in place sets the states. Waits for an update that is under way."""
+        unit.settle()
+        self._make_states()
+        held = self._by_unit.get(unit.name)
+        return {} if held is None else held.states
+
+    def told_states_of(self, unit: Unit) -> dict[str, torch.Tensor | CodedShard]:
+        """The unit's states by name as fp32 numbers: the optimizer's own tensors, or what reads and writes them."""
+        held = self.states_of(unit)
+        return {name: _told(held, name) for name in self.state_names if name in held}
+
+    def free(self) -> None:
+        """Let the states go."""
+        self._units.clear()
+        self._resting.clear()
+        self._helds.clear()
+        self._staying.clear()
+        self._by_unit.clear()
+        if isinstance(self._rule, TorchRule):
+            self._rule.free()
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """All states, for counting."""
+        return [state for held in self._helds for state in held.states.values()]
+
+
+def _rule(config: OptimizerConfig, helds: list[Held], collectives: Collectives) -> UpdateRule:
+    if isinstance(config, LambConfig):
+        return LambRule(config, helds, collectives)
+    if isinstance(config, TorchConfig):
+        return TorchRule(config, helds)
+    return ElementwiseRule(config)
+
+
+def _rates(lr: float | Rates) -> Rates:
+    return lr if isinstance(lr, Rates) else Rates(lr)
+
+
+def _rests(unit: Unit) -> bool:
+    return unit.states_rest or unit.params_rest
+
+
+def _where(unit: Unit) -> torch.device:
+    """Where the unit is updated."""
+    return torch.device("cpu") if unit.states_rest else unit.device
+
+
+def _zeros(unit: Unit, held: HeldState) -> torch.Tensor:
+    """One held state, zero. Where states rest elsewhere it is on the meta device: what a tier must make room for."""
+    assert unit.master_shard is not None
+    device = torch.device("meta") if unit.states_rest else unit.device
+    return torch.zeros(unit.layout.shard_numel // held.per, dtype=TORCH_DTYPE[held.dtype], device=device)
+
+
+def _told(held: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | CodedShard:
+    scales = held.get(scale_name(name))
+    return held[name] if scales is None else CodedShard(held[name], scales, signed=name in SIGNED_MOMENTS)

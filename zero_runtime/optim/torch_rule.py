@@ -1,0 +1,118 @@
+"""An element-wise optimizer of torch.optim on the shards: one instance a unit, one of its groups a run.
+
+Its states are kept in our own flat tensors: after the first step, in which torch makes them, each is copied into its
+place there and torch is handed the view. So they are counted, saved and moved like those of our own optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zero_runtime.errors import PlanError
+from zero_runtime.optim.configs import TORCH_WITHOUT_DECAY, TorchConfig
+from zero_runtime.optim.groups import Run
+from zero_runtime.optim.rules import Held, StepNumbers
+from zero_runtime.unit import Unit
+
+
+class TorchRule:
+    """Built by the class's name in torch.optim. PlanError where the masters are not fp32."""
+
+    def __init__(self, config: TorchConfig, helds: Sequence[Held]) -> None:
+        self._config = config
+        self._optimizers = [_build(config, held) for held in helds]
+
+    def update(self, helds: Sequence[Held], numbers: StepNumbers) -> None:
+        for held, optimizer in zip(helds, self._optimizers, strict=True):
+            if optimizer is None:
+                continue
+            for run, group in zip(held.runs, optimizer.param_groups, strict=True):
+                self._prepare(held, run.start, run.stop, group, numbers)
+                group["lr"] = numbers.rate(run.settings)
+            optimizer.step()
+            for run, group in zip(held.runs, optimizer.param_groups, strict=True):
+                (shard,) = group["params"]
+                shard.grad = None
+                if numbers.step == 1:
+                    self._take_states(held, run.start, run.stop, optimizer.state[shard])
+            assert isinstance(held.unit, Unit), "what rests elsewhere has no torch optimizer"
+            held.unit.refresh_param_shard()
+
+    def counters(self, helds: Sequence[Held]) -> dict[str, float]:
+        """Torch's own 0-dim states, by group: they depend on the steps and rates alone. Reads them on the host."""
+        found: dict[str, float] = {}
+        for run, state, _ in self._runs(helds):
+            scalars = {
+                name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not value.dim()
+            }
+            found |= {f"group{run.settings.index}.{name}": float(value) for name, value in scalars.items()}
+        return found
+
+    def load_counters(self, helds: Sequence[Held], counters: Mapping[str, float]) -> None:
+        """Hand torch the flat states as they are now, and `counters` of a run that had made as many steps."""
+        for run, state, held in self._runs(helds):
+            prefix = f"group{run.settings.index}."
+            state.update({name: flat[run.start : run.stop] for name, flat in held.states.items()})
+            scalars = {name.removeprefix(prefix): value for name, value in counters.items() if name.startswith(prefix)}
+            state.update({name: torch.tensor(value) for name, value in scalars.items()})
+
+    def free(self) -> None:
+        """Let torch's optimizers go, and with them the states."""
+        self._optimizers.clear()
+
+    def _runs(self, helds: Sequence[Held]) -> Iterator[tuple[Run, dict[str, Any], Held]]:
+        """Every run with torch's state of it."""
+        for held, optimizer in zip(helds, self._optimizers, strict=True):
+            if optimizer is not None:
+                for run, group in zip(held.runs, optimizer.param_groups, strict=True):
+                    yield run, optimizer.state[group["params"][0]], held
+
+    def _prepare(self, held: Held, start: int, stop: int, group: dict[str, Any], numbers: StepNumbers) -> None:
+        """Point torch's tensor at the run of the master as it lies today, and give it its gradient."""
+        (shard,) = group["params"]
+        unit = held.unit
+        assert unit.master_shard is not None
+        assert unit.grad_shard is not None
+        shard.data = unit.master_shard[start:stop]
+        shard.grad = unit.grad_shard[start:stop].to(torch.float32) * numbers.grad_scale
+        if numbers.momentum is not None and self._config.uses_betas:
+            group["betas"] = (numbers.momentum, group["betas"][1])
+        elif numbers.momentum is not None:
+            group["momentum"] = numbers.momentum
+
+    def _take_states(self, held: Held, start: int, stop: int, state: dict[str, Any]) -> None:
+        made = {name for name, value in state.items() if isinstance(value, torch.Tensor) and value.dim() == 1}
+        if made != held.states.keys():
+            raise PlanError(
+                f"{self._config.name}: expected the states {sorted(held.states)} for each element, found "
+                f"{sorted(made)}; torch {torch.__version__} keeps others than the memory model knows of"
+            )
+        for name, flat in held.states.items():
+            flat[start:stop].copy_(state[name])
+            state[name] = flat[start:stop]
+
+
+def _build(config: TorchConfig, held: Held) -> torch.optim.Optimizer | None:
+    """None where the rank holds nothing of the unit: torch refuses an empty optimizer."""
+    master = held.unit.master_shard
+    assert master is not None
+    if master.dtype != torch.float32:
+        raise PlanError(
+            f"{config.name}: expected precision.master=fp32, found {master.dtype}: torch would keep its states in it "
+            "too; use fp32 masters, or an optimizer of the runtime's own"
+        )
+    groups = []
+    for run in held.runs:
+        group: dict[str, Any] = {"params": [master[run.start : run.stop].detach()]}
+        if run.settings.weight_decay:
+            group["weight_decay"] = run.settings.weight_decay
+        groups.append(group)
+    kind = getattr(torch.optim, config.class_name)
+    rest = {} if config.class_name in TORCH_WITHOUT_DECAY else {"weight_decay": 0.0}
+    try:
+        return kind(groups, **dict(config.arguments), **rest, foreach=False) if groups else None
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"optimizer.arguments: {config.name} refuses {dict(config.arguments)}: {error}") from error

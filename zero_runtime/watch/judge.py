@@ -1,0 +1,238 @@
+"""From what the ranks say of themselves, which of them is to blame that others wait. Pure.
+
+A rank that is slow is not wrong: a verdict without culprits only says whom the others wait for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+from zero_runtime.watch.journal import Op, Place
+
+
+class Standing(str, Enum):
+    """How a rank was found."""
+
+    RUNNING = "running"
+    LEFT = "left"  # it ended well
+    FAILED = "failed"  # it raised, and said so
+    BLAMES = "blames"  # it raised because of another rank
+    GONE = "gone"  # its process is no more
+    STOPPED = "stopped"  # its process is held by a signal
+    SILENT = "silent"  # it gives no answer
+
+
+_ABSENT = {
+    Standing.GONE: "is gone: its process ended without a word (killed, out of memory on this machine, or aborted)",
+    Standing.STOPPED: "is stopped by a signal (SIGSTOP or a debugger)",
+    Standing.SILENT: "stopped answering",
+}
+_SAME = (
+    "Expected every rank to issue the same collectives in the same order; make what decides them (the model, the "
+    "number of calls, anything under `if rank`) equal on all ranks"
+)
+
+
+@dataclass(frozen=True)
+class Note:
+    """What is known of one rank. `idle_s`: since its working thread last did anything that the journal sees."""
+
+    rank: int
+    standing: Standing
+    place: Place | None = None
+    ops: list[Op] = field(default_factory=list)
+    idle_s: float = 0.0
+    stack: str = ""
+    error: str = ""
+
+    @property
+    def waited(self) -> Op | None:
+        """The collective that the rank waits for."""
+        return next((op for op in self.ops if self.place and op.sequence == self.place.waiting), None)
+
+    def numbers(self) -> dict[str, int]:
+        """The last collective's number by channel."""
+        return {op.channel: op.number for op in self.ops}
+
+    def lacks(self, numbers: Mapping[str, int]) -> str:
+        """The first of these collectives that the rank has not issued, by name; empty where it has all."""
+        own = self.numbers()
+        return next((f"{name} {number}" for name, number in numbers.items() if own.get(name, 0) < number), "")
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.place is not None and self.place.waiting > 0
+
+    def dump(self) -> str:
+        """JSON for the store."""
+        return json.dumps({**vars(self), "standing": self.standing.value})
+
+    @classmethod
+    def load(cls, text: bytes) -> Note:
+        values = json.loads(text)
+        place = None if values["place"] is None else Place(*values["place"])
+        ops = [Op(*op) for op in values["ops"]]
+        return cls(**{**values, "standing": Standing(values["standing"]), "place": place, "ops": ops})
+
+    def where(self) -> str:
+        """A few words on what the rank is doing."""
+        if self.place is None:
+            return "unknown"
+        unit = f", unit {self.place.unit}" if self.place.unit else ""
+        text = f"step {self.place.step}, {self.place.phase}{unit}"
+        if self.waited is not None:
+            return f"{text}, in collective {self.waited.name}: {self.waited}"
+        return f"{text}, in no collective; the last was {self.ops[-1].name}: {self.ops[-1]}" if self.ops else text
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is to blame, and the whole diagnosis. No ranks: nobody, the text says who is slow or is empty.
+
+    `hung`: the culprits live, and keep others waiting.
+    """
+
+    ranks: tuple[int, ...]
+    text: str
+    hung: bool = False
+
+
+class Patience(NamedTuple):
+    """How long a living rank may stay away from a collective that others wait in; longer while it starts.
+
+    slow_s: after how long without a sign a wait is no ordinary one.
+    """
+
+    slow_s: float
+    stuck_s: float
+    start_s: float
+
+    def with_rank_in(self, place: Place | None) -> float:
+        return max(self.start_s, self.stuck_s) if place is not None and place.is_starting else self.stuck_s
+
+
+def judge(notes: Sequence[Note], patience: Patience) -> Verdict:
+    """The most basic cause first: an error told, a difference in the collectives, an absence, an early end, a stall."""
+    failed = [note for note in notes if note.standing is Standing.FAILED]
+    if failed:
+        return _verdict(notes, failed, "; ".join(f"rank {note.rank} failed: {note.error}" for note in failed))
+    deeds = (_difference(notes), _absence(notes), _early_end(notes), _crossed(notes, patience), _stall(notes, patience))
+    for found in deeds:
+        if found is not None:
+            return found
+    troubled = [note for note in notes if note.error and note.standing is Standing.RUNNING]
+    if troubled:
+        # A connection that broke although every rank lives and agrees.
+        return _verdict(notes, troubled, f"rank {troubled[0].rank}: {troubled[0].error}")
+    return Verdict((), "")
+
+
+def _difference(notes: Sequence[Note]) -> Verdict | None:
+    """The first collective of a channel that two ranks issued differently."""
+    by_name: dict[str, dict[int, Op]] = {}
+    for note in notes:
+        for op in note.ops:
+            by_name.setdefault(op.name, {})[note.rank] = op
+    # What came first on any rank comes first here.
+    for name, ops in sorted(by_name.items(), key=lambda item: min(op.sequence for op in item[1].values())):
+        if len({op.what for op in ops.values()}) > 1:
+            return _split(notes, ops, {rank: op.what for rank, op in ops.items()}, f"differ in collective {name}")
+    return None
+
+
+def _crossed(notes: Sequence[Note], patience: Patience) -> Verdict | None:
+    """Every rank waits, each for a collective that another has not issued: nobody can ever go on.
+
+    In shard groups smaller than the world a rank may wait for others than the one that has not issued, so a transfer
+    that takes its time must not look like this: all must have waited for slow_s.
+    """
+    running = [note for note in notes if note.standing is Standing.RUNNING]
+    waited = {note.rank: op for note in running if (op := note.waited) is not None and note.idle_s >= patience.slow_s}
+    missing = (any(note.numbers().get(op.channel, 0) < op.number for note in running) for op in waited.values())
+    if len(waited) < len(running) or not waited or not all(missing):
+        return None
+    return _split(notes, waited, {rank: op.name for rank, op in waited.items()}, "wait for each other")
+
+
+def _split(notes: Sequence[Note], ops: dict[int, Op], sides: Mapping[int, object], how: str) -> Verdict:
+    """The smaller sides are to blame; of two equal ones that without the lowest rank. The text tells all."""
+    members: dict[object, list[int]] = {}
+    for rank in sorted(sides):
+        members.setdefault(sides[rank], []).append(rank)
+    usual = max(members.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    odd = [note for note in notes if note.rank in sides and note.rank not in usual]
+    told = "; ".join(f"{_ranks(ranks)} issued {ops[ranks[0]]}" for ranks in members.values())
+    return _verdict(notes, odd, f"the ranks {how}: {told}. {_SAME}")
+
+
+def _absence(notes: Sequence[Note]) -> Verdict | None:
+    absent = [note for note in notes if note.standing in _ABSENT]
+    if not absent:
+        return None
+    told = "; ".join(f"rank {note.rank} {_ABSENT[note.standing]}; seen last in {note.where()}" for note in absent)
+    gone = any(note.standing is Standing.GONE for note in absent)
+    return replace(_verdict(notes, absent, told), hung=not gone)
+
+
+def _early_end(notes: Sequence[Note]) -> Verdict | None:
+    most = _most(notes)
+    early = [note for note in notes if note.standing is Standing.LEFT and note.lacks(most)]
+    if not early:
+        return None
+    told = "; ".join(f"rank {note.rank} ended while others go on to collective {note.lacks(most)}" for note in early)
+    return _verdict(notes, early, f"{told}. {_SAME}")
+
+
+def _stall(notes: Sequence[Note], patience: Patience) -> Verdict | None:
+    """Ranks that live, are in no collective and keep others waiting."""
+    awaited: dict[str, int] = {}
+    for note in notes:
+        if note.waited is not None:
+            numbers = {note.waited.channel: note.waited.number}
+        else:
+            # NCCL waits on the device, where the journal sees nothing: as long without a sign counts as waiting.
+            numbers = note.numbers() if note.idle_s >= patience.stuck_s else {}
+        awaited |= {channel: max(number, awaited.get(channel, 0)) for channel, number in numbers.items()}
+    running = [note for note in notes if note.standing is Standing.RUNNING and not note.is_waiting]
+    behind = [note for note in running if note.lacks(awaited)]
+    if not behind:
+        return None
+    late = "; ".join(f"rank {note.rank} has not come to it for {note.idle_s:.0f} s" for note in behind)
+    text = f"others wait for collective {behind[0].lacks(awaited)}: {late}, it is in {behind[0].where()}"
+    stuck = [note for note in behind if note.idle_s >= patience.with_rank_in(note.place)]
+    if not stuck:
+        return Verdict((), _with_stacks(text, notes, behind))
+    limit_s = patience.with_rank_in(stuck[0].place)
+    setting = "stuck_s" if limit_s == patience.stuck_s else "start_s"
+    told = f"{text}, expected within {limit_s:g} s ({setting} of the watch)"
+    return replace(_verdict(notes, stuck, told), hung=True)
+
+
+def _most(notes: Sequence[Note]) -> dict[str, int]:
+    most: dict[str, int] = {}
+    for note in notes:
+        most |= {channel: max(number, most.get(channel, 0)) for channel, number in note.numbers().items()}
+    return most
+
+
+def _verdict(notes: Sequence[Note], culprits: Sequence[Note], text: str) -> Verdict:
+    return Verdict(tuple(note.rank for note in culprits), _with_stacks(text, notes, culprits))
+
+
+def _with_stacks(text: str, notes: Sequence[Note], culprits: Sequence[Note]) -> str:
+    """The text, and where one other rank and the culprits are: what is read first, in a log too, is its end."""
+    others = [note for note in notes if note not in culprits]
+    witnesses = sorted(others, key=lambda note: (not note.is_waiting, not note.stack))[:1]
+    parts = [text]
+    for note in [*witnesses, *culprits[:4]]:
+        parts.append(f"--- rank {note.rank} ({note.standing.value}): {note.where()}")
+        parts.append(note.stack.rstrip() or "    (no stack: the process could not be asked)")
+    return "\n".join(parts)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

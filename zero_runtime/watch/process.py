@@ -1,0 +1,113 @@
+"""A rank's process as the other ranks of its machine see it: whether it lives, and what it left when it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_runtime.process_identity import mark, process_stat, remove_left_behind, started
+from zero_runtime.watch.journal import Journal, Op, Place, read_journal
+from zero_runtime.watch.judge import Standing
+
+_STACK_FRAMES = 14
+# Between a model's own lines there are several of these for each module; who reads a stack wants the model's.
+_BORING = ("torch/nn/modules/module.py", "torch/_tensor.py", "torch/autograd/__init__.py", "torch/autograd/graph.py")
+_CRASH_LINES = 40
+_FOLDER = "zero_rank_"
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where to find a rank's process. `machine` is the same for ranks that see each other's processes and files."""
+
+    machine: str
+    pid: int
+    started: str
+    folder: str
+
+    def standing(self) -> Standing | None:
+        """GONE, STOPPED or RUNNING; None on another machine."""
+        if self.machine != _machine():
+            return None
+        stat = process_stat(self.pid)
+        if stat is None or started(self.pid) != self.started:
+            return Standing.GONE
+        return Standing.STOPPED if stat.state in ("T", "t") else Standing.RUNNING
+
+    def left_behind(self) -> tuple[Place | None, list[Op], str]:
+        """The journal of a rank of this machine, and its stack where it was ended by a signal that Python saw."""
+        if self.machine != _machine():
+            return None, [], ""
+        try:
+            place, ops = read_journal(Path(self.folder, "journal"))
+        except OSError:
+            return None, [], ""
+        crash = ""
+        with contextlib.suppress(OSError):
+            lines = Path(self.folder, "crash").read_text(encoding="utf-8", errors="replace").splitlines()
+            crash = "\n".join(line for line in lines[:_CRASH_LINES] if not line.startswith("Extension modules"))
+        return place, ops, crash
+
+
+class OwnProcess:
+    """This rank's folder: its journal, and a file for the stacks that a fatal signal leaves."""
+
+    def __init__(self) -> None:
+        # The other ranks read what a dead one left, so its folder outlives the whole job: see has_ended.
+        remove_left_behind(Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{mark()}_{mark(os.getppid())}_"))
+        self.journal = Journal(self._folder / "journal")
+        self._crash = (self._folder / "crash").open("wb")
+        self._handles_faults = not faulthandler.is_enabled()  # where it is, its stacks go where somebody wants them
+        if self._handles_faults:
+            faulthandler.enable(self._crash)
+        self._working_thread = threading.get_ident()
+        own = os.getpid()
+        self.whereabouts = Whereabouts(_machine(), own, started(own) or "", str(self._folder))
+
+    def stack(self) -> str:
+        """Of the thread that made this object, and of any other that is inside the runtime (autograd's on CUDA)."""
+        texts = []
+        for ident, frame in sys._current_frames().items():
+            summary = traceback.extract_stack(frame)
+            busy = any("zero_runtime" in step.filename for step in summary)
+            if ident == self._working_thread or (busy and ident != threading.get_ident()):
+                texts.append("".join(format_frames(summary)))
+        return "".join(texts)
+
+    def close(self) -> None:
+        """Remove the folder; the journal may still be written, and nobody can read it any more."""
+        if self._handles_faults:
+            faulthandler.disable()
+        self._crash.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def format_frames(frames: Iterable[traceback.FrameSummary]) -> list[str]:
+    """The innermost frames, less torch's own between the model's."""
+    kept = [frame for frame in frames if not frame.filename.endswith(_BORING)]
+    return traceback.format_list(kept[-_STACK_FRAMES:])
+
+
+def remove_folder(whereabouts: Whereabouts) -> None:
+    """Remove the folder of a rank of this machine that is gone."""
+    if whereabouts.machine == _machine():
+        shutil.rmtree(whereabouts.folder, ignore_errors=True)
+
+
+def _machine() -> str:
+    """A host name alone may be shared by containers: processes are seen only within one namespace of pids."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/mnt')}"
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}"  # no /proc: nobody is seen but oneself

@@ -1,0 +1,296 @@
+"""Ranks that compare notes when nothing moves, so that a hang or a death ends every rank in seconds with its cause.
+
+[Note: rounds]
+In the steady state each rank writes its journal (a few stores to memory), and a thread of its own asks the store once
+in `poll_s` whether a round was called. A rank calls one when its working thread has not moved for `slow_s`, when a
+collective raised, when the ranks' fingerprints differ, or when it fails. In a round every rank's thread leaves a note
+in the store; the first to claim it judges them and leaves the verdict. So all ranks have the same one, and no data
+collective is used: those may be what is stuck.
+
+[Note: ends]
+A wait in a backend cannot be interrupted from Python (gloo has no way at all). So a rank whose working thread has not
+raised the verdict `grace_s` after it came is ended by the watching thread: first `on_end` is told, then the process
+exits with code 1.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from types import TracebackType
+from typing import NoReturn, Protocol
+
+from zero_runtime.errors import RankError
+from zero_runtime.watch.failure import is_out_of_memory, memory_error, told
+from zero_runtime.watch.journal import Journal
+from zero_runtime.watch.judge import Note, Patience, Standing, Verdict, judge
+from zero_runtime.watch.process import OwnProcess, Whereabouts, format_frames, remove_folder
+
+_log = logging.getLogger(__name__)
+_HEARD_S = 2.0  # that a rank about to end stays for the others to read the verdict: the store may live in its process
+
+
+class Store(Protocol):
+    """What is used of torch.distributed's stores; a client of its own, since a blocking call of another holds it."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """When ranks compare notes and when they end.
+
+    slow_s: without progress until notes are compared. stuck_s: how long a living rank may stay away from a collective
+    that others wait in; raise it where one rank works alone for longer (a checkpoint, a download). start_s: the same,
+    where it is longer, until the first step is over or Journal.end_start was called: ranks build, load and compile at
+    their own pace. answer_s: until a
+    rank of another machine that gives no note counts as lost. poll_s: between two looks. grace_s: until a working
+    thread that cannot raise the verdict is ended with its process.
+    """
+
+    slow_s: float = 5.0
+    stuck_s: float = 60.0
+    start_s: float = 300.0
+    answer_s: float = 5.0
+    poll_s: float = 0.5
+    grace_s: float = 1.0
+
+    @property
+    def patience(self) -> Patience:
+        return Patience(self.slow_s, self.stuck_s, self.start_s)
+
+
+class RankWatch:
+    """One rank's watch; make it in the thread that trains. As a context it tells the others how this rank ended."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        settings: WatchSettings | None = None,
+        on_end: Callable[[RankError], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._rank, self._world = rank, world
+        self._settings = settings or WatchSettings()
+        self._on_end = on_end
+        self._process = OwnProcess()
+        self.journal: Journal = self._process.journal
+        self._round = 1
+        self._trouble = ""  # why a working thread that cannot go on wants a round
+        self._ended: Note | None = None
+        self._ticks, self._moved = self.journal.ticks, time.monotonic()
+        self._patience_s = self._settings.slow_s
+        self._told_slow = False
+        self._wake, self._judged, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._verdict: RankError | None = None
+        self._ending, self._raised = threading.Lock(), False  # held by the one thread that ends this rank
+        store.set(f"place/{rank}", json.dumps(asdict(self._process.whereabouts)))
+        self._thread = threading.Thread(target=self._watch, name="rank_watch", daemon=True)
+        if world > 1:
+            self._thread.start()
+        atexit.register(self._at_exit)
+
+    # ---- the working thread's side -----------------------------------------------------------------------------
+
+    def explain(self, trouble: str, error: BaseException | None = None) -> NoReturn:
+        """The working thread cannot go on: have the ranks compare notes and raise what they find.
+
+        Raises RankError from `error`; blocks until the verdict is there.
+        """
+        if self._thread.is_alive():
+            self._trouble = trouble
+            self._wake.set()
+            self._judged.wait(self._settings.stuck_s + 2 * self._settings.answer_s)
+        if not self._raised and not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # the watching thread is ending this process
+        self._raised = True
+        raise self._verdict or RankError(f"rank {self._rank}: {trouble}", (self._rank,)) from error
+
+    def __enter__(self) -> RankWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Tell the others; what is raised goes on, but for a lack of memory, which becomes a RankError with place."""
+        place, _ = self.journal.read()
+        self.close(error)
+        if error is not None and is_out_of_memory(error):
+            raise memory_error(self._rank, error, place) from error
+
+    def close(self, error: BaseException | None = None) -> None:
+        """This rank ends, well or with `error`. After an error it waits, up to 2 s, for the others to have heard."""
+        if self._closed.is_set():
+            return
+        standing = Standing.LEFT if error is None else Standing.FAILED
+        if isinstance(error, RankError) and error is self._verdict:
+            standing = Standing.BLAMES
+        note = self._note(standing)
+        if error is not None:
+            assert note.place is not None
+            stack = "".join(format_frames(traceback.extract_tb(error.__traceback__)))
+            note = replace(note, error=told(error, note.place), stack=stack)
+        with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that holds it
+            self._store.set(f"end/{self._rank}", note.dump())
+        self._ended = note
+        if standing is Standing.FAILED and self._thread.is_alive():
+            self._wake.set()
+            self._judged.wait(_HEARD_S + self._settings.answer_s)
+        self._closed.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(_HEARD_S)
+        self._process.close()
+        atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        """For who does not use the context: sys.last_value is the error that ended the main thread, if one did."""
+        self.close(getattr(sys, "last_value", None))
+
+    # ---- the watching thread's side ----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            while not self._closed.is_set() and self._verdict is None:
+                self._wake.wait(self._settings.poll_s)
+                self._wake.clear()
+                if not self._closed.is_set():
+                    self._look()
+        except RuntimeError as error:  # torch's stores raise DistStoreError, DistNetworkError, ...: all of this kind
+            self._without_store(error)
+        if self._verdict is not None:
+            self._end()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if self.journal.ticks != self._ticks:
+            self._ticks, self._moved = self.journal.ticks, now
+            self._patience_s, self._told_slow = self._settings.slow_s, False
+        failed = self._ended is not None and self._ended.standing is Standing.FAILED
+        if failed or self._trouble or now - self._moved > self._patience_s:
+            self._store.set(f"ask/{self._round}", str(self._rank))
+        if self._store.check([f"ask/{self._round}"]):
+            self._compare(self._round)
+            self._round += 1
+
+    def _compare(self, number: int) -> None:
+        """One round. See [Note: rounds]."""
+        if self._ended is None:
+            self._store.set(f"note/{number}/{self._rank}", self._note(Standing.RUNNING).dump())
+        if self._store.add(f"judge/{number}", 1) == 1:
+            found = judge(self._collect(number), self._settings.patience)
+            self._store.set(f"verdict/{number}", json.dumps(asdict(found)))
+        else:
+            found = self._hear(number)
+        if found.ranks:
+            self._verdict = RankError(found.text, found.ranks, hung=found.hung)
+            self._linger(number)
+            return
+        self._patience_s = min(2 * self._patience_s, self._settings.stuck_s / 2)
+        if found.text and not self._told_slow:
+            self._told_slow = True
+            _log.warning("rank %d: slow, not ended: %s", self._rank, found.text)
+
+    def _collect(self, number: int) -> list[Note]:
+        """A note of every rank: its own, the one that it left at its end, or what can be seen of it."""
+        begun = time.monotonic()
+        notes: dict[int, Note] = {}
+        while True:
+            for rank in set(range(self._world)) - set(notes):
+                note = self._read_note(number, rank, time.monotonic() - begun)
+                if note is not None:
+                    notes[rank] = note
+            if len(notes) == self._world:
+                return [notes[rank] for rank in range(self._world)]
+            time.sleep(0.02)
+
+    def _read_note(self, number: int, rank: int, waited_s: float) -> Note | None:
+        for key in (f"end/{rank}", f"note/{number}/{rank}"):
+            if self._store.check([key]):
+                return Note.load(self._store.get(key))
+        if not self._store.check([f"place/{rank}"]):
+            return Note(rank, Standing.SILENT) if waited_s > self._settings.stuck_s else None
+        whereabouts = Whereabouts(**json.loads(self._store.get(f"place/{rank}")))
+        standing = whereabouts.standing()
+        # A living process on this machine may be held up in a call that keeps Python's lock.
+        place, ops, crash = whereabouts.left_behind()
+        alive_s = self._settings.patience.with_rank_in(place)
+        limit_s = alive_s if standing is Standing.RUNNING else self._settings.answer_s
+        if standing in (None, Standing.RUNNING) and waited_s < limit_s:
+            return None
+        if standing is Standing.STOPPED and waited_s < self._settings.poll_s:
+            return None  # a debugger or a job control that lets go at once
+        if standing in (Standing.GONE, Standing.STOPPED):
+            remove_folder(whereabouts)
+        absent = standing if standing in (Standing.GONE, Standing.STOPPED) else Standing.SILENT
+        return Note(rank, absent, place, ops, stack=crash)
+
+    def _hear(self, number: int) -> Verdict:
+        """The verdict of the rank that judges; our own where that rank does not come to one."""
+        deadline = time.monotonic() + self._settings.stuck_s + self._settings.answer_s
+        while not self._store.check([f"verdict/{number}"]):
+            if time.monotonic() > deadline:
+                return judge(self._collect(number), self._settings.patience)
+            time.sleep(0.02)
+        found = json.loads(self._store.get(f"verdict/{number}"))
+        return Verdict(tuple(found["ranks"]), found["text"], found["hung"])
+
+    def _linger(self, number: int) -> None:
+        """Until every rank without blame has the verdict: whoever holds the store must not end first."""
+        heard = f"heard/{number}"
+        assert self._verdict is not None
+        with contextlib.suppress(RuntimeError):
+            self._store.add(heard, int(self._rank not in self._verdict.ranks))
+            deadline = time.monotonic() + _HEARD_S
+            others = self._world - len(self._verdict.ranks)
+            while self._store.add(heard, 0) < others and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def _without_store(self, error: RuntimeError) -> None:
+        """The store went with the process that held it: a cause for a rank that cannot go on, else none."""
+        while not self._closed.is_set():
+            note = self._note(Standing.RUNNING)
+            if self._trouble or (note.is_waiting and note.idle_s > self._settings.slow_s):
+                reason = self._trouble or f"{note.where()}, for {note.idle_s:.0f} s"
+                text = f"the rank that holds the store (rank 0) is gone: {error}"
+                self._verdict = RankError(f"{text}\n--- rank {self._rank}: {reason}\n{note.stack}", (0,))
+                return
+            self._wake.wait(self._settings.poll_s)
+            self._wake.clear()
+            if self.journal.ticks != self._ticks:
+                self._ticks, self._moved = self.journal.ticks, time.monotonic()
+
+    def _end(self) -> None:
+        """See [Note: ends]."""
+        assert self._verdict is not None
+        self._judged.set()
+        if self._ended is not None or self._closed.wait(self._settings.grace_s):
+            return
+        if not self._ending.acquire(blocking=False):
+            return  # the working thread raises it
+        _log.error("rank %d ends: %s", self._rank, self._verdict)
+        try:
+            if self._on_end is not None:
+                self._on_end(self._verdict)
+        finally:
+            self._process.close()
+            os._exit(1)
+
+    def _note(self, standing: Standing) -> Note:
+        place, ops = self.journal.read()
+        idle_s = time.monotonic() - self._moved
+        return Note(self._rank, standing, place, ops, idle_s, self._process.stack(), self._trouble)
