@@ -19,7 +19,8 @@ COMMAND = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from orchestrator import cli, hardware
+from orchestrator import cli
+from orchestrator.machine import hardware
 from orchestrator.plan.decision import Wishes, retry_states
 from orchestrator.commands.run import run_point
 from orchestrator.commands.sweep import SweepRequest, run_sweep

@@ -142,7 +142,7 @@ def test_a_line_that_is_no_point_to_wait_for_stops_the_study(
 COMMAND = """
 import sys
 from dataclasses import replace
-from orchestrator import hydra_app, sweep_command
+from orchestrator.commands import hydra_app, sweep as sweep_command
 run_quietly = sweep_command.run_quietly
 sweep_command.run_quietly = lambda request, hardware: run_quietly(
     replace(request, entry="stub_worker:run_rank", predicts=False), hardware)

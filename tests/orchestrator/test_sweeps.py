@@ -224,7 +224,7 @@ COMMAND = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from orchestrator import hardware
+from orchestrator.machine import hardware
 from orchestrator.commands.sweep import SweepRequest, run_quietly, run_sweep, watch
 from points import STUB
 from test_sweeps import points
