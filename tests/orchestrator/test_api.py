@@ -9,7 +9,6 @@ import pytest
 from test_sweeps import STUB, points
 
 import orchestrator
-from orchestrator import cli
 from orchestrator.api import Refusal
 from orchestrator.commands.sweep import SweepRequest
 from orchestrator.machine import hardware
@@ -29,7 +28,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         found = points(tmp_path, [1, 4][:count])
         return SweepRequest("api", found, tuple(words), predicts=False, entry=STUB), hardware.detect()
 
-    monkeypatch.setattr(cli, "sweep_request", request)
+    monkeypatch.setattr("orchestrator.api.sweep_request", request)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
     monkeypatch.setenv("STUB_LACKING_MICRO", "4")
     return typed

@@ -21,6 +21,7 @@ from harness.patience import HANG_S, wait_until
 from points import STUB, make_config
 from rich.console import Console
 
+from orchestrator import cli
 from orchestrator.commands import verbs
 from orchestrator.commands.sweep import SweepRequest, run_quietly, run_sweep, watch
 from orchestrator.config.schema import Cluster
@@ -474,7 +475,7 @@ def test_a_sweep_that_was_typed_elsewhere_is_gone_on_with_there_and_says_so(
     sweep = sweep_record.open_sweep(tmp_path / "out", "stages", [], facts)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert verbs.main(["resume", sweep.name, "--output", str(tmp_path / "out")]) == 2
+    assert cli.main(["resume", sweep.name, "--output", str(tmp_path / "out")]) == 2
     told = capsys.readouterr().err
     assert f"in {tmp_path}: {program()} zero=stge1 'data.path=a b'" in told
     assert "Did you mean 'stage1'" in told
