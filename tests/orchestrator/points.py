@@ -4,11 +4,40 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.config.schema import Batch, Device, Measure, Model, Resources, RunConfig, Tracking, TrackingKind
-from orchestrator.config.state_groups import Zero
+from orchestrator.config.optimizer import Optimizer
+from orchestrator.config.schema import (
+    Batch,
+    Checkpoint,
+    CheckpointKind,
+    Data,
+    DataKind,
+    Device,
+    Measure,
+    Model,
+    Resources,
+    RunConfig,
+    Tracking,
+    TrackingKind,
+)
+from orchestrator.config.state_groups import Compute, DType, Precision, Zero
 from orchestrator.plan.point import Point
 
 STUB = "stub_worker:run_rank"
+LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+# A command line of one small run.
+TINY = (
+    "model=llama_tiny data=synthetic zero=stage1 precision=fp32 tracking=none resources.device=cpu resources.ranks=1 "
+    "resources.threads=1 batch.seq=16 batch.micro=1 measure.validation_batches=0 measure.warmup_steps=1 "
+    "measure.steps=1 output=out"
+)
 
 
 def make_config(
@@ -27,3 +56,18 @@ def make_config(
 
 def make_point(config: RunConfig) -> Point:
     return Point(f"stage{config.zero.stage}-bf16", config, (f"zero=stage{config.zero.stage}", "precision=bf16"))
+
+
+def config_of(steps: int, *, every: int | None, stage: int = 2, resume: str = "auto", ranks: int = 2) -> RunConfig:
+    """A run of the real worker: a model of two tiny blocks, in fp32."""
+    return RunConfig(
+        model=Model("tiny", "llama", LLAMA),
+        data=Data(DataKind.synthetic),
+        zero=Zero(stage=stage),
+        precision=Precision(DType.fp32, compute=Compute.fp32),
+        batch=Batch(micro=1, accumulation=1, global_size=ranks, seq=16),
+        resources=Resources(Device.cpu, ranks=ranks, threads=1),
+        measure=Measure(warmup_steps=2, steps=steps - 2, validation_batches=1),
+        optimizer=Optimizer(),
+        checkpoint=Checkpoint(CheckpointKind.sharded, every=every, resume=resume),
+    )

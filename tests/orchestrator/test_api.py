@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from test_sweeps import STUB, points
+from points import STUB
+from sweep_runs import points
 
 import orchestrator
 from orchestrator.api import Refusal

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness.patience import HANG_S, wait_until
-from test_sweeps import COMMAND, attempts, left_behind, states, the_sweep
+from sweep_runs import COMMAND, attempts, left_behind, states, the_sweep
 
 from orchestrator.records.record_file import EventTail
 from orchestrator.records.run_record import AttemptPaths
@@ -25,7 +25,7 @@ sys.path[:0] = {path!r}
 from pathlib import Path
 from orchestrator.commands.run import run_point
 from points import STUB
-from test_sweeps import points
+from sweep_runs import points
 raise SystemExit(run_point(points(Path({output!r}), {micros})[0], entry=STUB))
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness.patience import HANG_S
-from test_sweeps import left_behind
+from sweep_runs import left_behind
 
 from orchestrator.records import sweep_record
 
@@ -25,7 +25,7 @@ from orchestrator.plan.decision import Wishes, retry_states
 from orchestrator.commands.run import run_point
 from orchestrator.commands.sweep import SweepRequest, run_sweep
 from points import STUB
-from test_sweeps import points
+from sweep_runs import points
 
 def sweep(words):
     found = points(Path({output!r}), [1, 2])

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from harness.attack_counts import Tally
 from harness.patience import HANG_S, wait_until
+from points import TINY
+from sweep_runs import left_behind
 from test_full_disk import COMMAND
-from test_start import TINY
-from test_sweeps import left_behind
 
 from orchestrator.records import sweep_record
 

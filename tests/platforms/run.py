@@ -33,7 +33,7 @@ KERNEL_TESTS = ("tests/kernels/test_ops.py", "tests/kernels/test_checksum.py")
 # The kernels beside the reference, stages 0 to 3 on two ranks beside plain PyTorch, states in a file, a checkpoint.
 CUT = (
     *(*PYTEST, *KERNEL_TESTS, "tests/kernels/test_reference.py", "tests/kernels/test_torch_optim.py"),
-    *("tests/parity/test_rows.py", "tests/parity/test_offload.py", "tests/zero_runtime/test_checkpoint_load.py"),
+    *("tests/parity/test_rows.py", "tests/parity/test_offload.py", "tests/zero_runtime/checkpoint/test_load.py"),
     "-k",
     "(bits_of_the_reference and not 1000003) or odd_offsets or bits_of_ieee or derived_distance or 2-False-1]"
     " or (bf16_has_the_bits and 2-3-reduce_fp32) or 1-2-fp32 or 3-2-bf16 or tied_and_frozen",

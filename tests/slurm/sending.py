@@ -24,8 +24,11 @@ from orchestrator.slurm.tools import JobSight
 OTHERS = Path(__file__).resolve().parents[1] / "orchestrator"  # their points, and their worker without torch
 sys.path.insert(0, str(OTHERS))
 
-from points import STUB, make_config  # noqa: E402
-from test_resume import config_of  # noqa: E402
+from points import (  # noqa: E402
+    STUB,
+    config_of,
+    make_config,
+)
 
 __all__ = [
     "GPUS",

@@ -20,7 +20,7 @@ from harness.seed_loop import initialize_quietly, run_script
 from torch import nn
 from torch.nn import functional as F
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SPEC = TinySpec()
 STEPS = 5
 

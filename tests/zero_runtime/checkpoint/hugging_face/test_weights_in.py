@@ -24,7 +24,7 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[4]
 SPEC = TinySpec(tied=True, frozen=True, seed=5)
 BF16 = MixedPrecision(param="bf16", reduce="fp32", master="fp32", compute="fp32")
 

@@ -28,7 +28,7 @@ from zero_runtime.optim.lr_schedule import (
 )
 from zero_runtime.optim.torch_schedule import TorchSchedule
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def rates_of(schedule: LrSchedule, updates: int) -> list[float]:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from harness.patience import HANG_S
 from harness.ranks import prepare_fork_server
-from points import make_config
-from test_resume import config_of
+from points import config_of, make_config
 
 from orchestrator.config.cluster import Cluster, ClusterKind
 from orchestrator.config.schema import Checkpoint, CheckpointKind, RunConfig, to_dict

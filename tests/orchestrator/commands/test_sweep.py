@@ -18,17 +18,16 @@ from typing import Any
 import psutil
 import pytest
 from harness.patience import HANG_S, wait_until
-from points import STUB, make_config
+from points import STUB
 from rich.console import Console
+from sweep_runs import COMMAND, attempts, left_behind, points, states, the_sweep
 
 from orchestrator import cli
 from orchestrator.commands import verbs
 from orchestrator.commands.sweep import SweepRequest, run_quietly, run_sweep, watch
-from orchestrator.config.schema import Cluster
 from orchestrator.config.strict import Broken
 from orchestrator.machine import hardware
 from orchestrator.plan.decision import Refused, Wishes
-from orchestrator.plan.point import Point
 from orchestrator.records import sweep_record
 from orchestrator.records.record_file import read_json
 from orchestrator.records.run_record import AttemptPaths
@@ -38,7 +37,7 @@ from orchestrator.report import comparison
 from orchestrator.report.screen import Screen
 from orchestrator.text.paths import program
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 FAST = {"STUB_STEP_S": "0.0"}
 
 
@@ -46,20 +45,6 @@ FAST = {"STUB_STEP_S": "0.0"}
 def scene(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
     monkeypatch.setenv("ZLAB_LOCKS", str(tmp_path / "locks"))
-
-
-def points(output: Path, micros: list[int], *, ranks: int = 1, exclusive: bool = False) -> tuple[Point, ...]:
-    found = []
-    for micro in micros:
-        config = make_config(output)
-        config = replace(
-            config,
-            batch=replace(config.batch, micro=micro, global_size=2 * ranks * micro),
-            resources=replace(config.resources, ranks=ranks),
-            cluster=Cluster(exclusive=exclusive),
-        )
-        found.append(Point(f"micro{micro}", config, (f"batch.micro={micro}",)))
-    return tuple(found)
 
 
 def run(output: Path, micros: list[int], wishes: Wishes | None = None, **more: object) -> tuple[int, str, SweepPaths]:
@@ -71,14 +56,6 @@ def run(output: Path, micros: list[int], wishes: Wishes | None = None, **more: o
     request = replace(request, **more)  # type: ignore[arg-type]
     code = run_sweep(request, hardware.detect(), Screen(Console(file=out, width=300)))
     return code, out.getvalue(), sweep_record.all_sweeps(output)[0]
-
-
-def states(sweep: SweepPaths) -> list[str]:
-    return [one.state.value for one in sweep_record.standings(sweep)]
-
-
-def attempts(output: Path) -> list[Path]:
-    return sorted(output.glob("points/*/attempts/*"))
 
 
 def test_the_same_command_again_keeps_what_was_measured_and_runs_nothing(
@@ -221,20 +198,6 @@ def test_bad_lines_in_the_records_of_one_point_end_neither_the_sweep_nor_another
 
 # ---- stopped in the middle -------------------------------------------------------------------------------------------
 
-COMMAND = """
-import sys
-sys.path[:0] = {path!r}
-from pathlib import Path
-from orchestrator.machine import hardware
-from orchestrator.commands.sweep import SweepRequest, run_quietly, run_sweep, watch
-from points import STUB
-from test_sweeps import points
-output = Path({output!r})
-found = points(output, {micros})
-request = SweepRequest("batch", found, ("sweeps=batch",), predicts=False, entry=STUB, detach={detach})
-raise SystemExit(run_sweep(request, hardware.detect()))
-"""
-
 
 def start(
     output: Path, micros: list[int], *, detach: bool = False, step_s: float = 0.1, **streams: Any
@@ -271,19 +234,6 @@ def stopped(attempt: Path) -> int | None:
             return pid
         os.kill(pid, signal.SIGCONT)
     return None
-
-
-def left_behind(output: Path) -> list[str]:
-    """Command lines of processes that still work for this output folder."""
-    return [
-        " ".join(process.info["cmdline"])
-        for process in psutil.process_iter(["cmdline"])
-        if str(output) in " ".join(process.info["cmdline"] or [])
-    ]
-
-
-def the_sweep(output: Path) -> SweepPaths:
-    return sweep_record.all_sweeps(output)[0]
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ from orchestrator.worker.optimizer import build_optimizer, build_schedule
 from zero_runtime.optim import configs as optimizers
 from zero_runtime.optim import lr_schedule
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+CONF = Path(__file__).resolve().parents[3] / "conf"
 
 
 def option(group: str, kind: type, stem: str, **changed: object) -> Any:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from orchestrator.workloads.models import build_meta_model, build_model, model_config, token_losses
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 FILES = sorted(file for file in (REPOSITORY / "conf" / "model").glob("*.yaml") if file.stem != "pretrained")
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -10,18 +10,14 @@ from pathlib import Path
 
 import pytest
 from harness.patience import HANG_S
+from points import TINY
 
 from orchestrator.commands import ui as dashboard
 from orchestrator.machine import children
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # A user's own files, and what somebody would choose who wants to be imported.
 NAMES = ("queue", "random", "yaml", "torch", "numpy", "psutil", "rich", "submitit", "transformers", "json", "argparse")
-TINY = (
-    "model=llama_tiny data=synthetic zero=stage1 precision=fp32 tracking=none resources.device=cpu resources.ranks=1 "
-    "resources.threads=1 batch.seq=16 batch.micro=1 measure.validation_batches=0 measure.warmup_steps=1 "
-    "measure.steps=1 output=out"
-)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from orchestrator.plan.rules import table as rules
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.plan.rules.table import check_rules, resolve
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+CONF = Path(__file__).resolve().parents[4] / "conf"
 LAPTOP = Scene(Hardware(cores=4, cpu="cpu"))
 SERVER = Scene(Hardware(cores=16, cpu="cpu", gpus=4, gpu="H100"))
 JOINED = Scene(Hardware(cores=16, cpu="cpu", gpus=4, gpu="H100"), world=8, local_world=4)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness.patience import HANG_S
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LINE = (
     "model=llama_tiny data=synthetic zero=stage3 precision=fp32 tracking=none resources.device=cpu resources.ranks=2 "
     "resources.threads=1 batch.seq=16 batch.micro=1 measure.validation_batches=0 resources.stuck_s=8"

@@ -17,7 +17,7 @@ from torch import nn
 from orchestrator import cli
 from zero_runtime.errors import CheckpointError, PlanError
 
-MADE = Path(__file__).resolve().parents[1] / "foreign" / "deepspeed"
+MADE = Path(__file__).resolve().parents[2] / "foreign" / "deepspeed"
 
 
 def _engine(stage: int, seed: int, model: nn.Module | None = None, zero: dict[str, Any] | None = None):

@@ -12,7 +12,7 @@ import pytest
 from orchestrator import cli
 from orchestrator.text.streams import MOST_MESSAGES, MOST_SIGNS, one_line
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # What a shell without a locale gives, with Python's own ways around it switched off.
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
 

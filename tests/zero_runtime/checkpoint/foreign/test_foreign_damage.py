@@ -21,7 +21,7 @@ from zero_runtime.checkpoint.foreign.pickled import StandIn, read_pickle
 from zero_runtime.checkpoint.load import Checkpoint
 from zero_runtime.errors import CheckpointError
 
-MADE = Path(__file__).resolve().parents[1] / "foreign" / "deepspeed"  # by tests/foreign/make_deepspeed.py
+MADE = Path(__file__).resolve().parents[3] / "foreign" / "deepspeed"  # by tests/foreign/make_deepspeed.py
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from orchestrator.compose import arguments
 from orchestrator.compose.overrides import check, elements, scalar
 from orchestrator.compose.settable import Tree, read_tree
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from orchestrator.workloads.data import TokenData, epoch_order, load_data, slice
 from orchestrator.workloads.sources import STDLIB_BYTES, read_stdlib, stdlib_files
 
 SEQ = 16
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def load(kind: str = "text", path: Path | None = None, **changes: Any) -> TokenData:

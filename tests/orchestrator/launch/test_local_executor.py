@@ -29,7 +29,7 @@ from orchestrator.records.run_record import AttemptPaths, new_attempt
 from orchestrator.records.run_state import RunState
 from orchestrator.report.screen import Screen
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)

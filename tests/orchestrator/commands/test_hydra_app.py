@@ -30,7 +30,7 @@ from orchestrator.records import sweep_record
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import SweepPaths
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 ROOT = HERE.parents[1]
 TINY = ("precision=fp32", "resources.device=cpu", "resources.ranks=1", "resources.threads=1", "tracking=none")
 needs_optuna = pytest.mark.skipif(

@@ -13,53 +13,22 @@ from pathlib import Path
 import pytest
 from harness.patience import HANG_S
 from harness.ranks import prepare_fork_server, run_alone
+from points import LLAMA, config_of
 
-from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.schema import (
-    Batch,
-    Checkpoint,
-    CheckpointKind,
-    Data,
-    DataKind,
-    Device,
     Measure,
     Model,
-    Resources,
     RunConfig,
     WeightsFolder,
     to_dict,
 )
-from orchestrator.config.state_groups import Compute, DType, Precision, Zero
 from orchestrator.launch.rank import RankInfo
 from orchestrator.records.record_file import EventTail, read_json, require_json, write_json_atomic
 from orchestrator.records.record_shapes import RESULT
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.report import summary
 
-LLAMA = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 WORLD = 2
-
-
-def config_of(steps: int, *, every: int | None, stage: int = 2, resume: str = "auto") -> RunConfig:
-    return RunConfig(
-        model=Model("tiny", "llama", LLAMA),
-        data=Data(DataKind.synthetic),
-        zero=Zero(stage=stage),
-        precision=Precision(DType.fp32, compute=Compute.fp32),
-        batch=Batch(micro=1, accumulation=1, global_size=WORLD, seq=16),
-        resources=Resources(Device.cpu, ranks=WORLD, threads=1),
-        measure=Measure(warmup_steps=2, steps=steps - 2, validation_batches=1),
-        optimizer=Optimizer(),
-        checkpoint=Checkpoint(CheckpointKind.sharded, every=every, resume=resume),
-    )
 
 
 def _rank_main(root: Path, rank: int) -> None:

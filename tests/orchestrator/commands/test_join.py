@@ -18,7 +18,7 @@ from orchestrator.records.record_file import read_json, write_json_atomic
 from orchestrator.records.run_record import new_attempt
 from orchestrator.records.run_state import RunState
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 COMMAND = """
 from points import *
 from pathlib import Path

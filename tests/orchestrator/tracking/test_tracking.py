@@ -33,7 +33,7 @@ from orchestrator.tracking import notes as tracking_notes
 from orchestrator.tracking import process as tracking
 from orchestrator.tracking.feed import Tracker, start_tracker, store_uri
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 EXPERIMENT = "zlab/tiny"
 DEAD = {"pid": 1, "started": "0@an earlier boot"}
 

@@ -29,7 +29,7 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
-MADE = Path(__file__).resolve().parents[1] / "foreign" / "deepspeed"  # by tests/foreign/make_deepspeed.py
+MADE = Path(__file__).resolve().parents[3] / "foreign" / "deepspeed"  # by tests/foreign/make_deepspeed.py
 
 
 def _runtime(model: nn.Module, stage: int, optimizer: OptimizerConfig = ADAMW) -> ZeroRuntime:
