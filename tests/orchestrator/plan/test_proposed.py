@@ -45,7 +45,7 @@ def problems(line: str, scene: Scene = CLUSTER) -> list[str]:
     assert words[: len(program)] == program
     words = words[len(program) :]
     if words[:1] and words[0] in VERBS:
-        parser: argparse.ArgumentParser = importlib.import_module(f"orchestrator.{VERBS[words[0]]}").parser()
+        parser: argparse.ArgumentParser = importlib.import_module(f"orchestrator.commands.{VERBS[words[0]]}").parser()
         parser.parse_args(words if VERBS[words[0]] == "verbs" else words[1:])
         return []
     asked = arguments.split(words)
