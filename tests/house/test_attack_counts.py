@@ -22,6 +22,7 @@ def test_some(number, tally):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.full), "2"])
 def test_counts_of_all_processes_are_added_and_printed(tmp_path: Path, workers: str) -> None:
     tmp_path.joinpath("test_suite.py").write_text(SUITE)

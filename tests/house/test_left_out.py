@@ -40,6 +40,7 @@ def summary_of(folder: Path, *arguments: str) -> list[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True).stdout.splitlines()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.full), "2"])
 def test_the_long_form_is_counted_in_one_line_and_skipped_nowhere(tmp_path: Path, workers: str) -> None:
     told = summary_of(tmp_path, "-n", workers)

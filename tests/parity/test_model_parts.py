@@ -88,7 +88,9 @@ def whole(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize("make", [t5, gpt2, llama])
+@pytest.mark.parametrize(
+    "make", [t5, pytest.param(gpt2, marks=pytest.mark.full), pytest.param(llama, marks=pytest.mark.full)]
+)
 def test_parts_of_a_model_compute_what_the_plain_models_do(
     make: Callable[[], tuple[nn.Module, Calls]], world: int
 ) -> None:

@@ -148,6 +148,7 @@ def _overflowing(folder: Path, nth: int) -> None:
         runtime.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("nth", [4, pytest.param(2, marks=pytest.mark.full)])
 def test_a_guess_that_overflowed_is_skipped_with_the_step(nth: int, tmp_path: Path) -> None:
     run_ranks(_overflowing, 2, tmp_path, nth)

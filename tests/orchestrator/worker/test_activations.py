@@ -200,6 +200,7 @@ def _gpu_counts(
     return pairs, both
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kinds", [KINDS[:1], pytest.param(KINDS, marks=pytest.mark.full)], ids=["one", "all"])
 def test_attention_of_a_gpu_keeps_what_its_kernels_keep_and_offload_leaves_nothing_of_the_blocks(
     kinds: list[RecomputeKind],

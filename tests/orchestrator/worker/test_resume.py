@@ -203,7 +203,11 @@ def test_other_weights_at_the_same_path_are_not_answered_with_what_the_old_ones_
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"measure": Measure(warmup_steps=2, steps=8)}, "nothing is left to train; give more measure.steps"),
+        pytest.param(
+            {"measure": Measure(warmup_steps=2, steps=8)},
+            "nothing is left to train; give more measure.steps",
+            marks=pytest.mark.full,
+        ),
         pytest.param({"seed": 5}, "expected the data that it was trained on", marks=pytest.mark.full),
         ({"model": Model("tiny", "llama", {**LLAMA, "vocab_size": 65})}, "expected the data that it was trained on"),
     ],

@@ -167,7 +167,7 @@ def _with_peft(base: Path, adapter: Path) -> torch.Tensor:
         return model(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_adapters_are_trained_beside_a_frozen_base_and_go_out_alone(
     folders, stage: int, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -271,6 +271,7 @@ def _never_returns(watch: RankWatch) -> None:
     train_with(watch, _loop_for_ever)
 
 
+@pytest.mark.full
 def test_a_rank_in_an_endless_loop_is_named_with_its_stack() -> None:
     outcomes = rank_outcomes(_never_returns, 3, replace(HASTY, stuck_s=6.0))
     text = assert_blamed(outcomes, "rank 1 has not come to it", "in _loop_for_ever", "step 3")
