@@ -19,7 +19,7 @@ from orchestrator.records.record_shapes import JOB
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.slurm import tools as slurm_tools
 from orchestrator.slurm.executor import BatchExecutor
-from orchestrator.slurm.tools import DENIED, NO_SUCH_JOB, UNSEEN, JobSight, Phase, SlurmError, ask, read_scontrol_job
+from orchestrator.slurm.tools import DENIED, NO_SUCH_JOB, UNSEEN, JobPhase, JobSight, SlurmError, ask, read_scontrol_job
 from zero_runtime.kernels.ownership import for_the_owner_alone
 
 Sent = tuple[AttemptPaths, RunConfig]
@@ -207,7 +207,7 @@ def _told(words: Sequence[str], read: Callable[[str], dict[str, JobSight]]) -> d
 
 def _has_ended_for_good(sight: JobSight) -> bool:
     """A job that was preempted, or whose node failed, may be back in the queue."""
-    return sight.state is Phase.ended and sight.slurm_state not in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+    return sight.state is JobPhase.ended and sight.slurm_state not in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 
 
 def look(ids: Sequence[str]) -> dict[str, JobSight]:

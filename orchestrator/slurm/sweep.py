@@ -23,7 +23,7 @@ from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, tel
 from orchestrator.slurm import jobs as slurm
 from orchestrator.slurm import site as slurm_site
 from orchestrator.slurm.jobs import Scheduler
-from orchestrator.slurm.tools import JobSight, Phase
+from orchestrator.slurm.tools import JobPhase, JobSight
 from orchestrator.slurm.verdict import Follower
 from orchestrator.tracking.feed import experiment_name, start_tracker
 
@@ -118,7 +118,7 @@ class ClusterView:
 
 def _with_reason(one: Standing, sight: JobSight | None) -> Standing:
     """A point that waits says for what, and until when the scheduler thinks."""
-    if sight is None or sight.state is not Phase.pending:
+    if sight is None or sight.state is not JobPhase.pending:
         return one
     start = f", starts about {time.strftime('%H:%M', time.localtime(sight.est_start))}" if sight.est_start else ""
     return replace(one, message=f"{one.message or sight.reason}{start}")
@@ -126,11 +126,11 @@ def _with_reason(one: Standing, sight: JobSight | None) -> Standing:
 
 def _move_along(attempt: Attempt, sight: JobSight) -> None:
     """A job that waits, or runs, and may have been put back into the queue since."""
-    if sight.state is Phase.pending and attempt.state is not RunState.queued:
+    if sight.state is JobPhase.pending and attempt.state is not RunState.queued:
         attempt.move(RunState.queued, message=f"back in the queue: {sight.reason}" if sight.reason else "")
-    elif sight.state is Phase.running and attempt.state is RunState.queued:
+    elif sight.state is JobPhase.running and attempt.state is RunState.queued:
         attempt.move(RunState.starting, message="")
-    elif sight.state is Phase.running and attempt.state is RunState.starting and attempt.paths.metrics.exists():
+    elif sight.state is JobPhase.running and attempt.state is RunState.starting and attempt.paths.metrics.exists():
         attempt.move(RunState.running)
 
 
