@@ -160,7 +160,7 @@ def parameters(config: RunConfig, name: str, after: Sequence[str] = ()) -> dict[
 # ---- looking --------------------------------------------------------------------------------------------------------
 
 
-class Scheduler:
+class SlurmQueue:
     """What SLURM says of jobs, with as few questions as possible. Knows after the first look whether sacct answers."""
 
     def __init__(self) -> None:
@@ -211,8 +211,8 @@ def _has_ended_for_good(sight: JobSight) -> bool:
 
 
 def look(ids: Sequence[str]) -> dict[str, JobSight]:
-    """One look of a scheduler of its own. Who looks again and again keeps a Scheduler."""
-    return Scheduler().look(ids)
+    """Looks once, with a new SlurmQueue. A caller that looks repeatedly keeps one."""
+    return SlurmQueue().look(ids)
 
 
 def cancel(ids: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, tell
 from orchestrator.slurm import jobs as slurm
 from orchestrator.slurm import site as slurm_site
-from orchestrator.slurm.jobs import Scheduler
+from orchestrator.slurm.jobs import SlurmQueue
 from orchestrator.slurm.tools import JobPhase, JobSight
 from orchestrator.slurm.verdict import Follower
 from orchestrator.tracking.feed import experiment_name, start_tracker
@@ -72,7 +72,7 @@ class ClusterView:
 
     def __init__(self, sweep: SweepPaths) -> None:
         self._sweep = sweep
-        self._scheduler = Scheduler()
+        self._scheduler = SlurmQueue()
         self._followers: dict[str, Follower] = {}
 
     def look(self) -> list[Standing]:

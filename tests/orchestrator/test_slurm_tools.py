@@ -133,7 +133,7 @@ class Tools:
 def test_with_accounting_one_question_is_enough_for_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     config = "AccountingStorageType   = accounting_storage/slurmdbd\n"
     tools = Tools(monkeypatch, scontrol_show=config, sacct=SACCT)
-    scheduler = slurm.Scheduler()
+    scheduler = slurm.SlurmQueue()
     assert scheduler.look(["7", "8", "9_0"])["8"].slurm_state == "CANCELLED"
     assert scheduler.look(["7"])["7"].state is JobPhase.ended
     assert tools.asked == ["scontrol_show", "sacct", "sacct"]
@@ -143,14 +143,14 @@ def test_the_controller_is_asked_about_what_may_be_back_in_the_queue(monkeypatch
     config = "AccountingStorageType   = accounting_storage/slurmdbd\n"
     queue = "11|PENDING|BeginTime|1|0|N/A||\n9_4|PENDING|BeginTime|1|0|N/A||\n"
     Tools(monkeypatch, scontrol_show=config, sacct=SACCT, squeue=queue)
-    found = slurm.Scheduler().look(["11", "9_4", "9_0"])
+    found = slurm.SlurmQueue().look(["11", "9_4", "9_0"])
     assert [found[job].state for job in ("11", "9_4", "9_0")] == [JobPhase.pending, JobPhase.pending, JobPhase.ended]
 
 
 def test_what_the_controller_has_forgotten_is_as_the_accounts_say(monkeypatch: pytest.MonkeyPatch) -> None:
     config = "AccountingStorageType   = accounting_storage/slurmdbd\n"
     Tools(monkeypatch, scontrol_show=config, sacct=SACCT, squeue="")
-    found = slurm.Scheduler().look(["11", "9_4", "99"])
+    found = slurm.SlurmQueue().look(["11", "9_4", "99"])
     assert [found[job].slurm_state for job in ("11", "9_4")] == ["PREEMPTED", "NODE_FAIL"]
     assert found["99"] == DENIED
 
@@ -158,14 +158,14 @@ def test_what_the_controller_has_forgotten_is_as_the_accounts_say(monkeypatch: p
 def test_without_accounting_the_queue_is_asked_and_then_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     config = "AccountingStorageType   = accounting_storage/none\n"
     tools = Tools(monkeypatch, scontrol_show=config, squeue=SQUEUE, scontrol_job=SCONTROL)
-    found = slurm.Scheduler().look(["1", "3", "6"])
+    found = slurm.SlurmQueue().look(["1", "3", "6"])
     assert [found[job].slurm_state for job in ("1", "3", "6")] == ["RUNNING", "FAILED", "CANCELLED"]
     assert tools.asked == ["scontrol_show", "squeue"]
 
 
 def test_absence_from_the_queue_is_not_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     Tools(monkeypatch, scontrol_show="AccountingStorageType = accounting_storage/none\n", squeue=SQUEUE)
-    found = slurm.Scheduler().look(["1", "99"])
+    found = slurm.SlurmQueue().look(["1", "99"])
     assert found["1"].slurm_state == "RUNNING"
     assert found["99"] == DENIED
     assert DENIED.state is JobPhase.unknown
@@ -175,7 +175,7 @@ def test_a_queue_that_does_not_know_the_columns_gives_way_to_one_question_a_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tools = Tools(monkeypatch, scontrol_show="AccountingStorageType = accounting_storage/none\n", scontrol_job=SCONTROL)
-    assert slurm.Scheduler().look(["6"])["6"].restarts == 3
+    assert slurm.SlurmQueue().look(["6"])["6"].restarts == 3
     assert tools.asked == ["scontrol_show", "squeue", "scontrol_job"]
 
 
