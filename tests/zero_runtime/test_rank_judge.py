@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zero_runtime.watch.journal import RING, Journal, read_journal
-from zero_runtime.watch.judge import Note, Patience, Standing, Verdict, judge
+from zero_runtime.watch.judge import Blame, Note, Patience, Standing, judge
 
 SLOW_S, STUCK_S, START_S = 5.0, 60.0, 300.0
 RUNNING = Standing.RUNNING
@@ -25,12 +25,12 @@ def note(rank: int, units: str, *, waiting: int = 0, idle_s: float = 9.0, standi
     return Note(rank, standing, *journal.read(), idle_s)
 
 
-def judged(*notes: Note) -> Verdict:
+def judged(*notes: Note) -> Blame:
     return judge(notes, Patience(SLOW_S, STUCK_S, START_S))
 
 
 def test_nobody_is_blamed_while_all_agree() -> None:
-    assert judged(note(0, "ab", waiting=2), note(1, "ab", waiting=2)) == Verdict((), "")
+    assert judged(note(0, "ab", waiting=2), note(1, "ab", waiting=2)) == Blame((), "")
 
 
 def test_a_rank_that_computes_while_others_wait_is_named_but_not_blamed() -> None:
@@ -91,7 +91,7 @@ def test_the_side_with_fewer_ranks_is_blamed_for_a_difference(units: tuple[str, 
 
 def test_gathers_and_reductions_may_interleave_differently() -> None:
     """They run in groups of their own, and a rank that leaves parameters unused reduces at another time."""
-    assert judged(note(0, "abBA", waiting=4), note(1, "aBbA", waiting=4)) == Verdict((), "")
+    assert judged(note(0, "abBA", waiting=4), note(1, "aBbA", waiting=4)) == Blame((), "")
 
 
 def test_ranks_that_wait_for_each_other_in_different_groups_are_told_apart() -> None:

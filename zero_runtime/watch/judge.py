@@ -90,7 +90,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Blame:
     """Who is to blame, and the whole diagnosis. No ranks: nobody, the text says who is slow or is empty.
 
     `hung`: the culprits live, and keep others waiting.
@@ -115,7 +115,7 @@ class Patience(NamedTuple):
         return max(self.start_s, self.stuck_s) if place is not None and place.is_starting else self.stuck_s
 
 
-def judge(notes: Sequence[Note], patience: Patience) -> Verdict:
+def judge(notes: Sequence[Note], patience: Patience) -> Blame:
     """The most basic cause first: an error told, a difference in the collectives, an absence, an early end, a stall."""
     failed = [note for note in notes if note.standing is Standing.FAILED]
     if failed:
@@ -128,10 +128,10 @@ def judge(notes: Sequence[Note], patience: Patience) -> Verdict:
     if troubled:
         # A connection that broke although every rank lives and agrees.
         return _verdict(notes, troubled, f"rank {troubled[0].rank}: {troubled[0].error}")
-    return Verdict((), "")
+    return Blame((), "")
 
 
-def _difference(notes: Sequence[Note]) -> Verdict | None:
+def _difference(notes: Sequence[Note]) -> Blame | None:
     """The first collective of a channel that two ranks issued differently."""
     by_name: dict[str, dict[int, Op]] = {}
     for note in notes:
@@ -144,7 +144,7 @@ def _difference(notes: Sequence[Note]) -> Verdict | None:
     return None
 
 
-def _crossed(notes: Sequence[Note], patience: Patience) -> Verdict | None:
+def _crossed(notes: Sequence[Note], patience: Patience) -> Blame | None:
     """Every rank waits, each for a collective that another has not issued: nobody can ever go on.
 
     In shard groups smaller than the world a rank may wait for others than the one that has not issued, so a transfer
@@ -158,7 +158,7 @@ def _crossed(notes: Sequence[Note], patience: Patience) -> Verdict | None:
     return _split(notes, waited, {rank: op.name for rank, op in waited.items()}, "wait for each other")
 
 
-def _split(notes: Sequence[Note], ops: dict[int, Op], sides: Mapping[int, object], how: str) -> Verdict:
+def _split(notes: Sequence[Note], ops: dict[int, Op], sides: Mapping[int, object], how: str) -> Blame:
     """The smaller sides are to blame; of two equal ones that without the lowest rank. The text tells all."""
     members: dict[object, list[int]] = {}
     for rank in sorted(sides):
@@ -169,7 +169,7 @@ def _split(notes: Sequence[Note], ops: dict[int, Op], sides: Mapping[int, object
     return _verdict(notes, odd, f"the ranks {how}: {told}. {_SAME}")
 
 
-def _absence(notes: Sequence[Note]) -> Verdict | None:
+def _absence(notes: Sequence[Note]) -> Blame | None:
     absent = [note for note in notes if note.standing in _ABSENT]
     if not absent:
         return None
@@ -178,7 +178,7 @@ def _absence(notes: Sequence[Note]) -> Verdict | None:
     return replace(_verdict(notes, absent, told), hung=not gone)
 
 
-def _early_end(notes: Sequence[Note]) -> Verdict | None:
+def _early_end(notes: Sequence[Note]) -> Blame | None:
     most = _most(notes)
     early = [note for note in notes if note.standing is Standing.LEFT and note.lacks(most)]
     if not early:
@@ -187,7 +187,7 @@ def _early_end(notes: Sequence[Note]) -> Verdict | None:
     return _verdict(notes, early, f"{told}. {_SAME}")
 
 
-def _stall(notes: Sequence[Note], patience: Patience) -> Verdict | None:
+def _stall(notes: Sequence[Note], patience: Patience) -> Blame | None:
     """Ranks that live, are in no collective and keep others waiting."""
     awaited: dict[str, int] = {}
     for note in notes:
@@ -205,7 +205,7 @@ def _stall(notes: Sequence[Note], patience: Patience) -> Verdict | None:
     text = f"others wait for collective {behind[0].lacks(awaited)}: {late}, it is in {behind[0].where()}"
     stuck = [note for note in behind if note.idle_s >= patience.with_rank_in(note.place)]
     if not stuck:
-        return Verdict((), _with_stacks(text, notes, behind))
+        return Blame((), _with_stacks(text, notes, behind))
     limit_s = patience.with_rank_in(stuck[0].place)
     setting = "stuck_s" if limit_s == patience.stuck_s else "start_s"
     told = f"{text}, expected within {limit_s:g} s ({setting} of the watch)"
@@ -219,8 +219,8 @@ def _most(notes: Sequence[Note]) -> dict[str, int]:
     return most
 
 
-def _verdict(notes: Sequence[Note], culprits: Sequence[Note], text: str) -> Verdict:
-    return Verdict(tuple(note.rank for note in culprits), _with_stacks(text, notes, culprits))
+def _verdict(notes: Sequence[Note], culprits: Sequence[Note], text: str) -> Blame:
+    return Blame(tuple(note.rank for note in culprits), _with_stacks(text, notes, culprits))
 
 
 def _with_stacks(text: str, notes: Sequence[Note], culprits: Sequence[Note]) -> str:

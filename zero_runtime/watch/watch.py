@@ -32,7 +32,7 @@ from typing import NoReturn, Protocol
 from zero_runtime.errors import RankError
 from zero_runtime.watch.failure import is_out_of_memory, memory_error, told
 from zero_runtime.watch.journal import Journal
-from zero_runtime.watch.judge import Note, Patience, Standing, Verdict, judge
+from zero_runtime.watch.judge import Blame, Note, Patience, Standing, judge
 from zero_runtime.watch.process import OwnProcess, Whereabouts, format_frames, remove_folder
 
 _log = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ class RankWatch:
         absent = standing if standing in (Standing.GONE, Standing.STOPPED) else Standing.SILENT
         return Note(rank, absent, place, ops, stack=crash)
 
-    def _hear(self, number: int) -> Verdict:
+    def _hear(self, number: int) -> Blame:
         """The verdict of the rank that judges; our own where that rank does not come to one."""
         deadline = time.monotonic() + self._settings.stuck_s + self._settings.answer_s
         while not self._store.check([f"verdict/{number}"]):
@@ -247,7 +247,7 @@ class RankWatch:
                 return judge(self._collect(number), self._settings.patience)
             time.sleep(0.02)
         found = json.loads(self._store.get(f"verdict/{number}"))
-        return Verdict(tuple(found["ranks"]), found["text"], found["hung"])
+        return Blame(tuple(found["ranks"]), found["text"], found["hung"])
 
     def _linger(self, number: int) -> None:
         """Until every rank without blame has the verdict: whoever holds the store must not end first."""
