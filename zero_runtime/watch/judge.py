@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zero_runtime.watch.journal import Op, Place
 
 
-class Standing(str, Enum):
+class RankStatus(str, Enum):
     """How a rank was found."""
 
     RUNNING = "running"
@@ -27,9 +27,9 @@ class Standing(str, Enum):
 
 
 _ABSENT = {
-    Standing.GONE: "is gone: its process ended without a word (killed, out of memory on this machine, or aborted)",
-    Standing.STOPPED: "is stopped by a signal (SIGSTOP or a debugger)",
-    Standing.SILENT: "stopped answering",
+    RankStatus.GONE: "is gone: its process ended without a word (killed, out of memory on this machine, or aborted)",
+    RankStatus.STOPPED: "is stopped by a signal (SIGSTOP or a debugger)",
+    RankStatus.SILENT: "stopped answering",
 }
 _SAME = (
     "Expected every rank to issue the same collectives in the same order; make what decides them (the model, the "
@@ -42,7 +42,7 @@ class Note:
     """What is known of one rank. `idle_s`: since its working thread last did anything that the journal sees."""
 
     rank: int
-    standing: Standing
+    standing: RankStatus
     place: Place | None = None
     ops: list[Op] = field(default_factory=list)
     idle_s: float = 0.0
@@ -76,7 +76,7 @@ class Note:
         values = json.loads(text)
         place = None if values["place"] is None else Place(*values["place"])
         ops = [Op(*op) for op in values["ops"]]
-        return cls(**{**values, "standing": Standing(values["standing"]), "place": place, "ops": ops})
+        return cls(**{**values, "standing": RankStatus(values["standing"]), "place": place, "ops": ops})
 
     def where(self) -> str:
         """A few words on what the rank is doing."""
@@ -117,14 +117,14 @@ class Patience(NamedTuple):
 
 def judge(notes: Sequence[Note], patience: Patience) -> Blame:
     """The most basic cause first: an error told, a difference in the collectives, an absence, an early end, a stall."""
-    failed = [note for note in notes if note.standing is Standing.FAILED]
+    failed = [note for note in notes if note.standing is RankStatus.FAILED]
     if failed:
         return _verdict(notes, failed, "; ".join(f"rank {note.rank} failed: {note.error}" for note in failed))
     deeds = (_difference(notes), _absence(notes), _early_end(notes), _crossed(notes, patience), _stall(notes, patience))
     for found in deeds:
         if found is not None:
             return found
-    troubled = [note for note in notes if note.error and note.standing is Standing.RUNNING]
+    troubled = [note for note in notes if note.error and note.standing is RankStatus.RUNNING]
     if troubled:
         # A connection that broke although every rank lives and agrees.
         return _verdict(notes, troubled, f"rank {troubled[0].rank}: {troubled[0].error}")
@@ -150,7 +150,7 @@ def _crossed(notes: Sequence[Note], patience: Patience) -> Blame | None:
     In shard groups smaller than the world a rank may wait for others than the one that has not issued, so a transfer
     that takes its time must not look like this: all must have waited for slow_s.
     """
-    running = [note for note in notes if note.standing is Standing.RUNNING]
+    running = [note for note in notes if note.standing is RankStatus.RUNNING]
     waited = {note.rank: op for note in running if (op := note.waited) is not None and note.idle_s >= patience.slow_s}
     missing = (any(note.numbers().get(op.channel, 0) < op.number for note in running) for op in waited.values())
     if len(waited) < len(running) or not waited or not all(missing):
@@ -174,13 +174,13 @@ def _absence(notes: Sequence[Note]) -> Blame | None:
     if not absent:
         return None
     told = "; ".join(f"rank {note.rank} {_ABSENT[note.standing]}; seen last in {note.where()}" for note in absent)
-    gone = any(note.standing is Standing.GONE for note in absent)
+    gone = any(note.standing is RankStatus.GONE for note in absent)
     return replace(_verdict(notes, absent, told), hung=not gone)
 
 
 def _early_end(notes: Sequence[Note]) -> Blame | None:
     most = _most(notes)
-    early = [note for note in notes if note.standing is Standing.LEFT and note.lacks(most)]
+    early = [note for note in notes if note.standing is RankStatus.LEFT and note.lacks(most)]
     if not early:
         return None
     told = "; ".join(f"rank {note.rank} ended while others go on to collective {note.lacks(most)}" for note in early)
@@ -197,7 +197,7 @@ def _stall(notes: Sequence[Note], patience: Patience) -> Blame | None:
             # NCCL waits on the device, where the journal sees nothing: as long without a sign counts as waiting.
             numbers = note.numbers() if note.idle_s >= patience.stuck_s else {}
         awaited |= {channel: max(number, awaited.get(channel, 0)) for channel, number in numbers.items()}
-    running = [note for note in notes if note.standing is Standing.RUNNING and not note.is_waiting]
+    running = [note for note in notes if note.standing is RankStatus.RUNNING and not note.is_waiting]
     behind = [note for note in running if note.lacks(awaited)]
     if not behind:
         return None
