@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
-from zero_runtime.watch.journal import Op, Place
+from zero_runtime.watch.journal import Op, RankPosition
 
 
 class RankStatus(str, Enum):
@@ -43,7 +43,7 @@ class Note:
 
     rank: int
     standing: RankStatus
-    place: Place | None = None
+    place: RankPosition | None = None
     ops: list[Op] = field(default_factory=list)
     idle_s: float = 0.0
     stack: str = ""
@@ -74,7 +74,7 @@ class Note:
     @classmethod
     def load(cls, text: bytes) -> Note:
         values = json.loads(text)
-        place = None if values["place"] is None else Place(*values["place"])
+        place = None if values["place"] is None else RankPosition(*values["place"])
         ops = [Op(*op) for op in values["ops"]]
         return cls(**{**values, "standing": RankStatus(values["standing"]), "place": place, "ops": ops})
 
@@ -111,7 +111,7 @@ class Patience(NamedTuple):
     stuck_s: float
     start_s: float
 
-    def with_rank_in(self, place: Place | None) -> float:
+    def with_rank_in(self, place: RankPosition | None) -> float:
         return max(self.start_s, self.stuck_s) if place is not None and place.is_starting else self.stuck_s
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_runtime.process_identity import mark, process_stat, remove_left_behind, started
-from zero_runtime.watch.journal import Journal, Op, Place, read_journal
+from zero_runtime.watch.journal import Journal, Op, RankPosition, read_journal
 from zero_runtime.watch.judge import RankStatus
 
 _STACK_FRAMES = 14
@@ -44,7 +44,7 @@ class Whereabouts:
             return RankStatus.GONE
         return RankStatus.STOPPED if stat.state in ("T", "t") else RankStatus.RUNNING
 
-    def left_behind(self) -> tuple[Place | None, list[Op], str]:
+    def left_behind(self) -> tuple[RankPosition | None, list[Op], str]:
         """The journal of a rank of this machine, and its stack where it was ended by a signal that Python saw."""
         if self.machine != _machine():
             return None, [], ""
