@@ -12,7 +12,7 @@ import yaml
 from orchestrator.compose.folders import CONF
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.schema import AdapterKind, Device, RunConfig, to_dict
-from orchestrator.config.state_groups import Place
+from orchestrator.config.state_groups import OffloadDevice
 from orchestrator.machine import hardware
 from orchestrator.plan import memory_cache, remedies
 from orchestrator.plan.decision import Prediction
@@ -107,7 +107,7 @@ def _units(
     config: RunConfig, shapes: Mapping[str, Any], plan: ZeroPlan, ranks: int
 ) -> list[tuple[UnitSize, MixedPrecision]]:
     on_cuda = config.resources.device is Device.cuda
-    away = (Place.cpu, Place.nvme) if on_cuda else (Place.nvme,)
+    away = (OffloadDevice.cpu, OffloadDevice.nvme) if on_cuda else (OffloadDevice.nvme,)
     units = []
     for unit in shapes["units"]:
         layout = FlatLayout.build(

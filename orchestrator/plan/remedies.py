@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from orchestrator.config.schema import LossKind, RecomputeKind, RunConfig
-from orchestrator.config.state_groups import Offload, Place
+from orchestrator.config.state_groups import Offload, OffloadDevice
 from orchestrator.text.units import size
 
 STATES = ("params", "grads", "optimizer")
@@ -91,7 +91,7 @@ def neighbours(config: RunConfig) -> list[Neighbour]:
         for stage in range(config.zero.stage + 1, 4)
     ]
     if config.offload == Offload() and str(config.resources.device) == "cuda":
-        found.append(Neighbour("offload=optimizer_cpu", replace(config, offload=Offload(optimizer=Place.cpu))))
+        found.append(Neighbour("offload=optimizer_cpu", replace(config, offload=Offload(optimizer=OffloadDevice.cpu))))
     return found
 
 

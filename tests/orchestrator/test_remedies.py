@@ -10,7 +10,7 @@ import pytest
 from points import make_config
 
 from orchestrator.config.schema import LossKind, RecomputeKind, RunConfig
-from orchestrator.config.state_groups import Offload, Place
+from orchestrator.config.state_groups import Offload, OffloadDevice
 from orchestrator.plan import remedies
 from orchestrator.plan.remedies import Need
 
@@ -21,7 +21,7 @@ HELD = {"params": 2 * GIB, "grads": 2 * GIB, "optimizer": 8 * GIB, "buffers": 0,
 def states(configs: Sequence[RunConfig]) -> list[Need | None]:
     """12 GiB, of which each stage shards one part more over two ranks; nobody knows the activations."""
     shards = {0: 12, 1: 8, 2: 7, 3: 6}
-    away = Offload(optimizer=Place.cpu)
+    away = Offload(optimizer=OffloadDevice.cpu)
     return [Need(shards[one.zero.stage] * GIB - 4 * GIB * (one.offload == away), complete=False) for one in configs]
 
 
