@@ -19,14 +19,14 @@ STATES = ("params", "grads", "optimizer")
 UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
-class Need(NamedTuple):
+class PredictedPeak(NamedTuple):
     """Predicted bytes of a rank at the worst moment of a step; `complete` where activations are counted in."""
 
     bytes: int
     complete: bool
 
 
-Needs = Callable[[Sequence[RunConfig]], list[Need | None]]
+Needs = Callable[[Sequence[RunConfig]], list[PredictedPeak | None]]
 
 
 class Neighbour(NamedTuple):
@@ -106,7 +106,7 @@ def _smaller(config: RunConfig, micro: int) -> Neighbour:
 
 
 def _remedy(
-    config: RunConfig, other: Neighbour, now: Need | None, then: Need | None, held: Mapping[str, int]
+    config: RunConfig, other: Neighbour, now: PredictedPeak | None, then: PredictedPeak | None, held: Mapping[str, int]
 ) -> Remedy | None:
     """None where nobody can say what it frees."""
     if now is None or then is None:
