@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _HEARD_S = 2.0  # that a rank about to end stays for the others to read the verdict: the store may live in its process
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """What is used of torch.distributed's stores; a client of its own, since a blocking call of another holds it."""
 
     def set(self, key: str, value: str) -> None: ...
@@ -77,7 +77,7 @@ class RankWatch:
 
     def __init__(
         self,
-        store: Store,
+        store: KeyValueStore,
         rank: int,
         world: int,
         settings: WatchSettings | None = None,
