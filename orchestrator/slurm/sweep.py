@@ -24,7 +24,7 @@ from orchestrator.slurm import jobs as slurm
 from orchestrator.slurm import site as slurm_site
 from orchestrator.slurm.jobs import SlurmQueue
 from orchestrator.slurm.tools import JobPhase, JobSight
-from orchestrator.slurm.verdict import Follower
+from orchestrator.slurm.verdict import JobFollower
 from orchestrator.tracking.feed import experiment_name, start_tracker
 
 OWNER = {"scheduler": "slurm"}
@@ -73,7 +73,7 @@ class ClusterView:
     def __init__(self, sweep: SweepPaths) -> None:
         self._sweep = sweep
         self._scheduler = SlurmQueue()
-        self._followers: dict[str, Follower] = {}
+        self._followers: dict[str, JobFollower] = {}
 
     def look(self) -> list[Standing]:
         """How every point stands; asks the scheduler once. Where it does not answer, all stands as it stood."""
@@ -90,7 +90,7 @@ class ClusterView:
         """Moves the attempt to where it stands now; whether that is its end."""
         assert one.attempt is not None
         world = int(one.planned.config["resources"]["ranks"])
-        follower = self._followers.setdefault(one.job, Follower(one.attempt, world))
+        follower = self._followers.setdefault(one.job, JobFollower(one.attempt, world))
         verdict = follower.verdict(sight)
         attempt = Attempt.reopen(one.attempt)
         if verdict is None:

@@ -64,7 +64,7 @@ def verdict(attempt: AttemptPaths, world: int, sight: JobSight, now: float | Non
     return found
 
 
-class Follower:
+class JobFollower:
     """One attempt, looked at again and again, by whichever command: also tells when it is lost."""
 
     def __init__(self, attempt: AttemptPaths, world: int) -> None:
