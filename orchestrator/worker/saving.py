@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.schema import AdapterKind, CheckpointKind, RunConfig, WeightsFolder, to_dict
+from orchestrator.config.schema import AdapterKind, CheckpointKind, RunConfig, WeightsExport, to_dict
 from orchestrator.records.record_file import EventTail, append_event, read_or_warn
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.text.units import spans
@@ -194,14 +194,14 @@ class Saving:
     def write_weights(self) -> None:
         """The trained weights as a Hugging Face folder, where it is asked for."""
         dtype = str(self._config.weights)
-        if self._config.weights is WeightsFolder.none:
+        if self._config.weights is WeightsExport.none:
             return
         save_gathered_weights(self._runtime, self._attempt.weights, dtype=TORCH_DTYPE[dtype])
         if self._rank == 0:
             write_companions(self._attempt.weights, self._run, dtype)
 
     def _weights_folder(self) -> str | None:
-        return str(self._attempt.weights) if self._config.weights is not WeightsFolder.none else None
+        return str(self._attempt.weights) if self._config.weights is not WeightsExport.none else None
 
     def _save(self, progress: Progress, more: Mapping[str, Any] | None = None) -> None:
         if self._config.kind is CheckpointKind.none:
