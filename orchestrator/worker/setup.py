@@ -62,7 +62,7 @@ def build_data(config: RunConfig) -> TokenData:
     )
 
 
-class Built(NamedTuple):
+class TrainingSetup(NamedTuple):
     """What trains, and which of its blocks recompute what."""
 
     runtime: ZeroRuntime
@@ -71,7 +71,7 @@ class Built(NamedTuple):
 
 def build_runtime(
     config: RunConfig, device: torch.device, watch: RankWatch, stop_asked: Callable[[], bool] | None = None
-) -> Built:
+) -> TrainingSetup:
     """The model without weights, taken over by the runtime, which draws or reads them unit by unit.
 
     Needs the process group.
@@ -108,7 +108,7 @@ def build_runtime(
             device,
         )
     _compile_kernels(config, device)
-    return Built(runtime, recomputation)
+    return TrainingSetup(runtime, recomputation)
 
 
 def _compile_kernels(config: RunConfig, device: torch.device) -> None:
