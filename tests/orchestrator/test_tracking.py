@@ -213,7 +213,7 @@ def test_a_store_that_refuses_is_asked_three_times(
         raise OSError("the store is away")
 
     scene = Scene(tmp_path)
-    monkeypatch.setattr(tracking, "Store", refuse)
+    monkeypatch.setattr(tracking, "MlflowStore", refuse)
     attempt = recorded(scene, "refused", RunState.ok)
     message = {"attempt": str(attempt.paths.root), "label": "refused", "point": attempt.point, "experiment": EXPERIMENT}
     tracking_notes.note(tmp_path, message)
