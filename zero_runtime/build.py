@@ -32,7 +32,7 @@ from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
 
 
-class Built(NamedTuple):
+class BuiltUnits(NamedTuple):
     """The units, their optimizer, and where those of them that rest elsewhere do so."""
 
     units: list[Unit]
@@ -57,7 +57,7 @@ class UnitBuilder:
         self._collectives = collectives
         self._device = device
 
-    def build(self, model: nn.Module, config: OptimizerConfig) -> Built:
+    def build(self, model: nn.Module, config: OptimizerConfig) -> BuiltUnits:
         """Plan the units, then give each its values, one after another: no more than one is whole at a time.
 
         The optimizer comes between: what it refuses is refused before the model's parameters are taken over.
@@ -86,7 +86,7 @@ class UnitBuilder:
             if tier is not None:
                 tier.close()
             raise
-        return Built(units, optimizer, tier)
+        return BuiltUnits(units, optimizer, tier)
 
     def _fill(self, model: nn.Module, units: Sequence[Unit], tier: StateTier | None) -> None:
         """Values for buffers and parameters: those that the model has, drawn, or read."""

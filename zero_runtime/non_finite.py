@@ -16,7 +16,7 @@ FP16_MAX = 65504.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class NonFiniteReport:
     """One rank's own, unreduced numbers of the step that failed."""
 
     loss: float
@@ -35,7 +35,7 @@ def non_finite_message(report: StepReport, updates: int, scaler: LossScaler) -> 
     return told + "; nothing was updated"
 
 
-def look(units: list[Unit], loss: float) -> Finding:
+def look(units: list[Unit], loss: float) -> NonFiniteReport:
     """This rank's finding; expects unreduced gradients of the failing step. Units are seen in backward's order."""
     bad_grad = None
     for unit in reversed(units):
@@ -46,10 +46,10 @@ def look(units: list[Unit], loss: float) -> Finding:
         largest = max(largest, float(torch.nan_to_num(shard.abs(), nan=0.0).max()) if shard.numel() else 0.0)
         if bad_param is None and not bool(torch.isfinite(shard).all()):
             bad_param = unit.name
-    return Finding(loss, bad_grad, bad_param, largest)
+    return NonFiniteReport(loss, bad_grad, bad_param, largest)
 
 
-def verdict(findings: list[Finding], precision: MixedPrecision) -> str:
+def verdict(findings: list[NonFiniteReport], precision: MixedPrecision) -> str:
     """Which ranks, which parameter first, whether the weights fit fp16, and what to try."""
     lines = []
     for rank, found in enumerate(findings):

@@ -21,7 +21,7 @@ class Rests:
     apart: bool = False
 
 
-class Place(Protocol):
+class ShardLocation(Protocol):
     """Where a unit's shards rest. A verb already done is a no-op."""
 
     def begin_fetch(self) -> None:

@@ -26,7 +26,7 @@ from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.initial_values import Birth, swap_content
 from zero_runtime.kernels import ops
 from zero_runtime.plan import Partition, Phase, ZeroPlan
-from zero_runtime.shard_location import HOME, Place, Rests
+from zero_runtime.shard_location import HOME, Rests, ShardLocation
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit_planner import UnitSpec
 
@@ -114,7 +114,7 @@ class Unit:
         self._squares: torch.Tensor | None = None  # of a gradient that has left, see `grad_squares`
         self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # drawn, and not yet bound to their views
         self._rests = rests or Rests()
-        self._place: Place = HOME
+        self._place: ShardLocation = HOME
         self._guard: ParameterGuard | None = None
         self._allocate()
 
@@ -188,7 +188,7 @@ class Unit:
     def master_dtype(self) -> torch.dtype:
         return self._master_dtype
 
-    def rest_in(self, place: Place) -> None:
+    def rest_in(self, place: ShardLocation) -> None:
         """Shards of this unit rest there from here on."""
         self._place = place
 

@@ -16,7 +16,7 @@ from orchestrator.workloads.companions import write_companions
 
 if TYPE_CHECKING:
     from zero_runtime.checkpoint.hugging_face.folder import Written
-    from zero_runtime.checkpoint.load import Checkpoint
+    from zero_runtime.checkpoint.load import CheckpointReader
 
 DTYPES = ("bf16", "fp32")
 
@@ -46,9 +46,9 @@ def parser() -> VerbParser:
 
 
 def _export(path: Path, out: Path, dtype: str) -> None:
-    from zero_runtime.checkpoint.load import Checkpoint  # here: it imports torch
+    from zero_runtime.checkpoint.load import CheckpointReader  # here: it imports torch
 
-    with Checkpoint.open(path) as checkpoint:
+    with CheckpointReader.open(path) as checkpoint:
         config = checkpoint.index.trainer.get("config")
         if config is None:
             _export_of_engine(checkpoint, out, dtype)
@@ -58,7 +58,7 @@ def _export(path: Path, out: Path, dtype: str) -> None:
             _export_model(checkpoint, out, dtype, config)
 
 
-def _export_model(checkpoint: Checkpoint, out: Path, dtype: str, config: dict[str, Any]) -> None:
+def _export_model(checkpoint: CheckpointReader, out: Path, dtype: str, config: dict[str, Any]) -> None:
     from zero_runtime.checkpoint.hugging_face.folder import write_weights
     from zero_runtime.dtypes import TORCH_DTYPE
 
@@ -70,7 +70,7 @@ def _export_model(checkpoint: Checkpoint, out: Path, dtype: str, config: dict[st
     print(f"next     python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{out}')\"")
 
 
-def _export_of_engine(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
+def _export_of_engine(checkpoint: CheckpointReader, out: Path, dtype: str) -> None:
     """A checkpoint of `engine.save_checkpoint`, which knows the model's configuration where the model did."""
     from zero_runtime.checkpoint.hugging_face.folder import write_weights
     from zero_runtime.dtypes import TORCH_DTYPE
@@ -90,7 +90,7 @@ def _export_of_engine(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
     )
 
 
-def _export_adapter(checkpoint: Checkpoint, out: Path, dtype: str, config: dict[str, Any]) -> None:
+def _export_adapter(checkpoint: CheckpointReader, out: Path, dtype: str, config: dict[str, Any]) -> None:
     from orchestrator.workloads import adapters
     from zero_runtime.checkpoint.hugging_face.folder import write_weights
     from zero_runtime.dtypes import TORCH_DTYPE

@@ -52,7 +52,7 @@ class CheckpointKind(Word):
     sharded = "sharded"
 
 
-class WeightsFolder(Word):
+class WeightsExport(Word):
     none = "none"
     bf16 = "bf16"
     fp16 = "fp16"
@@ -183,7 +183,7 @@ class Checkpoint:
     keep_every: int | None = None
     background: bool = True
     resume: str = "none"
-    weights: WeightsFolder = WeightsFolder.none
+    weights: WeightsExport = WeightsExport.none
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "checkpoint")

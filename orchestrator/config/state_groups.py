@@ -20,7 +20,7 @@ class Compute(Word):
     fp16 = "fp16"
 
 
-class Place(Word):
+class OffloadDevice(Word):
     device = "device"
     cpu = "cpu"
     nvme = "nvme"
@@ -96,8 +96,8 @@ class Offload:
     read ahead and written behind, and whether what comes back is compared with the checksum of what was written.
     """
 
-    params: Place = Place.device
-    optimizer: Place = Place.device
+    params: OffloadDevice = OffloadDevice.device
+    optimizer: OffloadDevice = OffloadDevice.device
     ratio: float = 1.0
     step: StepTime = StepTime.after_backward
     folder: str | None = None
@@ -116,4 +116,4 @@ class Offload:
 
     @property
     def uses_nvme(self) -> bool:
-        return Place.nvme in (self.params, self.optimizer)
+        return OffloadDevice.nvme in (self.params, self.optimizer)

@@ -41,7 +41,7 @@ def is_alive(pid: int, token: object) -> bool:
     return found is not None and found == token
 
 
-class Stopped(KeyboardInterrupt):
+class StoppedBySignal(KeyboardInterrupt):
     """Somebody asked the command to stop with a signal that is not Ctrl-C."""
 
 
@@ -50,7 +50,7 @@ def signals_interrupt() -> Iterator[None]:
     """A polite end of the terminal or from `kill` unwinds as Ctrl-C does. For the main thread."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise Stopped(signal.Signals(number).name)
+        raise StoppedBySignal(signal.Signals(number).name)
 
     before = {one: signal.signal(one, stop) for one in (signal.SIGTERM, signal.SIGHUP)}
     try:

@@ -12,13 +12,13 @@ import yaml
 from orchestrator.compose.folders import CONF
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.schema import AdapterKind, Device, RunConfig, to_dict
-from orchestrator.config.state_groups import Place
+from orchestrator.config.state_groups import OffloadDevice
 from orchestrator.machine import hardware
 from orchestrator.plan import memory_cache, remedies
 from orchestrator.plan.decision import Prediction
 from orchestrator.plan.memory_cache import Tell, activations_key, units_key
 from orchestrator.plan.point import Point
-from orchestrator.plan.remedies import Need
+from orchestrator.plan.remedies import PredictedPeak
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.model import UnitSize, step_peak_bytes, total_state_bytes
@@ -45,10 +45,10 @@ def predict(points: Sequence[Point], tell: Tell | None = None) -> dict[str, Pred
     return named
 
 
-def needs(configs: Sequence[RunConfig]) -> list[Need | None]:
+def needs(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
     """What a rank needs at least; None where the model cannot be built."""
     found = _predictions(configs, None)
-    return [None if one is None else Need(one.needed_bytes, one.activations is not None) for one in found]
+    return [None if one is None else PredictedPeak(one.needed_bytes, one.activations is not None) for one in found]
 
 
 def problems(points: Sequence[Point]) -> dict[str, str]:
@@ -107,7 +107,7 @@ def _units(
     config: RunConfig, shapes: Mapping[str, Any], plan: ZeroPlan, ranks: int
 ) -> list[tuple[UnitSize, MixedPrecision]]:
     on_cuda = config.resources.device is Device.cuda
-    away = (Place.cpu, Place.nvme) if on_cuda else (Place.nvme,)
+    away = (OffloadDevice.cpu, OffloadDevice.nvme) if on_cuda else (OffloadDevice.nvme,)
     units = []
     for unit in shapes["units"]:
         layout = FlatLayout.build(

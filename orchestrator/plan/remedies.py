@@ -12,21 +12,21 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from orchestrator.config.schema import LossKind, RecomputeKind, RunConfig
-from orchestrator.config.state_groups import Offload, Place
+from orchestrator.config.state_groups import Offload, OffloadDevice
 from orchestrator.text.units import size
 
 STATES = ("params", "grads", "optimizer")
 UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
-class Need(NamedTuple):
+class PredictedPeak(NamedTuple):
     """Predicted bytes of a rank at the worst moment of a step; `complete` where activations are counted in."""
 
     bytes: int
     complete: bool
 
 
-Needs = Callable[[Sequence[RunConfig]], list[Need | None]]
+Needs = Callable[[Sequence[RunConfig]], list[PredictedPeak | None]]
 
 
 class Neighbour(NamedTuple):
@@ -91,7 +91,7 @@ def neighbours(config: RunConfig) -> list[Neighbour]:
         for stage in range(config.zero.stage + 1, 4)
     ]
     if config.offload == Offload() and str(config.resources.device) == "cuda":
-        found.append(Neighbour("offload=optimizer_cpu", replace(config, offload=Offload(optimizer=Place.cpu))))
+        found.append(Neighbour("offload=optimizer_cpu", replace(config, offload=Offload(optimizer=OffloadDevice.cpu))))
     return found
 
 
@@ -106,7 +106,7 @@ def _smaller(config: RunConfig, micro: int) -> Neighbour:
 
 
 def _remedy(
-    config: RunConfig, other: Neighbour, now: Need | None, then: Need | None, held: Mapping[str, int]
+    config: RunConfig, other: Neighbour, now: PredictedPeak | None, then: PredictedPeak | None, held: Mapping[str, int]
 ) -> Remedy | None:
     """None where nobody can say what it frees."""
     if now is None or then is None:

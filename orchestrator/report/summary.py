@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer
-from orchestrator.config.state_groups import Offload, Place, StepTime
+from orchestrator.config.state_groups import Offload, OffloadDevice, StepTime
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, difference, digits, loss, many, percent, size, steps_text
 
@@ -76,8 +76,8 @@ def _model_text(config: RunConfig) -> str:
 def _offload_text(offload: Offload) -> str:
     what = {"optimizer states": offload.optimizer, "parameters": offload.params}
     places = {
-        Place.cpu: "the host's memory (on CPU ranks: where they are)",
-        Place.nvme: f"scratch files in {offload.folder}",
+        OffloadDevice.cpu: "the host's memory (on CPU ranks: where they are)",
+        OffloadDevice.nvme: f"scratch files in {offload.folder}",
     }
     moved = {place: " and ".join(name for name in what if what[name] is place) for place in places}
     rest = ", ".join(f"{names} rest in {places[place]}" for place, names in moved.items() if names)

@@ -19,7 +19,7 @@ from orchestrator.records.record_shapes import JOB
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.slurm import tools as slurm_tools
 from orchestrator.slurm.executor import BatchExecutor
-from orchestrator.slurm.tools import DENIED, NO_SUCH_JOB, UNSEEN, JobSight, Phase, SlurmError, ask, read_scontrol_job
+from orchestrator.slurm.tools import DENIED, NO_SUCH_JOB, UNSEEN, JobPhase, JobSight, SlurmError, ask, read_scontrol_job
 from zero_runtime.kernels.ownership import for_the_owner_alone
 
 Sent = tuple[AttemptPaths, RunConfig]
@@ -160,7 +160,7 @@ def parameters(config: RunConfig, name: str, after: Sequence[str] = ()) -> dict[
 # ---- looking --------------------------------------------------------------------------------------------------------
 
 
-class Scheduler:
+class SlurmQueue:
     """What SLURM says of jobs, with as few questions as possible. Knows after the first look whether sacct answers."""
 
     def __init__(self) -> None:
@@ -207,12 +207,12 @@ def _told(words: Sequence[str], read: Callable[[str], dict[str, JobSight]]) -> d
 
 def _has_ended_for_good(sight: JobSight) -> bool:
     """A job that was preempted, or whose node failed, may be back in the queue."""
-    return sight.state is Phase.ended and sight.slurm_state not in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+    return sight.state is JobPhase.ended and sight.slurm_state not in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 
 
 def look(ids: Sequence[str]) -> dict[str, JobSight]:
-    """One look of a scheduler of its own. Who looks again and again keeps a Scheduler."""
-    return Scheduler().look(ids)
+    """Looks once, with a new SlurmQueue. A caller that looks repeatedly keeps one."""
+    return SlurmQueue().look(ids)
 
 
 def cancel(ids: Sequence[str]) -> None:

@@ -22,9 +22,9 @@ from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, tell
 from orchestrator.slurm import jobs as slurm
 from orchestrator.slurm import site as slurm_site
-from orchestrator.slurm.jobs import Scheduler
-from orchestrator.slurm.tools import JobSight, Phase
-from orchestrator.slurm.verdict import Follower
+from orchestrator.slurm.jobs import SlurmQueue
+from orchestrator.slurm.tools import JobPhase, JobSight
+from orchestrator.slurm.verdict import JobFollower
 from orchestrator.tracking.feed import experiment_name, start_tracker
 
 OWNER = {"scheduler": "slurm"}
@@ -72,8 +72,8 @@ class ClusterView:
 
     def __init__(self, sweep: SweepPaths) -> None:
         self._sweep = sweep
-        self._scheduler = Scheduler()
-        self._followers: dict[str, Follower] = {}
+        self._scheduler = SlurmQueue()
+        self._followers: dict[str, JobFollower] = {}
 
     def look(self) -> list[Standing]:
         """How every point stands; asks the scheduler once. Where it does not answer, all stands as it stood."""
@@ -90,7 +90,7 @@ class ClusterView:
         """Moves the attempt to where it stands now; whether that is its end."""
         assert one.attempt is not None
         world = int(one.planned.config["resources"]["ranks"])
-        follower = self._followers.setdefault(one.job, Follower(one.attempt, world))
+        follower = self._followers.setdefault(one.job, JobFollower(one.attempt, world))
         verdict = follower.verdict(sight)
         attempt = Attempt.reopen(one.attempt)
         if verdict is None:
@@ -118,7 +118,7 @@ class ClusterView:
 
 def _with_reason(one: Standing, sight: JobSight | None) -> Standing:
     """A point that waits says for what, and until when the scheduler thinks."""
-    if sight is None or sight.state is not Phase.pending:
+    if sight is None or sight.state is not JobPhase.pending:
         return one
     start = f", starts about {time.strftime('%H:%M', time.localtime(sight.est_start))}" if sight.est_start else ""
     return replace(one, message=f"{one.message or sight.reason}{start}")
@@ -126,11 +126,11 @@ def _with_reason(one: Standing, sight: JobSight | None) -> Standing:
 
 def _move_along(attempt: Attempt, sight: JobSight) -> None:
     """A job that waits, or runs, and may have been put back into the queue since."""
-    if sight.state is Phase.pending and attempt.state is not RunState.queued:
+    if sight.state is JobPhase.pending and attempt.state is not RunState.queued:
         attempt.move(RunState.queued, message=f"back in the queue: {sight.reason}" if sight.reason else "")
-    elif sight.state is Phase.running and attempt.state is RunState.queued:
+    elif sight.state is JobPhase.running and attempt.state is RunState.queued:
         attempt.move(RunState.starting, message="")
-    elif sight.state is Phase.running and attempt.state is RunState.starting and attempt.paths.metrics.exists():
+    elif sight.state is JobPhase.running and attempt.state is RunState.starting and attempt.paths.metrics.exists():
         attempt.move(RunState.running)
 
 

@@ -18,7 +18,7 @@ class SlurmError(RuntimeError):
     """A tool of SLURM's refused, did not answer or is not there."""
 
 
-class Phase(str, Enum):
+class JobPhase(str, Enum):
     """What a scheduler's state means for us. `unknown` is never final: the tools may not have answered."""
 
     pending = "pending"
@@ -30,17 +30,17 @@ class Phase(str, Enum):
 PHASES = {
     **dict.fromkeys(
         ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
-        Phase.pending,
+        JobPhase.pending,
     ),
     **dict.fromkeys(
-        ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"), Phase.running
+        ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"), JobPhase.running
     ),
     **dict.fromkeys(
         ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "DEADLINE", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"),
-        Phase.ended,
+        JobPhase.ended,
     ),
-    "PREEMPTED": Phase.ended,
-    "REVOKED": Phase.ended,
+    "PREEMPTED": JobPhase.ended,
+    "REVOKED": JobPhase.ended,
 }
 
 
@@ -52,7 +52,7 @@ class JobSight(NamedTuple):
     start that the scheduler expects.
     """
 
-    state: Phase = Phase.unknown
+    state: JobPhase = JobPhase.unknown
     slurm_state: str = ""
     reason: str = ""
     exit_code: str = ""
@@ -160,17 +160,17 @@ def read_scontrol_job(text: str) -> JobSight:
 
 def _sight(state: str, reason: str, code: str, nodes: str, start: str, restarts: int = 0) -> JobSight:
     name = state.split()[0].rstrip("+") if state.split() else ""  # "CANCELLED by 1000"
-    phase = PHASES.get(name, Phase.unknown)
+    phase = PHASES.get(name, JobPhase.unknown)
     when = read_time(start)
     return JobSight(
         phase,
         name,
         "" if reason in NONE else reason,
-        code if phase is Phase.ended else "",
+        code if phase is JobPhase.ended else "",
         "" if nodes in NONE else nodes,
         restarts,
-        began=when if phase is not Phase.pending else None,
-        est_start=when if phase is Phase.pending else None,
+        began=when if phase is not JobPhase.pending else None,
+        est_start=when if phase is JobPhase.pending else None,
     )
 
 

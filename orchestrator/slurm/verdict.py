@@ -20,7 +20,7 @@ from orchestrator.records.record_file import read_or_warn, write_json_atomic
 from orchestrator.records.record_shapes import HEARTBEAT, JOB, RANK, SEEN, misfit
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
-from orchestrator.slurm.tools import DENIED, UNSEEN, JobSight, Phase
+from orchestrator.slurm.tools import DENIED, UNSEEN, JobPhase, JobSight
 from zero_runtime.process_identity import boot_id
 
 # After the first record of an error: on a shared drive the one that caused it may show later.
@@ -54,7 +54,7 @@ def verdict(attempt: AttemptPaths, world: int, sight: JobSight, now: float | Non
     first = _first_error(records, sight)
     error_s = 0.0 if first is None else _unchanged_s(attempt.failing, first, now)
     found = decide(records, sight, has_result=attempt.result.exists(), error_s=error_s)
-    if found is None or found.state is not RunState.error or sight.state is not Phase.ended:
+    if found is None or found.state is not RunState.error or sight.state is not JobPhase.ended:
         return found
     line = next(filter(None, map(_of_memory, [log, *map(attempt.rank_log, range(world))])), "")
     if line:
@@ -64,7 +64,7 @@ def verdict(attempt: AttemptPaths, world: int, sight: JobSight, now: float | Non
     return found
 
 
-class Follower:
+class JobFollower:
     """One attempt, looked at again and again, by whichever command: also tells when it is lost."""
 
     def __init__(self, attempt: AttemptPaths, world: int) -> None:
@@ -104,12 +104,12 @@ def decide(
     records: Sequence[Mapping[str, Any] | None], sight: JobSight, *, has_result: bool, error_s: float
 ) -> Verdict | None:
     """The same without files. `error_s`: for how long the first error has been seen."""
-    ended = sight.state is Phase.ended
+    ended = sight.state is JobPhase.ended
     ranks = [_rank(rank, record, sight) for rank, record in enumerate(records)]
     if has_result:
         done = ended or all(rank.state is RunState.ok for rank in ranks)
         return judge(ranks, has_result=True, controller_alive=False) if done else None
-    if sight.state is Phase.pending:
+    if sight.state is JobPhase.pending:
         return None  # put back into the queue, or not started: what records there are, are of an earlier life
     causes = [rank for rank in ranks if rank.state is RunState.error and not rank.blamed]
     if ended and not causes and sight.slurm_state in OUTSIDE:
@@ -149,7 +149,7 @@ def _rank(rank: int, record: Mapping[str, Any] | None, sight: JobSight) -> Sight
     Nobody saw its process end: that is later than all that any rank wrote.
     """
     stale = record is not None and sight.began is not None and record["time"] < sight.began - SKEW_S
-    unseen = Sight(rank, alive=sight.state is not Phase.ended, exit_time=math.inf)
+    unseen = Sight(rank, alive=sight.state is not JobPhase.ended, exit_time=math.inf)
     if record is None or stale:
         return unseen
     return replace(

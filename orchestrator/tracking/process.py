@@ -41,7 +41,7 @@ NOTE_LIMIT = 5000
 BATCH = 500
 
 
-class Store:
+class MlflowStore:
     """MLflow's client with our experiments: each made once, with its chart page, and cleared of dead runs."""
 
     def __init__(self, uri: str, output: Path) -> None:
@@ -103,7 +103,7 @@ def _locked(output: Path) -> Iterator[None]:
         yield
 
 
-def reconcile(store: Store, experiment: str) -> list[str]:
+def reconcile(store: MlflowStore, experiment: str) -> list[str]:
     """Ends the runs that say RUNNING though the command that owned them is gone from this host; their ids. Each ends
     as its records say, and where there are none as lost."""
     ended = []
@@ -122,7 +122,7 @@ def reconcile(store: Store, experiment: str) -> list[str]:
     return ended
 
 
-def open_run(store: Store, message: Mapping[str, Any], tags: Mapping[str, str]) -> FollowedRun:
+def open_run(store: MlflowStore, message: Mapping[str, Any], tags: Mapping[str, str]) -> FollowedRun:
     """The run of the attempt that a message begins: a new one, or with `again` the one that an earlier tracker made."""
     attempt = {names.KIND: "point", names.POINT: message["point"], names.ATTEMPT: message["attempt"]}
     paths = AttemptPaths(Path(message["attempt"]))
@@ -139,7 +139,7 @@ class FollowedRun:
     """One attempt and its run in MLflow; `catch_up` may be called at any time and as often as one likes. What was
     written before is written again with the same steps and times, which changes nothing there."""
 
-    def __init__(self, store: Store, run: str, paths: AttemptPaths) -> None:
+    def __init__(self, store: MlflowStore, run: str, paths: AttemptPaths) -> None:
         self._store, self.run, self._paths = store, run, paths
         self._tail = EventTail(paths.metrics)
         self._waiting: list[tuple[str, float, int, int]] = []
@@ -176,7 +176,7 @@ class FollowedRun:
             tracking_notes.forget(self._store.output, str(self._paths.root))
 
 
-def complete(output: Path, stores: dict[str, Store]) -> None:
+def complete(output: Path, stores: dict[str, MlflowStore]) -> None:
     """Completes from the records the runs that dead commands left. `stores`: those that are open, by their URI. What
     fails is told on stderr and tried again by a later command."""
     with (output / ".tracking.lock").open("wb") as file:
@@ -191,7 +191,7 @@ def complete(output: Path, stores: dict[str, Store]) -> None:
                 print(f"{message['attempt']}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def _complete_one(output: Path, message: Mapping[str, Any], stores: dict[str, Store]) -> None:
+def _complete_one(output: Path, message: Mapping[str, Any], stores: dict[str, MlflowStore]) -> None:
     paths = AttemptPaths(Path(message["attempt"]))
     config = read_or_warn(paths.config)
     if config is None or not paths.state.exists():
@@ -202,7 +202,7 @@ def _complete_one(output: Path, message: Mapping[str, Any], stores: dict[str, St
     tracking_notes.count_try(output, message)
     uri = store_uri(from_dict(config), output, os.environ)
     if uri not in stores:
-        stores[uri] = Store(uri, output)
+        stores[uri] = MlflowStore(uri, output)
     command = message["command"]
     tags = {names.HOST: command["host"], names.PID: str(command["pid"]), names.STARTED: str(command["started"])}
     open_run(stores[uri], {**message, "again": True}, tags).finish()
@@ -213,7 +213,7 @@ class Follower:
 
     def __init__(self, uri: str, output: Path, parent: int) -> None:
         self._uri, self._output = uri, output
-        self._store: Store | None = None
+        self._store: MlflowStore | None = None
         self._runs: dict[str, FollowedRun] = {}
         self._warned: set[str] = set()
         self._tags = _command_tags(parent)
@@ -246,7 +246,7 @@ class Follower:
 
     def _open(self, message: Mapping[str, Any]) -> None:
         try:
-            self._store = self._store or Store(self._uri, self._output)
+            self._store = self._store or MlflowStore(self._uri, self._output)
             self._store.experiment(message["experiment"])
         finally:
             _answer({"ready": self._store is not None})
@@ -255,7 +255,7 @@ class Follower:
         complete(self._output, {self._uri: self._store})
 
     def _begin(self, message: Mapping[str, Any]) -> None:
-        self._store = self._store or Store(self._uri, self._output)
+        self._store = self._store or MlflowStore(self._uri, self._output)
         if not tracking_notes.is_noted(self._output, message["attempt"]):
             # The command was killed while the store was opened, and the run was completed as one that it had left.
             message = {**message, "again": True}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.schema import AdapterKind, CheckpointKind, RunConfig, WeightsFolder, to_dict
+from orchestrator.config.schema import AdapterKind, CheckpointKind, RunConfig, WeightsExport, to_dict
 from orchestrator.records.record_file import EventTail, append_event, read_or_warn
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.text.units import spans
@@ -19,7 +19,7 @@ from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.foreign.formats import foreign_reader
 from zero_runtime.checkpoint.foreign.source import ForeignCheckpoint, load_foreign
 from zero_runtime.checkpoint.hugging_face.gathered import save_gathered_weights
-from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
+from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.retention import Retention, Skipped, clear_leftovers, newest_good_together, open_together
 from zero_runtime.checkpoint.save import SaveSettings
 from zero_runtime.dtypes import TORCH_DTYPE
@@ -134,12 +134,12 @@ class Saving:
         }
         return {**found, "checkpoints": {**told, **saved, "weights": self._weights_folder()}}
 
-    def _own(self) -> Checkpoint | None:
+    def _own(self) -> CheckpointReader | None:
         """What this attempt saved before its job was put back into the queue, whatever `resume` says of others'."""
         found = newest_good_together(self._runtime.collectives, self._attempt.checkpoints, self._tell_passed_over)
         return found if found is not None and found.index.trainer["metrics"] == str(self._attempt.metrics) else None
 
-    def _chosen(self) -> Checkpoint | None:
+    def _chosen(self) -> CheckpointReader | None:
         resume = self._config.resume
         if resume == NONE:
             return None
@@ -194,14 +194,14 @@ class Saving:
     def write_weights(self) -> None:
         """The trained weights as a Hugging Face folder, where it is asked for."""
         dtype = str(self._config.weights)
-        if self._config.weights is WeightsFolder.none:
+        if self._config.weights is WeightsExport.none:
             return
         save_gathered_weights(self._runtime, self._attempt.weights, dtype=TORCH_DTYPE[dtype])
         if self._rank == 0:
             write_companions(self._attempt.weights, self._run, dtype)
 
     def _weights_folder(self) -> str | None:
-        return str(self._attempt.weights) if self._config.weights is not WeightsFolder.none else None
+        return str(self._attempt.weights) if self._config.weights is not WeightsExport.none else None
 
     def _save(self, progress: Progress, more: Mapping[str, Any] | None = None) -> None:
         if self._config.kind is CheckpointKind.none:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from orchestrator.config.schema import AdapterKind, RunConfig, Tokenizer
-from orchestrator.config.state_groups import DType, Offload, Place, Precision, StepTime
+from orchestrator.config.state_groups import DType, Offload, OffloadDevice, Precision, StepTime
 from orchestrator.records.run_record import scratch_path
 from orchestrator.worker.optimizer import build_optimizer
 from orchestrator.workloads.data import TokenData, load_data
@@ -62,7 +62,7 @@ def build_data(config: RunConfig) -> TokenData:
     )
 
 
-class Built(NamedTuple):
+class TrainingSetup(NamedTuple):
     """What trains, and which of its blocks recompute what."""
 
     runtime: ZeroRuntime
@@ -71,7 +71,7 @@ class Built(NamedTuple):
 
 def build_runtime(
     config: RunConfig, device: torch.device, watch: RankWatch, stop_asked: Callable[[], bool] | None = None
-) -> Built:
+) -> TrainingSetup:
     """The model without weights, taken over by the runtime, which draws or reads them unit by unit.
 
     Needs the process group.
@@ -108,12 +108,12 @@ def build_runtime(
             device,
         )
     _compile_kernels(config, device)
-    return Built(runtime, recomputation)
+    return TrainingSetup(runtime, recomputation)
 
 
 def _compile_kernels(config: RunConfig, device: torch.device) -> None:
     """While ranks start, and may be slow: in the first step one that compiles would look as if it hung."""
-    on_host = config.offload.optimizer is not Place.device or config.offload.params is not Place.device
+    on_host = config.offload.optimizer is not OffloadDevice.device or config.offload.params is not OffloadDevice.device
     for one in {device.type, "cpu"} if on_host else {device.type}:
         backend_for(torch.device(one))
 
@@ -144,7 +144,7 @@ def build_unborn(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
 
 def _offload(offload: Offload, output: str) -> OffloadPlan:
     """On a CPU what rests on the host rests where it is. The folder of `output` is made, any other must exist."""
-    tiers = {Place.device: Tier.DEVICE, Place.cpu: Tier.HOST, Place.nvme: Tier.NVME}
+    tiers = {OffloadDevice.device: Tier.DEVICE, OffloadDevice.cpu: Tier.HOST, OffloadDevice.nvme: Tier.NVME}
     scratch = None
     if offload.uses_nvme:
         assert offload.folder is not None

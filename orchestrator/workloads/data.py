@@ -40,7 +40,7 @@ from orchestrator.workloads.sources import (
 LAYOUT_VERSION = 1  # part of the hash: raise it when windows, split or the synthetic rule change
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """`labels[b, i]` is the token after `input_ids[b, i]`; both [count, seq] int64, the caller's own."""
 
     input_ids: IntArray
@@ -72,7 +72,7 @@ class TokenData:
     def validation_samples(self) -> int:
         return len(self.validation_windows)
 
-    def train_batch(self, position: int, count: int) -> Batch:
+    def train_batch(self, position: int, count: int) -> TokenBatch:
         """Samples position .. position + count - 1 of the endless sequence of epochs."""
         parts, end = [], position + count
         while position < end:
@@ -83,7 +83,7 @@ class TokenData:
         order = np.concatenate(parts) if parts else np.empty(0, np.int64)
         return self._batch(self.train_windows[order])
 
-    def validation_batch(self, position: int, count: int) -> Batch:
+    def validation_batch(self, position: int, count: int) -> TokenBatch:
         """The same for the held-out samples, always in the order of the text, beginning anew after the last."""
         if not self.validation_samples:
             raise ValueError(
@@ -93,9 +93,9 @@ class TokenData:
         order = np.arange(position, position + count, dtype=np.int64) % self.validation_samples
         return self._batch(self.validation_windows[order])
 
-    def _batch(self, indices: IntArray) -> Batch:
+    def _batch(self, indices: IntArray) -> TokenBatch:
         tokens = self.windows.read(indices)
-        return Batch(np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:]))
+        return TokenBatch(np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:]))
 
 
 def load_data(

@@ -28,7 +28,7 @@ from zero_runtime.checkpoint.foreign.deepspeed import open_deepspeed
 from zero_runtime.checkpoint.hugging_face.folder import WEIGHTS, WEIGHTS_INDEX
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.checkpoint.layout import INDEX, checksum_text
-from zero_runtime.checkpoint.load import Checkpoint
+from zero_runtime.checkpoint.load import CheckpointReader
 from zero_runtime.errors import CheckpointError
 
 DOOR = "checkpoint folders"
@@ -41,7 +41,7 @@ Values = dict[str, torch.Tensor]
 
 
 def read_own(folder: Path) -> Values:
-    with Checkpoint.open(folder) as found:
+    with CheckpointReader.open(folder) as found:
         values = {
             f"{state}/{name}": source.read(name, 0, math.prod(source.shape(name)))
             for state, source in found.sources().items()

@@ -13,7 +13,7 @@ import torch
 from harness.models import TinySpec
 from harness.oracle import ADAMW, LR, Case
 from harness.trainee import backwards_of_step, build_runtime
-from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint, shards_of
+from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint, shards_of
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.precision import MixedPrecision
@@ -84,7 +84,7 @@ def load_into(
     """A runtime of other first values, filled from the checkpoint."""
     model = replace(changes.pop("model", TinySpec()), seed=77)
     runtime = setting.runtime(optimizer, model=model, **changes)
-    return runtime, load_checkpoint(runtime, Checkpoint.open(path, verify=False))
+    return runtime, load_checkpoint(runtime, CheckpointReader.open(path, verify=False))
 
 
 def assert_states(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

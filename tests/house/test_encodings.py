@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [*(path for top in ("kernels", "zero_runtime", "orchestrator") for path in sorted((ROOT / top).rglob("*.py")))]
 TEXT_CALLS = {"read_text", "write_text"}
-# Checkpoint.open and the like are methods of ours: what opens a file has a mode, or is the builtin.
+# CheckpointReader.open and the like are methods of ours: what opens a file has a mode, or is the builtin.
 MODES = set("rwaxt+")
 
 
@@ -53,7 +53,7 @@ def test_text_is_opened_with_an_encoding(file: Path) -> None:
 def test_the_check_sees_every_form() -> None:
     forms = ["open(p)", "open(p, 'w')", "p.open('a')", "p.read_text()", "p.write_text('x')", "run(x, text=True)"]
     assert unnamed("\n".join(forms)) == [1, 2, 3, 4, 5, 6]
-    fine = ["open(p, 'rb')", "p.open('wb')", "p.read_text(encoding='utf-8')", "Checkpoint.open(p)", "gate.open()"]
+    fine = ["open(p, 'rb')", "p.open('wb')", "p.read_text(encoding='utf-8')", "CheckpointReader.open(p)", "gate.open()"]
     assert unnamed("\n".join(fine)) == []
 
 

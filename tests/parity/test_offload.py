@@ -15,7 +15,7 @@ from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step
 
 from zero_runtime.checkpoint.background import BackgroundSaver
-from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
+from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_file import ScratchSettings
 from zero_runtime.optim.configs import AdamW8bitConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
@@ -114,7 +114,7 @@ def _saves(folder: Path, precision: MixedPrecision, optimizer: OptimizerConfig =
     runtime.close()
     for plan in (None, resting, offload_to(folder, params=False)):
         again = runtime_of(setting, plan, optimizer)
-        load_checkpoint(again, Checkpoint.open(path, verify=False))
+        load_checkpoint(again, CheckpointReader.open(path, verify=False))
         assert train(again, case, SAVED_AFTER, 3) == wanted
         again.close()
 

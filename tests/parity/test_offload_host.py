@@ -21,7 +21,7 @@ from harness.trainee import backwards_of_step
 from test_offload import BF16, FP32, SPEC, offload_to, runtime_of
 
 from zero_runtime.checkpoint.background import BackgroundSaver
-from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
+from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.offload.copy_streams import PlainCopies
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import AdamW8bitConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
@@ -122,7 +122,7 @@ def _saves(folder: Path, precision: MixedPrecision, plan: OffloadPlan) -> None:
     runtime.close()
     for other in (None, OPTIMIZER, plan):
         again = runtime_of(setting, other)
-        load_checkpoint(again, Checkpoint.open(path, verify=False))
+        load_checkpoint(again, CheckpointReader.open(path, verify=False))
         assert train(again, case, SAVED_AFTER, 3) == wanted
         again.close()
 

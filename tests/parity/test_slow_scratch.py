@@ -22,7 +22,7 @@ from harness.trainee import backwards_of_step
 from test_offload import BF16, FP32, SPEC, offload_to, runtime_of
 from test_speculative import states_of, train
 
-from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
+from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.errors import OffloadError
 from zero_runtime.offload.plan import OffloadPlan
@@ -116,7 +116,7 @@ def _saves_late(folder: Path) -> None:
         for other in (None, plan):
             with late_scratch(order):
                 again = runtime_of(setting, other)
-                load_checkpoint(again, Checkpoint.open(path, verify=False))
+                load_checkpoint(again, CheckpointReader.open(path, verify=False))
                 assert train(again, setting, range(2, 4)).reports == wanted
                 assert_states(states_of(again), states)
                 again.close()

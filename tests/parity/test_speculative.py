@@ -16,7 +16,7 @@ from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step
 from test_offload import BF16, FP32, SPEC, offload_to, runtime_of
 
-from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
+from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.errors import NonFiniteError
 from zero_runtime.offload.plan import OffloadPlan, Tier
@@ -198,7 +198,7 @@ def _saved(folder: Path, nth: int) -> None:
         runtime.close()
         for other in (None, plan):
             again = runtime_of(setting, other)
-            load_checkpoint(again, Checkpoint.open(path, verify=False))
+            load_checkpoint(again, CheckpointReader.open(path, verify=False))
             assert train(again, setting, range(3, 6)).reports == wanted
             again.close()
 

@@ -13,7 +13,7 @@ from sending import send, stub_config, until
 from orchestrator.records.run_state import RunState
 from orchestrator.slurm import jobs as slurm
 from orchestrator.slurm import tools as slurm_tools
-from orchestrator.slurm.tools import Phase
+from orchestrator.slurm.tools import JobPhase
 
 pytestmark = pytest.mark.skipif(
     shutil.which("slurmdbd") is None or shutil.which("mariadbd") is None,
@@ -44,7 +44,8 @@ def test_sacct_is_asked_where_there_are_accounts(accounting: Path, tmp_path: Pat
         return slurm_tools.read_sacct(slurm_tools.ask(slurm_tools.sacct_words(jobs)))
 
     # Rows come some seconds late; until then the controller is asked.
-    until(lambda: [told().get(job, slurm_tools.UNSEEN).state for job in jobs] == [Phase.ended] * 4, "sacct has all", 60)
+    ended = [JobPhase.ended] * 4
+    until(lambda: [told().get(job, slurm_tools.UNSEEN).state for job in jobs] == ended, "sacct has all", 60)
     assert [told()[job].slurm_state for job in jobs] == ["COMPLETED", "COMPLETED", "FAILED", "CANCELLED"]
     assert told()[raised.ids[0]].exit_code not in ("", "0:0")
     assert slurm.look(jobs) == {job: told()[job] for job in jobs}

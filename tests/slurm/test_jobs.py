@@ -17,7 +17,7 @@ from orchestrator.records.record_file import read_json
 from orchestrator.records.run_state import RunState
 from orchestrator.slurm import jobs as slurm
 from orchestrator.slurm import site as slurm_site
-from orchestrator.slurm.tools import Phase, SlurmError
+from orchestrator.slurm.tools import JobPhase, SlurmError
 
 
 def test_sending_returns_ids_in_order_and_leaves_files_to_their_owner(sent: dict[str, Sent], cluster: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_rank_that_raises_ends_the_job_and_is_named_as_the_cause(sent: dict[st
 
 def test_a_job_that_is_cancelled_is_cancelled(sent: dict[str, Sent]) -> None:
     job = sent["cancelled"]
-    until(lambda: job.look()[0][0].state is Phase.running, "the job runs")
+    until(lambda: job.look()[0][0].state is JobPhase.running, "the job runs")
     until(job.attempts[0].rank_record(1).exists, "its ranks have started")
     assert job.look()[0][1] is None
     slurm.cancel(job.ids)

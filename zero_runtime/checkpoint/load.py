@@ -30,7 +30,7 @@ from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit import READ_NUMEL, Unit
 
 
-class Checkpoint:
+class CheckpointReader:
     """A committed checkpoint. Reads nothing but its index until it is asked for ranges."""
 
     def __init__(self, path: Path, index: Index) -> None:
@@ -41,7 +41,7 @@ class Checkpoint:
         self._bytes_read = 0
 
     @classmethod
-    def open(cls, path: str | Path, verify: bool = True) -> Checkpoint:
+    def open(cls, path: str | Path, verify: bool = True) -> CheckpointReader:
         """CheckpointError unless it is complete and readable. `verify`: read all files once and compare checksums.
 
         Ranks that open one checkpoint together should leave verifying to `load_checkpoint`, which shares it out.
@@ -106,7 +106,7 @@ class Checkpoint:
             file.close()
         self._files.clear()
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -180,7 +180,7 @@ def _check_dtypes(index: Index, path: Path) -> None:
 class StateSource:
     """One state of a checkpoint as a TensorSource."""
 
-    def __init__(self, checkpoint: Checkpoint, state: str) -> None:
+    def __init__(self, checkpoint: CheckpointReader, state: str) -> None:
         self._checkpoint = checkpoint
         self._state = state
 
@@ -201,7 +201,7 @@ class StateSource:
 # ---- into a runtime ------------------------------------------------------------------------------------------------
 
 
-def load_checkpoint(runtime: ZeroRuntime, checkpoint: Checkpoint) -> dict[str, Any]:
+def load_checkpoint(runtime: ZeroRuntime, checkpoint: CheckpointReader) -> dict[str, Any]:
     """Fill the runtime; returns the trainer state that was saved. Every rank calls it, between two steps.
 
     See [Note: nothing half-loaded]; an error is the same on every rank. Random states are set where the world is the
@@ -220,7 +220,7 @@ def load_checkpoint(runtime: ZeroRuntime, checkpoint: Checkpoint) -> dict[str, A
     return index.trainer
 
 
-def load_weights(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
+def load_weights(runtime: ZeroRuntime, checkpoint: CheckpointReader) -> None:
     """The weights and buffers alone: optimizer, scaler and random states stay as they are. Every rank calls it.
 
     The optimizer may be another than the one that saved it. See [Note: nothing half-loaded].
@@ -232,7 +232,7 @@ def load_weights(runtime: ZeroRuntime, checkpoint: Checkpoint) -> None:
     agree(collectives, trouble_of(lambda: _fill_all(runtime, checkpoint, (MASTER,))))
 
 
-def verify_together(collectives: Collectives, checkpoint: Checkpoint) -> None:
+def verify_together(collectives: Collectives, checkpoint: CheckpointReader) -> None:
     """Each file is read by one of the ranks that opened the same folder; CheckpointError on all where one is bad."""
     if all(collectives.gather_objects(checkpoint.verified)):
         return
@@ -305,7 +305,7 @@ def shards_of(runtime: ZeroRuntime, unit: Unit) -> dict[str, torch.Tensor | Code
     return {MASTER: unit.weights_shard, **runtime.optimizer.told_states_of(unit)}
 
 
-def _check(runtime: ZeroRuntime, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
+def _check(runtime: ZeroRuntime, checkpoint: CheckpointReader, *, weights_only: bool = False) -> None:
     index = checkpoint.index
     check_same_model(runtime, index, str(checkpoint.path))
     if not weights_only:
@@ -321,7 +321,7 @@ def _check(runtime: ZeroRuntime, checkpoint: Checkpoint, *, weights_only: bool =
         checkpoint._file(entry.file)
 
 
-def _fill_all(runtime: ZeroRuntime, checkpoint: Checkpoint, states: Collection[str]) -> None:
+def _fill_all(runtime: ZeroRuntime, checkpoint: CheckpointReader, states: Collection[str]) -> None:
     try:
         left_out = {name for name, entry in checkpoint.index.parameters.items() if entry.left_out}
         _fill_with(runtime, states, checkpoint.read_into, left_out)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zero_runtime.agreement import agree
 from zero_runtime.checkpoint.layout import OWNER, step_of, trash_name
-from zero_runtime.checkpoint.load import Checkpoint, verify_together
+from zero_runtime.checkpoint.load import CheckpointReader, verify_together
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CheckpointError
 from zero_runtime.process_identity import has_ended, mark, remove_left_behind
@@ -53,7 +53,7 @@ class Skipped(NamedTuple):
 class Survey(NamedTuple):
     """The newest good checkpoint of a root, and everything newer or torn that was passed over."""
 
-    checkpoint: Checkpoint | None
+    checkpoint: CheckpointReader | None
     skipped: tuple[Skipped, ...]
 
 
@@ -92,14 +92,14 @@ def survey(root: str | Path) -> Survey:
     return Survey(None, tuple(skipped))
 
 
-def _opened(path: Path) -> tuple[Checkpoint | None, str]:
+def _opened(path: Path) -> tuple[CheckpointReader | None, str]:
     try:
-        return Checkpoint.open(path), ""
+        return CheckpointReader.open(path), ""
     except CheckpointError as error:
         return None, str(error)
 
 
-def newest_good(root: str | Path) -> Checkpoint | None:
+def newest_good(root: str | Path) -> CheckpointReader | None:
     """The newest checkpoint whose every byte is as it was written, or None; what it passes over is logged by name."""
     found = survey(root)
     _tell(found.skipped)
@@ -108,7 +108,7 @@ def newest_good(root: str | Path) -> Checkpoint | None:
 
 def newest_good_together(
     collectives: Collectives, root: str | Path, tell: Callable[[Skipped], None] | None = None
-) -> Checkpoint | None:
+) -> CheckpointReader | None:
     """The same for all ranks at once: the newest step that is good on every rank's root. A collective.
 
     Each file is read by one rank only. Roots may differ, as with checkpoints that are local to a node. `tell` is given
@@ -131,11 +131,11 @@ def newest_good_together(
     return found
 
 
-def open_together(collectives: Collectives, path: str | Path) -> Checkpoint:
+def open_together(collectives: Collectives, path: str | Path) -> CheckpointReader:
     """Open and verify on all ranks, each file read once; CheckpointError is the same on every rank. A collective."""
     checkpoint, trouble = None, None
     try:
-        checkpoint = Checkpoint.open(path, verify=False)
+        checkpoint = CheckpointReader.open(path, verify=False)
     except CheckpointError as error:
         trouble = str(error)
     agree(collectives, trouble)

@@ -39,7 +39,7 @@ from zero_runtime.checkpoint.layout import (
 )
 from zero_runtime.checkpoint.retention import KEEP_ALL, Retention, clear_leftovers, prune, trash_path
 from zero_runtime.checkpoint.rng import random_states
-from zero_runtime.checkpoint.snapshot import Part, index_without_files, parts_of
+from zero_runtime.checkpoint.snapshot import StatePart, index_without_files, parts_of
 from zero_runtime.checkpoint.tensor_file import fsync_folder, write_tensor_file
 from zero_runtime.errors import CheckpointError
 from zero_runtime.process_identity import mark
@@ -145,7 +145,7 @@ class Save:
     members: Sequence[int]
     settings: SaveSettings
     token: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    parts: list[Part] = field(default_factory=list)
+    parts: list[StatePart] = field(default_factory=list)
     draft: Index | None = None  # the leader's: the index but for pieces and files
 
     @property

@@ -47,7 +47,7 @@ class LateValues:
         return self._load()
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """Elements [start, stop) of one state of a flattened parameter, 1-D."""
 
     state: str
@@ -57,7 +57,7 @@ class Part(NamedTuple):
     values: torch.Tensor | LateValues
 
 
-def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool = True) -> list[Part]:
+def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool = True) -> list[StatePart]:
     """This rank's parts as views, widest dtype first (so that none starts off its alignment).
 
     `members`: the ranks that write to this rank's folder. See [Note: every byte once].
@@ -78,7 +78,7 @@ def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool 
                 if begin < end:
                     start = piece.start + begin - piece.shard_offset
                     values = _values(runtime, unit, state, shard, begin, end)
-                    found.append(Part(state, piece.name, start, start + end - begin, values))
+                    found.append(StatePart(state, piece.name, start, start + end - begin, values))
     if collectives.rank == members[0]:
         found += _buffers(runtime)
     return sorted(found, key=lambda part: -part.values.element_size())
@@ -97,14 +97,14 @@ def _values(
     return LateValues(shard.dtype, end - begin, partial(read, begin, end), rest=True)
 
 
-def _buffers(runtime: ZeroRuntime) -> Iterator[Part]:
+def _buffers(runtime: ZeroRuntime) -> Iterator[StatePart]:
     for name, buffer in runtime.kept_buffers().items():
         if buffer.dtype not in DTYPE_NAMES:
             raise CheckpointError(
                 f"buffer {name}: expected a dtype of {', '.join(DTYPE_NAMES.values())}, found {buffer.dtype}; register "
                 "it with persistent=False, or keep it in another dtype"
             )
-        yield Part(BUFFER, name, 0, buffer.numel(), buffer.detach().contiguous().view(-1))
+        yield StatePart(BUFFER, name, 0, buffer.numel(), buffer.detach().contiguous().view(-1))
 
 
 class Snapshot:
@@ -113,7 +113,7 @@ class Snapshot:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, parts: Sequence[Part]) -> list[Part]:
+    def copy(self, parts: Sequence[StatePart]) -> list[StatePart]:
         """The same parts with their values in this memory. Blocks until they are there."""
         sizes = [part.values.numel() * part.values.element_size() for part in parts]
         tensors = [part.values for part in parts if isinstance(part.values, torch.Tensor)]

@@ -166,7 +166,7 @@ def check_file(path: Path, wanted: FileEntry) -> None:
         raise CheckpointError(f"{path}: expected checksum {wanted.checksum}, found {digest.text()}; {advice}")
 
 
-class Place(NamedTuple):
+class TensorEntry(NamedTuple):
     """Where a tensor lies in its file, in bytes from the start, and what it is."""
 
     dtype: torch.dtype
@@ -256,7 +256,7 @@ class TensorFile:
     def close(self) -> None:
         self._file.__exit__()
 
-    def _read_header(self) -> Iterator[tuple[str, Place]]:
+    def _read_header(self) -> Iterator[tuple[str, TensorEntry]]:
         length = bytearray(_LENGTH_BYTES)
         self._file.read_into(memoryview(length), 0)
         size = int.from_bytes(length, "little")
@@ -274,7 +274,7 @@ class TensorFile:
                 "checkpoint is damaged: take another one, or a copy"
             ) from error
 
-    def _place(self, key: str, entry: Mapping[str, Any], base: int) -> Place:
+    def _place(self, key: str, entry: Mapping[str, Any], base: int) -> TensorEntry:
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
             raise CheckpointError(
@@ -284,12 +284,12 @@ class TensorFile:
         (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
         if stop - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{key}: {stop - start} bytes for the shape {list(shape)}")
-        return Place(dtype, shape, base + start)
+        return TensorEntry(dtype, shape, base + start)
 
     def keys(self) -> Sequence[str]:
         return list(self._places)
 
-    def place(self, key: str) -> Place:
+    def place(self, key: str) -> TensorEntry:
         """Where a tensor lies; CheckpointError where there is none of this key."""
         if key not in self._places:
             raise CheckpointError(

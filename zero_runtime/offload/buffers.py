@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zero_runtime.offload.file_layout import Record, Region, Visit
+from zero_runtime.offload.file_layout import OffloadedUnit, Region, Visit
 from zero_runtime.offload.scratch_file import ScratchFile, Transfer, aligned_buffer
 from zero_runtime.offload.tier import PARAM
 
@@ -19,7 +19,7 @@ class Slots:
     """
 
     def __init__(
-        self, file: ScratchFile, records: Sequence[Record], param_buffer: Callable[[int], torch.Tensor]
+        self, file: ScratchFile, records: Sequence[OffloadedUnit], param_buffer: Callable[[int], torch.Tensor]
     ) -> None:
         self._file = file
         self._slot_bytes = max((record.size for record in records), default=0)
@@ -57,7 +57,7 @@ class Slots:
     def _moves(
         self,
         move: Callable[[int, torch.Tensor, str], Transfer],
-        record: Record,
+        record: OffloadedUnit,
         slot: torch.Tensor,
         end: int,
         at: int | None = None,
@@ -74,7 +74,7 @@ class Slots:
                 self._made.append(free[-1])
             return free.pop()
 
-    def read_range(self, record: Record, region: Region, start: int, stop: int) -> torch.Tensor:
+    def read_range(self, record: OffloadedUnit, region: Region, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of one tensor, in memory of their own. Whole blocks are read: they alone have sums."""
         low = record.offset + region.offset + start * region.dtype.itemsize
         high = record.offset + region.offset + stop * region.dtype.itemsize
@@ -87,7 +87,7 @@ class Slots:
 
     # ---- parameters alone --------------------------------------------------------------------------------------
 
-    def begin_params(self, record: Record) -> None:
+    def begin_params(self, record: OffloadedUnit) -> None:
         """Start reading the unit's param_shard; a no-op while it is here or on its way."""
         if record.is_bound or record.param_slot is not None:
             return
@@ -95,7 +95,7 @@ class Slots:
         part = record.param_slot[: record.size - record.param_at]
         record.reading = self._file.read(record.offset + record.param_at, part, record.what)
 
-    def fetch_params(self, record: Record) -> torch.Tensor:
+    def fetch_params(self, record: OffloadedUnit) -> torch.Tensor:
         """[S] the unit's param_shard in memory; blocks until it is there."""
         if record.is_bound:
             return record.unit.param_shard
@@ -105,14 +105,14 @@ class Slots:
         region = record.regions[PARAM]
         return record.param_slot[: region.nbytes].view(region.dtype)
 
-    def drop_params(self, record: Record) -> None:
+    def drop_params(self, record: OffloadedUnit) -> None:
         """Nobody reads them any more, or nobody will."""
         if record.param_slot is not None:
             self._end_reading(record)
             self._free_params.append(record.param_slot)
             record.param_slot = None
 
-    def _end_reading(self, record: Record) -> None:
+    def _end_reading(self, record: OffloadedUnit) -> None:
         if record.reading is not None:
             record.reading.wait()
             record.reading = None

@@ -38,7 +38,7 @@ class Region:
 
 
 @dataclass
-class Record:
+class OffloadedUnit:
     """One resting unit. `param_at`: where the part that gathers read begins; `size`: bytes of all of it."""
 
     unit: Unit
@@ -54,7 +54,7 @@ class Record:
     reading: Transfer | None = None  # of these
 
     @classmethod
-    def of(cls, unit: Unit, states: dict[str, torch.Tensor], *, holds_params: bool) -> Record:
+    def of(cls, unit: Unit, states: dict[str, torch.Tensor], *, holds_params: bool) -> OffloadedUnit:
         """A record without a place yet. `holds_params`: those that rest do so in the file."""
         regions: dict[str, Region] = {}
         end = 0
@@ -126,11 +126,11 @@ class Record:
 class Visit:
     """One record in one slot, from the beginning of its reading to the end of its writing."""
 
-    record: Record
+    record: OffloadedUnit
     slot: torch.Tensor | None = None
 
 
-def lay_out(records: Iterable[Record], *, doubled: bool) -> int:
+def lay_out(records: Iterable[OffloadedUnit], *, doubled: bool) -> int:
     """Give every record its offset, and a second one where a step may guess; the bytes of all."""
     end = 0
     for record in records:

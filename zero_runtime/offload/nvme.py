@@ -16,7 +16,7 @@ import torch
 from zero_runtime.errors import OffloadError
 from zero_runtime.offload.buffers import Moving, Slots
 from zero_runtime.offload.copy_streams import Copies
-from zero_runtime.offload.file_layout import Record, Visit, lay_out
+from zero_runtime.offload.file_layout import OffloadedUnit, Visit, lay_out
 from zero_runtime.offload.nvme_units import FarPlace, NearPlace, NvmePlace
 from zero_runtime.offload.pipeline import pipeline
 from zero_runtime.offload.scratch_file import ScratchFile, ScratchSettings, aligned_buffer
@@ -42,7 +42,9 @@ class NvmeTier:
         holds_params: bool = True,
         speculative: bool = False,
     ) -> None:
-        self._records = {unit.name: Record.of(unit, states_of(unit), holds_params=holds_params) for unit in units}
+        self._records = {
+            unit.name: OffloadedUnit.of(unit, states_of(unit), holds_params=holds_params) for unit in units
+        }
         self._copies = copies
         self._depth = settings.ahead
         records = list(self._records.values())
@@ -55,7 +57,7 @@ class NvmeTier:
         self._worker = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="host-step")
         self._updating: Future[None] | None = None
 
-    def _place(self, record: Record, speculative: bool) -> NvmePlace:
+    def _place(self, record: OffloadedUnit, speculative: bool) -> NvmePlace:
         arrived = partial(self._arrived, record)
         if self._copies is None:
             found: NvmePlace = NearPlace(self._slots, record, arrived, speculative=speculative)
@@ -104,7 +106,7 @@ class NvmeTier:
             self._slots.give_back(visit)
             record.unbind()
 
-    def _let_go(self, record: Record) -> None:
+    def _let_go(self, record: OffloadedUnit) -> None:
         """No unit is being updated, and no gather reads this one's resting parameters, or is about to."""
         self._end_update()
         if record.unit.params_rest:
@@ -208,7 +210,7 @@ class NvmeTier:
         assert visit.slot is not None
         compute(visit.record.unit, self._places[visit.record.name].lent_to_guess(visit.slot))
 
-    def _arrived(self, record: Record) -> None:
+    def _arrived(self, record: OffloadedUnit) -> None:
         """The gradient of this step is complete."""
         if self._guess is not None:
             self._guess.arrived(record)

@@ -10,7 +10,7 @@ import torch
 from zero_runtime.offload.buffers import Slots
 from zero_runtime.offload.copy_streams import Copies, Mark, host_tensor
 from zero_runtime.offload.device_host import Crossing
-from zero_runtime.offload.file_layout import Record
+from zero_runtime.offload.file_layout import OffloadedUnit
 from zero_runtime.offload.tier import Shards
 from zero_runtime.shard_location import Home
 
@@ -20,7 +20,7 @@ Arrived = Callable[[], None]  # the unit's gradient of this step is where an upd
 class NearPlace(Home):
     """On a CPU: the unit computes in the memory that the slots lie in, so only the file is elsewhere."""
 
-    def __init__(self, slots: Slots, record: Record, arrived: Arrived, *, speculative: bool) -> None:
+    def __init__(self, slots: Slots, record: OffloadedUnit, arrived: Arrived, *, speculative: bool) -> None:
         self._slots, self._record, self._unit, self._arrived = slots, record, record.unit, arrived
         self.staging: torch.Tensor | None = None  # [S] param_dtype: backward may still read the old ones
         if speculative and self._unit.states_rest and not record.holds_params:
@@ -70,7 +70,9 @@ class FarPlace(Crossing):
     Parameters rest in the file, or in the host's memory (`resting_params`), or not at all.
     """
 
-    def __init__(self, slots: Slots, record: Record, arrived: Arrived, copies: Copies, *, speculative: bool) -> None:
+    def __init__(
+        self, slots: Slots, record: OffloadedUnit, arrived: Arrived, copies: Copies, *, speculative: bool
+    ) -> None:
         unit = record.unit
         super().__init__(unit, copies, staged=not record.holds_params and (speculative or not unit.params_rest))
         self._slots, self._record, self._arrived = slots, record, arrived
@@ -149,7 +151,7 @@ class FarPlace(Crossing):
 NvmePlace = NearPlace | FarPlace
 
 
-def _second(record: Record, staging: torch.Tensor | None) -> torch.Tensor:
+def _second(record: OffloadedUnit, staging: torch.Tensor | None) -> torch.Tensor:
     """Room for new parameters that no record holds; with the old ones in it where they are the master."""
     unit = record.unit
     if staging is None:

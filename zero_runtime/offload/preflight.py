@@ -13,7 +13,7 @@ from zero_runtime.errors import OffloadError, missing_folder
 from zero_runtime.offload import cgroups
 
 
-class Need(NamedTuple):
+class OffloadSpace(NamedTuple):
     """Bytes that one rank will take: in the scratch folder, and of the host's memory."""
 
     host: str
@@ -29,7 +29,7 @@ def check_room(collectives: Collectives, folder: Path | None, *, scratch: int, m
     scratch, memory: this rank's bytes in the folder, where there is one, and on the host beside what it holds already.
     """
     device, trouble = (0, []) if folder is None else _device_of(folder)
-    own = Need(platform.node(), device, None if folder is None or trouble else str(folder), scratch, memory)
+    own = OffloadSpace(platform.node(), device, None if folder is None or trouble else str(folder), scratch, memory)
     everyone = collectives.gather_objects(own)
     here = [need for need in everyone if need.host == own.host]
     trouble += [*_disk_trouble(own, here), *_memory_trouble(own, here)]
@@ -47,7 +47,7 @@ def _device_of(folder: Path) -> tuple[int, list[str]]:
     return os.stat(folder).st_dev, []
 
 
-def _disk_trouble(own: Need, here: list[Need]) -> list[str]:
+def _disk_trouble(own: OffloadSpace, here: list[OffloadSpace]) -> list[str]:
     if own.folder is None:
         return []
     needed = sum(need.scratch for need in here if need.device == own.device)
@@ -64,7 +64,7 @@ def _disk_trouble(own: Need, here: list[Need]) -> list[str]:
     return found
 
 
-def _memory_trouble(own: Need, here: list[Need]) -> list[str]:
+def _memory_trouble(own: OffloadSpace, here: list[OffloadSpace]) -> list[str]:
     needed = sum(need.memory for need in here)
     limits = {name: room for name, room in (*_rooms(own.memory, needed),) if room is not None}
     return [

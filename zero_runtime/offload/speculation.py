@@ -14,7 +14,7 @@ import torch
 
 from zero_runtime.errors import OffloadError
 from zero_runtime.offload.buffers import Slots
-from zero_runtime.offload.file_layout import Record, Visit
+from zero_runtime.offload.file_layout import OffloadedUnit, Visit
 from zero_runtime.offload.pipeline import pipeline
 
 
@@ -25,7 +25,9 @@ class _Cancelled(Exception):
 class Guess:
     """Visits each record when its gradient has come, in this order, and writes what came of it to its other place."""
 
-    def __init__(self, slots: Slots, records: Sequence[Record], update: Callable[[Visit], None], *, depth: int) -> None:
+    def __init__(
+        self, slots: Slots, records: Sequence[OffloadedUnit], update: Callable[[Visit], None], *, depth: int
+    ) -> None:
         self.records = list(records)
         self._slots = slots
         self._visits = [Visit(record) for record in records]
@@ -42,7 +44,7 @@ class Guess:
             depth=depth,
         )
 
-    def arrived(self, record: Record) -> None:
+    def arrived(self, record: OffloadedUnit) -> None:
         """The unit's gradient is complete."""
         if record.name in self._arrived:
             self._arrived[record.name].set()

@@ -50,7 +50,7 @@ class StepNumbers:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardSlice:
     """Elements [start, stop) of a unit's shards."""
 
     master: torch.Tensor  # [n] master_dtype
@@ -59,7 +59,7 @@ class Part:
     param_out: torch.Tensor | None  # [n] param_dtype, where that is a tensor of its own
 
 
-def part_of(held: Held, start: int, stop: int) -> Part:
+def part_of(held: Held, start: int, stop: int) -> ShardSlice:
     unit = held.unit
     assert unit.master_shard is not None
     assert unit.grad_shard is not None
@@ -68,7 +68,7 @@ def part_of(held: Held, start: int, stop: int) -> Part:
         per = unit.layout.shard_numel // state.numel()  # `start` is a multiple of it, see FlatLayout.build
         states.append(state[start // per : -(-stop // per)])
     param_out = None if unit.master_shard is unit.param_shard else unit.param_shard[start:stop]
-    return Part(unit.master_shard[start:stop], unit.grad_shard[start:stop], tuple(states), param_out)
+    return ShardSlice(unit.master_shard[start:stop], unit.grad_shard[start:stop], tuple(states), param_out)
 
 
 class ElementwiseRule:
@@ -84,13 +84,13 @@ class ElementwiseRule:
                 self._update(self._config, part_of(held, run.start, run.stop), run, numbers)
 
 
-def _adam(config: Any, part: Part, run: Run, numbers: StepNumbers) -> None:
+def _adam(config: Any, part: ShardSlice, run: Run, numbers: StepNumbers) -> None:
     exp_avg, exp_avg_sq = part.states
     settings = _adam_settings(Adam if type(config) is AdamConfig else AdamW, config, run, numbers)
     ops.adamw_(part.master, part.grad, exp_avg, exp_avg_sq, numbers.grad_scale, settings, part.param_out)
 
 
-def _adamw8bit(config: AdamW8bitConfig, part: Part, run: Run, numbers: StepNumbers) -> None:
+def _adamw8bit(config: AdamW8bitConfig, part: ShardSlice, run: Run, numbers: StepNumbers) -> None:
     settings = _adam_settings(AdamW, config, run, numbers)
     first, first_scale, second, second_scale = part.states
     states = (first, first_scale, second, second_scale)
@@ -108,7 +108,7 @@ def _adam_settings(kind: type, config: AdamWConfig, run: Run, numbers: StepNumbe
     )
 
 
-def _sgd(config: SgdConfig, part: Part, run: Run, numbers: StepNumbers) -> None:
+def _sgd(config: SgdConfig, part: ShardSlice, run: Run, numbers: StepNumbers) -> None:
     settings = Sgd(
         lr=numbers.rate(run.settings),
         momentum=config.momentum if numbers.momentum is None else numbers.momentum,
@@ -121,7 +121,7 @@ def _sgd(config: SgdConfig, part: Part, run: Run, numbers: StepNumbers) -> None:
     ops.sgd_(part.master, part.grad, momentum_buffer, numbers.grad_scale, settings, part.param_out)
 
 
-def _lion(config: LionConfig, part: Part, run: Run, numbers: StepNumbers) -> None:
+def _lion(config: LionConfig, part: ShardSlice, run: Run, numbers: StepNumbers) -> None:
     settings = Lion(
         lr=numbers.rate(run.settings),
         beta1=config.beta1 if numbers.momentum is None else numbers.momentum,

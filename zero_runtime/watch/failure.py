@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import torch
 
 from zero_runtime.errors import RankError, RankMemoryError
-from zero_runtime.watch.journal import Place
+from zero_runtime.watch.journal import RankPosition
 
 _WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w*)")  # both of torch's allocators say it so
 
 
-def told(error: BaseException, place: Place) -> str:
+def told(error: BaseException, place: RankPosition) -> str:
     """The error and where it was; of a lack of memory the bytes wanted and what helps."""
     at = f"in {place.phase} of step {place.step}" + (f", unit {place.unit}" if place.unit else "")
     text = f"{type(error).__name__}: {error}"
@@ -31,7 +31,7 @@ def wanted_size(error: BaseException) -> str | None:
 
 
 def memory_error(
-    rank: int, error: BaseException, place: Place, held: Mapping[str, int] | None = None
+    rank: int, error: BaseException, place: RankPosition, held: Mapping[str, int] | None = None
 ) -> RankMemoryError:
     """What the rank raises in place of its allocator's error. `held`: bytes by component at that moment."""
     facts: dict[str, object] = {

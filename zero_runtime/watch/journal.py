@@ -61,7 +61,7 @@ class Op(NamedTuple):
         return f"{self.kind}{of} ({self.numel} x {self.dtype}) in {self.phase} of step {self.step}"
 
 
-class Place(NamedTuple):
+class RankPosition(NamedTuple):
     """Where a rank is: `step` counts from 1, `waiting` is the sequence number of the collective it waits for, or 0.
 
     is_starting: it may still build, load or compile at its own pace (see Journal.end_start).
@@ -173,22 +173,22 @@ class Journal:
         """Grows with everything that the working thread says."""
         return self._words[_TICKS]
 
-    def read(self) -> tuple[Place, list[Op]]:
+    def read(self) -> tuple[RankPosition, list[Op]]:
         """Where the rank is, and its last collectives in order."""
         return _decode(bytes(self._map))
 
 
-def read_journal(path: Path) -> tuple[Place, list[Op]]:
+def read_journal(path: Path) -> tuple[RankPosition, list[Op]]:
     """The journal of another rank of this machine, living or dead. OSError where there is none."""
     return _decode(path.read_bytes())
 
 
-def _decode(content: bytes) -> tuple[Place, list[Op]]:
+def _decode(content: bytes) -> tuple[RankPosition, list[Op]]:
     words = memoryview(content).cast("Q")
     end = _TABLE + words[_WORDS_END]
     table = content[_TABLE:end].decode(errors="replace").split("\n")
     where = table[words[_PHASE]], table[words[_UNIT]], not words[_STARTED]
-    place = Place(words[_TICKS], words[_ISSUED], words[_WAITING], words[_STEP], *where)
+    place = RankPosition(words[_TICKS], words[_ISSUED], words[_WAITING], words[_STEP], *where)
     ops = []
     for slot in range(1, RING + 1):
         sequence, kind, unit, numel, dtype, step, phase, number = words[_FIELDS * slot : _FIELDS * (slot + 1)]

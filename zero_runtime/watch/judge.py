@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
-from zero_runtime.watch.journal import Op, Place
+from zero_runtime.watch.journal import Op, RankPosition
 
 
-class Standing(str, Enum):
+class RankStatus(str, Enum):
     """How a rank was found."""
 
     RUNNING = "running"
@@ -27,9 +27,9 @@ class Standing(str, Enum):
 
 
 _ABSENT = {
-    Standing.GONE: "is gone: its process ended without a word (killed, out of memory on this machine, or aborted)",
-    Standing.STOPPED: "is stopped by a signal (SIGSTOP or a debugger)",
-    Standing.SILENT: "stopped answering",
+    RankStatus.GONE: "is gone: its process ended without a word (killed, out of memory on this machine, or aborted)",
+    RankStatus.STOPPED: "is stopped by a signal (SIGSTOP or a debugger)",
+    RankStatus.SILENT: "stopped answering",
 }
 _SAME = (
     "Expected every rank to issue the same collectives in the same order; make what decides them (the model, the "
@@ -42,8 +42,8 @@ class Note:
     """What is known of one rank. `idle_s`: since its working thread last did anything that the journal sees."""
 
     rank: int
-    standing: Standing
-    place: Place | None = None
+    standing: RankStatus
+    place: RankPosition | None = None
     ops: list[Op] = field(default_factory=list)
     idle_s: float = 0.0
     stack: str = ""
@@ -74,9 +74,9 @@ class Note:
     @classmethod
     def load(cls, text: bytes) -> Note:
         values = json.loads(text)
-        place = None if values["place"] is None else Place(*values["place"])
+        place = None if values["place"] is None else RankPosition(*values["place"])
         ops = [Op(*op) for op in values["ops"]]
-        return cls(**{**values, "standing": Standing(values["standing"]), "place": place, "ops": ops})
+        return cls(**{**values, "standing": RankStatus(values["standing"]), "place": place, "ops": ops})
 
     def where(self) -> str:
         """A few words on what the rank is doing."""
@@ -90,7 +90,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Blame:
     """Who is to blame, and the whole diagnosis. No ranks: nobody, the text says who is slow or is empty.
 
     `hung`: the culprits live, and keep others waiting.
@@ -111,27 +111,27 @@ class Patience(NamedTuple):
     stuck_s: float
     start_s: float
 
-    def with_rank_in(self, place: Place | None) -> float:
+    def with_rank_in(self, place: RankPosition | None) -> float:
         return max(self.start_s, self.stuck_s) if place is not None and place.is_starting else self.stuck_s
 
 
-def judge(notes: Sequence[Note], patience: Patience) -> Verdict:
+def judge(notes: Sequence[Note], patience: Patience) -> Blame:
     """The most basic cause first: an error told, a difference in the collectives, an absence, an early end, a stall."""
-    failed = [note for note in notes if note.standing is Standing.FAILED]
+    failed = [note for note in notes if note.standing is RankStatus.FAILED]
     if failed:
         return _verdict(notes, failed, "; ".join(f"rank {note.rank} failed: {note.error}" for note in failed))
     deeds = (_difference(notes), _absence(notes), _early_end(notes), _crossed(notes, patience), _stall(notes, patience))
     for found in deeds:
         if found is not None:
             return found
-    troubled = [note for note in notes if note.error and note.standing is Standing.RUNNING]
+    troubled = [note for note in notes if note.error and note.standing is RankStatus.RUNNING]
     if troubled:
         # A connection that broke although every rank lives and agrees.
         return _verdict(notes, troubled, f"rank {troubled[0].rank}: {troubled[0].error}")
-    return Verdict((), "")
+    return Blame((), "")
 
 
-def _difference(notes: Sequence[Note]) -> Verdict | None:
+def _difference(notes: Sequence[Note]) -> Blame | None:
     """The first collective of a channel that two ranks issued differently."""
     by_name: dict[str, dict[int, Op]] = {}
     for note in notes:
@@ -144,13 +144,13 @@ def _difference(notes: Sequence[Note]) -> Verdict | None:
     return None
 
 
-def _crossed(notes: Sequence[Note], patience: Patience) -> Verdict | None:
+def _crossed(notes: Sequence[Note], patience: Patience) -> Blame | None:
     """Every rank waits, each for a collective that another has not issued: nobody can ever go on.
 
     In shard groups smaller than the world a rank may wait for others than the one that has not issued, so a transfer
     that takes its time must not look like this: all must have waited for slow_s.
     """
-    running = [note for note in notes if note.standing is Standing.RUNNING]
+    running = [note for note in notes if note.standing is RankStatus.RUNNING]
     waited = {note.rank: op for note in running if (op := note.waited) is not None and note.idle_s >= patience.slow_s}
     missing = (any(note.numbers().get(op.channel, 0) < op.number for note in running) for op in waited.values())
     if len(waited) < len(running) or not waited or not all(missing):
@@ -158,7 +158,7 @@ def _crossed(notes: Sequence[Note], patience: Patience) -> Verdict | None:
     return _split(notes, waited, {rank: op.name for rank, op in waited.items()}, "wait for each other")
 
 
-def _split(notes: Sequence[Note], ops: dict[int, Op], sides: Mapping[int, object], how: str) -> Verdict:
+def _split(notes: Sequence[Note], ops: dict[int, Op], sides: Mapping[int, object], how: str) -> Blame:
     """The smaller sides are to blame; of two equal ones that without the lowest rank. The text tells all."""
     members: dict[object, list[int]] = {}
     for rank in sorted(sides):
@@ -169,25 +169,25 @@ def _split(notes: Sequence[Note], ops: dict[int, Op], sides: Mapping[int, object
     return _verdict(notes, odd, f"the ranks {how}: {told}. {_SAME}")
 
 
-def _absence(notes: Sequence[Note]) -> Verdict | None:
+def _absence(notes: Sequence[Note]) -> Blame | None:
     absent = [note for note in notes if note.standing in _ABSENT]
     if not absent:
         return None
     told = "; ".join(f"rank {note.rank} {_ABSENT[note.standing]}; seen last in {note.where()}" for note in absent)
-    gone = any(note.standing is Standing.GONE for note in absent)
+    gone = any(note.standing is RankStatus.GONE for note in absent)
     return replace(_verdict(notes, absent, told), hung=not gone)
 
 
-def _early_end(notes: Sequence[Note]) -> Verdict | None:
+def _early_end(notes: Sequence[Note]) -> Blame | None:
     most = _most(notes)
-    early = [note for note in notes if note.standing is Standing.LEFT and note.lacks(most)]
+    early = [note for note in notes if note.standing is RankStatus.LEFT and note.lacks(most)]
     if not early:
         return None
     told = "; ".join(f"rank {note.rank} ended while others go on to collective {note.lacks(most)}" for note in early)
     return _verdict(notes, early, f"{told}. {_SAME}")
 
 
-def _stall(notes: Sequence[Note], patience: Patience) -> Verdict | None:
+def _stall(notes: Sequence[Note], patience: Patience) -> Blame | None:
     """Ranks that live, are in no collective and keep others waiting."""
     awaited: dict[str, int] = {}
     for note in notes:
@@ -197,7 +197,7 @@ def _stall(notes: Sequence[Note], patience: Patience) -> Verdict | None:
             # NCCL waits on the device, where the journal sees nothing: as long without a sign counts as waiting.
             numbers = note.numbers() if note.idle_s >= patience.stuck_s else {}
         awaited |= {channel: max(number, awaited.get(channel, 0)) for channel, number in numbers.items()}
-    running = [note for note in notes if note.standing is Standing.RUNNING and not note.is_waiting]
+    running = [note for note in notes if note.standing is RankStatus.RUNNING and not note.is_waiting]
     behind = [note for note in running if note.lacks(awaited)]
     if not behind:
         return None
@@ -205,7 +205,7 @@ def _stall(notes: Sequence[Note], patience: Patience) -> Verdict | None:
     text = f"others wait for collective {behind[0].lacks(awaited)}: {late}, it is in {behind[0].where()}"
     stuck = [note for note in behind if note.idle_s >= patience.with_rank_in(note.place)]
     if not stuck:
-        return Verdict((), _with_stacks(text, notes, behind))
+        return Blame((), _with_stacks(text, notes, behind))
     limit_s = patience.with_rank_in(stuck[0].place)
     setting = "stuck_s" if limit_s == patience.stuck_s else "start_s"
     told = f"{text}, expected within {limit_s:g} s ({setting} of the watch)"
@@ -219,8 +219,8 @@ def _most(notes: Sequence[Note]) -> dict[str, int]:
     return most
 
 
-def _verdict(notes: Sequence[Note], culprits: Sequence[Note], text: str) -> Verdict:
-    return Verdict(tuple(note.rank for note in culprits), _with_stacks(text, notes, culprits))
+def _verdict(notes: Sequence[Note], culprits: Sequence[Note], text: str) -> Blame:
+    return Blame(tuple(note.rank for note in culprits), _with_stacks(text, notes, culprits))
 
 
 def _with_stacks(text: str, notes: Sequence[Note], culprits: Sequence[Note]) -> str:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_runtime.process_identity import mark, process_stat, remove_left_behind, started
-from zero_runtime.watch.journal import Journal, Op, Place, read_journal
-from zero_runtime.watch.judge import Standing
+from zero_runtime.watch.journal import Journal, Op, RankPosition, read_journal
+from zero_runtime.watch.judge import RankStatus
 
 _STACK_FRAMES = 14
 # Between a model's own lines there are several of these for each module; who reads a stack wants the model's.
@@ -35,16 +35,16 @@ class Whereabouts:
     started: str
     folder: str
 
-    def standing(self) -> Standing | None:
+    def standing(self) -> RankStatus | None:
         """GONE, STOPPED or RUNNING; None on another machine."""
         if self.machine != _machine():
             return None
         stat = process_stat(self.pid)
         if stat is None or started(self.pid) != self.started:
-            return Standing.GONE
-        return Standing.STOPPED if stat.state in ("T", "t") else Standing.RUNNING
+            return RankStatus.GONE
+        return RankStatus.STOPPED if stat.state in ("T", "t") else RankStatus.RUNNING
 
-    def left_behind(self) -> tuple[Place | None, list[Op], str]:
+    def left_behind(self) -> tuple[RankPosition | None, list[Op], str]:
         """The journal of a rank of this machine, and its stack where it was ended by a signal that Python saw."""
         if self.machine != _machine():
             return None, [], ""

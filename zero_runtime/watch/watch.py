@@ -32,14 +32,14 @@ from typing import NoReturn, Protocol
 from zero_runtime.errors import RankError
 from zero_runtime.watch.failure import is_out_of_memory, memory_error, told
 from zero_runtime.watch.journal import Journal
-from zero_runtime.watch.judge import Note, Patience, Standing, Verdict, judge
+from zero_runtime.watch.judge import Blame, Note, Patience, RankStatus, judge
 from zero_runtime.watch.process import OwnProcess, Whereabouts, format_frames, remove_folder
 
 _log = logging.getLogger(__name__)
 _HEARD_S = 2.0  # that a rank about to end stays for the others to read the verdict: the store may live in its process
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """What is used of torch.distributed's stores; a client of its own, since a blocking call of another holds it."""
 
     def set(self, key: str, value: str) -> None: ...
@@ -77,7 +77,7 @@ class RankWatch:
 
     def __init__(
         self,
-        store: Store,
+        store: KeyValueStore,
         rank: int,
         world: int,
         settings: WatchSettings | None = None,
@@ -136,9 +136,9 @@ class RankWatch:
         """This rank ends, well or with `error`. After an error it waits, up to 2 s, for the others to have heard."""
         if self._closed.is_set():
             return
-        standing = Standing.LEFT if error is None else Standing.FAILED
+        standing = RankStatus.LEFT if error is None else RankStatus.FAILED
         if isinstance(error, RankError) and error is self._verdict:
-            standing = Standing.BLAMES
+            standing = RankStatus.BLAMES
         note = self._note(standing)
         if error is not None:
             assert note.place is not None
@@ -147,7 +147,7 @@ class RankWatch:
         with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that holds it
             self._store.set(f"end/{self._rank}", note.dump())
         self._ended = note
-        if standing is Standing.FAILED and self._thread.is_alive():
+        if standing is RankStatus.FAILED and self._thread.is_alive():
             self._wake.set()
             self._judged.wait(_HEARD_S + self._settings.answer_s)
         self._closed.set()
@@ -180,7 +180,7 @@ class RankWatch:
         if self.journal.ticks != self._ticks:
             self._ticks, self._moved = self.journal.ticks, now
             self._patience_s, self._told_slow = self._settings.slow_s, False
-        failed = self._ended is not None and self._ended.standing is Standing.FAILED
+        failed = self._ended is not None and self._ended.standing is RankStatus.FAILED
         if failed or self._trouble or now - self._moved > self._patience_s:
             self._store.set(f"ask/{self._round}", str(self._rank))
         if self._store.check([f"ask/{self._round}"]):
@@ -190,7 +190,7 @@ class RankWatch:
     def _compare(self, number: int) -> None:
         """One round. See [Note: rounds]."""
         if self._ended is None:
-            self._store.set(f"note/{number}/{self._rank}", self._note(Standing.RUNNING).dump())
+            self._store.set(f"note/{number}/{self._rank}", self._note(RankStatus.RUNNING).dump())
         if self._store.add(f"judge/{number}", 1) == 1:
             found = judge(self._collect(number), self._settings.patience)
             self._store.set(f"verdict/{number}", json.dumps(asdict(found)))
@@ -223,23 +223,23 @@ class RankWatch:
             if self._store.check([key]):
                 return Note.load(self._store.get(key))
         if not self._store.check([f"place/{rank}"]):
-            return Note(rank, Standing.SILENT) if waited_s > self._settings.stuck_s else None
+            return Note(rank, RankStatus.SILENT) if waited_s > self._settings.stuck_s else None
         whereabouts = Whereabouts(**json.loads(self._store.get(f"place/{rank}")))
         standing = whereabouts.standing()
         # A living process on this machine may be held up in a call that keeps Python's lock.
         place, ops, crash = whereabouts.left_behind()
         alive_s = self._settings.patience.with_rank_in(place)
-        limit_s = alive_s if standing is Standing.RUNNING else self._settings.answer_s
-        if standing in (None, Standing.RUNNING) and waited_s < limit_s:
+        limit_s = alive_s if standing is RankStatus.RUNNING else self._settings.answer_s
+        if standing in (None, RankStatus.RUNNING) and waited_s < limit_s:
             return None
-        if standing is Standing.STOPPED and waited_s < self._settings.poll_s:
+        if standing is RankStatus.STOPPED and waited_s < self._settings.poll_s:
             return None  # a debugger or a job control that lets go at once
-        if standing in (Standing.GONE, Standing.STOPPED):
+        if standing in (RankStatus.GONE, RankStatus.STOPPED):
             remove_folder(whereabouts)
-        absent = standing if standing in (Standing.GONE, Standing.STOPPED) else Standing.SILENT
+        absent = standing if standing in (RankStatus.GONE, RankStatus.STOPPED) else RankStatus.SILENT
         return Note(rank, absent, place, ops, stack=crash)
 
-    def _hear(self, number: int) -> Verdict:
+    def _hear(self, number: int) -> Blame:
         """The verdict of the rank that judges; our own where that rank does not come to one."""
         deadline = time.monotonic() + self._settings.stuck_s + self._settings.answer_s
         while not self._store.check([f"verdict/{number}"]):
@@ -247,7 +247,7 @@ class RankWatch:
                 return judge(self._collect(number), self._settings.patience)
             time.sleep(0.02)
         found = json.loads(self._store.get(f"verdict/{number}"))
-        return Verdict(tuple(found["ranks"]), found["text"], found["hung"])
+        return Blame(tuple(found["ranks"]), found["text"], found["hung"])
 
     def _linger(self, number: int) -> None:
         """Until every rank without blame has the verdict: whoever holds the store must not end first."""
@@ -263,7 +263,7 @@ class RankWatch:
     def _without_store(self, error: RuntimeError) -> None:
         """The store went with the process that held it: a cause for a rank that cannot go on, else none."""
         while not self._closed.is_set():
-            note = self._note(Standing.RUNNING)
+            note = self._note(RankStatus.RUNNING)
             if self._trouble or (note.is_waiting and note.idle_s > self._settings.slow_s):
                 reason = self._trouble or f"{note.where()}, for {note.idle_s:.0f} s"
                 text = f"the rank that holds the store (rank 0) is gone: {error}"
@@ -290,7 +290,7 @@ class RankWatch:
             self._process.close()
             os._exit(1)
 
-    def _note(self, standing: Standing) -> Note:
+    def _note(self, standing: RankStatus) -> Note:
         place, ops = self.journal.read()
         idle_s = time.monotonic() - self._moved
         return Note(self._rank, standing, place, ops, idle_s, self._process.stack(), self._trouble)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.config.schema import Adapter, AdapterKind, Checkpoint, CheckpointKind, WeightsFolder
+from orchestrator.config.schema import Adapter, AdapterKind, Checkpoint, CheckpointKind, WeightsExport
 from orchestrator.config.strict import Broken, nearest
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.text.paths import expanded
@@ -37,7 +37,7 @@ def saving_keys_are_used(scene: Scene, checkpoint: Checkpoint) -> Broken | None:
 
 
 def gathered_weights_are_whole(scene: Scene, checkpoint: Checkpoint, adapter: Adapter) -> Broken | None:
-    if checkpoint.weights is WeightsFolder.none or adapter.kind is AdapterKind.none:
+    if checkpoint.weights is WeightsExport.none or adapter.kind is AdapterKind.none:
         return None
     rule = "checkpoint.weights gathers a whole model; export-weights makes the folder of an adapter from a checkpoint"
     return Broken(rule, str(checkpoint.weights), ("checkpoint.weights=none",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.config.cluster import Cluster
 from orchestrator.config.optimizer import Optimizer, OptimizerKind
 from orchestrator.config.schema import Device, Resources
-from orchestrator.config.state_groups import Offload, Place, StepTime, Zero
+from orchestrator.config.state_groups import Offload, OffloadDevice, StepTime, Zero
 from orchestrator.config.strict import Broken, nearest
 from orchestrator.plan.rules.cluster import is_slurm
 from orchestrator.plan.rules.scene import Scene
@@ -23,14 +23,14 @@ ONE_BY_ONE = (
 
 
 def offloaded_params_are_sharded(scene: Scene, offload: Offload, zero: Zero) -> Broken | None:
-    if offload.params is Place.device or zero.stage == 3:
+    if offload.params is OffloadDevice.device or zero.stage == 3:
         return None
     rule = f"offload.params={offload.params} needs zero=stage3: the other stages keep whole parameters on every rank"
     return Broken(rule, f"stage {zero.stage}", ("zero.stage=3", "offload.params=device"))
 
 
 def params_rest_with_the_optimizer(scene: Scene, offload: Offload) -> Broken | None:
-    if offload.params is not Place.nvme or offload.optimizer is Place.nvme:
+    if offload.params is not OffloadDevice.nvme or offload.optimizer is OffloadDevice.nvme:
         return None
     rule = "offload.params=nvme needs offload.optimizer=nvme, which is several times as large"
     return Broken(rule, str(offload.optimizer), ("offload.optimizer=nvme", "offload.params=device"))
@@ -55,17 +55,17 @@ def guesses_need_a_tier(scene: Scene, offload: Offload, resources: Resources) ->
     return Broken(rule, str(offload.optimizer), (f"offload.optimizer={away}", "offload.step=after_backward"))
 
 
-def _moves(scene: Scene, place: Place, resources: Resources) -> bool:
+def _moves(scene: Scene, place: OffloadDevice, resources: Resources) -> bool:
     """Whether what rests there is moved: on a CPU the host's memory is the device's."""
     on_cuda = scene.device(resources) is Device.cuda
-    return place is Place.nvme or (place is Place.cpu and on_cuda)
+    return place is OffloadDevice.nvme or (place is OffloadDevice.cpu and on_cuda)
 
 
 def offload_keys_are_used(scene: Scene, offload: Offload) -> Broken | None:
     if not offload.uses_nvme and offload.folder is not None:
         rule = "offload.folder is for offload=optimizer_nvme and optimizer_param_nvme"
         return Broken(rule, offload.folder, ("offload.folder=null",))
-    if offload.ratio != 1 and offload.params is offload.optimizer is Place.device:
+    if offload.ratio != 1 and offload.params is offload.optimizer is OffloadDevice.device:
         return Broken("offload=none uses no offload.ratio", str(offload.ratio), ("offload.ratio=1.0",))
     return None
 

@@ -12,7 +12,7 @@ from harness.ranks import run_alone, run_ranks
 
 from orchestrator import cli
 from zero_runtime.checkpoint.hugging_face import folder as hf_folder
-from zero_runtime.checkpoint.load import Checkpoint
+from zero_runtime.checkpoint.load import CheckpointReader
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.errors import CheckpointError
 from zero_runtime.optim.configs import AdamWConfig
@@ -96,7 +96,7 @@ def test_what_transformers_reads_has_the_same_logits(trained, tmp_path: Path, ca
 
 def test_files_come_in_numeric_order_and_a_tied_weight_once(trained, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with Checkpoint.open(trained[0] / "gpt2" / "step-00000001") as checkpoint:
+    with CheckpointReader.open(trained[0] / "gpt2" / "step-00000001") as checkpoint:
         source = checkpoint.state("master")
         written = hf_folder.write_weights(source, out, dtype=torch.bfloat16, max_file_bytes=4000)
     index = json.loads((out / hf_folder.WEIGHTS_INDEX).read_text())
@@ -108,7 +108,7 @@ def test_files_come_in_numeric_order_and_a_tied_weight_once(trained, tmp_path: P
 
 
 def test_a_block_at_a_time_gives_the_same_bytes(trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Checkpoint.open(trained[0] / "llama" / "step-00000001") as checkpoint:
+    with CheckpointReader.open(trained[0] / "llama" / "step-00000001") as checkpoint:
         source = checkpoint.state("master")
         hf_folder.write_weights(source, tmp_path / "whole", dtype=torch.float32)
         monkeypatch.setattr(hf_folder, "BLOCK_NUMEL", 7)
@@ -119,7 +119,7 @@ def test_a_block_at_a_time_gives_the_same_bytes(trained, tmp_path: Path, monkeyp
 
 def test_a_folder_that_is_there_is_left_alone(trained, tmp_path: Path) -> None:
     with (
-        Checkpoint.open(trained[0] / "llama" / "step-00000001") as checkpoint,
+        CheckpointReader.open(trained[0] / "llama" / "step-00000001") as checkpoint,
         pytest.raises(CheckpointError, match="expected a folder that is not there yet"),
     ):
         hf_folder.write_weights(checkpoint.state("master"), tmp_path, dtype=torch.float32)

@@ -10,25 +10,29 @@ import pytest
 from points import make_config
 
 from orchestrator.config.schema import LossKind, RecomputeKind, RunConfig
-from orchestrator.config.state_groups import Offload, Place
+from orchestrator.config.state_groups import Offload, OffloadDevice
 from orchestrator.plan import remedies
-from orchestrator.plan.remedies import Need
+from orchestrator.plan.remedies import PredictedPeak
 
 GIB = 1 << 30
 HELD = {"params": 2 * GIB, "grads": 2 * GIB, "optimizer": 8 * GIB, "buffers": 0, "other": 6 * GIB}
 
 
-def states(configs: Sequence[RunConfig]) -> list[Need | None]:
+def states(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
     """12 GiB, of which each stage shards one part more over two ranks; nobody knows the activations."""
     shards = {0: 12, 1: 8, 2: 7, 3: 6}
-    away = Offload(optimizer=Place.cpu)
-    return [Need(shards[one.zero.stage] * GIB - 4 * GIB * (one.offload == away), complete=False) for one in configs]
+    away = Offload(optimizer=OffloadDevice.cpu)
+    return [
+        PredictedPeak(shards[one.zero.stage] * GIB - 4 * GIB * (one.offload == away), complete=False) for one in configs
+    ]
 
 
-def everything(configs: Sequence[RunConfig]) -> list[Need | None]:
+def everything(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
     """4 GiB and one for each sequence at a time, or half of it where blocks recompute; tiles cannot be counted."""
     return [
-        Need(4 * GIB + one.batch.micro * GIB // (1 if one.recompute.kind is RecomputeKind.none else 2), complete=True)
+        PredictedPeak(
+            4 * GIB + one.batch.micro * GIB // (1 if one.recompute.kind is RecomputeKind.none else 2), complete=True
+        )
         if one.loss.kind is LossKind.full
         else None
         for one in configs

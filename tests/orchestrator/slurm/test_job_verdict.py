@@ -11,17 +11,17 @@ from orchestrator.launch.verdict import Verdict
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
-from orchestrator.slurm.tools import DENIED, UNSEEN, JobSight, Phase
-from orchestrator.slurm.verdict import GRACE_S, LOST_S, Follower, decide, verdict
+from orchestrator.slurm.tools import DENIED, UNSEEN, JobPhase, JobSight
+from orchestrator.slurm.verdict import GRACE_S, LOST_S, JobFollower, decide, verdict
 
 NOW = 1000.0
 BEGAN = 900.0
-RUNNING = JobSight(Phase.running, "RUNNING", nodes="node[1-2]", began=BEGAN)
-PENDING = JobSight(Phase.pending, "PENDING", "BeginTime", restarts=1)
+RUNNING = JobSight(JobPhase.running, "RUNNING", nodes="node[1-2]", began=BEGAN)
+PENDING = JobSight(JobPhase.pending, "PENDING", "BeginTime", restarts=1)
 
 
 def ended(state: str, code: str = "0:0", reason: str = "") -> JobSight:
-    return JobSight(Phase.ended, state, reason, code, "node[1-2]", began=BEGAN)
+    return JobSight(JobPhase.ended, state, reason, code, "node[1-2]", began=BEGAN)
 
 
 def record(state: str, time: float = NOW - 1, **facts: Any) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def test_a_job_that_no_rank_of_came_to_life_tells_the_end_of_its_own_log(tmp_pat
 def test_how_long_an_error_has_been_seen_does_not_depend_on_the_clock_of_the_rank(tmp_path: Path, clock: float) -> None:
     attempt = AttemptPaths(tmp_path)
     write_json_atomic(attempt.rank_record(0), error("ValueError: bad", clock))
-    sight = JobSight(Phase.running, "RUNNING")
+    sight = JobSight(JobPhase.running, "RUNNING")
     assert verdict(attempt, 1, sight, NOW) is None
     assert verdict(attempt, 1, sight, NOW + GRACE_S - 0.1) is None
     found = verdict(attempt, 1, sight, NOW + GRACE_S + 0.1)  # by another command of this machine
@@ -184,8 +184,8 @@ def test_a_heartbeat_that_changes_is_a_sign_of_life_whatever_time_it_tells(tmp_p
     attempt = AttemptPaths(tmp_path)
     for beat in range(5):
         write_json_atomic(attempt.heartbeat, {"time": clock - 3600 * beat, "node": "node1"})
-        assert Follower(attempt, 1).verdict(DENIED, NOW + LOST_S * beat) is None
-    assert Follower(attempt, 1).verdict(DENIED, NOW + LOST_S * 5) is not None
+        assert JobFollower(attempt, 1).verdict(DENIED, NOW + LOST_S * beat) is None
+    assert JobFollower(attempt, 1).verdict(DENIED, NOW + LOST_S * 5) is not None
 
 
 def test_a_job_is_lost_when_slurm_denies_it_again_and_nothing_says_that_it_lives(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_job_is_lost_when_slurm_denies_it_again_and_nothing_says_that_it_lives
     write_json_atomic(attempt.heartbeat, {"time": NOW, "node": "node1"})
 
     def look(sight: JobSight, now: float) -> Verdict | None:
-        return Follower(attempt, 1).verdict(sight, now)  # each time another command
+        return JobFollower(attempt, 1).verdict(sight, now)  # each time another command
 
     assert look(DENIED, NOW) is None
     assert look(UNSEEN, NOW + LOST_S / 2) is None  # no answer says nothing
@@ -207,7 +207,7 @@ def test_a_job_is_lost_when_slurm_denies_it_again_and_nothing_says_that_it_lives
 @pytest.mark.parametrize("sign", ["heartbeat", "queue"])
 def test_one_sign_of_life_and_a_job_is_not_lost(sign: str, tmp_path: Path) -> None:
     attempt = AttemptPaths(tmp_path)
-    follower = Follower(attempt, 1)
+    follower = JobFollower(attempt, 1)
     assert follower.verdict(DENIED, NOW) is None
     if sign == "heartbeat":
         write_json_atomic(attempt.heartbeat, {"time": NOW + LOST_S, "node": "node1"})

@@ -19,7 +19,7 @@ from orchestrator.slurm.site import cautions, problem_of, read_sinfo
 from orchestrator.slurm.tools import (
     DENIED,
     UNSEEN,
-    Phase,
+    JobPhase,
     SlurmError,
     expand_ids,
     outside_of_jobs,
@@ -62,25 +62,25 @@ BEGAN = time.mktime((2026, 11, 21, 11, 49, 34, 0, 0, -1))
 
 def test_squeue_tells_state_reason_exit_nodes_restarts_and_times() -> None:
     found = read_squeue(SQUEUE)
-    assert found["3"] == (Phase.ended, "FAILED", "NonZeroExitCode", "7:0", "node1", 0, BEGAN, None)
-    assert found["2_2"] == (Phase.pending, "PENDING", "JobArrayTaskLimit", "", "", 0, None, None)
+    assert found["3"] == (JobPhase.ended, "FAILED", "NonZeroExitCode", "7:0", "node1", 0, BEGAN, None)
+    assert found["2_2"] == (JobPhase.pending, "PENDING", "JobArrayTaskLimit", "", "", 0, None, None)
     assert found["4"].est_start == BEGAN + 4226
-    assert found["1"] == (Phase.running, "RUNNING", "", "", "node[1-2]", 2, BEGAN, None)
-    assert found["5"].state is Phase.running
-    assert (found["6"].state, found["6"].exit_code) == (Phase.ended, "0:15")
+    assert found["1"] == (JobPhase.running, "RUNNING", "", "", "node[1-2]", 2, BEGAN, None)
+    assert found["5"].state is JobPhase.running
+    assert (found["6"].state, found["6"].exit_code) == (JobPhase.ended, "0:15")
 
 
 def test_sacct_tells_the_same_of_jobs_that_the_controller_has_forgotten() -> None:
     found = read_sacct(SACCT)
-    assert found["7"] == (Phase.ended, "COMPLETED", "", "0:0", "node1", 0, BEGAN, None)
-    assert (found["8"].state, found["8"].slurm_state, found["8"].nodes) == (Phase.ended, "CANCELLED", "")
+    assert found["7"] == (JobPhase.ended, "COMPLETED", "", "0:0", "node1", 0, BEGAN, None)
+    assert (found["8"].state, found["8"].slurm_state, found["8"].nodes) == (JobPhase.ended, "CANCELLED", "")
     assert (found["9_0"].slurm_state, found["9_0"].reason) == ("TIMEOUT", "TimeLimit")
-    assert {job for job, sight in found.items() if sight.state is Phase.pending} == {"9_1", "9_2", "9_3", "9_5"}
+    assert {job for job, sight in found.items() if sight.state is JobPhase.pending} == {"9_1", "9_2", "9_3", "9_5"}
     assert found["10"].exit_code == "0:125"
 
 
 def test_scontrol_tells_of_one_job() -> None:
-    assert read_scontrol_job(SCONTROL) == (Phase.running, "RUNNING", "", "", "node1", 3, BEGAN, None)
+    assert read_scontrol_job(SCONTROL) == (JobPhase.running, "RUNNING", "", "", "node1", 3, BEGAN, None)
     assert slurm_tools.fields_of(SCONTROL)["JobName"] == "a b"
     assert read_scontrol_job("No jobs in the system\n") == UNSEEN
 
@@ -91,7 +91,7 @@ def test_what_is_no_answer_tells_nothing(text: str) -> None:
 
 
 def test_a_state_of_a_newer_slurm_is_unknown_which_is_never_final() -> None:
-    assert read_sacct("7|LAUNCHING_ROCKETS|0:0|n|None|None\n")["7"].state is Phase.unknown
+    assert read_sacct("7|LAUNCHING_ROCKETS|0:0|n|None|None\n")["7"].state is JobPhase.unknown
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ class Tools:
 def test_with_accounting_one_question_is_enough_for_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     config = "AccountingStorageType   = accounting_storage/slurmdbd\n"
     tools = Tools(monkeypatch, scontrol_show=config, sacct=SACCT)
-    scheduler = slurm.Scheduler()
+    scheduler = slurm.SlurmQueue()
     assert scheduler.look(["7", "8", "9_0"])["8"].slurm_state == "CANCELLED"
-    assert scheduler.look(["7"])["7"].state is Phase.ended
+    assert scheduler.look(["7"])["7"].state is JobPhase.ended
     assert tools.asked == ["scontrol_show", "sacct", "sacct"]
 
 
@@ -143,14 +143,14 @@ def test_the_controller_is_asked_about_what_may_be_back_in_the_queue(monkeypatch
     config = "AccountingStorageType   = accounting_storage/slurmdbd\n"
     queue = "11|PENDING|BeginTime|1|0|N/A||\n9_4|PENDING|BeginTime|1|0|N/A||\n"
     Tools(monkeypatch, scontrol_show=config, sacct=SACCT, squeue=queue)
-    found = slurm.Scheduler().look(["11", "9_4", "9_0"])
-    assert [found[job].state for job in ("11", "9_4", "9_0")] == [Phase.pending, Phase.pending, Phase.ended]
+    found = slurm.SlurmQueue().look(["11", "9_4", "9_0"])
+    assert [found[job].state for job in ("11", "9_4", "9_0")] == [JobPhase.pending, JobPhase.pending, JobPhase.ended]
 
 
 def test_what_the_controller_has_forgotten_is_as_the_accounts_say(monkeypatch: pytest.MonkeyPatch) -> None:
     config = "AccountingStorageType   = accounting_storage/slurmdbd\n"
     Tools(monkeypatch, scontrol_show=config, sacct=SACCT, squeue="")
-    found = slurm.Scheduler().look(["11", "9_4", "99"])
+    found = slurm.SlurmQueue().look(["11", "9_4", "99"])
     assert [found[job].slurm_state for job in ("11", "9_4")] == ["PREEMPTED", "NODE_FAIL"]
     assert found["99"] == DENIED
 
@@ -158,24 +158,24 @@ def test_what_the_controller_has_forgotten_is_as_the_accounts_say(monkeypatch: p
 def test_without_accounting_the_queue_is_asked_and_then_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     config = "AccountingStorageType   = accounting_storage/none\n"
     tools = Tools(monkeypatch, scontrol_show=config, squeue=SQUEUE, scontrol_job=SCONTROL)
-    found = slurm.Scheduler().look(["1", "3", "6"])
+    found = slurm.SlurmQueue().look(["1", "3", "6"])
     assert [found[job].slurm_state for job in ("1", "3", "6")] == ["RUNNING", "FAILED", "CANCELLED"]
     assert tools.asked == ["scontrol_show", "squeue"]
 
 
 def test_absence_from_the_queue_is_not_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     Tools(monkeypatch, scontrol_show="AccountingStorageType = accounting_storage/none\n", squeue=SQUEUE)
-    found = slurm.Scheduler().look(["1", "99"])
+    found = slurm.SlurmQueue().look(["1", "99"])
     assert found["1"].slurm_state == "RUNNING"
     assert found["99"] == DENIED
-    assert DENIED.state is Phase.unknown
+    assert DENIED.state is JobPhase.unknown
 
 
 def test_a_queue_that_does_not_know_the_columns_gives_way_to_one_question_a_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tools = Tools(monkeypatch, scontrol_show="AccountingStorageType = accounting_storage/none\n", scontrol_job=SCONTROL)
-    assert slurm.Scheduler().look(["6"])["6"].restarts == 3
+    assert slurm.SlurmQueue().look(["6"])["6"].restarts == 3
     assert tools.asked == ["scontrol_show", "squeue", "scontrol_job"]
 
 

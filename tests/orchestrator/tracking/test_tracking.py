@@ -142,7 +142,7 @@ def test_a_run_left_running_by_a_dead_command_is_ended_and_one_of_a_living_comma
     dead, reused = make("dead", gone.pid, own), make("reused", 1, "1700000000.25")
     make("alive", 1, own)
     make("elsewhere", gone.pid, own, "another-host")
-    store = tracking.Store(f"sqlite:///{store_path(scene.output)}", scene.output)
+    store = tracking.MlflowStore(f"sqlite:///{store_path(scene.output)}", scene.output)
     assert sorted(reconcile(store, experiment)) == sorted([dead, reused])
     assert scene.run("dead").info.status == "KILLED"
     assert names.RECONCILED in scene.run("dead").data.tags
@@ -178,7 +178,7 @@ def test_a_run_whose_command_and_tracker_died_ends_as_its_records_say(scene: Sce
     tags = {names.PID: "1", names.STARTED: "0@gone", names.HOST: socket.gethostname()}
     tags[names.ATTEMPT] = str(attempt.paths.root)
     scene.client.create_run(experiment, run_name="reconciled", tags=tags)
-    tracking.reconcile(tracking.Store(f"sqlite:///{store_path(scene.output)}", scene.output), experiment)
+    tracking.reconcile(tracking.MlflowStore(f"sqlite:///{store_path(scene.output)}", scene.output), experiment)
     assert_is_whole(scene, "reconciled")
 
 
@@ -194,7 +194,7 @@ def test_what_dead_commands_left_is_completed_once_and_what_living_ones_have_is_
     write_json_atomic(note, {**facts, "command": {**facts["command"], "started": "0@an earlier boot"}})
     uri = f"sqlite:///{store_path(scene.output)}"
     if begun:
-        tracking.open_run(tracking.Store(uri, scene.output), message, {names.HOST: "here"}).catch_up()
+        tracking.open_run(tracking.MlflowStore(uri, scene.output), message, {names.HOST: "here"}).catch_up()
     assert len(tracking_notes.left_behind(scene.output)) == 1
     tracking.complete(scene.output, {})
     assert_is_whole(scene, f"left-{begun}")
@@ -213,7 +213,7 @@ def test_a_store_that_refuses_is_asked_three_times(
         raise OSError("the store is away")
 
     scene = Scene(tmp_path)
-    monkeypatch.setattr(tracking, "Store", refuse)
+    monkeypatch.setattr(tracking, "MlflowStore", refuse)
     attempt = recorded(scene, "refused", RunState.ok)
     message = {"attempt": str(attempt.paths.root), "label": "refused", "point": attempt.point, "experiment": EXPERIMENT}
     tracking_notes.note(tmp_path, message)
@@ -253,7 +253,7 @@ def test_a_summary_that_a_killed_tracker_began_is_completed_by_its_successor(
     uri = f"sqlite:///{store_path(scene.output)}"
     first, successor = (tracking.Follower(uri, scene.output, os.getpid()) for _ in range(2))
     for follower in (first, successor):
-        follower._store = tracking.Store(uri, scene.output)
+        follower._store = tracking.MlflowStore(uri, scene.output)
 
     def killed(run: str, path: str) -> None:
         raise OSError("here it was killed")

@@ -19,7 +19,7 @@ from orchestrator.config.schema import (
     Measure,
     Model,
     RunConfig,
-    WeightsFolder,
+    WeightsExport,
     to_dict,
 )
 from orchestrator.launch.rank import RankInfo
@@ -170,7 +170,7 @@ def test_a_resumed_run_says_which_steps_of_its_curve_are_missing(tmp_path: Path)
 
 def test_a_run_killed_between_its_last_save_and_its_result_has_the_result_that_it_measured(tmp_path: Path) -> None:
     config = config_of(6, every=3)
-    config = replace(config, checkpoint=replace(config.checkpoint, weights=WeightsFolder.bf16))
+    config = replace(config, checkpoint=replace(config.checkpoint, weights=WeightsExport.bf16))
     first = Try(tmp_path / "point", config)
     assert first.wait() == [0, 0]
     measured = read_json(first.paths.result)
@@ -246,7 +246,7 @@ def test_a_run_takes_over_another_librarys_states_with_a_schedule_of_its_own(tmp
     run_alone(_save_elsewhere, tmp_path / "elsewhere")
     own = Try(tmp_path / "own", config_of(6, every=None, resume="none"))
     config = config_of(6, every=3, resume=str(tmp_path / "elsewhere"))
-    config = replace(config, checkpoint=replace(config.checkpoint, weights=WeightsFolder.bf16))
+    config = replace(config, checkpoint=replace(config.checkpoint, weights=WeightsExport.bf16))
     other = Try(tmp_path / "other", config)
     assert (own.wait(), other.wait()) == ([0, 0], [0, 0])
     events = EventTail(other.paths.metrics).read_new()

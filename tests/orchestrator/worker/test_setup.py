@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.config.state_groups import Offload, Place
+from orchestrator.config.state_groups import Offload, OffloadDevice
 from orchestrator.records.run_record import scratch_path
 from orchestrator.worker.setup import _offload
 
 
 def test_the_folder_of_scratch_files_in_the_output_is_made_and_no_other(tmp_path: Path) -> None:
     own = scratch_path(tmp_path / "out")
-    offload = Offload(optimizer=Place.nvme, folder=str(own))
+    offload = Offload(optimizer=OffloadDevice.nvme, folder=str(own))
     _offload(offload, str(tmp_path / "out"))
     assert own.is_dir()
     _offload(replace(offload, folder=str(tmp_path / "fasst")), str(tmp_path / "out"))

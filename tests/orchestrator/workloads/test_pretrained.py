@@ -29,7 +29,7 @@ from orchestrator.config.schema import (
 )
 from orchestrator.config.state_groups import Compute, DType, Precision, Zero
 from orchestrator.workloads import sources
-from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint
+from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.errors import CheckpointError
 
@@ -151,11 +151,11 @@ def _adapted(root: Path, stage: int) -> tuple[torch.Tensor, torch.Tensor, list[s
     )
     runtime.close()
     again = _runtime(_config(root / "llama", 3 - stage, adapter=LORA))
-    load_checkpoint(again, Checkpoint.open(path))
+    load_checkpoint(again, CheckpointReader.open(path))
     with torch.no_grad():
         assert torch.equal(again(input_ids=IDS, use_cache=False).logits, last)
     again.close()
-    return first, last, list(Checkpoint.open(path).state("master").names())
+    return first, last, list(CheckpointReader.open(path).state("master").names())
 
 
 def _with_peft(base: Path, adapter: Path) -> torch.Tensor:

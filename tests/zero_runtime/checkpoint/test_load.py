@@ -34,7 +34,7 @@ from torch import nn
 
 from zero_runtime.checkpoint import load
 from zero_runtime.checkpoint.layout import INDEX, checksum_text
-from zero_runtime.checkpoint.load import Checkpoint, load_checkpoint, shards_of
+from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint, shards_of
 from zero_runtime.checkpoint.retention import open_together
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.errors import CallOrderError, CheckpointError
@@ -75,7 +75,7 @@ def test_states_are_the_same_bits_at_every_row_unit_size_and_hybrid_group(saved:
 def test_tied_and_frozen_parameters_come_back(model: TinySpec, tmp_path: Path) -> None:
     targets = [Setting(0, 2), Setting(3, 2, unit_numel=300)]
     run_ranks(reload_everywhere, 2, tmp_path, Setting(3, 2), targets, ADAMW, {"model": model})
-    index = Checkpoint.open(tmp_path / "step-00000003").index
+    index = CheckpointReader.open(tmp_path / "step-00000003").index
     assert index.tied == ({"head.weight": "embed.weight"} if model.tied else {})
     assert all(entry.trainable for entry in index.parameters.values()) != model.frozen
 
@@ -103,7 +103,7 @@ def goes_on_like(root: Path, setting: Setting, target: Setting, optimizer) -> No
     for trained_before in (0, 2):  # with full copies, gathers ahead and states that must all be forgotten
         loaded = target.runtime(optimizer, model=TinySpec(seed=77))
         train(loaded, target.case(), 50, trained_before)
-        load_checkpoint(loaded, Checkpoint.open(path, verify=False))
+        load_checkpoint(loaded, CheckpointReader.open(path, verify=False))
         assert train(loaded, target.case(), SAVED_AFTER, GOES_ON) == wanted
         assert_states(whole(loaded), states)
         loaded.close()
@@ -147,7 +147,7 @@ def small_round_trip(root: Path) -> list[int]:
     states, mean = whole(runtime), runtime.model.norm.running_mean.clone()
     for stage in (0, 3):
         other = small_runtime(stage)
-        load_checkpoint(other, Checkpoint.open(path))
+        load_checkpoint(other, CheckpointReader.open(path))
         assert_states(whole(other), states)
         assert torch.equal(other.model.norm.running_mean, mean)
         assert int(other.model.norm.num_batches_tracked) == 1
@@ -157,7 +157,7 @@ def small_round_trip(root: Path) -> list[int]:
 def test_shards_without_elements_and_buffers_come_back(tmp_path: Path) -> None:
     pieces = run_ranks(small_round_trip, 4, tmp_path)
     assert sum(pieces[3]) == 0, "the last rank must hold nothing, or this proves nothing"
-    assert set(Checkpoint.open(tmp_path / "step-00000001").index.buffers) == {
+    assert set(CheckpointReader.open(tmp_path / "step-00000001").index.buffers) == {
         "norm.running_mean",
         "norm.running_var",
         "norm.num_batches_tracked",
@@ -188,7 +188,7 @@ def scaler_and_random_states(root: Path) -> None:
 
 def test_loss_scale_updates_and_random_states_of_all_ranks_come_back(tmp_path: Path) -> None:
     run_ranks(scaler_and_random_states, 2, tmp_path)
-    states = Checkpoint.open(tmp_path / "step-00000006").index.rng
+    states = CheckpointReader.open(tmp_path / "step-00000006").index.rng
     assert states["0"] != states["1"]
 
 
@@ -238,7 +238,7 @@ def test_a_runtime_is_filled_from_any_source_of_ranges(stage: int) -> None:
 
 def test_the_source_of_a_state_gives_any_range(tmp_path: Path) -> None:
     path, states = run_ranks(save_after, 3, tmp_path, Setting(2, 3))[0]
-    with Checkpoint.open(path) as checkpoint:
+    with CheckpointReader.open(path) as checkpoint:
         for state, source in checkpoint.sources().items():
             for name in source.names():
                 flat = states[f"{state}/{name}"].reshape(-1)
@@ -253,7 +253,7 @@ def test_the_source_of_a_state_gives_any_range(tmp_path: Path) -> None:
 
 def bytes_read(path: Path, setting: Setting) -> tuple[int, int]:
     runtime = setting.runtime()
-    checkpoint = Checkpoint.open(path, verify=False)
+    checkpoint = CheckpointReader.open(path, verify=False)
     load_checkpoint(runtime, checkpoint)
     needed = sum(
         (piece.stop - piece.start) * 4
@@ -291,7 +291,7 @@ def files_verified(path: Path, setting: Setting) -> list[str]:
 
 def test_the_files_are_plain_safetensors_and_all_ranks_write_equally_much(tmp_path: Path) -> None:
     path, states = run_ranks(save_after, 3, tmp_path, Setting(0, 3))[0]
-    index = Checkpoint.open(path).index
+    index = CheckpointReader.open(path).index
     assert sorted(os.listdir(path)) == sorted([INDEX, *index.files])
     found = {key: torch.full((values.numel(),), torch.nan) for key, values in states.items()}
     for name in index.files:
@@ -399,7 +399,7 @@ def test_a_checkpoint_without_permission_is_refused(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "open", denied)  # a superuser may read everything
     with pytest.raises(CheckpointError, match="expected to be allowed to read it, found Permission denied; mend its"):
-        Checkpoint.open(path)
+        CheckpointReader.open(path)
 
 
 def mid_step(root: Path) -> None:

@@ -20,7 +20,7 @@ from zero_runtime.checkpoint import tensor_file
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.digest import RunningDigest, checksum_of
 from zero_runtime.checkpoint.layout import rank_file
-from zero_runtime.checkpoint.load import Checkpoint
+from zero_runtime.checkpoint.load import CheckpointReader
 from zero_runtime.checkpoint.retention import Retention, newest_good, newest_good_together
 from zero_runtime.checkpoint.save import SaveSettings, begin, save_checkpoint
 from zero_runtime.checkpoint.tensor_file import TensorFile, write_tensor_file
@@ -280,4 +280,4 @@ def test_no_pickle_is_in_a_checkpoint(tmp_path: Path) -> None:
     path, _ = run_ranks(save_after, 1, tmp_path, Setting(3, 1))[0]
     assert {Path(name).suffix for name in names(path)} == {".json", ".safetensors"}
     assert newest_good(tmp_path) is not None
-    assert Checkpoint.open(path).index.trainer == {"samples": 96}
+    assert CheckpointReader.open(path).index.trainer == {"samples": 96}

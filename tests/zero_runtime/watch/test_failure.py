@@ -7,9 +7,9 @@ import torch
 
 from zero_runtime.errors import RankError
 from zero_runtime.watch.failure import is_out_of_memory, told
-from zero_runtime.watch.journal import Place
+from zero_runtime.watch.journal import RankPosition
 
-AT = Place(ticks=1, issued=1, waiting=0, step=3, phase="backward", unit="blocks.1")
+AT = RankPosition(ticks=1, issued=1, waiting=0, step=3, phase="backward", unit="blocks.1")
 CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.00 GiB"
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from zero_runtime.watch.journal import RING, Journal, read_journal
-from zero_runtime.watch.judge import Note, Patience, Standing, Verdict, judge
+from zero_runtime.watch.judge import Blame, Note, Patience, RankStatus, judge
 
 SLOW_S, STUCK_S, START_S = 5.0, 60.0, 300.0
-RUNNING = Standing.RUNNING
+RUNNING = RankStatus.RUNNING
 
 
-def note(rank: int, units: str, *, waiting: int = 0, idle_s: float = 9.0, standing: Standing = RUNNING) -> Note:
+def note(rank: int, units: str, *, waiting: int = 0, idle_s: float = 9.0, standing: RankStatus = RUNNING) -> Note:
     """A rank that gathered (small letters) or reduced (large ones) these units, and waits for the n-th of them."""
     journal = Journal()
     for unit in units:
@@ -25,12 +25,12 @@ def note(rank: int, units: str, *, waiting: int = 0, idle_s: float = 9.0, standi
     return Note(rank, standing, *journal.read(), idle_s)
 
 
-def judged(*notes: Note) -> Verdict:
+def judged(*notes: Note) -> Blame:
     return judge(notes, Patience(SLOW_S, STUCK_S, START_S))
 
 
 def test_nobody_is_blamed_while_all_agree() -> None:
-    assert judged(note(0, "ab", waiting=2), note(1, "ab", waiting=2)) == Verdict((), "")
+    assert judged(note(0, "ab", waiting=2), note(1, "ab", waiting=2)) == Blame((), "")
 
 
 def test_a_rank_that_computes_while_others_wait_is_named_but_not_blamed() -> None:
@@ -91,7 +91,7 @@ def test_the_side_with_fewer_ranks_is_blamed_for_a_difference(units: tuple[str, 
 
 def test_gathers_and_reductions_may_interleave_differently() -> None:
     """They run in groups of their own, and a rank that leaves parameters unused reduces at another time."""
-    assert judged(note(0, "abBA", waiting=4), note(1, "aBbA", waiting=4)) == Verdict((), "")
+    assert judged(note(0, "abBA", waiting=4), note(1, "aBbA", waiting=4)) == Blame((), "")
 
 
 def test_ranks_that_wait_for_each_other_in_different_groups_are_told_apart() -> None:
@@ -103,17 +103,17 @@ def test_ranks_that_wait_for_each_other_in_different_groups_are_told_apart() -> 
 
 
 def test_a_difference_comes_before_the_death_that_it_caused() -> None:
-    assert judged(note(0, "ab", standing=Standing.GONE), note(1, "ac"), note(2, "ab")).ranks == (1,)
+    assert judged(note(0, "ab", standing=RankStatus.GONE), note(1, "ac"), note(2, "ab")).ranks == (1,)
 
 
-@pytest.mark.parametrize("standing", [Standing.GONE, Standing.STOPPED, Standing.SILENT])
-def test_an_absent_rank_is_blamed(standing: Standing) -> None:
+@pytest.mark.parametrize("standing", [RankStatus.GONE, RankStatus.STOPPED, RankStatus.SILENT])
+def test_an_absent_rank_is_blamed(standing: RankStatus) -> None:
     assert judged(note(0, "ab", waiting=2), note(1, "ab", standing=standing)).ranks == (1,)
 
 
 def test_a_rank_that_left_is_blamed_only_where_others_issue_more() -> None:
-    assert judged(note(0, "abc", waiting=3), note(1, "ab", standing=Standing.LEFT)).ranks == (1,)
-    assert judged(note(0, "ab", idle_s=999), note(1, "ab", standing=Standing.LEFT)).ranks == ()
+    assert judged(note(0, "abc", waiting=3), note(1, "ab", standing=RankStatus.LEFT)).ranks == (1,)
+    assert judged(note(0, "ab", idle_s=999), note(1, "ab", standing=RankStatus.LEFT)).ranks == ()
 
 
 def test_a_note_survives_the_way_through_the_store() -> None:

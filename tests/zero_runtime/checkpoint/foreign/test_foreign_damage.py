@@ -18,7 +18,7 @@ from zero_runtime.checkpoint.foreign.archive import check_archive
 from zero_runtime.checkpoint.foreign.dcp import METADATA, open_dcp
 from zero_runtime.checkpoint.foreign.deepspeed import open_deepspeed
 from zero_runtime.checkpoint.foreign.pickled import StandIn, read_pickle
-from zero_runtime.checkpoint.load import Checkpoint
+from zero_runtime.checkpoint.load import CheckpointReader
 from zero_runtime.errors import CheckpointError
 
 MADE = Path(__file__).resolve().parents[3] / "foreign" / "deepspeed"  # by tests/foreign/make_deepspeed.py
@@ -121,7 +121,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(saved: Path, tmp_path: 
     folder = tmp_path / "step-00000001"
     folder.mkdir()
     os.mkfifo(folder / "index.json")
-    assert "no regular file" in told(lambda: Checkpoint.open(folder))
+    assert "no regular file" in told(lambda: CheckpointReader.open(folder))
     deepspeed = tmp_path / "deepspeed"
     shutil.copytree(MADE / "stage2", deepspeed)
     file = deepspeed / "global_step3" / "mp_rank_00_model_states.pt"
@@ -134,7 +134,7 @@ def test_a_deep_index_is_no_index(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000001"
     folder.mkdir()
     (folder / "index.json").write_bytes(b"[" * 10_000_000)
-    assert "expected an index in JSON" in told(lambda: Checkpoint.open(folder))
+    assert "expected an index in JSON" in told(lambda: CheckpointReader.open(folder))
 
 
 def test_a_flipped_bit_in_a_tensor_is_found(saved: Path, tmp_path: Path) -> None:
