@@ -23,7 +23,7 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Segment
 from zero_runtime.guarded_parameter import ParameterGuard
-from zero_runtime.initial_values import Birth, swap_content
+from zero_runtime.initial_values import InitialValues, swap_content
 from zero_runtime.kernels import ops
 from zero_runtime.plan import Partition, Phase, ZeroPlan
 from zero_runtime.shard_location import HOME, Rests, ShardLocation
@@ -118,7 +118,7 @@ class Unit:
         self._guard: ParameterGuard | None = None
         self._allocate()
 
-    # ---- birth -------------------------------------------------------------------------------------------------
+    # ---- initial values -----------------------------------------------------------------------------------------
 
     def _allocate(self) -> None:
         """Decide every alias between flat tensors; nowhere else is one made.
@@ -205,13 +205,13 @@ class Unit:
         if self.data_state is DataState.SHARDED:
             self._place.begin_fetch()
 
-    def materialize(self, birth: Birth, given: Collection[str] = ()) -> None:
+    def materialize(self, initial: InitialValues, given: Collection[str] = ()) -> None:
         """Take the parameters' values and make them views of unsharded_param; their old storages end here.
 
         Parameters on the meta device are drawn one at a time, so that no more than one exists beside the unit; those
         that are `given` have no values until `read_values`. The master shard is taken before the values are rounded to
         param_dtype. Where the plan shards parameters the full copy ends at once: no more than one unit is whole while
-        a model is born. Call it when every unit has its shards: one allocated between two units would split the hole
+        a model is built. Call it when every unit has its shards: one allocated between two units would split the hole
         that the first one left, and the next would not fit into it.
         """
         with torch.no_grad():
@@ -226,7 +226,7 @@ class Unit:
                 if segment.name in given:
                     self._unbound.append((param, view))
                     continue
-                values = birth.draw(segment.name, param) if param.is_meta else self._handed_over(param)
+                values = initial.draw(segment.name, param) if param.is_meta else self._handed_over(param)
                 self._flat(segment).copy_(values.reshape(-1))
                 piece = pieces.get(segment.name)
                 if self.master_shard is not None and piece is not None:
@@ -245,7 +245,7 @@ class Unit:
                 self.unsharded_param.copy_(self.unsharded_param.to(self._param_dtype))
         self.reshard(Phase.BACKWARD)
 
-    def bind_born(self) -> None:
+    def bind_initialized(self) -> None:
         """Bind the parameters that were drawn; call it when all units have drawn theirs. Idempotent.
 
         Not before: what draws one parameter must find all others on the meta device (initial_values.py). A meta
