@@ -26,7 +26,7 @@ from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.initial_values import InitialValues, swap_content
 from zero_runtime.kernels import ops
 from zero_runtime.plan import Partition, Phase, ZeroPlan
-from zero_runtime.shard_location import HOME, Rests, ShardLocation
+from zero_runtime.shard_location import ON_DEVICE, Rests, ShardLocation
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit_planner import UnitSpec
 
@@ -114,7 +114,7 @@ class Unit:
         self._squares: torch.Tensor | None = None  # of a gradient that has left, see `grad_squares`
         self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # drawn, and not yet bound to their views
         self._rests = rests or Rests()
-        self._place: ShardLocation = HOME
+        self._place: ShardLocation = ON_DEVICE
         self._guard: ParameterGuard | None = None
         self._allocate()
 
@@ -321,7 +321,7 @@ class Unit:
 
         A no-op where the plan frees full copies, and where the update runs elsewhere and may still be under way.
         """
-        if self._plan.params is not Partition.REPLICATED or self._place is not HOME:
+        if self._plan.params is not Partition.REPLICATED or self._place is not ON_DEVICE:
             return
         self.unshard()
         if self._gathered is not self.unsharded_param:  # a second buffer, of which there should be one at a time
@@ -467,7 +467,7 @@ class Unit:
 
     def send_grad(self) -> None:
         """grad_shard is complete: this step adds no more to it. It leaves if the update runs elsewhere."""
-        if self._place is not HOME:
+        if self._place is not ON_DEVICE:
             self._squares = self.grad_squares()
             self._place.send_grad()
 
