@@ -12,7 +12,7 @@ from zero_runtime.agreement import agree, trouble_of
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CheckpointError, OffloadError, PlanError
 from zero_runtime.flat_layout import FlatLayout
-from zero_runtime.initial_values import Birth
+from zero_runtime.initial_values import InitialValues
 from zero_runtime.memory.model import UnitSize, model_state_bytes
 from zero_runtime.offload.copy_streams import copies_for
 from zero_runtime.offload.host import HostTier
@@ -91,16 +91,16 @@ class UnitBuilder:
     def _fill(self, model: nn.Module, units: Sequence[Unit], tier: StateTier | None) -> None:
         """Values for buffers and parameters: those that the model has, drawn, or read."""
         settings = self._settings
-        birth = Birth(model, seed=settings.seed, initialise=settings.initialise)
-        birth.fill_buffers()
+        initial = InitialValues(model, seed=settings.seed, initialise=settings.initialise)
+        initial.fill_buffers()
         move_buffers(model, self._device)
         self._share_buffers(model)
         given = self._given(units)
         for unit in units:
             with residence(tier, unit, writes=True, fresh=True):
-                unit.materialize(birth, given)
+                unit.materialize(initial, given)
         for unit in units:
-            unit.bind_born()
+            unit.bind_initialized()
         if settings.weights is not None:
             self._read(units, tier, settings.weights, given)
 
@@ -124,8 +124,8 @@ class UnitBuilder:
             if shapes.get(name) != source.shape(name):
                 wanted = list(shapes[name]) if name in shapes else "no parameter of this name"
                 raise PlanError(f"weights: expected {name}: {wanted}, found {list(source.shape(name))}")
-        born = {segment.name for unit in units for segment, param in unit.placed() if param.is_meta}
-        return frozenset(source.names()) & born
+        initialized = {segment.name for unit in units for segment, param in unit.placed() if param.is_meta}
+        return frozenset(source.names()) & initialized
 
     def _read(self, units: Sequence[Unit], tier: StateTier | None, source: TensorSource, given: frozenset[str]) -> None:
         """Fill the shards of the given parameters. Whoever cannot read tells all: they would wait for it for ever."""

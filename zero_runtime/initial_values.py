@@ -47,7 +47,7 @@ def _to_meta(_module: nn.Module, _name: str, param: nn.Parameter | None) -> nn.P
     return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
 
-class Birth:
+class InitialValues:
     """Draws the first values of a model's meta parameters and meta buffers.
 
     The rule of a module is, in this order: `initialise` where one is given; the `_init_weights` of the nearest
@@ -60,7 +60,7 @@ class Birth:
         self._model = model
         self._seed = seed
         self._initialise = initialise
-        _refuse_half_born(model)
+        _refuse_mixed_devices(model)
 
     def draw(self, name: str, param: nn.Parameter) -> torch.Tensor:
         """The first value of a meta parameter: on the CPU, in its dtype and shape, the caller's. `param` stays meta.
@@ -140,17 +140,17 @@ class Birth:
         )
 
 
-def _refuse_half_born(model: nn.Module) -> None:
+def _refuse_mixed_devices(model: nn.Module) -> None:
     """Rules run over whole modules, so they would overwrite weights that a part of the model was handed over with."""
     real = [name for name, param in model.named_parameters() if not param.is_meta]
     if not real:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    unborn = [name for name, tensor in tensors if tensor.is_meta]
-    if unborn:
+    on_meta = [name for name, tensor in tensors if tensor.is_meta]
+    if on_meta:
         raise PlanError(
             f"expected a model with weights or one on the meta device, found both: {real[0]!r} has values and "
-            f"{unborn[0]!r} is on the meta device; build all inside parameters_on_meta(), or give all of it values"
+            f"{on_meta[0]!r} is on the meta device; build all inside parameters_on_meta(), or give all of it values"
         )
 
 

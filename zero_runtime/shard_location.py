@@ -40,7 +40,7 @@ class ShardLocation(Protocol):
         """Block until nothing of the unit is under way, so that its shards may be read and written."""
 
 
-class Home:
+class OnDevice:
     """The place of a unit that rests nowhere else."""
 
     def begin_fetch(self) -> None:
@@ -59,4 +59,4 @@ class Home:
         """Nothing is ever under way."""
 
 
-HOME = Home()
+ON_DEVICE = OnDevice()

@@ -23,10 +23,10 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import UnitStateError
 from zero_runtime.flat_layout import FlatLayout, Segment
 from zero_runtime.guarded_parameter import ParameterGuard
-from zero_runtime.initial_values import Birth, swap_content
+from zero_runtime.initial_values import InitialValues, swap_content
 from zero_runtime.kernels import ops
 from zero_runtime.plan import Partition, Phase, ZeroPlan
-from zero_runtime.shard_location import HOME, Rests, ShardLocation
+from zero_runtime.shard_location import ON_DEVICE, Rests, ShardLocation
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit_planner import UnitSpec
 
@@ -114,11 +114,11 @@ class Unit:
         self._squares: torch.Tensor | None = None  # of a gradient that has left, see `grad_squares`
         self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # drawn, and not yet bound to their views
         self._rests = rests or Rests()
-        self._place: ShardLocation = HOME
+        self._place: ShardLocation = ON_DEVICE
         self._guard: ParameterGuard | None = None
         self._allocate()
 
-    # ---- birth -------------------------------------------------------------------------------------------------
+    # ---- initial values -----------------------------------------------------------------------------------------
 
     def _allocate(self) -> None:
         """Decide every alias between flat tensors; nowhere else is one made.
@@ -205,13 +205,13 @@ class Unit:
         if self.data_state is DataState.SHARDED:
             self._place.begin_fetch()
 
-    def materialize(self, birth: Birth, given: Collection[str] = ()) -> None:
+    def materialize(self, initial: InitialValues, given: Collection[str] = ()) -> None:
         """Take the parameters' values and make them views of unsharded_param; their old storages end here.
 
         Parameters on the meta device are drawn one at a time, so that no more than one exists beside the unit; those
         that are `given` have no values until `read_values`. The master shard is taken before the values are rounded to
         param_dtype. Where the plan shards parameters the full copy ends at once: no more than one unit is whole while
-        a model is born. Call it when every unit has its shards: one allocated between two units would split the hole
+        a model is built. Call it when every unit has its shards: one allocated between two units would split the hole
         that the first one left, and the next would not fit into it.
         """
         with torch.no_grad():
@@ -226,7 +226,7 @@ class Unit:
                 if segment.name in given:
                     self._unbound.append((param, view))
                     continue
-                values = birth.draw(segment.name, param) if param.is_meta else self._handed_over(param)
+                values = initial.draw(segment.name, param) if param.is_meta else self._handed_over(param)
                 self._flat(segment).copy_(values.reshape(-1))
                 piece = pieces.get(segment.name)
                 if self.master_shard is not None and piece is not None:
@@ -245,7 +245,7 @@ class Unit:
                 self.unsharded_param.copy_(self.unsharded_param.to(self._param_dtype))
         self.reshard(Phase.BACKWARD)
 
-    def bind_born(self) -> None:
+    def bind_initialized(self) -> None:
         """Bind the parameters that were drawn; call it when all units have drawn theirs. Idempotent.
 
         Not before: what draws one parameter must find all others on the meta device (initial_values.py). A meta
@@ -321,7 +321,7 @@ class Unit:
 
         A no-op where the plan frees full copies, and where the update runs elsewhere and may still be under way.
         """
-        if self._plan.params is not Partition.REPLICATED or self._place is not HOME:
+        if self._plan.params is not Partition.REPLICATED or self._place is not ON_DEVICE:
             return
         self.unshard()
         if self._gathered is not self.unsharded_param:  # a second buffer, of which there should be one at a time
@@ -467,7 +467,7 @@ class Unit:
 
     def send_grad(self) -> None:
         """grad_shard is complete: this step adds no more to it. It leaves if the update runs elsewhere."""
-        if self._place is not HOME:
+        if self._place is not ON_DEVICE:
             self._squares = self.grad_squares()
             self._place.send_grad()
 

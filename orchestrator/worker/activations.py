@@ -13,7 +13,7 @@ import torch
 
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.plan import memory_cache
-from orchestrator.worker.setup import build_precision, build_unborn
+from orchestrator.worker.setup import build_deferred, build_precision
 from orchestrator.workloads.models import token_losses
 from zero_runtime.activations.recompute import RecomputeRule
 from zero_runtime.memory.activation_count import Trace, between
@@ -27,7 +27,7 @@ SMALLEST = 2  # a batch of one is a case of its own: torch takes dimensions of o
 
 def trace_of(config: RunConfig) -> Trace:
     """One micro-batch of the configured model, precision, recomputation and loss."""
-    model, _ = build_unborn(config)
+    model, _ = build_deferred(config)
     ids = torch.zeros((config.batch.micro, config.batch.seq), dtype=torch.int64)
     return trace_step(
         model,

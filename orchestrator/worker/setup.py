@@ -17,7 +17,7 @@ from orchestrator.config.state_groups import DType, Offload, OffloadDevice, Prec
 from orchestrator.records.run_record import scratch_path
 from orchestrator.worker.optimizer import build_optimizer
 from orchestrator.workloads.data import TokenData, load_data
-from orchestrator.workloads.models import build_unborn_model
+from orchestrator.workloads.models import build_deferred_model
 from orchestrator.workloads.tokenizer import load_tokenizer
 from orchestrator.workloads.weights import weights_of
 from zero_runtime.activations.recompute import Recomputation, RecomputeRule
@@ -77,7 +77,7 @@ def build_runtime(
     Needs the process group.
     """
     assert config.batch.accumulation is not None
-    model, initialise = build_unborn(config)
+    model, initialise = build_deferred(config)
     recompute = config.recompute
     rule = RecomputeRule(str(recompute.kind), recompute.every, str(recompute.offload))
     recomputation = Recomputation(model, rule, device)
@@ -129,11 +129,11 @@ def build_precision(precision: Precision) -> MixedPrecision:
     )
 
 
-def build_unborn(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
+def build_deferred(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
     """The model on the meta device, with its adapters where there are some, and the rule of their first values."""
     settings, adapter = config.model, config.adapter
     assert settings.model_type is not None
-    model = build_unborn_model(settings.model_type, settings.config, as_saved=settings.path is not None)
+    model = build_deferred_model(settings.model_type, settings.config, as_saved=settings.path is not None)
     if adapter.kind is AdapterKind.none:
         return model, None
     from orchestrator.workloads import adapters  # PEFT is an extra

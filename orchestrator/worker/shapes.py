@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.worker.activations import answers
 from orchestrator.worker.optimizer import build_optimizer
-from orchestrator.worker.setup import build_precision, build_unborn
+from orchestrator.worker.setup import build_deferred, build_precision
 from zero_runtime.offload.plan import resting
 from zero_runtime.unit_planner import UnitRules, plan_units
 
@@ -24,7 +24,7 @@ from zero_runtime.unit_planner import UnitRules, plan_units
 def units_of(config: RunConfig) -> dict[str, Any]:
     """Shapes by unit in the order of registration; what the optimizer's states cost an element, and the blocks of
     elements that they come in."""
-    model, _ = build_unborn(config)
+    model, _ = build_deferred(config)
     rules = UnitRules(build_precision(config.precision), config.zero.unit_numel, tuple(config.precision.keep_dtype))
     specs = plan_units(model, rules)
     optimizer = build_optimizer(config.optimizer)

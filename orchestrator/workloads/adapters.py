@@ -40,7 +40,7 @@ def add_lora(model: nn.Module, config: LoraConfig) -> PeftModel:
 
 
 def first_values(model: PeftModel) -> Callable[[nn.Module], None]:
-    """The rule for birth: an adapter's is PEFT's (A uniform, B zero: nothing changes at first), else the model's."""
+    """Initial values: an adapter's is PEFT's (A uniform, B zero: nothing changes at first), else the model's."""
     base_rule: Callable[[nn.Module], None] = model.get_base_model()._init_weights  # type: ignore[assignment]
 
     def initialise(module: nn.Module) -> None:

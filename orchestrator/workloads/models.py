@@ -45,7 +45,7 @@ def build_model(model_type: str, config: Mapping[str, Any], *, seed: int, attent
         return _build(model_type, config, torch.device("cpu"), attention)
 
 
-def build_unborn_model(model_type: str, config: Mapping[str, Any], *, as_saved: bool = False) -> nn.Module:
+def build_deferred_model(model_type: str, config: Mapping[str, Any], *, as_saved: bool = False) -> nn.Module:
     """The same model for the runtime to give weights to: parameters on the meta device, buffers with their values.
 
     `as_saved`: `config` is what a saved config.json says; see `model_config`.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpt import STD, Gpt, GptSize, draw_tokens, loss_of, starting_loss, starting_loss_trouble
-from zero_runtime.initial_values import Birth, parameters_on_meta
+from zero_runtime.initial_values import InitialValues, parameters_on_meta
 
 SIZES = [GptSize(), GptSize(layers=2, width=64, heads=4, vocab=512, seq=64, micro=2)]
 
@@ -68,7 +68,7 @@ def test_neither_the_probabilities_nor_the_gradients_of_the_first_step_are_denor
 def test_a_model_whose_parameters_are_drawn_later_has_the_same_first_values() -> None:
     with parameters_on_meta():
         model = Gpt(SIZES[1])
-    birth = Birth(model, seed=0)
+    birth = InitialValues(model, seed=0)
     drawn = {name: birth.draw(name, param) for name, param in model.named_parameters()}
     assert all(bool((value == 0).all()) for name, value in drawn.items() if name.endswith(".bias"))
     assert all(bool((value == 1).all()) for name, value in drawn.items() if "norm" in name and "weight" in name)

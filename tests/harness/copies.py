@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zero_runtime.offload.copy_streams import Mark, PlainCopies
+from zero_runtime.offload.copy_streams import CopyEvent, PlainCopies
 
 
 class _Late:
@@ -31,10 +31,10 @@ class LateCopies(PlainCopies):
     """As CUDA's are allowed to be: until a mark is waited for, the target is not a number and the host's memory has not
     been read. (The device's is read in the order of what is issued there.)"""
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         return self._late(target, source.detach().clone())
 
-    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
         for mark in after:
             mark.wait()
         return self._late(target, source)
@@ -42,7 +42,7 @@ class LateCopies(PlainCopies):
     def on_device(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((numel,), torch.nan, dtype=dtype, device=self._device)
 
-    def _late(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+    def _late(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         assert target.shape == source.shape
         assert target.dtype == source.dtype, "the two are one memory's bytes in another"
         with torch.no_grad():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from zero_runtime import collectives, flat_layout, runtime, schedule, unit
-from zero_runtime.initial_values import Birth
+from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels import ops
 from zero_runtime.kernels.settings import AdamW
 from zero_runtime.plan import Phase
@@ -142,8 +142,8 @@ def the_mean_is_over_each_ranks_own_tokens() -> None:
 def the_master_is_taken_after_rounding() -> None:
     materialize = unit.Unit.materialize
 
-    def rounded(self: unit.Unit, birth: Birth, given: Collection[str] = ()) -> None:
-        materialize(self, birth, given)
+    def rounded(self: unit.Unit, initial: InitialValues, given: Collection[str] = ()) -> None:
+        materialize(self, initial, given)
         if self.master_shard is not None:
             self.master_shard.copy_(self.param_shard)
 

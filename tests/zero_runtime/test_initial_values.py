@@ -17,9 +17,9 @@ from harness.shapes import SHAPES, build_shape
 from harness.unsharded import unsharded_peak
 from torch import nn
 
-from orchestrator.workloads.models import build_meta_model, build_model, build_unborn_model
+from orchestrator.workloads.models import build_deferred_model, build_meta_model, build_model
 from zero_runtime.errors import PlanError
-from zero_runtime.initial_values import Birth, parameters_on_meta, seed_of
+from zero_runtime.initial_values import InitialValues, parameters_on_meta, seed_of
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -36,7 +36,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def born(model: nn.Module, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    birth = Birth(model, seed=seed)
+    birth = InitialValues(model, seed=seed)
     return {name: birth.draw(name, param) for name, param in model.named_parameters()}
 
 
@@ -64,7 +64,7 @@ def test_a_drawn_model_follows_the_rules_of_a_normally_built_one(kind: str) -> N
     """
     config = {**SMALL[kind], **({"n_embd": 64, "n_layer": 8} if kind == "gpt2" else {"num_hidden_layers": 3})}
     built = dict(build_model(kind, config, seed=1).named_parameters())
-    drawn = born(build_unborn_model(kind, config))
+    drawn = born(build_deferred_model(kind, config))
     assert drawn.keys() == built.keys()
     for name, param in built.items():
         values, wanted = drawn[name].double(), param.detach().double()
@@ -79,20 +79,20 @@ def test_a_drawn_model_follows_the_rules_of_a_normally_built_one(kind: str) -> N
 
 
 def test_no_two_parameters_are_alike_and_each_is_a_function_of_seed_and_name() -> None:
-    first, again, other = (born(build_unborn_model("llama", SMALL["llama"]), seed=seed) for seed in (1, 1, 2))
+    first, again, other = (born(build_deferred_model("llama", SMALL["llama"]), seed=seed) for seed in (1, 1, 2))
     for name, value in first.items():
         assert torch.equal(value, again[name])
         if value.std() > 0:
             assert not torch.equal(value, other[name])
             assert not any(torch.equal(value, rest) for key, rest in first.items() if key != name)
-    deeper = born(build_unborn_model("llama", {**SMALL["llama"], "num_hidden_layers": 3}), seed=1)
+    deeper = born(build_deferred_model("llama", {**SMALL["llama"], "num_hidden_layers": 3}), seed=1)
     assert all(torch.equal(deeper[name], value) for name, value in first.items()), "more layers move no other value"
     assert seed_of(1, "a") == seed_of(1, "a") != seed_of(1, "b") != seed_of(2, "b")
 
 
 def test_drawing_moves_no_random_state() -> None:
     before = torch.get_rng_state()
-    born(build_unborn_model("gpt2", SMALL["gpt2"]))
+    born(build_deferred_model("gpt2", SMALL["gpt2"]))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -140,7 +140,7 @@ def test_a_module_without_a_rule_is_refused_by_name_and_takes_one() -> None:
         if isinstance(module, Bare):
             nn.init.constant_(module.scale, 2.0)
 
-    birth = Birth(model, seed=0, initialise=rule)
+    birth = InitialValues(model, seed=0, initialise=rule)
     assert torch.equal(birth.draw("scale", model.scale), torch.full((3,), 2.0))
     assert birth.draw("inner.weight", model.inner.weight).any(), "what the rule passes by keeps its module's own"
 
@@ -164,12 +164,12 @@ def test_a_rule_that_reads_another_parameter_is_refused_by_name() -> None:
 # ---- buffers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", [build_unborn_model, build_meta_model], ids=["parameters_on_meta", "meta_device"])
+@pytest.mark.parametrize("build", [build_deferred_model, build_meta_model], ids=["parameters_on_meta", "meta_device"])
 @pytest.mark.parametrize("kind", SMALL)
 def test_buffers_are_those_of_a_normally_built_model(kind: str, build: Any) -> None:
     wanted = dict(build_model(kind, SMALL[kind], seed=1).named_buffers())
     model = build(kind, SMALL[kind])
-    Birth(model, seed=0).fill_buffers()
+    InitialValues(model, seed=0).fill_buffers()
     found = dict(model.named_buffers())
     assert found.keys() == wanted.keys()
     assert (kind == "gpt2") == (not wanted)
@@ -188,13 +188,13 @@ def test_a_buffer_that_no_rule_gives_back_is_refused_by_name() -> None:
     with torch.device("meta"):
         lost = Table()
     with pytest.raises(PlanError, match=r"buffer 'angles' .*inside parameters_on_meta\(\)"):
-        Birth(lost, seed=0).fill_buffers()
+        InitialValues(lost, seed=0).fill_buffers()
     with parameters_on_meta():
         kept = Table()
     assert torch.equal(kept.angles, torch.arange(3.0))
     with torch.device("meta"):
         norm = nn.BatchNorm1d(4)
-    Birth(norm, seed=0).fill_buffers()
+    InitialValues(norm, seed=0).fill_buffers()
     assert torch.equal(norm.running_var, torch.ones(4))
     assert norm.num_batches_tracked == 0
 
@@ -203,7 +203,7 @@ def test_a_model_half_on_meta_is_refused_by_name() -> None:
     model = TinyTransformer(TinySpec())
     model.head = nn.Linear(20, 37, bias=False, device="meta")
     with pytest.raises(PlanError, match=r"found both: 'embed\.weight' has values and 'head\.weight' is on the meta"):
-        Birth(model, seed=0)
+        InitialValues(model, seed=0)
 
 
 # ---- the same everywhere ---------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def _born_weights(kind: str, rows: list[tuple[int, int | None]]) -> dict[str, to
     """On every rank: the weights of every row after birth, which must all be the same."""
     first: dict[str, torch.Tensor] = {}
     for stage, unit_numel in rows:
-        runtime = runtime_of(build_unborn_model(kind, SMALL[kind]), stage, seed=7, unit_numel=unit_numel)
+        runtime = runtime_of(build_deferred_model(kind, SMALL[kind]), stage, seed=7, unit_numel=unit_numel)
         with runtime.full_params() as found:
             first = first or found
             assert all(torch.equal(found[name], value) for name, value in first.items())
@@ -234,7 +234,7 @@ def _born_weights(kind: str, rows: list[tuple[int, int | None]]) -> dict[str, to
 )
 def test_the_same_seed_gives_the_same_weights_at_every_stage_world_and_unit_size(kind: str) -> None:
     rows = [(0, None), (1, None), (2, None), (3, None), (3, 1), (3, 10**9)]
-    wanted = born(build_unborn_model(kind, SMALL[kind]), seed=7)
+    wanted = born(build_deferred_model(kind, SMALL[kind]), seed=7)
     for world in (1, 2, 3):
         found = run_ranks(_born_weights, world, kind, rows)[world - 1]
         assert found.keys() == wanted.keys()
@@ -245,9 +245,9 @@ def _trains() -> list[float]:
     """A model born on meta learns as one that is handed over with the same weights."""
     rank_losses = []
     for hand_over in (False, True):
-        model = build_unborn_model("qwen2", SMALL["qwen2"])
+        model = build_deferred_model("qwen2", SMALL["qwen2"])
         if hand_over:
-            values = born(build_unborn_model("qwen2", SMALL["qwen2"]), seed=3)
+            values = born(build_deferred_model("qwen2", SMALL["qwen2"]), seed=3)
             model = build_model("qwen2", SMALL["qwen2"], seed=9)
             model.load_state_dict(values, strict=False)
         (held,) = _embeddings(model)  # whoever held a parameter before holds the trained one after

@@ -18,7 +18,7 @@ from torch import nn
 
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import UnitStateError
-from zero_runtime.initial_values import Birth
+from zero_runtime.initial_values import InitialValues
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -53,7 +53,7 @@ def make_unit(stage: int, precision: MixedPrecision = FP32, micro_batches: int =
     model = Odd()
     (spec,) = plan_units(model, UnitRules(precision))
     unit = Unit(spec, plan, collectives, device, micro_batches=micro_batches)
-    unit.materialize(Birth(model, seed=0))
+    unit.materialize(InitialValues(model, seed=0))
     unit.wait_unshard()  # as a unit is in a forward; where parameters are sharded none is whole after birth
     collectives.ledger.reset()
     return unit

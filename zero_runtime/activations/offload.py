@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zero_runtime.offload.copy_streams import Copies, Mark
+from zero_runtime.offload.copy_streams import Copies, CopyEvent
 
 
 class HostMemory:
@@ -72,7 +72,7 @@ class Kept:
         self._nbytes = source.numel()
         self._room = room
         self._arrived = memory.copies.to_host(room[: self._nbytes], source)
-        self._here: tuple[torch.Tensor, Mark] | None = None  # [bytes] uint8 on the device
+        self._here: tuple[torch.Tensor, CopyEvent] | None = None  # [bytes] uint8 on the device
         self.users = 0  # tensors that are views of it
         self._to_come = 0  # of those, which have not been asked for since it was fetched
 
@@ -81,15 +81,15 @@ class Kept:
         if self._here is None:
             copies = self._memory.copies
             target = copies.on_device(self._nbytes, torch.uint8)
-            mark = copies.to_device(target, self._room[: self._nbytes], [self._arrived])
-            self._here, self._to_come = (target, mark), self.users
+            event = copies.to_device(target, self._room[: self._nbytes], [self._arrived])
+            self._here, self._to_come = (target, event), self.users
 
     def take(self) -> torch.Tensor:
         """[bytes] uint8 on the device, for one of its users; the last one gets all there is."""
         self.fetch()
         assert self._here is not None
-        buffer, mark = self._here
-        mark.hold_device()
+        buffer, event = self._here
+        event.hold_device()
         self._memory.copies.used_here(buffer)
         self._to_come -= 1
         if self._to_come == 0:

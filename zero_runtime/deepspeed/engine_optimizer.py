@@ -26,7 +26,7 @@ _READ_EACH_STEP = (
 
 class EngineOptimizer(torch.optim.Optimizer):
     """Its param_groups hold the model's own parameters and the rates that the next update is made with, so any torch
-    scheduler can drive it. Every other constant is fixed at birth: an edit of one is an error at the next step.
+    scheduler can drive it. Every other constant is fixed at construction: an edit of one is an error at the next step.
 
     It keeps no states; runtime.full_optimizer_state(name) has them.
     """
@@ -65,7 +65,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Nothing: engine.step drops the gradients of the step that it makes."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Before birth ends alone."""
+        """Only during construction."""
         if "_update" in self.__dict__:
             raise PlanError("optimizer.add_param_group: expected all groups at initialize, found one more; start anew")
         super().add_param_group(param_group)

@@ -1,8 +1,8 @@
 """Copies between the device's memory and the host's, beside what the device computes: CUDA's part of offload.
 
 [Note: what waits for what]
-A copy is issued and gives a mark. What reads the target afterwards makes the device wait for that mark (`hold_device`:
-what is issued from there on), or the host (`wait`). Buffers of the device belong to the stream that fills them, so
+A copy is issued and gives an event. What reads the target afterwards makes the device wait for it (`hold_device`: what
+is issued from there on), or the host (`wait`). Buffers of the device belong to the stream that fills them, so
 that filling one waits for nothing; `used_here` keeps it from being given to others while the current stream reads it.
 """
 
@@ -18,7 +18,7 @@ from zero_runtime.offload.memory import aligned
 from zero_runtime.offload.scratch_file import aligned_buffer
 
 
-class Mark(Protocol):
+class CopyEvent(Protocol):
     """A place in the order of what the device does."""
 
     def hold_device(self) -> None:
@@ -39,16 +39,16 @@ class Copies(Protocol):
         """[numel] in memory of the device, for `to_device` to fill."""
         ...
 
-    def here(self) -> Mark:
+    def here(self) -> CopyEvent:
         """All that has been issued on the current stream so far."""
         ...
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         """Start copying what `source` holds after all that has been issued on the current stream."""
         ...
 
-    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Mark] = ()) -> Mark:
-        """Start copying when these marks are reached."""
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
+        """Start copying when these events are reached."""
         ...
 
     def used_here(self, buffer: torch.Tensor) -> None:
@@ -78,16 +78,16 @@ class PlainCopies:
     def on_device(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
-    def here(self) -> Mark:
+    def here(self) -> CopyEvent:
         return _Reached()
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         target.copy_(source)
         return _Reached()
 
-    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Mark] = ()) -> Mark:
-        for mark in after:
-            mark.wait()
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
+        for event in after:
+            event.wait()
         target.copy_(source)
         return _Reached()
 
@@ -99,7 +99,7 @@ class PlainCopies:
 
 
 class _Event:
-    """A mark of CUDA's. The host sleeps while it waits: a waiting thread that spins would take the update's core."""
+    """A CUDA event. The host sleeps while it waits: a waiting thread that spins would take the update's core."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
@@ -144,10 +144,10 @@ class CudaCopies:
         source.record_stream(self._down)
         return _Event(self._down)
 
-    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Mark] = ()) -> _Event:
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> _Event:
         with torch.cuda.stream(self._up):
-            for mark in after:
-                mark.hold_device()
+            for event in after:
+                event.hold_device()
             target.copy_(source, non_blocking=True)
         target.record_stream(self._up)
         return _Event(self._up)

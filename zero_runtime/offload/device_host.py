@@ -11,12 +11,12 @@ from concurrent.futures import Future
 
 import torch
 
-from zero_runtime.offload.copy_streams import Copies, Mark
-from zero_runtime.shard_location import Home
+from zero_runtime.offload.copy_streams import Copies, CopyEvent
+from zero_runtime.shard_location import OnDevice
 from zero_runtime.unit import Unit
 
 
-class Crossing(Home, ABC):
+class Crossing(OnDevice, ABC):
     """One unit's, and the update of it that is under way in another thread.
 
     grad [S] grad_dtype: the gradient when it has come down. staging [S] param_dtype: new parameters on their way up,
@@ -33,9 +33,9 @@ class Crossing(Home, ABC):
                 self.staging = copies.on_host(unit.layout.shard_numel, unit.param_dtype).zero_()  # padding too
         self.job: Future[None] | None = None
         self._copies = copies
-        self._moving: list[Mark] = []  # copies that read or write the host's tensors
-        self._back: Mark | None = None  # new parameters that the device has not waited for
-        self._brought: tuple[torch.Tensor, Mark] | None = None  # [S] on the device, for a gather
+        self._moving: list[CopyEvent] = []  # copies that read or write the host's tensors
+        self._back: CopyEvent | None = None  # new parameters that the device has not waited for
+        self._brought: tuple[torch.Tensor, CopyEvent] | None = None  # [S] on the device, for a gather
 
     @abstractmethod
     def resting_params(self) -> torch.Tensor | None:
@@ -47,7 +47,7 @@ class Crossing(Home, ABC):
         if self.unit.params_rest and self._brought is None and self.is_updated:
             self._bring()
 
-    def _bring(self) -> tuple[torch.Tensor, Mark]:
+    def _bring(self) -> tuple[torch.Tensor, CopyEvent]:
         source = self.resting_params()
         assert source is not None
         target = self._copies.on_device(source.numel(), source.dtype)
@@ -58,8 +58,8 @@ class Crossing(Home, ABC):
         """Blocks until the unit is updated; the device waits for the copy."""
         self.end_job()
         if self.unit.params_rest:
-            buffer, mark = self._brought or self._bring()
-            mark.hold_device()
+            buffer, event = self._brought or self._bring()
+            event.hold_device()
             self._copies.used_here(buffer)
             return buffer
         if self._back is not None:
@@ -97,16 +97,16 @@ class Crossing(Home, ABC):
     def end_bringing(self) -> None:
         """Block until what was brought has left the host; before resting parameters change or go."""
         if self._brought is not None:
-            _, mark = self._brought
-            mark.wait()
+            _, event = self._brought
+            event.wait()
 
     def end_copies(self) -> None:
         """Block until no copy reads or writes the host's tensors; before an update, from any thread."""
-        for mark in self._moving:
-            mark.wait()
+        for event in self._moving:
+            event.wait()
         self._moving.clear()
 
-    def send_params(self, source: torch.Tensor, after: Mark) -> None:
+    def send_params(self, source: torch.Tensor, after: CopyEvent) -> None:
         """New parameters go to the device. `after`: all that reads the old ones there. From any thread."""
         with torch.no_grad():
             self._back = self._copies.to_device(self.unit.param_shard, source, [after])

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from zero_runtime.offload.copy_streams import Copies, Mark
+from zero_runtime.offload.copy_streams import Copies, CopyEvent
 from zero_runtime.offload.device_host import Crossing
 from zero_runtime.offload.tier import MASTER, PARAM, Compute, Shards
 from zero_runtime.unit import Unit
@@ -185,7 +185,7 @@ class HostPlace(Crossing):
         else:
             self._update_on_device(compute)
 
-    def _update(self, compute: Compute, after: Mark) -> None:
+    def _update(self, compute: Compute, after: CopyEvent) -> None:
         """`after`: all that reads the unit's parameters on the device."""
         self.end_copies()
         with torch.no_grad():
@@ -198,7 +198,7 @@ class HostPlace(Crossing):
         param = shards.get(PARAM, master if self.staging is None else self.staging)
         return Shards(unit.layout, master, self.grad, param, {name: shards[name] for name in self._states})
 
-    def _send_back(self, shards: dict[str, torch.Tensor], after: Mark) -> None:
+    def _send_back(self, shards: dict[str, torch.Tensor], after: CopyEvent) -> None:
         """New parameters go to the device, unless they rest here."""
         if PARAM not in shards:
             self.send_params(shards[MASTER] if self.staging is None else self.staging, after)
@@ -232,7 +232,7 @@ class HostPlace(Crossing):
                 tensor.copy_(self._shards[name])
             compute(self.unit, self._lent(self._second))
 
-    def _swap(self, tried: Future[None], after: Mark) -> None:
+    def _swap(self, tried: Future[None], after: CopyEvent) -> None:
         tried.result()
         self._shards, self._second = self._second, self._shards
         self._bind(self._shards)

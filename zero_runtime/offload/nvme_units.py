@@ -8,16 +8,16 @@ from concurrent.futures import Future
 import torch
 
 from zero_runtime.offload.buffers import Slots
-from zero_runtime.offload.copy_streams import Copies, Mark, host_tensor
+from zero_runtime.offload.copy_streams import Copies, CopyEvent, host_tensor
 from zero_runtime.offload.device_host import Crossing
 from zero_runtime.offload.file_layout import OffloadedUnit
 from zero_runtime.offload.tier import Shards
-from zero_runtime.shard_location import Home
+from zero_runtime.shard_location import OnDevice
 
 Arrived = Callable[[], None]  # the unit's gradient of this step is where an update finds it, or on its way there
 
 
-class NearPlace(Home):
+class NearPlace(OnDevice):
     """On a CPU: the unit computes in the memory that the slots lie in, so only the file is elsewhere."""
 
     def __init__(self, slots: Slots, record: OffloadedUnit, arrived: Arrived, *, speculative: bool) -> None:
@@ -76,7 +76,7 @@ class FarPlace(Crossing):
         unit = record.unit
         super().__init__(unit, copies, staged=not record.holds_params and (speculative or not unit.params_rest))
         self._slots, self._record, self._arrived = slots, record, arrived
-        self._after: Mark | None = None
+        self._after: CopyEvent | None = None
         self._home: torch.Tensor | None = None
         if unit.params_rest and not record.holds_params:
             self._home = copies.on_host(unit.layout.shard_numel, unit.param_dtype)

@@ -37,12 +37,12 @@ IDS = torch.arange(24).view(2, 12)
 
 def _trained(root: Path) -> dict[str, torch.Tensor]:
     """Each model after a step at the row that shards everything, saved; its logits."""
-    from orchestrator.workloads.models import build_unborn_model, token_losses
+    from orchestrator.workloads.models import build_deferred_model, token_losses
 
     found = {}
     for kind, config in MODELS.items():
         runtime = ZeroRuntime(
-            build_unborn_model(kind, config),
+            build_deferred_model(kind, config),
             ZeroPlan.from_stage(3),
             MixedPrecision(),
             AdamWConfig(),

@@ -27,7 +27,7 @@ from orchestrator.config.schema import (
 )
 from orchestrator.config.state_groups import Compute, DType, Precision
 from orchestrator.worker.activations import answers, trace_of
-from orchestrator.worker.setup import build_precision, build_unborn
+from orchestrator.worker.setup import build_deferred, build_precision
 from orchestrator.workloads.models import token_losses
 from zero_runtime.activations.recompute import Recomputation, RecomputeRule
 from zero_runtime.memory.activation_count import ActivationBytes
@@ -81,7 +81,7 @@ class Counted(NamedTuple):
 
 
 def _step(config: RunConfig) -> Counted:
-    model, initialise = build_unborn(config)
+    model, initialise = build_deferred(config)
     recompute = config.recompute
     Recomputation(model, RecomputeRule(str(recompute.kind), recompute.every))
     keep = tuple(config.precision.keep_dtype)

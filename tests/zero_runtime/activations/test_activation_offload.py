@@ -16,7 +16,7 @@ from torch import nn
 from zero_runtime.activations.offload import HostMemory
 from zero_runtime.activations.recompute import Recomputation, RecomputeRule
 from zero_runtime.errors import PlanError
-from zero_runtime.offload.copy_streams import Mark, PlainCopies
+from zero_runtime.offload.copy_streams import CopyEvent, PlainCopies
 
 STAGES = (0, 1, 2, 3)
 KINDS = ("none", "full", "every_nth", "by_operation")
@@ -57,12 +57,12 @@ class LateCopies(PlainCopies):
         _note(self.host, tensor)
         return tensor
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         self.trips.append(source.numel())
         _note(self.left, source)
         return self._late(target, source)
 
-    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Mark] = ()) -> Mark:
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
         self.trips.append(-source.numel())
         for mark in after:
             mark.wait()

@@ -13,7 +13,7 @@ from harness.shapes import Adapters, Base, BorrowedInHead, FrozenMiddle, Layer, 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from orchestrator.workloads.models import build_unborn_model
+from orchestrator.workloads.models import build_deferred_model
 from zero_runtime.activations.recompute import Recomputation, RecomputeRule
 from zero_runtime.errors import PlanError
 from zero_runtime.memory.census import ActivationCensus
@@ -160,7 +160,7 @@ class Transformer(nn.Module):
 
     def __init__(self, kind: str, config: dict[str, Any]) -> None:
         super().__init__()
-        self.inner = build_unborn_model(kind, config)
+        self.inner = build_deferred_model(kind, config)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.inner(input_ids=ids, use_cache=False).logits

@@ -111,13 +111,13 @@ MODELS = {
 
 
 def _losses(tile: int | None) -> dict[tuple[str, int], list[float]]:
-    from orchestrator.workloads.models import build_unborn_model, token_losses
+    from orchestrator.workloads.models import build_deferred_model, token_losses
 
     found = {}
     ids = torch.arange(48).view(4, 12)
     for kind, config in MODELS.items():
         for stage in (0, 2, 3):
-            model = build_unborn_model(kind, config)
+            model = build_deferred_model(kind, config)
             runtime = ZeroRuntime(
                 model,
                 ZeroPlan.from_stage(stage),
