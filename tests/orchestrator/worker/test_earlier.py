@@ -20,7 +20,7 @@ from orchestrator.config.schema import from_dict
 from orchestrator.config.state_groups import Zero
 from orchestrator.records.record_file import require_json
 from orchestrator.records.run_record import point_id
-from zero_runtime.checkpoint.load import Checkpoint
+from zero_runtime.checkpoint.load import CheckpointReader
 
 EARLIER = Path(__file__).resolve().parents[2] / "earlier" / "output_folder"
 POINTS = ("299990b849", "8880cd7c52")  # stage 1, stage 3
@@ -44,7 +44,7 @@ def test_a_sweep_is_reported_with_the_numbers_that_were_measured(
 
 
 def test_a_checkpoint_is_whole_and_a_run_of_another_stage_resumes_from_it(tmp_path: Path) -> None:
-    with Checkpoint.open(SAVED) as checkpoint:
+    with CheckpointReader.open(SAVED) as checkpoint:
         checkpoint.verify()
         source = checkpoint.state("master")
         sizes = {name: torch.Size(source.shape(name)).numel() for name in source.names()}
