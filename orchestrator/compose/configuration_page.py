@@ -39,7 +39,8 @@ they are. Each group's own limits are checked by its dataclass, and limits betwe
 def page() -> str:
     """The page in Markdown, one section for each group."""
     chosen = help_page.default_choices(folders.CONF / "config.yaml")
-    groups = {name: hint for name, hint in hints_of(RunConfig).items() if is_dataclass(hint)}
+    hints = hints_of(RunConfig).items()
+    groups = {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
     sections = [HEAD, _contents(groups, chosen), _root(groups)]
     sections += [_section(name, hint, chosen[name]) for name, hint in groups.items()]
     sections += [_whole_files(name, folder) for name, folder in zip(WHOLE_FILES, _whole_folders(), strict=True)]
@@ -47,7 +48,7 @@ def page() -> str:
     return "\n".join(sections)
 
 
-def _contents(groups: dict[str, Any], chosen: dict[str, str]) -> str:
+def _contents(groups: dict[str, type], chosen: dict[str, str]) -> str:
     lines = ["| group | options, the default in bold |", "|---|---|"]
     for name in groups:
         options = [f"**{file.stem}**" if file.stem == chosen[name] else file.stem for file in _options(name)]
@@ -57,7 +58,7 @@ def _contents(groups: dict[str, Any], chosen: dict[str, str]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _root(groups: dict[str, Any]) -> str:
+def _root(groups: dict[str, type]) -> str:
     """The settings that belong to no group."""
     text = (folders.CONF / "config.yaml").read_text(encoding="utf-8")
     values = yaml.safe_load(text)
