@@ -35,6 +35,28 @@ The types and defaults below come from `orchestrator/config/` and `conf/`; a tes
 they are. Each group's own limits are checked by its dataclass, and limits between groups by `orchestrator/plan/rules/`.
 """
 
+# The question that each group answers, in one line.
+DECIDES = {
+    "zero": "which model states are sharded; shard groups, prefetch, size of a unit",
+    "precision": "dtypes of parameters, compute, reduction, accumulation and master weights; the loss scale",
+    "offload": "where model states are stored between their uses ([offload.md](offload.md))",
+    "batch": "micro-batch, accumulation, global size (any two give the third), sequence length",
+    "model": "a transformers architecture with random weights, or the weights in `model.path`",
+    "adapter": "whether the full model is trained, or adapters next to a frozen one (the extra `lora`)",
+    "data": "this Python's own sources, your text, or generated tokens; by byte or by the model's tokenizer",
+    "optimizer": "update rule, learning rate, constants, weight decay, clipping",
+    "scheduler": "the learning rate over the steps",
+    "recompute": "activation checkpointing; `recompute.offload=cpu` keeps the saved activations in host memory",
+    "loss": "all logits at once, or one tile of tokens at a time, recomputed in backward",
+    "checkpoint": "saving during training, retention, resuming ([checkpoints.md](checkpoints.md))",
+    "resources": "device, ranks, nodes, threads, time limit",
+    "cluster": "where jobs run ([slurm.md](slurm.md))",
+    "measure": "warm-up steps, measured steps, validation batches",
+    "tracking": "the MLflow store (an SQLite file next to the outputs)",
+    "experiment": "a named set of settings",
+    "sweeps": "a declared sweep from `sweeps/` ([sweeps.md](sweeps.md))",
+}
+
 
 def page() -> str:
     """The page in Markdown, one section for each group."""
@@ -49,12 +71,12 @@ def page() -> str:
 
 
 def _contents(groups: dict[str, type], chosen: dict[str, str]) -> str:
-    lines = ["| group | options, the default in bold |", "|---|---|"]
-    for name in groups:
-        options = [f"**{file.stem}**" if file.stem == chosen[name] else file.stem for file in _options(name)]
-        lines.append(f"| [`{name}`](#{name}) | {' '.join(options)} |")
-    for name, folder in zip(WHOLE_FILES, _whole_folders(), strict=True):
-        lines.append(f"| [`{name}`](#{name}) | {' '.join(file.stem for file in sorted(folder.glob('*.yaml')))} |")
+    lines = ["The groups; the option in bold is the default:", ""]
+    files = {name: _options(name) for name in groups}
+    files |= {name: sorted(folder.glob("*.yaml")) for name, folder in zip(WHOLE_FILES, _whole_folders(), strict=True)}
+    for name, found in files.items():
+        options = [f"**{file.stem}**" if file.stem == chosen.get(name) else file.stem for file in found]
+        lines += _wrapped(f"- [`{name}`](#{name}): {DECIDES[name]}. Options: {', '.join(options)}.")
     return "\n".join([*lines, ""])
 
 

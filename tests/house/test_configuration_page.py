@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 from orchestrator.compose import configuration_page
+from orchestrator.compose.settable import WHOLE_FILES
+from orchestrator.config.schema import RunConfig
+from orchestrator.config.strict import hints_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "python -m orchestrator.compose.configuration_page > docs/configuration.md"
@@ -16,6 +20,11 @@ def test_the_committed_page_is_what_the_schema_generates() -> None:
     committed = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert committed == configuration_page.page(), f"docs/configuration.md is stale; run: {COMMAND}"
     assert COMMAND in committed
+
+
+def test_every_group_says_what_it_decides() -> None:
+    groups = [name for name, hint in hints_of(RunConfig).items() if is_dataclass(hint)]
+    assert list(configuration_page.DECIDES) == [*groups, *WHOLE_FILES]
 
 
 def test_no_line_of_text_is_longer_than_the_page_allows() -> None:
