@@ -127,7 +127,7 @@ def test_help_lists_every_group_and_marks_the_defaults() -> None:
         pytest.param("zero=stage1 -c job -p zero", "stage: 1", marks=pytest.mark.full),
         pytest.param("-c job --resolve sweeps=stages", "stage: 2", marks=pytest.mark.full),
         pytest.param("--cfg all", "searchpath", marks=pytest.mark.full),
-        ("--info searchpath", "conf"),
+        pytest.param("--info searchpath", "conf", marks=pytest.mark.full),
         pytest.param("--info defaults", "llama_tiny", marks=pytest.mark.full),
         ("--hydra-help", "--multirun"),
     ],

@@ -63,7 +63,8 @@ def test_the_hook_moves_the_clock_that_other_tools_see(tmp_path: Path) -> None:
     assert after[1] - before[1] > 7000 or not Path("/proc/stat").exists()
 
 
-@pytest.mark.parametrize("text", [pytest.param(SINGLE, marks=pytest.mark.full), COMMAND], ids=["run", "sweep"])
+@pytest.mark.full
+@pytest.mark.parametrize("text", [SINGLE, COMMAND], ids=["run", "sweep"])
 def test_a_clock_that_is_set_in_both_directions_ends_nothing(text: str, tmp_path: Path) -> None:
     output, clock = tmp_path / "outputs", tmp_path / "clock"
     micros = [1] if text is SINGLE else [1, 2]

@@ -167,6 +167,7 @@ def study_of(folder: Path) -> Path:
     return found
 
 
+@pytest.mark.full
 def test_hydras_basic_sweeper_runs_our_points(tmp_path: Path) -> None:
     done = typed(tmp_path, "zero=stage0,stage3", "hydra.launcher.rank_by=tokens_per_second")
     assert done.returncode == 0, done.stderr

@@ -377,6 +377,7 @@ def test_a_sweep_whose_terminal_is_gone_ends_and_one_that_was_detached_goes_on(t
     wait_until(lambda: set(states(the_sweep(tmp_path / "b"))) == {"ok"})
 
 
+@pytest.mark.full
 def test_who_asks_for_a_sweep_that_runs_waits_for_it_and_disturbs_nothing(tmp_path: Path) -> None:
     start(tmp_path, [1, 2, 3], detach=True).communicate(timeout=HANG_S)
     wait_until(lambda: bool(running(tmp_path)))

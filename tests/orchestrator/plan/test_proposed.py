@@ -58,6 +58,7 @@ def measured(*typed: str) -> str:
     return ranking.next_after_sweep(ranking.rank([Entry("a", "ok", make_result(config, 100.0), overrides=typed)]))
 
 
+@pytest.mark.full
 def test_the_line_after_a_run_and_after_a_sweep_can_be_pasted(own: str) -> None:
     for typed in (TYPED, (own, "zero=mine", "output=a b"), ("zero.prefetch=0", "experiment=paper_bytes")):
         for line in (summary.next_after_run(typed), summary.run_command(typed), measured(*typed)):

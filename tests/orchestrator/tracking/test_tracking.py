@@ -324,6 +324,7 @@ def test_metric_names_are_what_mlflow_takes_and_what_is_not_finite_is_left_out()
     assert all(re.fullmatch(r"[\w\-.:/ ]+", name) for name in found)
 
 
+@pytest.mark.full
 def test_a_store_that_is_broken_costs_a_warning_and_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     store_path(tmp_path).write_text("this is no database")

@@ -113,6 +113,7 @@ def all_in_files(folder: Path) -> None:
         parity(folder, plain, rows)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_states_in_a_scratch_file_change_no_bit(world: int, tmp_path: Path) -> None:
     run_ranks(all_in_files, world, tmp_path)
