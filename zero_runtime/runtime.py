@@ -231,8 +231,8 @@ class ZeroRuntime:
     def renew(self) -> None:
         """Start gathering the stale full copies of the units whose full parameters are kept between steps.
 
-        Does not block: the next forward, or an earlier read of a parameter, waits for each unit. Every rank must call
-        it.
+        Every rank must call it. Does not block, unless a unit computes in another dtype than it gathers (see
+        `Unit.renew`): the next forward, or an earlier read of a parameter, waits for each unit.
         """
         for unit in self._renewal:
             unit.renew()
@@ -257,8 +257,8 @@ class ZeroRuntime:
     def _agree(self) -> tuple[StepReport, torch.Tensor]:
         """Sum the loss, the squared norm, the fingerprints and the stop requests over the ranks.
 
-        All of them travel in one message and are read on the host in one transfer. Raises RankError if the fingerprints
-        of the ranks differ. Returns the report and the unscaled norm (0-dim fp64 on the device).
+        All of them travel in one message and are read on the host in one transfer. With a watch, raises RankError if
+        the ranks' fingerprints differ. Returns the report and the unscaled norm (0-dim fp64 on the device).
         """
         squares = local_sum_of_squares(self.units, self.device)
         asked = self.settings.stop_asked
