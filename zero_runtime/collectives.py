@@ -30,7 +30,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-Start = Callable[[], Callable[[], Any]]  # issues a collective without blocking and returns the wait for it
+Start = Callable[[], Callable[[], Any]]  # issues a collective without blocking; returns a function that waits for it
 
 
 def _starting(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Start:
@@ -93,9 +93,10 @@ def join_alone(device: torch.device) -> None:
 
 
 def watch_world() -> RankWatch | None:
-    """A watch of the default process group, whoever initialized it, over the group's store; None for a world of one.
+    """A watch of the default process group, over the group's own store; None for a world of one.
 
-    Every rank must call this equally often and in the same order. The caller closes the watch.
+    The group may have been initialized by other code. Every rank must call this equally often and in the same order.
+    The caller closes the watch.
     """
     if dist.get_world_size() == 1:
         return None
@@ -115,7 +116,7 @@ def own_rank() -> int:
 
 
 def world_size() -> int:
-    """Number of ranks of the default process group, which must exist: without one this raises and does not return 1."""
+    """Number of ranks of the default process group; without a group this raises instead of returning 1."""
     return dist.get_world_size()
 
 
@@ -262,6 +263,7 @@ class Collectives:
         wait = self._issue("reduce_scatter", unit, full, self._summing(shard, full, self._reduce_group))
         if self.replica_count == 1:
             return Pending(wait)
+        # The all-reduce needs the result of the reduce-scatter, so it starts only in the caller's wait.
         return Pending(wait, then=lambda: self._all_reduce_replicas(shard, unit).wait())
 
     def _all_reduce_replicas(self, shard: torch.Tensor, unit: str) -> Pending:
@@ -273,6 +275,7 @@ class Collectives:
         if group not in self._messages:
             start = _starting(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=group)
             return Pending(self._issue("all_reduce", unit, shard, start))
+        # Over gloo: a reduce-scatter and an all-gather by messages, whose sums are in rank order (see gloo.py).
         own = shard.chunk(self.replica_count)[self.replica_rank]
         wait = self._issue("all_reduce", unit, shard, self._summing(own, shard, group))
         return Pending(wait, then=lambda: self._issue("all_reduce", unit, shard, self._gathering(shard, own, group))())

@@ -1,6 +1,6 @@
 """The layout of a unit's flat tensor: the place of each parameter and the range of each shard.
 
-Offsets and ranges count elements. Standard library only.
+Offsets and ranges count elements. Integer arithmetic only; standard library only.
 """
 
 from __future__ import annotations

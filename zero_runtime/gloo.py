@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-TAGS = 2**16  # a tag identifies the messages of one collective; far fewer collectives than this are ever under way
+TAGS = 2**16  # a tag identifies the messages of one collective; fewer collectives than this are under way at a time
 
 
 class Messages:

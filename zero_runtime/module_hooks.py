@@ -19,10 +19,10 @@ not done by then are released at the end of the backward.
 
 [Note: done on every rank]
 A parameter that the forward did not use gets no gradient. If only one rank leaves a parameter unused, its unit would be
-done later there than on the other ranks. These wait for the unit's reduction before they issue a gather for which the
-first rank waits: a deadlock. So a trained unit is also done when the gradients of the inputs of all its calls have
-arrived. The unit's own gradients have arrived by then: autograd runs the nodes that were recorded last first, and the
-nodes of a call are newer than the nodes that produced its inputs.
+done later there than on the other ranks. The other ranks would wait for the unit's reduction before they issue a gather
+that the first rank waits for: a deadlock. So a trained unit is also done when the gradients of the inputs of all its
+calls have arrived. The unit's own gradients have arrived by then: autograd runs the nodes that were recorded last
+first, and the nodes of a call are newer than the nodes that produced its inputs.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class ModuleHooks:
     def _lend(self, unit: Unit, part: nn.Module) -> None:
         lent = self._lent
         if lent is not None and lent.module is not part and not lent.in_graph:
-            self._end_forward()
+            self._end_forward()  # the previous part has no graph, so its loans end with the call of another part
         if self._lent is None:
             self._lent = Call(part, [])
         self._lent.in_graph |= torch.is_grad_enabled()

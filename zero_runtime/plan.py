@@ -1,6 +1,6 @@
 """The table of ZeRO stages: which model states are sharded, and when full copies are freed.
 
-Only this file knows the stages; all other code of the runtime queries a `ZeroPlan`. Standard library only.
+Only this file defines the stages; all other code of the runtime queries a `ZeroPlan`. Standard library only.
 """
 
 from __future__ import annotations
@@ -87,5 +87,5 @@ class ZeroPlan:
         return self.grads is S
 
     def releases_params_after(self, phase: Phase) -> bool:
-        """Whether the full parameters are not needed after `phase`. After a step they are stale in every plan."""
+        """Whether the full parameters are freed or become stale after `phase`. They are stale after every step."""
         return phase is Phase.STEP or self.params is S

@@ -120,7 +120,7 @@ class ZeroRuntime:
         """The sum of `count` over all ranks, as a 0-dim int64 tensor on the device. Every rank must call it."""
         return self.collectives.sum_over_ranks_(torch.tensor(count, dtype=torch.int64, device=self.device))
 
-    # ---- a step --------------------------------------------------------------------------------------------------
+    # ---- training step -------------------------------------------------------------------------------------------
 
     @property
     def updates(self) -> int:
@@ -384,7 +384,7 @@ class ZeroRuntime:
                 tied[name] = owner
         return tied
 
-    # ---- numbers -------------------------------------------------------------------------------------------------
+    # ---- memory and traffic --------------------------------------------------------------------------------------
 
     def predicted_state_bytes(self) -> StateBytes:
         """This rank's bytes of model states as predicted by `memory_model`."""

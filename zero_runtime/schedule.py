@@ -49,7 +49,7 @@ class Schedule:
     # ---- forward -----------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit) -> None:
-        """Called when a call is about to read the unit's parameters: gather them."""
+        """Called before a module call reads the unit's parameters: gather them."""
         self._gather(unit)
 
     def after_forward(self, unit: Unit) -> None:
@@ -76,7 +76,7 @@ class Schedule:
             unit.begin_backward()
 
     def before_backward(self, unit: Unit) -> None:
-        """Called when the unit's parameters are about to be read to compute gradients: gather them."""
+        """Called before the unit's parameters are read to compute gradients: gather them."""
         # An output that passed through several units reports to each of them, so the unit may be complete already.
         # (In a backward that the runtime did not start, such as autograd.grad, `_complete` is left over from the last.)
         if unit not in self._complete or not self.in_backward:
@@ -108,7 +108,7 @@ class Schedule:
         for unit in self._units:
             unit.reshard(Phase.STEP)
 
-    # ---- moves -------------------------------------------------------------------------------------------------
+    # ---- gathers and reductions --------------------------------------------------------------------------------
 
     def _gather(self, unit: Unit) -> None:
         unit.unshard()

@@ -191,7 +191,7 @@ class Unit:
         return self._master_dtype
 
     def rest_in(self, place: ShardLocation) -> None:
-        """Store this unit's offloaded shards in `place` from here on."""
+        """Store this unit's offloaded shards in `place` from now on."""
         self._place = place
 
     def bind_shards(self, param: torch.Tensor | None, master: torch.Tensor | None) -> None:
@@ -349,11 +349,11 @@ class Unit:
         return self._compute_dtype != self._param_dtype or (self.trainable and not self.master_is_param)
 
     def begin_use(self) -> None:
-        """Count a call that reads the parameters as running."""
+        """Record that a call that reads the parameters has begun."""
         self.uses += 1
 
     def end_use(self) -> None:
-        """Count a call that reads the parameters as ended."""
+        """Record that a call that reads the parameters has ended."""
         self.uses -= 1
 
     def name_of(self, param: nn.Parameter) -> str:
@@ -520,7 +520,7 @@ class Unit:
         self._filled.clear()
         self.unsharded_grad = self.grad_shard = self._squares = None
 
-    # ---- values from outside -----------------------------------------------------------------------------------
+    # ---- access to values --------------------------------------------------------------------------------------
 
     @property
     def weights_shard(self) -> torch.Tensor:
@@ -560,7 +560,7 @@ class Unit:
 
     def set_values(self, values: dict[str, torch.Tensor]) -> None:
         """Set some parameters to new full values, which must be the same on every rank; the full copy becomes stale."""
-        self.drop_full()  # first: a gather under way reads the shard
+        self.drop_full()  # first, because a gather under way reads the shard
         with torch.no_grad():
             target = self.weights_shard
             for piece in self.layout.pieces(self._collectives.shard_rank):
@@ -576,7 +576,7 @@ class Unit:
         """
         if not any(segment.name in names for segment in self.layout.segments):
             return
-        self.drop_full()  # first: a gather under way reads the shard
+        self.drop_full()  # first, because a gather under way reads the shard
         with torch.no_grad():
             for piece in self.layout.pieces(self._collectives.shard_rank):
                 start = piece.start
@@ -611,7 +611,7 @@ class Unit:
         self.unsharded_grad = self.grad_shard = self.master_shard = None
         self.unsharded_param = self.param_shard = empty
 
-    # ---- small parts -------------------------------------------------------------------------------------------
+    # ---- helpers -----------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Live flat tensors by component, for counting. Aliases share a storage; the caller must count each once."""

@@ -58,7 +58,7 @@ class UnitSpec:
     """A planned unit, before its tensors are allocated.
 
     modules: their calls decide when the unit is gathered and released. params: pairs of full name and parameter.
-    shared: several modules use some parameter, so its gradient may arrive in several parts.
+    shared: some parameter is used by several modules, so its gradient may arrive in several parts.
     """
 
     name: str
@@ -146,7 +146,7 @@ def _keeps_dtype(name: str, rules: UnitRules) -> bool:
 
 def _precision_of(name: str, param: nn.Parameter, rules: UnitRules) -> MixedPrecision:
     """The run's precision. For a parameter that keeps its dtype, that dtype replaces the param and compute dtypes, and
-    the master dtype if that would be narrower."""
+    the master dtype if the run's master dtype is narrower."""
     if not _keeps_dtype(name, rules):
         return rules.precision
     own = _NAME_OF_DTYPE.get(param.dtype)
