@@ -1,6 +1,6 @@
-"""zero_runtime: ZeRO stages 0 to 3 over torch.distributed, as one table of lifetimes.
+"""zero_runtime: ZeRO stages 0 to 3 over torch.distributed, defined by one table of lifetimes (plan.py).
 
-Lazy: naming a thing imports its module, so that the pure parts (plan, layout, memory model) come without torch.
+Attributes import their modules lazily, so the pure parts (plan, layout, memory model) can be imported without torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":  # of the distribution; a checkout that nobody installed has none
+    if name == "__version__":  # the version of the installed distribution; an uninstalled checkout has none
         try:
             return metadata.version("zero-lab")
         except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What all ranks of a world decide about a checkpoint in one message: whether anyone failed."""
+"""Raises the same error on all ranks if any rank has failed, with one message between the ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from zero_runtime.errors import CheckpointError, OffloadError
 
 
 def agree(collectives: Collectives, trouble: str | None) -> None:
-    """CheckpointError on every rank, alike, where any rank has a trouble. A collective."""
+    """Raise the same CheckpointError on every rank if `trouble` is not None on any rank. A collective."""
     raise_for(collectives.gather_objects(trouble))
 
 
 def raise_for(troubles: list[str | None]) -> None:
-    """CheckpointError telling each different trouble once, with the ranks that have it; nothing where none has."""
+    """Raise CheckpointError if any entry is not None; it lists each distinct trouble once, with the ranks that have it.
+
+    troubles: one entry per rank, in rank order.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, trouble in enumerate(troubles):
         if trouble is not None:
@@ -29,7 +32,10 @@ def raise_for(troubles: list[str | None]) -> None:
 
 
 def trouble_of(action: Callable[[], object]) -> str | None:
-    """What `action` has to complain of; errors of other kinds are ours and go through."""
+    """Run `action` and return the message of its CheckpointError, OffloadError or OSError; None if it succeeds.
+
+    Other errors are bugs in the runtime and propagate.
+    """
     try:
         action()
     except (CheckpointError, OffloadError, OSError) as error:

@@ -1,4 +1,4 @@
-"""How a runtime's units come to be: planned, given their place, then their values one after another."""
+"""Builds a runtime's units from a model: plans them, opens their offload tier and fills them one after another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_un
 
 
 class BuiltUnits(NamedTuple):
-    """The units, their optimizer, and where those of them that rest elsewhere do so."""
+    """The units, their optimizer, and the tier of the offloaded units (None without any)."""
 
     units: list[Unit]
     optimizer: ShardedOptimizer
@@ -41,7 +41,10 @@ class BuiltUnits(NamedTuple):
 
 
 class UnitBuilder:
-    """Takes a model over. What it refuses is refused before the model is changed. All ranks build at once."""
+    """Builds the units of one model; all ranks must build together.
+
+    Unsupported models, plans and optimizers are refused before the model is changed.
+    """
 
     def __init__(
         self,
@@ -58,9 +61,9 @@ class UnitBuilder:
         self._device = device
 
     def build(self, model: nn.Module, config: OptimizerConfig) -> BuiltUnits:
-        """Plan the units, then give each its values, one after another: no more than one is whole at a time.
+        """Plan the units, then fill them one after another, so that at most one is unsharded at a time.
 
-        The optimizer comes between: what it refuses is refused before the model's parameters are taken over.
+        The optimizer is created in between, so that it can refuse a setting before the model's parameters are replaced.
         """
         settings = self._settings
         specs = plan_units(model, UnitRules(self._precision, settings.unit_numel, settings.keep_dtype))
@@ -89,10 +92,10 @@ class UnitBuilder:
         return BuiltUnits(units, optimizer, tier)
 
     def _fill(self, model: nn.Module, units: Sequence[Unit], tier: StateTier | None) -> None:
-        """Values for buffers and parameters: those that the model has, drawn, or read."""
+        """Give buffers and parameters their values: those of the model, drawn ones, or those of `settings.weights`."""
         settings = self._settings
         initial = InitialValues(model, seed=settings.seed, initialise=settings.initialise)
-        initial.fill_buffers()
+        initial.fill_buffers()  # its rules must see no parameter that is bound already
         move_buffers(model, self._device)
         self._share_buffers(model)
         given = self._given(units)
@@ -105,7 +108,7 @@ class UnitBuilder:
             self._read(units, tier, settings.weights, given)
 
     def _share_buffers(self, model: nn.Module) -> None:
-        """Every rank's buffers become rank 0's, as the parameters of a model that came with values do."""
+        """Broadcast rank 0's buffers to all ranks, as `Unit.materialize` does for parameters that have values."""
         for buffer in model.buffers():
             values = buffer.detach().contiguous()
             self._collectives.broadcast(values)
@@ -115,7 +118,10 @@ class UnitBuilder:
     # ---- weights from a source -------------------------------------------------------------------------------------
 
     def _given(self, units: Sequence[Unit]) -> frozenset[str]:
-        """The parameters that `settings.weights` has values for, all of which the model has in the same shapes."""
+        """Names of the meta parameters for which `settings.weights` has values.
+
+        Raises PlanError if the source has a parameter that the model lacks or has in another shape.
+        """
         source = self._settings.weights
         if source is None:
             return frozenset()
@@ -128,7 +134,10 @@ class UnitBuilder:
         return frozenset(source.names()) & initialized
 
     def _read(self, units: Sequence[Unit], tier: StateTier | None, source: TensorSource, given: frozenset[str]) -> None:
-        """Fill the shards of the given parameters. Whoever cannot read tells all: they would wait for it for ever."""
+        """Fill the shards of the given parameters from the source.
+
+        If a rank cannot read its part, all ranks raise; the others would otherwise wait for it forever.
+        """
 
         def read_all() -> None:
             for unit in units:
@@ -137,10 +146,10 @@ class UnitBuilder:
 
         agree(self._collectives, trouble_of(read_all))
 
-    # ---- what rests elsewhere --------------------------------------------------------------------------------------
+    # ---- offloaded shards ------------------------------------------------------------------------------------------
 
     def _rests(self, specs: Sequence[UnitSpec]) -> list[Rests]:
-        """What of each unit has no memory with this rank's device between its uses."""
+        """For each unit, which shards are offloaded: have no memory on this rank's device between their uses."""
         offload, device = self._settings.offload, self._device.type
         apart = offload.is_apart(device)
         moves = {Tier.DEVICE: False, Tier.HOST: apart, Tier.NVME: True}
@@ -150,7 +159,7 @@ class UnitBuilder:
         return [rests if chosen else Rests() for chosen in resting(specs, offload.ratio)]
 
     def _check_room(self, specs: Sequence[UnitSpec], config: OptimizerConfig) -> None:
-        """Refuse what this machine has no room for, in memory or on the drive, before any of it is taken."""
+        """Refuse an offload plan that does not fit into this machine's memory or onto its disk, before allocating."""
         offload, settings = self._settings.offload, self._settings
         units = [
             (self._size(spec, rests, config), spec.precision)
@@ -161,7 +170,8 @@ class UnitBuilder:
         moves = moves_of(settings, config, self._collectives.shard_count)
         needed = (nvme_bytes if offload.uses_nvme else host_bytes)(units, moves)
         memory = needed.host
-        if self._device.type == "cpu":  # then what stays is the host's too, and one unit is whole at a time
+        # On a CPU the shards that are not offloaded take host memory too, and so does one unsharded unit at a time.
+        if self._device.type == "cpu":
             memory += sum(self._state_bytes(size, kind, config.state_bytes) for size, kind in units)
             memory += max(size.numel * ITEMSIZE_BYTES[kind.compute or kind.param] for size, kind in units)
         folder = offload.scratch.folder if offload.scratch is not None and offload.uses_nvme else None
@@ -194,7 +204,7 @@ class UnitBuilder:
         return found.total
 
     def _open_tier(self, units: Sequence[Unit], optimizer: ShardedOptimizer) -> StateTier | None:
-        """The tier of the units that rest, on every rank or on none."""
+        """The tier of the offloaded units, None without any; if a rank cannot open its tier, all ranks raise."""
         held = [unit for unit in units if unit.params_rest or unit.states_rest]
         if not held:
             return None

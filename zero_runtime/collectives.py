@@ -1,9 +1,9 @@
-"""The only caller of torch.distributed collectives; every byte that a rank sends is counted here.
+"""All torch.distributed collectives of the runtime, with a ledger of the bytes that each rank sends.
 
 [Note: algorithmic volume]
-The ledger counts what a ring sends, which is also the least that any algorithm can: an all-gather or reduce-scatter
-of P elements over G ranks sends (G-1)/G * P from each rank, an all-reduce twice that. What travels on the wire is the
-backend's affair.
+The ledger counts the bytes that a ring algorithm sends, which is also the minimum for any algorithm: an all-gather or
+reduce-scatter of P elements over G ranks sends (G-1)/G * P from each rank, an all-reduce twice that. The bytes on the
+wire depend on the backend.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from zero_runtime.phase_clock import COMMUNICATION, PhaseClock
 from zero_runtime.watch.journal import Journal
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 
-# torch 2.13 renamed these two and warns at the old names; 2.11 knows only the old ones.
+# torch 2.13 renamed these two functions and warns about the old names; 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-Start = Callable[[], Callable[[], Any]]  # issues a collective without blocking and returns the wait for it
+Start = Callable[[], Callable[[], Any]]  # issues a collective without blocking; returns a function that waits for it
 
 
 def _starting(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Start:
@@ -39,7 +39,10 @@ def _starting(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Star
 
 @dataclass(frozen=True)
 class WorldSettings:
-    """timeout: the backend's own, for what the watch cannot see. on_end: see RankWatch."""
+    """How `join_world` sets up a rank.
+
+    timeout: the backend's timeout, for failures that the watch cannot detect. on_end: see RankWatch.
+    """
 
     timeout: timedelta = timedelta(minutes=10)
     watch: WatchSettings = field(default_factory=WatchSettings)
@@ -49,13 +52,14 @@ class WorldSettings:
 def join_world(
     place: str | Path, rank: int, world: int, device: torch.device, settings: WorldSettings | None = None
 ) -> RankWatch:
-    """Become one of `world` ranks: NCCL between GPUs, gloo between CPUs. Blocks until all have come.
+    """Initialize the default process group: NCCL between GPUs, gloo between CPUs. Blocks until all ranks have joined.
 
-    place: where ranks meet: a file that all of them can write to, or an `init_method` of torch.distributed.
-    Returns the rank's watch, whose context tells the others how this rank ended; give it to RuntimeSettings too.
+    place: the rendezvous: a file that all ranks can write to, or an `init_method` of torch.distributed.
+    Returns this rank's watch. Use it as a context manager, so that the other ranks learn how this rank ended, and pass
+    it to RuntimeSettings.
     """
     settings = settings or WorldSettings()
-    if isinstance(place, Path):  # as a URL, torch would cut it at a # or ?, and other runs' ranks may meet there
+    if isinstance(place, Path):  # torch would cut a URL at # or ?, and ranks of other runs may meet at the shorter path
         store = dist.FileStore(str(place), world)
     else:
         store, rank, world = next(dist.rendezvous(place, rank, world, timeout=settings.timeout))
@@ -71,14 +75,14 @@ def join_world(
 
 
 def watch_ranks(store: dist.Store, settings: WorldSettings | None = None) -> RankWatch:
-    """The watch of this rank of the default process group, over a connection of its own to `store`."""
+    """A watch of this rank of the default process group, over a separate connection to `store`."""
     settings = settings or WorldSettings()
     own = dist.PrefixStore("rank_watch", store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs
     return RankWatch(own, dist.get_rank(), dist.get_world_size(), settings.watch, settings.on_end)
 
 
 def join_alone(device: torch.device) -> None:
-    """Become the one rank of a world of one, over a store inside this process: no port, no file, no variables."""
+    """Initialize a process group of one rank over a store in this process: no port, file or environment variable."""
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.HashStore(),
@@ -89,19 +93,20 @@ def join_alone(device: torch.device) -> None:
 
 
 def watch_world() -> RankWatch | None:
-    """A watch of the default process group, whoever made it, over its own store; None for a world of one.
+    """A watch of the default process group, over the group's own store; None for a world of one.
 
-    Every rank must make as many, in one order. Closing it is the maker's.
+    The group may have been initialized by other code. Every rank must call this equally often and in the same order.
+    The caller closes the watch.
     """
     if dist.get_world_size() == 1:
         return None
-    store = dist.distributed_c10d._get_default_store()  # the only way to the store of a group that others made
+    store = dist.distributed_c10d._get_default_store()  # no public function returns the store of an existing group
     place = store.add(f"zero_runtime/watches/{dist.get_rank()}", 1)
     return watch_ranks(dist.PrefixStore(f"zero_runtime/{place}", store))
 
 
 def is_joined() -> bool:
-    """Whether there is a default process group."""
+    """Whether the default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -111,18 +116,18 @@ def own_rank() -> int:
 
 
 def world_size() -> int:
-    """Ranks of the default process group; 1 before there is one is an error of ours, not an answer."""
+    """Number of ranks of the default process group; without a group this raises instead of returning 1."""
     return dist.get_world_size()
 
 
 def leave_world() -> None:
-    """End this rank's membership."""
+    """Destroy the default process group on this rank."""
     dist.destroy_process_group()
 
 
 @dataclass
 class Volume:
-    """What one kind of collective moved from one rank."""
+    """The calls, elements and bytes that one rank sent with one kind of collective."""
 
     calls: int = 0
     elements: int = 0
@@ -136,7 +141,7 @@ class Volume:
 
 @dataclass
 class Ledger:
-    """Volumes since the last `reset`, by kind; control messages (norms, losses, counts) apart."""
+    """Volumes since the last `reset`, by kind of collective; control messages (norms, losses, counts) separately."""
 
     data: dict[str, Volume] = field(default_factory=dict)
     control: Volume = field(default_factory=Volume)
@@ -149,14 +154,14 @@ class Ledger:
         return sum(volume.elements for volume in self.data.values())
 
     def reset(self) -> Ledger:
-        """Start anew; returns what had been counted."""
+        """Restart from zero; returns the volumes counted before."""
         counted = Ledger(self.data, self.control)
         self.data, self.control = {}, Volume()
         return counted
 
 
 class Pending:
-    """A collective under way. `wait` makes its result usable, charges the wait to the clock, and may be repeated."""
+    """A collective under way. `wait` makes its result usable, charges the time to the clock, and may be repeated."""
 
     def __init__(self, wait: Callable[[], None] | None = None, then: Callable[[], None] | None = None) -> None:
         self._wait, self._then = wait, then
@@ -170,10 +175,10 @@ class Pending:
 
 
 class Collectives:
-    """Collectives of one rank: data over the shard group and over the replicas of a shard, control over all.
+    """Collectives of one rank: data over its shard group and over the replicas of its shard, control over all ranks.
 
-    A shard group is `shard_count` consecutive ranks, each with a shard of its own; the ranks at the same place in every
-    group are replicas of one shard.
+    A shard group is `shard_count` consecutive ranks, each with a different shard; the ranks at the same position in
+    every group are replicas of one shard.
     """
 
     def __init__(self, shard_count: int, clock: PhaseClock, watch: RankWatch | None = None) -> None:
@@ -184,7 +189,7 @@ class Collectives:
         self.replica_count = self.world // shard_count
         self.replica_rank, self.shard_rank = divmod(self.rank, shard_count)
         self._gather_group, self._reduce_group, self._replica_group = self._make_groups()
-        self._messages: dict[dist.ProcessGroup | None, Messages] = {}  # over gloo, by group; see gloo.py
+        self._messages: dict[dist.ProcessGroup | None, Messages] = {}  # by group, for gloo only; see gloo.py
         if self.world > 1 and dist.get_backend() == "gloo":
             groups = (self._gather_group, self._reduce_group, self._replica_group)
             self._messages = {group: Messages(group) for group in groups if group is not None}
@@ -194,17 +199,17 @@ class Collectives:
         self.journal = Journal() if watch is None else watch.journal
 
     def free(self) -> None:
-        """End the groups that this object made. Idempotent."""
+        """Destroy the process groups that this object created. Idempotent."""
         for group in {self._gather_group, self._reduce_group, self._replica_group} - {None}:
             dist.destroy_process_group(group)
         self._gather_group = self._reduce_group = self._replica_group = None
         self._messages.clear()
 
     def _make_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """This rank's groups for gathers, for reductions, and of the replicas of its shard; None is the whole world.
+        """This rank's groups for gathers, for reductions and for the replicas of its shard; None if not needed.
 
-        Gathers and reductions have groups of their own: collectives of one group must come in one order on all its
-        ranks, and the two kinds interleave differently where a rank leaves parameters unused.
+        Gathers and reductions have separate groups: all ranks must issue the collectives of one group in the same
+        order, but the two kinds interleave differently on a rank that leaves parameters unused.
         """
         if self.world == 1:
             return None, None, None
@@ -212,7 +217,7 @@ class Collectives:
         if self.shard_count == 1:
             return None, None, dist.new_group(list(ranks))
         shards = [list(ranks[start : start + self.shard_count]) for start in ranks[:: self.shard_count]]
-        # Every rank must make every group, in the same order.
+        # Every rank must call new_group for every group, in the same order.
         gather_groups = [dist.new_group(members) for members in shards]
         reduce_groups = [dist.new_group(members) for members in shards]
         replica_group = None
@@ -231,7 +236,7 @@ class Collectives:
         return Pending(self._issue("all_gather", unit, full, self._gathering(full, shard, self._gather_group)))
 
     def all_gather_uncounted(self, full: torch.Tensor, shard: torch.Tensor) -> None:
-        """The same, at once and beside the ledger: for people who look at whole tensors, not for steps."""
+        """Like `all_gather`, but blocks and is not counted: for inspecting full tensors, not for training steps."""
         if self.shard_count == 1:
             full.copy_(shard)
         else:
@@ -239,15 +244,16 @@ class Collectives:
             self._issue("all_gather", "", full, start)()
 
     def broadcast(self, tensor: torch.Tensor, unit: str = "") -> None:
-        """Every rank's contiguous `tensor` becomes rank 0's, whatever its dtype. Beside the ledger."""
+        """Overwrite every rank's contiguous `tensor`, of any dtype, with rank 0's. Blocks and is not counted."""
         if self.world > 1 and tensor.numel():
-            as_bytes = tensor.view(tensor.numel()).view(torch.uint8)  # gloo knows few dtypes
+            as_bytes = tensor.view(tensor.numel()).view(torch.uint8)  # gloo supports few dtypes
             self._issue("broadcast", unit, tensor, _starting(dist.broadcast, as_bytes, src=0))()
 
     def reduce(self, full: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
         """Sum `full` [P] over all ranks into `shard` [S], which may be this rank's slice of `full`.
 
-        Reduce-scatter over the shard group, then all-reduce over the replicas of the shard. `full` is scratch after.
+        Reduce-scatter over the shard group, then all-reduce over the replicas of the shard. The rest of `full` has no
+        defined contents afterwards.
         """
         if self.shard_count == 1:
             if full.data_ptr() != shard.data_ptr():
@@ -257,6 +263,7 @@ class Collectives:
         wait = self._issue("reduce_scatter", unit, full, self._summing(shard, full, self._reduce_group))
         if self.replica_count == 1:
             return Pending(wait)
+        # The all-reduce needs the result of the reduce-scatter, so it starts only in the caller's wait.
         return Pending(wait, then=lambda: self._all_reduce_replicas(shard, unit).wait())
 
     def _all_reduce_replicas(self, shard: torch.Tensor, unit: str) -> Pending:
@@ -268,6 +275,7 @@ class Collectives:
         if group not in self._messages:
             start = _starting(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=group)
             return Pending(self._issue("all_reduce", unit, shard, start))
+        # Over gloo: a reduce-scatter and an all-gather by messages, whose sums are in rank order (see gloo.py).
         own = shard.chunk(self.replica_count)[self.replica_rank]
         wait = self._issue("all_reduce", unit, shard, self._summing(own, shard, group))
         return Pending(wait, then=lambda: self._issue("all_reduce", unit, shard, self._gathering(shard, own, group))())
@@ -283,7 +291,7 @@ class Collectives:
         return _starting(_reduce_scatter, shard, full, op=dist.ReduceOp.SUM, group=group)
 
     def sum_over_ranks_(self, control: torch.Tensor) -> torch.Tensor:
-        """Sum a few numbers over all ranks, in place; a control message, counted apart from the data."""
+        """Sum a few numbers over all ranks in place. Blocks; counted as a control message, not as data."""
         if self.world > 1:
             elements = 2 * (self.world - 1) * control.numel() // self.world
             self.ledger.control.add(elements, control.element_size())
@@ -291,7 +299,7 @@ class Collectives:
         return control
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's picklable `value` in rank order, on every rank. For reports, not for steps: uncounted."""
+        """Every rank's picklable `value` in rank order, on every rank. Not counted: for reports, not for steps."""
         values: list[Any] = [None] * self.world
         sequence = self.journal.issue("gather_objects", "", 0, "object")
         self._blocking(sequence, partial(dist.all_gather_object, values, value))
@@ -300,23 +308,30 @@ class Collectives:
     # ---- ranks that differ -------------------------------------------------------------------------------------
 
     def fingerprint(self) -> torch.Tensor:
-        """[2] fp64 on the CPU for a sum over the ranks: of what this rank has issued so far, and its square."""
+        """This rank's fingerprint of the collectives issued so far, and its square: [2] fp64 on the CPU.
+
+        Sum it over the ranks and pass the two sums to `check_fingerprints`.
+        """
         value = self.journal.fingerprint()
         return torch.tensor([value, value * value], dtype=torch.float64)
 
     def check_fingerprints(self, total: float, squares: float) -> None:
-        """Raise RankError, on every rank alike, where the sums over the ranks say that the fingerprints differ.
+        """Raise the same RankError on every rank if the sums over the ranks show that the fingerprints differ.
 
-        world * sum of squares = square of the sum only where all are equal (Cauchy-Schwarz); the sums are exact, see
-        `Journal.fingerprint`. What differs may otherwise pass as wrong numbers: gloo sums 8 fp32 with 4 fp64 without a
-        word. Nothing to do without a watch, which could not tell who differs.
+        world * sum of squares = square of the sum only if all fingerprints are equal (Cauchy-Schwarz); the sums are
+        exact, see `Journal.fingerprint`. Without this check, different collectives may silently give wrong numbers:
+        gloo sums 8 fp32 values with 4 fp64 values without an error. A no-op without a watch, because only the watch can
+        name the ranks that differ.
         """
         if self._watch is None or (math.isfinite(squares) and self.world * int(squares) == int(total) ** 2):
             return
         self._explain("the ranks issued different collectives in this step", None)
 
     def _issue(self, kind: str, unit: str, tensor: torch.Tensor, start: Start) -> Callable[[], None]:
-        """Start a collective, told to others by its larger tensor; returns the wait for it, charged to the clock."""
+        """Start a collective and return the function that waits for it; both charge their time to the clock.
+
+        tensor: the collective's larger tensor, by whose size and dtype the journal records it.
+        """
         sequence = self.journal.issue(kind, unit, tensor.numel(), tensor.dtype)
         with self._clock.phase(COMMUNICATION):
             try:
@@ -326,7 +341,7 @@ class Collectives:
         return partial(self._blocking, sequence, wait)
 
     def _blocking(self, sequence: int, wait: Callable[[], Any]) -> None:
-        """Wait for what has this number in the journal; an error of the backend's is explained by all ranks."""
+        """Wait for the collective with this number in the journal. A backend error is raised as a RankError."""
         self.journal.wait(sequence)
         with self._clock.phase(COMMUNICATION):
             try:
@@ -336,6 +351,7 @@ class Collectives:
         self.journal.wait(0)
 
     def _explain(self, trouble: str, error: RuntimeError | None) -> NoReturn:
+        # With a watch, all ranks raise the same RankError. Without one, this rank can only report its own error.
         if self._watch is not None:
             self._watch.explain(trouble, error)
         raise RankError(f"rank {self.rank}: {trouble}; join_world's watch names the culprit", (self.rank,)) from error

@@ -1,4 +1,4 @@
-"""The torch dtype behind each short name of `precision.py` and `optim/configs.py`."""
+"""The torch dtype of each short dtype name in `precision.py` and `optim/configs.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime's errors: what was expected, what was found, what to do."""
+"""The runtime's exceptions, and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _LONGEST = 200
 
 
 def some(names: Iterable[str]) -> str:
-    """The first few of many names, and how many more there are: for a message."""
+    """The first few names and the number of the others, for an error message."""
     names = list(map(brief, names))
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (", ".join(names[:_SHOWN]) or "none") + rest
 
 
 def brief(found: object) -> str:
-    """What a file said, or an error that quotes it, for a message: it may be as long as the file."""
+    """A value or exception as text for an error message, cut to 200 characters: it may quote an entire file."""
     text = f"{type(found).__name__}: {found}" if isinstance(found, BaseException) else str(found)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def missing_folder(folder: Path) -> str:
-    """Why there is no such folder, and how to make it: for a message.
+    """Why the folder does not exist and how to create it, for an error message.
 
-    Nobody makes it in passing: where a drive is not mounted, or its name is mistyped, that would use another drive.
+    It is not created automatically: if a disk is not mounted or its name is mistyped, that would use another disk.
     """
     if os.path.exists(folder):
         return "a file of that name; give another folder"
@@ -38,15 +38,16 @@ def missing_folder(folder: Path) -> str:
 
 
 class ZeroError(Exception):
-    """Base of every error that the runtime raises on purpose."""
+    """Base class of the errors that the runtime raises deliberately."""
 
 
 class PlanError(ZeroError, ValueError):
-    """A setting, a model or a plan that the runtime cannot run; the user's to mend."""
+    """A setting, model or plan that the runtime cannot run; the user must change it."""
 
 
 class UnitStateError(ZeroError, RuntimeError):
-    """A unit was asked for a move that its state does not allow; ours to mend."""
+    """A unit's state does not allow a transition or a gradient: a bug in the runtime, or a use of its parameters that
+    the message describes."""
 
 
 class CallOrderError(ZeroError, RuntimeError):
@@ -54,13 +55,13 @@ class CallOrderError(ZeroError, RuntimeError):
 
 
 class NonFiniteError(ZeroError, RuntimeError):
-    """The loss or the gradient norm is not a number; nothing was updated."""
+    """The loss or the gradient norm is not finite; nothing was updated."""
 
 
 class RankError(ZeroError, RuntimeError):
-    """Ranks issued different collectives, or one died, failed or stopped; `ranks` are those to blame.
+    """Ranks issued different collectives, or a rank died, failed or stopped.
 
-    `hung`: those live, and keep the others waiting.
+    ranks: the ranks at fault. hung: they are alive and keep the others waiting.
     """
 
     def __init__(self, text: str, ranks: tuple[int, ...], *, hung: bool = False) -> None:
@@ -70,9 +71,10 @@ class RankError(ZeroError, RuntimeError):
 
 
 class RankMemoryError(RankError):
-    """This rank could not get memory; `facts` are the phase, step and unit, and the bytes wanted as they were told.
+    """This rank is out of memory.
 
-    `on_host`: it was the host's, while the rank's device is another.
+    facts: the phase, step and unit, the bytes held by component, and the requested size as the allocator printed it.
+    on_host: host memory ran out on a rank whose device is a GPU.
     """
 
     def __init__(self, text: str, rank: int, facts: dict[str, object], *, on_host: bool) -> None:
@@ -82,12 +84,12 @@ class RankMemoryError(RankError):
 
 
 class ParameterReadError(ZeroError, RuntimeError):
-    """A parameter was read while its full values are not there, or are those of the step before."""
+    """A parameter was read or written while its full values are missing or stale, or where a write would be lost."""
 
 
 class OffloadError(ZeroError):
-    """A tier cannot hold, read or write what rests there; names the cause, the file and the unit."""
+    """A tier cannot hold, read or write offloaded shards; the message names the cause, the file and the unit."""
 
 
 class CheckpointError(ZeroError):
-    """A checkpoint cannot be written, or cannot be read into this run; nothing of the run was changed."""
+    """A checkpoint cannot be written, or cannot be loaded into this run; the run was not changed."""

@@ -1,6 +1,6 @@
-"""Where each parameter of a unit lies in the unit's flat tensor, and which rank owns which range.
+"""The layout of a unit's flat tensor: the place of each parameter and the range of each shard.
 
-Integers only; standard library only. Offsets and ranges count elements.
+Offsets and ranges count elements. Integer arithmetic only; standard library only.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# A shard is a whole number of these, so that no shard starts inside a 64-byte line in any dtype of 16 bits or more.
+# A shard's size is a multiple of this, so that every shard starts at a 64-byte boundary in dtypes of 16 bits or more.
 SHARD_ALIGNMENT_NUMEL = 32
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's place in the flat tensor: elements [offset, offset + numel)."""
+    """The place of one parameter in the flat tensor: elements [offset, offset + numel)."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that one shard holds: param elements [start, stop) at shard_offset of the shard."""
+    """The part of one parameter in one shard: elements [start, stop) of the parameter, at shard_offset of the shard."""
 
     name: str
     start: int
@@ -35,9 +35,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Segments in order, then padding up to P = padded_numel; P is shard_count equal shards of S elements.
+    """Segments in order, then padding up to P = padded_numel elements, in shard_count equal shards of S elements.
 
-    With a `block_numel` above 1 there is padding between the segments too, see `build`. numel: without padding.
+    With `block_numel` above 1 there is also padding between the segments, see `build`. numel: elements without padding.
     """
 
     segments: tuple[Segment, ...]
@@ -49,14 +49,14 @@ class FlatLayout:
     def build(
         cls, shapes: Iterable[tuple[str, tuple[int, ...]]], *, shard_count: int, world: int, block_numel: int = 1
     ) -> FlatLayout:
-        """Lay `(name, shape)` out in order.
+        """Lay out parameters, given as pairs of name and shape, in order.
 
-        P is a multiple of world * SHARD_ALIGNMENT_NUMEL, not only of the shard count: an all-reduce over the
-        replicas splits each shard again, and equal pieces keep the counted bytes whole numbers. It is at least that
-        multiple, so that a unit of empty parameters has something to gather.
+        P is a multiple of world * SHARD_ALIGNMENT_NUMEL and not only of the shard count: an all-reduce over the
+        replicas splits each shard again, and with equal pieces the counted bytes are integers. P is never zero, so that
+        a unit of empty parameters has something to gather.
 
-        Every parameter and every shard begins at a multiple of `block_numel`: blocks of so many elements then hold
-        the same elements of one parameter whatever the world, the plan and the size of the units.
+        Every parameter and every shard begins at a multiple of `block_numel`. A block of `block_numel` elements then
+        holds the same elements of one parameter for any world size, plan and unit size.
         """
         segments = []
         offset = numel = 0
@@ -69,12 +69,12 @@ class FlatLayout:
 
     @property
     def shard_numel(self) -> int:
-        """S, the elements of one shard."""
+        """S, the number of elements of one shard."""
         return self.padded_numel // self.shard_count
 
     @property
     def padding_numel(self) -> int:
-        """Elements of the flat tensor that belong to no parameter."""
+        """Number of elements of the flat tensor that belong to no parameter."""
         return self.padded_numel - self.numel
 
     @property
@@ -89,7 +89,7 @@ class FlatLayout:
         return shard * self.shard_numel, (shard + 1) * self.shard_numel
 
     def pieces(self, shard: int) -> tuple[Piece, ...]:
-        """What the shard holds, by parameter, in order; padding is in no piece."""
+        """The parts of parameters in the shard, in order; padding is in no piece."""
         low, high = self.shard_range(shard)
         found = []
         for segment in self.segments:

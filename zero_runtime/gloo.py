@@ -1,9 +1,9 @@
-"""Gather and reduce-scatter over gloo, as messages between the ranks of a group.
+"""All-gather and reduce-scatter over gloo, as messages between the ranks of a group.
 
-gloo's own all-gather goes through a temporary of the whole size, and its reduce-scatter is an all-reduce of a copy:
-twice the bytes. Its threads also keep a collective's tensors until they take up the next one. Messages go straight from
-tensor to tensor, n - 1 of them from each of n ranks, with the bytes of a ring; and what a rank receives is added up in
-rank order, so that every row of the plan's table has the same bits.
+gloo's own all-gather allocates a temporary of the full size, and its reduce-scatter is an all-reduce of a copy, which
+sends twice the bytes. Its threads also keep a collective's tensors alive until they start the next one. Messages go
+directly from tensor to tensor: each of n ranks sends n - 1 of them, in total as many bytes as in a ring. A rank adds up
+the received terms in rank order, so that all ZeRO plans give the same bits.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-TAGS = 2**16  # messages of different collectives must not be taken for each other; so many are never under way at once
+TAGS = 2**16  # a tag identifies the messages of one collective; fewer collectives than this are under way at a time
 
 
 class Messages:
-    """The two collectives over one group, whose ranks must call them in one order."""
+    """The two collectives over one group, whose ranks must all call them in the same order."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group or dist.group.WORLD
@@ -26,7 +26,10 @@ class Messages:
         self._count = 0
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
-        """Fill `full` [P] from every rank's `shard` [S], which may be its own slice of `full`; returns the wait."""
+        """Start filling `full` [P] from every rank's `shard` [S], which may be its own slice of `full`.
+
+        Returns a function that waits for the result.
+        """
         slices = full.chunk(len(self._peers) + 1)
         wait = self._exchange(dict.fromkeys(self._peers, shard), {peer: slices[peer] for peer in self._peers})
         if slices[self._rank].data_ptr() != shard.data_ptr():
@@ -34,7 +37,10 @@ class Messages:
         return wait
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Callable[[], None]:
-        """Sum this rank's slice of every rank's `full` [P] into `shard` [S], which may be its own slice of `full`."""
+        """Start summing this rank's slice of every rank's `full` [P] into `shard` [S].
+
+        `shard` may be this rank's slice of `full`. Returns a function that waits for the result.
+        """
         slices = full.chunk(len(self._peers) + 1)
         received = {peer: torch.empty_like(shard) for peer in self._peers}
         wait = self._exchange({peer: slices[peer] for peer in self._peers}, received)
@@ -56,15 +62,17 @@ class Messages:
 
         def wait() -> None:
             for work in works:
-                assert work is not None  # only ranks outside the group get none
+                assert work is not None  # torch returns None only to ranks outside the group
                 work.wait()
 
         return wait
 
 
 def _add_in_order(terms: list[torch.Tensor], own: int, total: torch.Tensor) -> None:
-    """`total` = ((terms[0] + terms[1]) + ...). terms[own] may be `total` itself and is not written before it is read;
-    the others are scratch."""
+    """Set `total` to ((terms[0] + terms[1]) + ...).
+
+    terms[own] may be `total` itself and is not written before it is read. The other terms are overwritten.
+    """
     with torch.no_grad():
         so_far = terms[0]
         for term in terms[1:-1]:

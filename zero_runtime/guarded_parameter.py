@@ -1,11 +1,11 @@
-"""The class that a unit's parameters have while they are not in use: every operation on one passes a check first.
+"""The parameter class that checks every operation on a parameter while its unit is not in use.
 
 [Note: reads outside the owner]
-torch does not check a released storage: a matrix product of it raises, but an addition crashes the process, and a copy
-that is merely stale gives wrong numbers in silence. A reference to a parameter cannot be called back. So between
-its uses a parameter has a subclass of nn.Parameter as its class, whose `__torch_function__` sees every operation on it,
-whoever holds the reference. While its unit is in use it is a plain nn.Parameter again, so a forward and a backward pay
-nothing for it.
+torch does not check for a released storage: a matrix product with it raises, but an addition crashes the process, and a
+stale copy silently gives wrong numbers. References to a parameter that other code holds cannot be revoked. So between
+its uses the class of a parameter is a subclass of nn.Parameter, whose `__torch_function__` intercepts every operation
+on it through any reference. While its unit is in use it is a plain nn.Parameter again, so forward and backward have no
+overhead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FUNCTIONS = (
     "is_neg",
     "is_inference",
 )
-# What tells of a parameter without its values.
+# Operations that describe a parameter without reading its values.
 _DESCRIBES = frozenset(
     [
         *(getattr(_Tensor, name).__get__ for name in _DESCRIPTIONS if hasattr(_Tensor, name)),
@@ -50,13 +50,14 @@ _DESCRIBES = frozenset(
         *(getattr(torch, name) for name in _FUNCTIONS),
     ]
 )
-# Where it lies: a released parameter has an empty storage, in which nothing can be misread.
+# Operations that return the storage. They only wait for a gather under way: the storage of a released parameter is
+# empty, so no value can be misread.
 _LOCATES = frozenset({_Tensor.untyped_storage, _Tensor.data_ptr, _Tensor.storage})
 _SET_DATA = _Tensor.data.__set__  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 class GuardedParameter(nn.Parameter):
-    """A parameter out of use; each unit has a subclass of its own. Copies and pickles are plain parameters."""
+    """A parameter whose unit is not in use; each unit has its own subclass. Copies and pickles are plain parameters."""
 
     _guard: ClassVar[ParameterGuard]
 
@@ -78,7 +79,7 @@ class GuardedParameter(nn.Parameter):
 
 
 class Owner(Protocol):
-    """What a guard asks of the unit whose parameters it closes."""
+    """The interface of a unit that its guard uses."""
 
     @property
     def params(self) -> Sequence[nn.Parameter]: ...
@@ -95,9 +96,9 @@ class Owner(Protocol):
 
 
 class ParameterGuard:
-    """Closes and opens the parameters of one unit; they are closed at first. A verb already done is a no-op.
+    """Closes and opens the parameters of one unit. They are closed initially; repeating a call is a no-op.
 
-    `on_touch` may bring the unit into use, where that is sound.
+    on_touch: called before a checked operation; may gather the unit if that is safe.
     """
 
     def __init__(self, unit: Owner, on_touch: Callable[[], None]) -> None:
@@ -121,7 +122,10 @@ class ParameterGuard:
                 param.__class__ = nn.Parameter
 
     def check(self, param: nn.Parameter, func: Callable[..., Any], *, is_written: bool) -> None:
-        """Return if the operation finds this step's values, after a wait for those on their way here."""
+        """Allow the operation if the parameter holds this step's values, after waiting for a gather under way.
+
+        Raises ParameterReadError otherwise, and for a write that the next step would undo.
+        """
         unit = self._unit
         if func in _LOCATES:
             unit.wait_current()
@@ -153,7 +157,7 @@ def _guarded_in(values: Any) -> Iterator[GuardedParameter]:
 
 
 def _stays_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it gives a parameter what it has: its own data, device or dtype, as `module.to(device)` does."""
+    """Whether the operation sets the data, device or dtype that the parameter has, as `module.to(device)` may."""
     param, *given = args or (None,)
     if func == _SET_DATA:
         return given[0] is param
@@ -161,7 +165,7 @@ def _stays_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return False
     try:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*given, **kwargs)
-    except (TypeError, RuntimeError):  # `copy`, or what `to` itself will refuse
+    except (TypeError, RuntimeError):  # the `copy` argument, or arguments that `to` itself will refuse
         return False
     return (
         (device is None or torch.empty(0, device=device).device == param.device)
@@ -171,7 +175,7 @@ def _stays_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _writes(func: Callable[..., Any], param: nn.Parameter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the operation changes the parameter in place, as far as its name tells."""
+    """Whether the operation changes the parameter in place, judging by the operation's name."""
     name = getattr(func, "__name__", "")
     in_place = func == _SET_DATA or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     in_place = in_place or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))

@@ -1,11 +1,12 @@
-"""First values: parameters that have none yet are drawn one at a time, each from the seed and its own name.
+"""Initial values of meta parameters and buffers, drawn one parameter at a time from the seed and the parameter's name.
 
 [Note: values by name]
-A parameter's first value is a function of (seed, name) and of its modules' own rule, never of what else was drawn: the
-same at every plan, world size, unit size and device. That is deliberately not torch's sequential order, which could
-only be had by drawing the whole model on every rank. The rule is kept by running it: the one parameter is made real,
-all others stay on the meta device (where drawing costs nothing and moves no generator), and the initialisers of its
-module and of every module around it run from the inside out, as `model.apply` would.
+A parameter's initial value depends only on (seed, name) and on the initialisation rule of its modules, not on other
+draws. So it is the same for every plan, world size, unit size and device. It deliberately differs from torch's
+sequential order, which would require drawing the full model on every rank. The modules' own rules are applied by
+running them: the one parameter gets real memory, all others stay on the meta device (where drawing costs nothing and
+advances no generator), and the initialisers of its module and of every enclosing module run from the inside out, as
+`model.apply` would run them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _SEED_BYTES = 8
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Models built inside have parameters without memory, on the meta device, and buffers with their real values.
+    """Build models inside this context with parameters on the meta device and buffers with their real values.
 
-    A parameter's memory ends when its module registers it, so no more than one exists at a time, and what its module
-    draws afterwards costs nothing. (`torch.device("meta")` would lose the buffers too: a rotary table computed in a
-    constructor cannot be had back.) No random state outside is moved.
+    A parameter's memory is freed when its module registers it, so at most one parameter has memory at a time, and
+    random draws into it after that cost nothing. (`torch.device("meta")` would also lose the buffers: a rotary table
+    computed in a constructor could not be recovered.) The CPU's random state is restored at exit.
     """
     handle = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]  # it may return a new one
     try:
@@ -42,18 +43,18 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _to_meta(_module: nn.Module, _name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-    if type(param) is not nn.Parameter or param.is_meta:  # other kinds are refused by name when the units are planned
+    if type(param) is not nn.Parameter or param.is_meta:  # `plan_units` refuses other types with their name
         return None
     return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
 
 class InitialValues:
-    """Draws the first values of a model's meta parameters and meta buffers.
+    """Draws the initial values of a model's meta parameters and meta buffers.
 
-    The rule of a module is, in this order: `initialise` where one is given; the `_init_weights` of the nearest
-    enclosing module that has one (Hugging Face's convention); the module's own reset_parameters. What a
-    constructor itself writes into a parameter after registering it is not a rule and is lost on the meta device: put it
-    into one of these. A tied parameter follows the modules of its first name.
+    The rule of a module is the first of these that exists: `initialise`; the `_init_weights` of the nearest enclosing
+    module that has one (the convention of Hugging Face); the module's own reset_parameters. Values that a constructor
+    writes into a parameter after registering it are lost on the meta device: write them in one of these rules instead.
+    A tied parameter follows the modules of its first name.
     """
 
     def __init__(self, model: nn.Module, *, seed: int, initialise: Initialise | None = None) -> None:
@@ -63,9 +64,9 @@ class InitialValues:
         _refuse_mixed_devices(model)
 
     def draw(self, name: str, param: nn.Parameter) -> torch.Tensor:
-        """The first value of a meta parameter: on the CPU, in its dtype and shape, the caller's. `param` stays meta.
+        """The initial value of a meta parameter: a CPU tensor of its dtype and shape, owned by the caller.
 
-        PlanError when the modules' rules do not set all of it.
+        `param` stays on the meta device. Raises PlanError if the modules' rules leave any element unset.
         """
         real = nn.Parameter(torch.full(param.shape, torch.nan, dtype=param.dtype), requires_grad=param.requires_grad)
         path = name.rpartition(".")[0]
@@ -79,9 +80,9 @@ class InitialValues:
         return real.detach()
 
     def fill_buffers(self) -> None:
-        """Give every meta buffer its values, by its module's own rule. Call it before any parameter is bound.
+        """Give every meta buffer its values by its module's own rule. Call it before any parameter is bound.
 
-        PlanError when the rule does not set all of it.
+        Raises PlanError if the rule leaves any element of a buffer unset.
         """
         for path, module in self._model.named_modules():
             for key, buffer in list(module.named_buffers(recurse=False)):
@@ -89,7 +90,7 @@ class InitialValues:
                     self._fill_buffer(path, module, key)
 
     def _fill_buffer(self, path: str, module: nn.Module, key: str) -> None:
-        """Run the rule over zeros, then over ones: what both runs agree on was set by the rule."""
+        """Run the rule on a buffer of zeros, then on one of ones: elements that end up equal were set by the rule."""
         name = f"{path}.{key}" if path else key
         meta, persistent = module.get_buffer(key), key not in module._non_persistent_buffers_set
         found = []
@@ -102,16 +103,16 @@ class InitialValues:
 
     def _run_rules(self, name: str, paths: list[str], param: nn.Parameter | None) -> None:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            # torch.manual_seed would also seed every GPU, which fork_rng does not put back here.
+            # torch.manual_seed would also seed every GPU, and fork_rng(devices=[]) does not restore those.
             torch.default_generator.manual_seed(seed_of(self._seed, name))
             try:
                 for path in paths:
                     self._run_rule(path)
                 if param is None or not bool(torch.isnan(param).any()):
                     return
-                for path in paths:  # an enclosing rule that passes a module by leaves it to the module's own
+                for path in paths:  # modules that the enclosing rule ignores fall back to their own rule
                     _own_rule(self._model.get_submodule(path))
-            except NotImplementedError as error:  # torch's word for reading a value on the meta device
+            except NotImplementedError as error:  # raised by torch when a value on the meta device is read
                 kind = type(self._model.get_submodule(path)).__name__
                 raise PlanError(
                     f"{name!r} cannot be drawn alone: the initialiser of {kind} at {path or 'the root'!r} reads "
@@ -141,7 +142,7 @@ class InitialValues:
 
 
 def _refuse_mixed_devices(model: nn.Module) -> None:
-    """Rules run over whole modules, so they would overwrite weights that a part of the model was handed over with."""
+    """Refuse a model with real and meta tensors: rules run on entire modules and would overwrite its real weights."""
     real = [name for name, param in model.named_parameters() if not param.is_meta]
     if not real:
         return
@@ -155,21 +156,21 @@ def _refuse_mixed_devices(model: nn.Module) -> None:
 
 
 def swap_content(first: nn.Parameter, second: nn.Parameter) -> None:
-    """Exchange what two parameters are while everyone keeps hold of the same objects. No graph may know them yet.
+    """Exchange the contents of two parameters; references to the objects stay valid. No graph may use them yet.
 
-    torch.utils.swap_tensors does the same and refuses parameters with weak references, as nn.LSTM keeps to its own;
-    those refer to the object, so they are right afterwards too.
+    torch.utils.swap_tensors does the same but refuses parameters with weak references, which nn.LSTM keeps to its own
+    parameters. Those refer to the object, so they stay correct after the swap.
     """
     torch._C._swap_tensor_impl(first, second)
 
 
 def seed_of(seed: int, name: str) -> int:
-    """64 bits from a seed and a name: SHA-256 of both, the first eight bytes."""
+    """A signed 64-bit seed from a seed and a name: the first eight bytes of the SHA-256 of both."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:_SEED_BYTES], "little", signed=True)
 
 
 def _around(path: str) -> Iterator[str]:
-    """The path and those of the modules around it, from the inside out; the root is the empty path."""
+    """The path and those of its enclosing modules, from the inside out; the root is the empty path."""
     while path:
         yield path
         path = path.rpartition(".")[0]

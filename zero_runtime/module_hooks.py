@@ -1,22 +1,28 @@
-"""Turns what nn.Module and autograd report into the schedule's events; the only file that registers hooks.
+"""The hooks on modules, tensors and parameters that turn nn.Module calls and autograd events into schedule events.
+
+No other file registers hooks.
 
 [Note: the life of a unit in a pass]
 Forward: a unit is gathered when the first of its modules is called, and released when each of them has been called
-once, or at the end of the root's forward. A parameter read by another module (an output head that multiplies by the
-embedding's weight) is borrowed by the innermost running call: gathered then, released at that call's end.
-A part of the model that is called on its own (an encoder, a backbone, an embedding) and bounds no unit has no hooks, so
-that within the whole model it costs nothing. What it reads is lent to it: gathered at the read, released when another
-part or the whole model has been called, or, if the part recorded a graph, when the next backward has ended.
-Backward: a unit is gathered when the gradient of an output of a call that read it comes. A trained unit is done when
-the last of its own gradients has come. A frozen one has none: it is done when no call that read it is between its
-outputs' and its inputs' gradients, and the trained parameters of the same modules, whose gradients may read it aside
-from that path (as in DoRA), are done too. What is not done by then ends with the backward.
+once, or at the end of the root's forward. If another module reads one of its parameters (an output head that multiplies
+by the embedding's weight), the innermost running call borrows the unit: it is gathered at the read and released at the
+end of that call.
+A part of the model may also be called separately (an encoder, a backbone, an embedding). A part that bounds no unit has
+no hooks, so it costs nothing inside a call of the full model. Units that a separately called part reads are lent to it:
+gathered at the read, and released when another part or the full model has been called or, if the part recorded a graph,
+when the next backward has ended.
+Backward: a unit is gathered when the gradient of an output of a call that read it arrives. A trained unit is done when
+the last of its own gradients has arrived. A frozen unit has no gradients. It is done when every call that read it has
+either received no output gradient yet or received all its input gradients, and when the trained parameters of the same
+modules are done too, because their gradients may read the frozen unit outside of that path (as in DoRA). Units that are
+not done by then are released at the end of the backward.
 
 [Note: done on every rank]
-A parameter that took no part gets no gradient, so a rank that alone leaves one unused would be done later than its
-peers, who wait for its reduction before they come to a gather for which it waits. So a trained unit is also done when
-the gradients of the inputs of all its calls have come. Its own have come by then: autograd runs what was recorded last
-first, and what a call recorded is newer than what made the call's inputs.
+A parameter that the forward did not use gets no gradient. If only one rank leaves a parameter unused, its unit would be
+done later there than on the other ranks. The other ranks would wait for the unit's reduction before they issue a gather
+that the first rank waits for: a deadlock. So a trained unit is also done when the gradients of the inputs of all its
+calls have arrived. The unit's own gradients have arrived by then: autograd runs the nodes that were recorded last
+first, and the nodes of a call are newer than the nodes that produced its inputs.
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ _MODULE_CALL = nn.Module._call_impl.__code__
 
 
 class RuntimeHook(partial[Any]):
-    """A hook of ours. In a copy or pickle of the module it is one that does nothing: the copy is a plain module."""
+    """A hook of the runtime. A copy or pickle of the module gets a no-op instead, so the copy is a plain module."""
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _no_hook, ()
@@ -56,45 +62,45 @@ def _no_hook() -> Callable[..., None]:
 
 
 def _nothing(*_args: object, **_kwargs: object) -> None:
-    """The hook of a copy."""
+    """The hook that copies get."""
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of a module that bounds units: the units that it reads, its own and borrowed ones."""
+    """One call of a module that bounds units, with the units that it reads: its own and the borrowed ones."""
 
     module: nn.Module
     units: list[Unit]
-    in_graph: bool = False  # its backward will come: gradients are on, and it is no recomputation
-    opened_in: int = 0  # the backward (by number) in which its own has begun and not ended; 0: none
+    in_graph: bool = False  # the call will have a backward: gradients are enabled and it is not a recomputation
+    opened_in: int = 0  # number of the backward that has begun but not ended this call's own backward; 0: none
 
 
 @dataclass(eq=False)
 class Edge:
-    """A tensor between calls: the ones whose backward is over when its gradient comes."""
+    """A tensor between calls. `closing`: the calls whose backward has ended when the tensor's gradient arrives."""
 
     closing: list[Call] = field(default_factory=list)
 
 
 class ModuleHooks:
-    """Hooks of all units; `remove` takes every one of them off again."""
+    """Registers the hooks of all units on construction; `remove` removes them all."""
 
     def __init__(self, model: nn.Module, units: list[Unit], schedule: Schedule) -> None:
         self._model = model
         self._units = units
         self._schedule = schedule
         self._running: list[Call] = []
-        self._ended = Call(model, [])  # the last
+        self._ended = Call(model, [])  # the call that ended last
         self._called: dict[Unit, set[nn.Module]] = {unit: set() for unit in units}  # since the unit's last release
-        self._calls: Counter[Unit] = Counter()  # forwards since the last backward
-        self._unclosed: Counter[Unit] = Counter()  # of those in the graph: the inputs' gradients have not all come
-        self._open: Counter[Unit] = Counter()  # calls that read the unit and are in their own backward
-        self._backward = 0
+        self._calls: Counter[Unit] = Counter()  # forward calls since the last backward
+        self._unclosed: Counter[Unit] = Counter()  # those in the graph that still await gradients of their inputs
+        self._open: Counter[Unit] = Counter()  # calls that read the unit and whose own backward is under way
+        self._backward = 0  # number of the latest backward; the next forward resets it to 0
         self._graph_task = -1
         self._edges: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._companions = {unit: _companions(unit, units) for unit in units}
         self._beside = {unit: [other for other in units if unit in self._companions[other]] for unit in units}
-        self._lent: Call | None = None  # to a part of the model, see [Note: the life of a unit in a pass]
+        self._lent: Call | None = None  # the separately called part, see [Note: the life of a unit in a pass]
         self._parts = set(model.modules())
         self._handles = list(self._attach())
         watch_parameters(model, units, self._on_read)
@@ -116,8 +122,8 @@ class ModuleHooks:
                     yield param.register_post_accumulate_grad_hook(self._grad_hook(unit, index))
         for module, units in by_module.items():
             yield module.register_forward_pre_hook(RuntimeHook(self._before_forward, units), with_kwargs=True)
-            # The first also when forward raises, as recomputation does to end early. The second waits for collectives,
-            # which a rank that failed must not.
+            # The first runs even if forward raises, as a recomputation does to stop early. The second waits for
+            # collectives, so it must not run on a rank whose forward failed.
             yield module.register_forward_hook(RuntimeHook(self._end_call), always_call=True)
             yield module.register_forward_hook(RuntimeHook(self._after_forward))
         for module in self._model.modules():
@@ -159,6 +165,7 @@ class ModuleHooks:
                 self._release_if_done(unit, module)
         if not self._running and module is self._model and not self._schedule.in_backward:
             self._end_forward()
+        # The first gradient of any output marks the start of this call's backward.
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 edge = Edge()
@@ -175,7 +182,7 @@ class ModuleHooks:
         self._schedule.after_forward(unit)
 
     def _end_forward(self) -> None:
-        """What was gathered ahead and not used, or not by all of the unit's modules, ends here."""
+        """Release the units that were gathered ahead but not used, or not used by all of their modules."""
         if self._lent is not None and not self._lent.in_graph:
             self._return_lent()
         for unit in self._units:
@@ -184,9 +191,10 @@ class ModuleHooks:
                 self._schedule.after_forward(unit)
 
     def _on_read(self, unit: Unit) -> None:
-        """Someone reads a parameter and no running call has declared its unit: bring it into use where that is sound.
+        """Handle a read of a parameter whose unit no running call has declared: gather the unit if that is safe.
 
-        Sound is what all ranks do alike: inside a call of the model or of a part of it, and inside a backward.
+        A gather is safe where all ranks make the same reads: inside a call of the model or of a part of it, and inside
+        a backward.
         """
         if self._running:
             self._running[-1].units.append(unit)
@@ -199,7 +207,7 @@ class ModuleHooks:
                 self._lend(unit, part)
 
     def _called_part(self, frame: FrameType | None) -> nn.Module | None:
-        """The outermost module of the model whose call the frame is in."""
+        """The outermost module of the model in whose call the frame runs; None outside of any call."""
         found = None
         while frame is not None:
             if frame.f_code is _MODULE_CALL and frame.f_locals["self"] in self._parts:
@@ -210,18 +218,21 @@ class ModuleHooks:
     def _lend(self, unit: Unit, part: nn.Module) -> None:
         lent = self._lent
         if lent is not None and lent.module is not part and not lent.in_graph:
-            self._end_forward()
+            self._end_forward()  # the previous part has no graph, so its loans end with the call of another part
         if self._lent is None:
             self._lent = Call(part, [])
         self._lent.in_graph |= torch.is_grad_enabled()
-        if unit in self._lent.units:  # released since, by a backward or a write
+        if unit in self._lent.units:  # lent before, but a backward or a write has released it since
             self._schedule.before_forward(unit)
             return
         self._lent.units.append(unit)
         self._begin_use(unit, self._lent)
 
     def end_part(self) -> None:
-        """No graph of a part is left, or none that can have a backward: what was lent is released with the rest."""
+        """End the loans to a separately called part, when no graph of it can have a backward any more.
+
+        The units are then released together with all others.
+        """
         if self._lent is not None:
             self._return_lent()
 
@@ -234,7 +245,7 @@ class ModuleHooks:
     # ---- backward ----------------------------------------------------------------------------------------------
 
     def _before_backward(self, call: Call, edge: Edge, grad: torch.Tensor) -> None:
-        self._close(edge, grad)  # first, so that what it releases is gone when this call's units come
+        self._close(edge, grad)  # first, so that units of ended calls are released before this call's are gathered
         if self._backward != self._schedule.backwards:
             self._backward = self._schedule.backwards
             self._open.clear()
@@ -246,7 +257,7 @@ class ModuleHooks:
             self._schedule.before_backward(unit)
 
     def _close_with_inputs(self, call: Call, inputs: list[torch.Tensor]) -> None:
-        """Have `_after_backward` called when the gradients of all inputs have come; never where there is no input."""
+        """Call `_after_backward` when the gradients of all inputs have arrived; never if the call has no inputs."""
         if len(inputs) > 1:
             register_multi_grad_hook(inputs, lambda _grads: self._after_backward(call))
         elif inputs:
@@ -273,7 +284,7 @@ class ModuleHooks:
                 self._schedule.after_backward(unit)  # see [Note: done on every rank]
 
     def _release_if_frozen(self, unit: Unit) -> None:
-        lent = self._lent is not None and unit in self._lent.units  # to what tells of no gradient
+        lent = self._lent is not None and unit in self._lent.units  # a lent unit's reader reports no gradients
         done = self._open[unit] == 0 and not lent and all(other.grads_arrived for other in self._companions[unit])
         if not unit.trainable and done:
             self._schedule.after_backward(unit)
@@ -291,17 +302,21 @@ class ModuleHooks:
             if not complete or self._may_come_again(unit):
                 return
             self._schedule.after_backward(unit)
+            # Frozen units in the same modules may have been kept only for these gradients.
             for other in self._beside[unit]:
                 self._release_if_frozen(other)
 
         return hook
 
     def _may_come_again(self, unit: Unit) -> bool:
-        """A backward inside the backward (reentrant checkpointing) delivers a gradient for each use of a parameter."""
+        """Whether gradients of the unit may arrive more than once in this backward.
+
+        A backward inside the backward (reentrant checkpointing) delivers a gradient for each use of a parameter.
+        """
         inner = _current_graph_task() != self._graph_task
         return inner and (unit.shared or self._calls[unit] > 1)
 
-    # ---- whole models --------------------------------------------------------------------------------------------
+    # ---- loading weights -----------------------------------------------------------------------------------------
 
     def _before_load(self, module: nn.Module, _state_dict: object, prefix: str, *_others: object) -> None:
         raise ParameterReadError(
@@ -312,7 +327,7 @@ class ModuleHooks:
 
 
 def _companions(unit: Unit, units: list[Unit]) -> list[Unit]:
-    """For a frozen unit: the trained ones with parameters inside its modules."""
+    """For a frozen unit: the trained units with parameters inside its modules. Empty for a trained unit."""
     if unit.trainable:
         return []
     inside = {module for own in unit.modules for module in own.modules()}
@@ -320,7 +335,7 @@ def _companions(unit: Unit, units: list[Unit]) -> list[Unit]:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor inside what a module may take or return: a tensor, tuple, list, dict, dataclass or None, nested."""
+    """Every tensor in a module's arguments or result: a nesting of tensors, tuples, lists, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What to tell a person whose loss or gradient is not finite: who, what, where, and what to try."""
+"""Diagnosis of a loss or gradient that is not finite: the ranks, the parameters and possible remedies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FP16_MAX = 65504.0
 
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """One rank's own, unreduced numbers of the step that failed."""
+    """One rank's local, unreduced numbers of the failed step."""
 
     loss: float
     first_bad_grad: str | None
@@ -26,7 +26,7 @@ class NonFiniteReport:
 
 
 def non_finite_message(report: StepReport, updates: int, scaler: LossScaler) -> str:
-    """The first line of the diagnosis, known on every rank without looking further."""
+    """The first line of the diagnosis, from numbers that every rank has without a further run."""
     told = f"step {updates + 1}: loss {report.loss} and gradient norm {report.grad_norm}, expected finite numbers"
     if scaler.rule.static is None:
         told += f"; the loss scale is {scaler.scale:g}, at its minimum, and cannot fall further"
@@ -36,7 +36,7 @@ def non_finite_message(report: StepReport, updates: int, scaler: LossScaler) -> 
 
 
 def look(units: list[Unit], loss: float) -> NonFiniteReport:
-    """This rank's finding; expects unreduced gradients of the failing step. Units are seen in backward's order."""
+    """This rank's report. Expects the unreduced gradients of the failed step and inspects them in backward order."""
     bad_grad = None
     for unit in reversed(units):
         bad_grad = bad_grad or unit.first_non_finite()
@@ -50,7 +50,7 @@ def look(units: list[Unit], loss: float) -> NonFiniteReport:
 
 
 def verdict(findings: list[NonFiniteReport], precision: MixedPrecision) -> str:
-    """Which ranks, which parameter first, whether the weights fit fp16, and what to try."""
+    """The diagnosis as text: affected ranks, their first bad parameters, weights beyond fp16's range, and remedies."""
     lines = []
     for rank, found in enumerate(findings):
         if not math.isfinite(found.loss):

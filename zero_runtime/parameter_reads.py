@@ -1,8 +1,8 @@
-"""Notices a read of a module's parameter (`module.weight`) while nothing has declared that it is about to be read.
+"""Detects reads of a module's parameter (`module.weight`) that no call has announced.
 
-The table in which a module looks its parameters up is replaced by one that asks first, so that inside a running forward
-or backward the unit is gathered in time, and the backward knows who read it. What goes around the attribute
-(`parameters()`, a reference kept from before) meets the parameter's own guard: guarded_parameter.py.
+The dictionary in which a module looks up its parameters is replaced by one that calls `on_read` first. Inside a running
+forward or backward the unit is then gathered in time, and the call that read it is recorded for the backward. Reads
+that bypass the attribute (`parameters()`, a reference from before) are checked by the guard in guarded_parameter.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OnRead = Callable[[Unit], None]
 
 
 class WatchedParameters(dict[str, nn.Parameter | None]):
-    """A module's own parameters by name; looking one up tells `on_read` unless its unit is in use already.
+    """A module's own parameters by name; looking one up calls `on_read` unless its unit is already in use.
 
     Copies and pickles are plain dictionaries.
     """
@@ -41,7 +41,7 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
 
 
 def watch_parameters(model: nn.Module, units: Iterable[Unit], on_read: OnRead) -> None:
-    """Put a watching table into every module that registers a parameter of the units, and a guard before each unit."""
+    """Give every module that registers a parameter of the units a watching dictionary, and every unit a guard."""
     owner = {id(param): unit for unit in units for param in unit.params}
     for module in model.modules():
         table = module._parameters
@@ -53,7 +53,7 @@ def watch_parameters(model: nn.Module, units: Iterable[Unit], on_read: OnRead) -
 
 
 def unwatch_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
-    """Give every module its plain table back, and every parameter its plain class."""
+    """Restore every module's plain dictionary and every parameter's plain class."""
     for module in model.modules():
         if isinstance(module._parameters, WatchedParameters):
             module._parameters = dict(module._parameters)

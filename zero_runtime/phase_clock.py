@@ -1,7 +1,7 @@
-"""Where the time of a step goes: every moment belongs to exactly one named phase.
+"""Measures the time of a step by phase; every moment belongs to exactly one phase.
 
 On a CPU a mark is a reading of the host's clock. On CUDA it is an event in the current stream, so a wait for a
-collective counts only as far as it really held the compute stream up, and reading costs one synchronisation a step.
+collective counts only as far as it delays the compute stream, and reading the clock costs one synchronisation per step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OTHER = "other"
 
 
 class PhaseClock:
-    """Collects marks `(phase that starts here, stamp)`; `lap` turns them into seconds by phase."""
+    """Collects marks, pairs of (phase that starts, time stamp); `lap` turns them into seconds by phase."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -27,7 +27,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time inside belongs to `name`, except what a nested phase claims."""
+        """Assign the time inside the context to `name`, except the time inside nested phases."""
         self._stack.append(name)
         self._mark(name)
         try:

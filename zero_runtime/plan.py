@@ -1,7 +1,6 @@
-"""The table of ZeRO stages: which model state is partitioned, and when full copies end.
+"""The table of ZeRO stages: which model states are sharded, and when full copies are freed.
 
-This file alone knows the word "stage". Everything else asks a `ZeroPlan`.
-Standard library only.
+Only this file defines the stages; all other code of the runtime queries a `ZeroPlan`. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from zero_runtime.errors import PlanError
 
 
 class Partition(Enum):
-    """How one model state lies over the data-parallel ranks."""
+    """How one model state is distributed over the data-parallel ranks."""
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
 
 
 class Phase(Enum):
-    """The parts of a training step after which a full copy may end."""
+    """The parts of a training step after which a full copy may be freed or become stale."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -35,9 +34,9 @@ _STAGES = {0: (R, R, R), 1: (R, R, S), 2: (R, S, S), 3: (S, S, S)}
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """One row of the table. Only rows that the ZeRO paper defines can be built.
+    """One row of the table. Only rows that the ZeRO paper defines are valid.
 
-    shard_ranks: sharded states are split over groups of so many consecutive ranks and replicated across the groups
+    shard_ranks: sharded states are split over groups of this many consecutive ranks and replicated across the groups
     (hybrid sharding: a group inside a node, replicas across nodes); None splits them over all ranks.
     """
 
@@ -68,7 +67,7 @@ class ZeroPlan:
         return cls(*_STAGES[stage], shard_ranks=shard_ranks)
 
     def less_sharded(self) -> ZeroPlan | None:
-        """The row that shards one state less; None where nothing is sharded."""
+        """The plan that shards one state less; None if nothing is sharded."""
         row = (self.params, self.grads, self.optimizer)
         place = next(stage for stage, states in _STAGES.items() if states == row)
         if place == 0:
@@ -88,5 +87,5 @@ class ZeroPlan:
         return self.grads is S
 
     def releases_params_after(self, phase: Phase) -> bool:
-        """Whether the full parameters may end after `phase`. After a step they are stale in every row."""
+        """Whether the full parameters are freed or become stale after `phase`. They are stale after every step."""
         return phase is Phase.STEP or self.params is S

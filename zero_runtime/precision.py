@@ -1,4 +1,4 @@
-"""The dtypes of one run: what is computed with, sent, summed and kept. Standard library only."""
+"""The dtypes in which a run stores, computes, communicates and sums. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ ITEMSIZE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 class MixedPrecision:
     """Five dtypes by short name.
 
-    param: parameter shards are kept and gathered in it.
-    reduce: gradients cross the ranks in it.
-    accumulate: gradients of several micro-batches are summed in it (unused with one micro-batch).
-    master: the optimizer updates weights of this dtype; where it equals `param` they are one tensor.
-    compute: forward and backward run in it; None means `param`. fp32 beside a 16-bit `param` is for processors
-        without 16-bit matrix instructions: what is kept and sent stays 16 bits, what is computed is not.
+    param: parameter shards are stored and gathered in this dtype.
+    reduce: gradients are reduced over the ranks in this dtype.
+    accumulate: gradients of several micro-batches are summed in this dtype (unused with one micro-batch).
+    master: the optimizer updates weights of this dtype; if it equals `param`, master and parameter shards are one
+        tensor unless only the masters are offloaded.
+    compute: forward and backward run in this dtype; None means `param`. fp32 with a 16-bit `param` is for processors
+        without 16-bit matrix instructions: parameters are stored and sent in 16 bits and converted for computing.
     """
 
     param: str = "fp32"
@@ -43,9 +44,9 @@ class MixedPrecision:
 
     @property
     def computes_as_param(self) -> bool:
-        """Whether the gathered parameters are what the modules see, or a copy of them in another dtype is."""
+        """Whether modules use the gathered parameters themselves, not a copy in another dtype."""
         return self.compute in (None, self.param)
 
     def grad(self, micro_batches: int) -> str:
-        """The dtype in which a gradient rests between the last backward and the step."""
+        """The dtype in which a gradient is stored between the last backward and the step."""
         return self.accumulate if micro_batches > 1 else self.reduce

@@ -1,15 +1,17 @@
-"""Which process a pid means, by what no step of the clock moves, and whose a file is. The standard library alone.
+"""Identifies processes despite pid reuse and clock changes, and the creators of files. Standard library only.
 
 [Note: clock steps]
-A pid is used again, so a process is known by its pid and its start. The wall clock cannot tell the start: NTP, a
-resumed virtual machine or an operator may set it by seconds or hours while processes live, and what is derived from it
-(psutil's create_time on Linux) moves along. The kernel keeps the start in ticks since the machine booted (proc(5), stat
-field 22), which never changes; together with the id of the boot it names a process of this machine for good.
+Pids are reused, so a process is identified by its pid and its start time. The wall clock cannot give the start time:
+NTP, a resumed virtual machine or an operator may shift it by seconds or hours while processes run, and values derived
+from it (psutil's create_time on Linux) change with it. The kernel keeps the start time in ticks since the machine
+booted (proc(5), stat field 22), which never changes; together with the boot id it identifies a process of this machine
+permanently.
 
 [Note: owners of files]
-What only its maker can complete or remove has the maker's `mark` in its name. A later process removes it where the
-maker `has_ended`: a process of this machine that is gone, or one of before this machine's last boot. What another
-machine, another container or an unknown program made stays: nobody here can tell whether its maker lives.
+A file that only its creator can complete or remove has the creator's `mark` in its name. A later process removes the
+file if the creator `has_ended`: it was a process of this machine that is gone, or one from before this machine's last
+boot. Files from another machine, another container or an unknown program are kept, because it cannot be determined here
+whether their creators are still running.
 """
 
 from __future__ import annotations
@@ -30,41 +32,41 @@ _MARK = re.compile(r"(?P<host>[0-9a-f]{8})\.(?P<boot>[0-9a-f]{8})\.(?P<space>\d+
 
 
 class ProcessStat(NamedTuple):
-    """`state`: the letter of proc(5). `ticks`: the start, in clock ticks since the machine booted."""
+    """`state`: the state letter of proc(5). `ticks`: the start time, in clock ticks since the machine booted."""
 
     state: str
     ticks: int
 
     @property
     def has_ended(self) -> bool:
-        """A zombie has ended too: it only waits for its parent to ask."""
+        """Whether the process has ended; true for a zombie, which only waits for its parent to collect its status."""
         return self.state in ("Z", "X")
 
 
 def has_proc() -> bool:
-    """Whether this system tells of processes under /proc."""
+    """Whether this system lists processes under /proc."""
     return (PROC / "self" / "stat").exists()
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """None where there is no such process, or no /proc."""
+    """State and start time of the process; None if there is no such process or no /proc."""
     try:
         text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the command before it may contain anything
+    fields = text.rpartition(")")[2].split()  # the command name, in parentheses, may contain spaces and parentheses
     return ProcessStat(fields[0], int(fields[19]))
 
 
 def started(pid: int) -> str | None:
-    """A token of the process: the same for as long as it lives, and no other process's. None where it has ended."""
+    """A token that is unique to the process and constant while it runs; None if it has ended."""
     stat = process_stat(pid)
     return None if stat is None or stat.has_ended else f"{stat.ticks}@{boot_id()}"
 
 
 @functools.cache
 def boot_id() -> str:
-    """Which boot of which machine this is; empty where the system does not tell."""
+    """The kernel's id of the machine's current boot; empty if the system does not provide it."""
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -72,13 +74,13 @@ def boot_id() -> str:
 
 
 def own_age_s() -> float:
-    """For how long this process has run; 0 where the system does not tell."""
+    """Seconds since this process started; 0 if the system does not provide it."""
     stat = process_stat(os.getpid())
     if stat is None or not hasattr(time, "CLOCK_BOOTTIME"):
         return 0.0
     try:
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - stat.ticks / os.sysconf("SC_CLK_TCK"))
-    except OSError:  # a sandbox may know the name of the clock alone
+    except OSError:  # a sandbox may define the clock's name without supporting it
         return 0.0
 
 
@@ -86,20 +88,20 @@ def own_age_s() -> float:
 
 
 def mark(pid: int | None = None) -> str:
-    """This process, or the one with this pid, in letters that any file name may hold. See [Note: owners of files]."""
+    """An identifier of this process, or of the one with this pid, for file names. See [Note: owners of files]."""
     pid = os.getpid() if pid is None else pid
     stat = process_stat(pid)
     return f"{_host()}.{_short(boot_id())}.{_namespace()}.{pid}.{0 if stat is None else stat.ticks}"
 
 
 def has_ended(name: str) -> bool:
-    """Whether every process that is marked in a file's name is known to have ended; False where there is no mark."""
+    """Whether every process whose mark is in the file name is known to have ended; False without a mark."""
     marks = list(_MARK.finditer(name))
     return bool(marks) and all(_is_gone(found) for found in marks)
 
 
 def remove_left_behind(paths: Iterable[Path]) -> list[Path]:
-    """Remove the files and folders of this user's whose makers have ended; those that went. Never raises."""
+    """Remove this user's files and folders whose creators have ended; returns the removed paths. Never raises."""
     gone = []
     for path in paths:
         if not has_ended(path.name):
@@ -111,7 +113,7 @@ def remove_left_behind(paths: Iterable[Path]) -> list[Path]:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        except OSError:  # another process of ours removes it too, or nobody may
+        except OSError:  # another process is removing it too, or removing it is not permitted
             continue
         gone.append(path)
     return gone
@@ -145,7 +147,7 @@ def _short(text: str) -> str:
 
 
 def _namespace() -> int:
-    """Pids mean the same processes within one of these."""
+    """The id of this process's pid namespace, within which a pid means one process; 0 if unknown."""
     try:
         return (PROC / "self/ns/pid").stat().st_ino
     except OSError:

@@ -1,4 +1,4 @@
-"""ZeroRuntime: a model, a plan and a precision composed into forward, backward and step."""
+"""ZeroRuntime: trains a model with ZeRO through forward, backward and step."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ __all__ = ["RuntimeSettings", "ZeroRuntime"]
 
 
 class ZeroRuntime:
-    """Trains `model` over all ranks of the default process group, which must exist.
+    """Trains `model` over all ranks of the default process group, which must be initialized.
 
-    The model's parameters are taken over: they become views of flat tensors and hold values only while in use.
-    Gradients are **summed** over the ranks, so the loss given to `backward` is this rank's and micro-batch's share of
-    the objective: for a mean over all tokens, the sum of token losses divided by `sum_over_ranks(local tokens)`.
+    The runtime takes ownership of the model's parameters: they become views of flat tensors and hold values only while
+    they are in use. Gradients are **summed** over the ranks, so the loss passed to `backward` must be this rank's and
+    micro-batch's share of the objective. For a mean over all tokens, that is the sum of the local token losses divided
+    by `sum_over_ranks(local tokens)`.
     """
 
     def __init__(
@@ -67,20 +68,21 @@ class ZeroRuntime:
             builder = UnitBuilder(plan, precision, settings, self.collectives, device)
             self.units, self.optimizer, self._tier = builder.build(model, optimizer)
         except BaseException:
-            self.collectives.free()
+            self.collectives.free()  # the caller gets no runtime to close
             raise
         self.scaler: LossScaler = settings.loss_scale.start()
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch)
         self._hooks = ModuleHooks(model, self.units, self._schedule)
-        # The same on all ranks, and near that of a forward: the root's unit is needed first.
+        # The order of the gathers in `renew`: the same on all ranks and close to that of the forward, which needs the
+        # root's unit first.
         self._renewal = sorted(self.units, key=lambda unit: model not in unit.modules)
         self.renew()
         self.collectives.journal.begin("forward")
         self._backwards = 0
-        self._expected: float | Rates | None = None  # the rate of the step under way
+        self._expected: float | Rates | None = None  # the learning rate of the current step, from `expect_rate`
         self._warned = False
         self._synced = True
-        self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its graph ended with its backward
+        self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its backward freed its graph
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         trouble = self.saving_trouble()
         if trouble is not None:
@@ -93,19 +95,21 @@ class ZeroRuntime:
 
     @contextmanager
     def resident(self, unit: Unit, *, writes: bool = False) -> Iterator[None]:
-        """Inside, all shards of the unit are in memory, wherever they rest; with `writes` they are put back changed."""
+        """Keep all shards of the unit in memory inside the context; with `writes`, changes are written back at exit."""
         with residence(self._tier, unit, writes=writes):
             yield
 
     def read_resting(self, unit: Unit, state: str) -> Callable[[int, int], torch.Tensor] | None:
-        """How elements [start, stop) of a shard (`master` or one of the optimizer's states) are read where it rests
-        elsewhere; None where it is in memory."""
+        """A function that reads elements [start, stop) of an offloaded shard; None if the shard is in memory.
+
+        state: `master` or the name of an optimizer state.
+        """
         name = PARAM if state == MASTER and (unit.master_shard is None or not unit.master_rests) else state
         return None if self._tier is None else self._tier.reader(unit, name)
 
     def __getattr__(self, name: str) -> Any:
-        """What the runtime does not have itself is the model's: `runtime.config`, `runtime.blocks`."""
-        if name == "model":  # not set yet: the constructor failed
+        """Forward unknown attributes to the model, such as `runtime.config` or `runtime.blocks`."""
+        if name == "model":  # not set because the constructor failed; getattr below would recurse
             raise AttributeError(name)
         return getattr(self.model, name)
 
@@ -113,18 +117,18 @@ class ZeroRuntime:
         return self.model(*args, **kwargs)
 
     def sum_over_ranks(self, count: int) -> torch.Tensor:
-        """0-dim int64 on the device: the sum of every rank's `count`. All ranks must call it."""
+        """The sum of `count` over all ranks, as a 0-dim int64 tensor on the device. Every rank must call it."""
         return self.collectives.sum_over_ranks_(torch.tensor(count, dtype=torch.int64, device=self.device))
 
-    # ---- a step --------------------------------------------------------------------------------------------------
+    # ---- training step -------------------------------------------------------------------------------------------
 
     @property
     def updates(self) -> int:
-        """Steps that updated something: not the skipped ones. What a schedule is a function of."""
+        """Number of steps that updated the parameters, without the skipped ones; the argument of LR schedules."""
         return self.optimizer.updates
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """Add the gradients of `loss` (0-dim, this rank's share of the objective)."""
+        """Accumulate the gradients of `loss`, a 0-dim tensor: this rank's share of the objective."""
         if self._backwards == self.settings.micro_batches:
             raise CallOrderError(
                 f"backward: call number {self._backwards + 1} of this step, expected step() after "
@@ -149,6 +153,7 @@ class ZeroRuntime:
         self._loss += loss.detach()
         self.collectives.journal.begin("backward")
         boundary = self._backwards == self.settings.micro_batches
+        # Only the step's last backward completes gradients, and inside no_sync not even that one does.
         if boundary and self._synced and self.settings.offload.speculative:
             self._guess()
         self._schedule.begin_backward(boundary=boundary, synced=self._synced)
@@ -158,14 +163,18 @@ class ZeroRuntime:
         self.collectives.journal.begin("forward")
 
     def expect_rate(self, lr: float | Rates) -> None:
-        """What `step` will be called with, told before the step's last backward: OffloadPlan.speculative needs it.
+        """Announce the rate that `step` will be called with. Call it before the step's last backward.
 
-        A step that is called with another rate is made again with that, and has the same bits.
+        OffloadPlan.speculative needs it to update units during backward. If `step` is called with another rate, the
+        update is redone with that rate, and the result is the same bit for bit as without speculation.
         """
         self._expected = lr
 
     def _guess(self) -> None:
-        """Have units updated as their gradients come: with the rate that was told, and no clipping."""
+        """Let offloaded units update as soon as their gradients are reduced, with the expected rate and no clipping.
+
+        Without an expected rate they are updated in `step`; warns once.
+        """
         if self._expected is not None:
             self.optimizer.guess(self._expected, torch.ones(()) / self.scaler.scale)
         elif not self._warned:
@@ -178,9 +187,10 @@ class ZeroRuntime:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave their gradients whole on each rank; the next one outside adds to them and reduces.
+        """Keep the gradients of the backwards inside full and unreduced on each rank.
 
-        Where the plan shards gradients this trades traffic for memory: `memory_model.kept_grad_bytes`.
+        The next backward outside adds to them and reduces the sum. If the plan shards gradients, this saves
+        communication at the cost of memory: `memory_model.kept_grad_bytes`.
         """
         self._synced = False
         try:
@@ -189,16 +199,18 @@ class ZeroRuntime:
             self._synced = True
 
     def step(self, lr: float | Rates) -> StepReport:
-        """Clip, update every parameter once, drop the gradients. Reads two numbers on the host.
+        """Clip the gradients, update every parameter once and drop the gradients.
 
-        fp16 gradients that overflow on any rank skip the step on all: nothing is updated or counted, and the loss
-        scale moves by its rule. A loss or norm that is not finite otherwise, or an overflow that no smaller scale can
-        answer, raises NonFiniteError on every rank before anything is updated; `find_non_finite` tells more.
+        Reads the loss and the gradient norm on the host. If fp16 gradients overflow on any rank, all ranks skip the
+        step: nothing is updated or counted, and the loss scale changes by its rule. Any other loss or norm that is not
+        finite, or an overflow that no smaller scale can prevent, raises NonFiniteError on every rank before anything is
+        updated; `find_non_finite` then locates the cause.
         """
         self._check_step()
         self.collectives.journal.begin("step")
         self.optimizer.begin_step()
         report, norm = self._agree()
+        # Both numbers are sums over all ranks, so every rank takes the same branches from here on.
         overflow = not math.isfinite(report.grad_norm)
         if overflow or not math.isfinite(report.loss):
             self.optimizer.forget_step()
@@ -217,17 +229,20 @@ class ZeroRuntime:
         return report
 
     def renew(self) -> None:
-        """Start gathering what is stale of the full copies that are kept between steps. Every rank calls it; does not
-        block. The next forward waits for each, or whoever reads one before."""
+        """Start gathering the stale full copies of the units whose full parameters are kept between steps.
+
+        Every rank must call it. Does not block, unless a unit computes in another dtype than it gathers (see
+        `Unit.renew`): the next forward, or an earlier read of a parameter, waits for each unit.
+        """
         for unit in self._renewal:
             unit.renew()
 
     def _grad_scale(self, norm: torch.Tensor) -> torch.Tensor:
-        """0-dim fp32: what the update multiplies gradients by."""
+        """The factor by which the update multiplies the gradients, as a 0-dim fp32 tensor on the device."""
         return clip_coefficient(norm, self.settings.clip_norm) / self.scaler.scale
 
     def _host_scale(self, report: StepReport) -> torch.Tensor | None:
-        """The same on the host, from the norm as it was read: where nothing is updated there, nobody asks."""
+        """The same factor as a CPU tensor, from the norm in the report; None if no unit is offloaded."""
         return None if self._tier is None else self._grad_scale(torch.tensor(report.grad_norm, dtype=torch.float64))
 
     def _check_step(self) -> None:
@@ -240,7 +255,11 @@ class ZeroRuntime:
             raise CallOrderError("step: the last backward ran inside no_sync; expected it outside, to be reduced")
 
     def _agree(self) -> tuple[StepReport, torch.Tensor]:
-        """Sum the loss, the squared norm, the fingerprints and the wishes to stop in one message, read all."""
+        """Sum the loss, the squared norm, the fingerprints and the stop requests over the ranks.
+
+        All of them travel in one message and are read on the host in one transfer. With a watch, raises RankError if
+        the ranks' fingerprints differ. Returns the report and the unscaled norm (0-dim fp64 on the device).
+        """
         squares = local_sum_of_squares(self.units, self.device)
         asked = self.settings.stop_asked
         wish = [] if asked is None else [float(asked())]
@@ -255,7 +274,7 @@ class ZeroRuntime:
         return StepReport(loss_value, norm_value, skipped, self.scaler.scale, any(wishes)), norm
 
     def check_between_steps(self, call: str) -> None:
-        """CallOrderError where gradients of a step under way exist, which `call` would lose."""
+        """Raise CallOrderError if the current step already has gradients, which `call` would lose."""
         if self._backwards:
             raise CallOrderError(
                 f"{call}: expected to be called between two steps, found {self._backwards} backward calls since the "
@@ -270,10 +289,10 @@ class ZeroRuntime:
         self._loss.zero_()
 
     def find_non_finite(self, backwards: Callable[[], None]) -> str:
-        """After NonFiniteError: run the step's backwards again without reducing, and tell which rank and parameter.
+        """After NonFiniteError: rerun the backwards without reducing and report which ranks and parameters failed.
 
         `backwards` must repeat the same forwards and `backward` calls; nothing was updated, so they give the same
-        numbers. Every rank must call it. Reads on the host; gradients are dropped.
+        numbers. Every rank must call it. Reads on the host; drops the gradients at the end.
         """
         with self.no_sync():
             backwards()
@@ -281,15 +300,16 @@ class ZeroRuntime:
         self._drop_gradients()
         return non_finite.verdict(findings, self.precision)
 
-    # ---- whole tensors -------------------------------------------------------------------------------------------
+    # ---- full tensors --------------------------------------------------------------------------------------------
 
     @contextmanager
     def full_params(
         self, names: Sequence[str] | None = None, *, write: bool = False
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Whole parameters by name, in the master's dtype, as copies; None means all. Every rank must enter.
+        """Copies of the full parameters by name, in the master's dtype. Every rank must enter the context.
 
-        With `write`, rank 0's values at the end replace the parameters' on every rank.
+        names: the parameters to gather; None means all. With `write`, the parameters on every rank are replaced at exit
+        by the values in rank 0's dictionary.
         """
         wanted = self._units_of(names)
         values: dict[str, torch.Tensor] = {}
@@ -308,9 +328,10 @@ class ZeroRuntime:
         self.renew()
 
     def full_grad(self, name: str) -> torch.Tensor:
-        """The whole gradient of one parameter, summed over the ranks and unscaled: between the last backward and step.
+        """The full gradient of one parameter, summed over the ranks and unscaled.
 
-        Every rank must call it. The result is a copy in the dtype in which the gradient rests.
+        Every rank must call it between the step's last backward and `step`. The result is a copy in the dtype in which
+        the gradient is stored.
         """
         ((unit, _),) = self._units_of([name])
         unit.settle()
@@ -322,7 +343,7 @@ class ZeroRuntime:
         return unit.full_of(unit.grad_shard)[name].clone() / self.scaler.scale
 
     def full_optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
-        """Whole optimizer states of one parameter by their names (exp_avg, ...), as copies. Every rank must call it."""
+        """Copies of the full optimizer states of one parameter by name (exp_avg, ...). Every rank must call it."""
         ((unit, _),) = self._units_of([name])
         with self.resident(unit):
             states = {
@@ -345,7 +366,7 @@ class ZeroRuntime:
         return [(unit, found) for unit, found in chosen if found]
 
     def kept_buffers(self) -> dict[str, torch.Tensor]:
-        """The model's buffers by name that belong to its state (not those registered with persistent=False)."""
+        """The model's persistent buffers by name, without those registered with persistent=False."""
         return {
             name: buffer
             for prefix, module in self.model.named_modules()
@@ -354,7 +375,7 @@ class ZeroRuntime:
         }
 
     def tied_names(self) -> dict[str, str]:
-        """Every other name of a parameter with several, and its first."""
+        """For each parameter with several names: a map from every further name to the first."""
         first: dict[int, str] = {}
         tied = {}
         for name, param in self.model.named_parameters(remove_duplicate=False):
@@ -363,10 +384,10 @@ class ZeroRuntime:
                 tied[name] = owner
         return tied
 
-    # ---- numbers -------------------------------------------------------------------------------------------------
+    # ---- memory and traffic --------------------------------------------------------------------------------------
 
     def predicted_state_bytes(self) -> StateBytes:
-        """What `memory_model` predicts for this rank."""
+        """This rank's bytes of model states as predicted by `memory_model`."""
         return total_state_bytes(
             self.plan,
             zip(self.unit_sizes(), (unit.precision for unit in self.units), strict=True),
@@ -376,7 +397,7 @@ class ZeroRuntime:
         )
 
     def predicted_offload_bytes(self) -> OffloadBytes:
-        """What `offload_memory` predicts for this rank, in the host's memory and in the scratch file."""
+        """This rank's bytes in host memory and in the scratch file as predicted by `offload_memory`."""
         units = list(zip(self.unit_sizes(), (unit.precision for unit in self.units), strict=True))
         offload = self.settings.offload
         moves = moves_of(self.settings, self.optimizer.config, self.collectives.shard_count)
@@ -384,11 +405,11 @@ class ZeroRuntime:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of this rank's scratch file; 0 where nothing rests in one."""
+        """Size of this rank's scratch file in bytes; 0 without one."""
         return self._tier.nbytes if isinstance(self._tier, NvmeTier) else 0
 
     def predicted_peak(self, plan: ZeroPlan | None = None) -> StepPeak:
-        """The most that `memory_model` lets this rank hold in a step, in this plan or in another."""
+        """Upper bound on this rank's bytes during a step from `memory_model`, for `plan` or the runtime's own plan."""
         return step_peak_bytes(
             plan or self.plan,
             zip(self.unit_sizes(), (unit.precision for unit in self.units), strict=True),
@@ -399,7 +420,7 @@ class ZeroRuntime:
         )
 
     def saving_trouble(self) -> str | None:
-        """Why this row of the table holds no less at its peak than the row that shards one state less, if so."""
+        """A warning if the plan that shards one state less has no higher predicted peak than this plan; else None."""
         other = self.plan.less_sharded()
         if other is None or self.collectives.world == 1:
             return None
@@ -414,7 +435,7 @@ class ZeroRuntime:
         )
 
     def unit_sizes(self) -> list[UnitSize]:
-        """The units in the order of registration."""
+        """The sizes of the units, in the order of registration."""
         return [
             UnitSize.of(
                 unit.layout,
@@ -428,11 +449,11 @@ class ZeroRuntime:
         ]
 
     def host_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """What the tier holds in the host's memory, by component (params, grads, optimizer, staging)."""
+        """The tier's tensors in host memory, by component (params, grads, optimizer, staging)."""
         return {} if self._tier is None else self._tier.tensors()
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Live flat tensors by component but for those in `host_tensors`; aliases share a storage."""
+        """Live flat tensors by component, without those in `host_tensors`; aliases share a storage."""
         tensors: dict[str, list[torch.Tensor]] = {"params": [], "grads": [], "optimizer": []}
         for unit in self.units:
             for component, found in unit.state_tensors().items():
@@ -442,11 +463,11 @@ class ZeroRuntime:
         return {name: [one for one in found if _storage(one) not in elsewhere] for name, found in tensors.items()}
 
     def reset_ledger(self) -> Ledger:
-        """What was sent since the last call; counting starts anew."""
+        """The volumes sent since the last call; counting restarts from zero."""
         return self.collectives.ledger.reset()
 
     def close(self) -> None:
-        """Take the hooks off and free every flat tensor; the model's parameters are empty afterwards. Idempotent."""
+        """Remove the hooks and free every flat tensor; the model's parameters are empty afterwards. Idempotent."""
         self._hooks.remove()
         for unit in self.units:
             unit.free()

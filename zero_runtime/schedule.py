@@ -1,13 +1,14 @@
-"""When things move: the order of the units, what is gathered ahead, when a gradient is reduced.
+"""Decides when units are gathered, prefetched, released and reduced during a step.
 
-Prefetching is calling a unit's `unshard` earlier, and overlapping a reduction is waiting for it later, so neither
-changes any bits. The order of the units is recorded in the first forward and the first backward.
+Prefetching means calling a unit's `unshard` earlier, and overlapping a reduction means waiting for it later, so neither
+changes any bits of the result. The order of the units is recorded in the first forward and the first backward.
 
 [Note: one order of reductions]
-Units need not complete in one order on all ranks: one that uses only part of a unit completes it later than its peers
-do. Ranks that issued reductions as units complete would then pair different units, silently where their sizes agree.
-So every rank issues them in one order, the reverse of registration, each when it and all before it are complete; and
-over a process group of their own, because they fall between different gathers on different ranks.
+Units need not complete in the same order on all ranks: a rank that uses only part of a unit completes it later than the
+other ranks. If each rank issued a reduction as soon as a unit completes, ranks could reduce different units with each
+other, without an error if the sizes are equal. So every rank issues the reductions in the same order, the reverse of
+registration, each when its unit and all units before it are complete. They run over a separate process group, because
+they fall between different gathers on different ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from zero_runtime.unit import Unit
 
 
 class Schedule:
-    """Turns the events of a step (from `ModuleHooks` and the runtime) into the units' verbs."""
+    """Turns the events of a step (from `ModuleHooks` and the runtime) into calls of the units' methods."""
 
     def __init__(self, units: list[Unit], plan: ZeroPlan, *, prefetch: int) -> None:
         self._units = units
@@ -33,33 +34,36 @@ class Schedule:
         self._reduced = 0
         self._reduces = True
         self._boundary = False
-        self.backwards = 0  # how many have begun
+        self.backwards = 0  # number of backwards begun so far
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward is under way; a forward seen then is a recomputation."""
+        """Whether a backward is under way; a forward during a backward is a recomputation."""
         return self._phase is Phase.BACKWARD
 
     @property
     def sums_locally(self) -> bool:
-        """Whether the backward under way leaves its gradients on this rank, for a later one to add to and reduce."""
+        """Whether the current backward leaves its gradients unreduced, for a later backward to add to and reduce."""
         return not self._reduces
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit) -> None:
-        """The unit's parameters are about to be read."""
+        """Called before a module call reads the unit's parameters: gather them."""
         self._gather(unit)
 
     def after_forward(self, unit: Unit) -> None:
-        """The unit's parameters have been read. A forward seen during backward is a recomputation: keep them."""
+        """Called when the unit's parameters have been read: release them, except in a recomputation during backward."""
         if self._phase is Phase.FORWARD:
             unit.reshard(Phase.FORWARD)
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, boundary: bool, synced: bool = True) -> None:
-        """Backward starts. `boundary`: it is the step's last. Not `synced`: reduce nothing, whatever the plan says."""
+        """Called when a backward starts.
+
+        boundary: it is the last of the step. synced: if False, no gradients are reduced, whatever the plan says.
+        """
         if self._order[Phase.FORWARD]:
             self._recorded.add(Phase.FORWARD)
         self._phase = Phase.BACKWARD
@@ -72,22 +76,25 @@ class Schedule:
             unit.begin_backward()
 
     def before_backward(self, unit: Unit) -> None:
-        """The unit's parameters are about to be read again, to make gradients."""
-        # An output that passed through several units reports once for each. (Outside of a backward of the runtime's, as
-        # in autograd.grad, what the last one completed says nothing.)
+        """Called before the unit's parameters are read to compute gradients: gather them."""
+        # An output that passed through several units reports to each of them, so the unit may be complete already.
+        # (In a backward that the runtime did not start, such as autograd.grad, `_complete` is left over from the last.)
         if unit not in self._complete or not self.in_backward:
             self._gather(unit)
 
     def after_backward(self, unit: Unit) -> None:
-        """The unit's gradients have come, or a frozen unit's calls are over for now; release it and reduce."""
+        """Called when the unit's gradients have arrived, or no call reads a frozen unit for now: release and reduce."""
         unit.reshard(Phase.BACKWARD)
-        if not unit.trainable:  # nothing to reduce, and a call before this one may read it again
+        if not unit.trainable:  # nothing to reduce, and an earlier call of the forward may read the unit again
             return
         self._complete.add(unit)
         self._reduce_in_order()
 
     def end_backward(self) -> None:
-        """Backward is over: reduce what has not been (unused parameters count as zero), release everything."""
+        """Called when a backward has ended: issue the remaining reductions and release every unit.
+
+        Parameters without a gradient count as zero.
+        """
         self._complete.update(self._reduction_order)
         self._reduce_in_order()
         self._wait_reduce()
@@ -97,11 +104,11 @@ class Schedule:
         self._phase = Phase.FORWARD
 
     def after_step(self) -> None:
-        """The shards are new: every full copy is stale."""
+        """Called when the shards have been updated: declare every full copy stale."""
         for unit in self._units:
             unit.reshard(Phase.STEP)
 
-    # ---- moves -------------------------------------------------------------------------------------------------
+    # ---- gathers and reductions --------------------------------------------------------------------------------
 
     def _gather(self, unit: Unit) -> None:
         unit.unshard()
@@ -109,11 +116,11 @@ class Schedule:
         for ahead in following[: self._prefetch]:
             ahead.unshard()
         for beyond in following[self._prefetch :]:
-            beyond.begin_fetch()  # what rests elsewhere sets out before it is gathered
+            beyond.begin_fetch()  # offloaded shards are copied to the device one unit before their gather
         unit.wait_unshard()
 
     def _following(self, unit: Unit, count: int) -> list[Unit]:
-        """The next `count` units in the recorded order of this phase; records it the first time round."""
+        """The next `count` units in the order of this phase; none the first time, when the order is recorded."""
         order = self._order[self._phase]
         if self._phase not in self._recorded:
             if unit not in order:
@@ -125,7 +132,7 @@ class Schedule:
         return order[place + 1 : place + 1 + count]
 
     def _reduce_in_order(self) -> None:
-        """Start the reductions whose turn has come."""
+        """Start the reductions whose turn has come; see [Note: one order of reductions]."""
         while self._reduced < len(self._reduction_order):
             unit = self._reduction_order[self._reduced]
             if unit not in self._complete:
@@ -133,7 +140,7 @@ class Schedule:
             self._reduced += 1
             if not self._reduces:
                 continue
-            # One reduction may be under way while the next unit's backward runs; a second full gradient, not a third.
+            # At most one reduction overlaps with the next unit's backward, so at most two full gradients exist.
             self._wait_reduce()
             unit.reduce_grad()
             self._reducing = unit

@@ -1,4 +1,4 @@
-"""What a run decides beside its plan and its precision."""
+"""The settings of a runtime, in addition to its plan and its precision."""
 
 from __future__ import annotations
 
@@ -20,22 +20,29 @@ NO_OFFLOAD = OffloadPlan()
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """What a run decides beside the plan and the precision.
+    """The settings of a runtime, in addition to its plan and its precision.
 
-    micro_batches: backward calls per step. clip_norm: the largest global gradient norm, None for no clipping.
-    prefetch: how many units are gathered ahead of the one in use; changes time, never bits.
-    loss_scale: how losses are scaled before backward; needed where precision.param or compute is fp16.
-    unit_numel: how many elements a unit may have; None makes one unit of each block (unit_planner.py). Without
-        clipping it changes no bits at worlds 1 and 2.
-    keep_dtype: patterns of the parameters that keep the dtype they came with; all others are cast to precision.param.
-    seed, initialise: what the first values of parameters on the meta device are drawn from (initial_values.py).
-    offload: where the shards rest between their uses.
-    weights: has values for some or all of those parameters, by name; they are read instead, each rank its own shards.
-    read_host: how the one read of a step takes numbers off the device; a dry run on fake tensors has its own.
-    watch: what join_world returned; without it a rank that differs or dies is found by the backend's time-out.
-    lazy_states: the optimizer's states come with the first step (or checkpoint), so inference never has them.
-    stop_asked: asked once a step whether this rank wants training to stop, say because of a signal; the answers of all
-        ranks travel with the step's loss, so `StepReport.stop` is true on all ranks alike. All ranks give it, or none.
+    micro_batches: number of backward calls per step.
+    clip_norm: the largest global gradient norm; None for no clipping.
+    prefetch: number of units that are gathered ahead of the unit in use; changes the time, never the bits.
+    loss_scale: how losses are scaled before backward; needed if precision.param or precision.compute is fp16.
+    unit_numel: the number of elements that a unit may have; None makes each block one unit (unit_planner.py). Without
+        clipping it changes no bits with one or two ranks.
+    keep_dtype: patterns of the parameters that keep their dtype in the given model; all others are cast to
+        precision.param.
+    seed, initialise: the seed and the rule by which initial values of meta parameters are drawn (initial_values.py).
+    offload: where the shards are stored between their uses.
+    weights: a source of values for some or all meta parameters, by name; each rank reads its own shards instead of
+        drawing them.
+    read_host: copies the numbers that a step needs on the host from the device, once per step; a dry run on fake
+        tensors provides its own function.
+    watch: the watch that join_world returned. Without it, a rank that differs or dies is detected only by the backend's
+        timeout.
+    lazy_states: allocate the optimizer's states only when a step, an offload tier or a checkpoint first needs them, so
+        inference never allocates them.
+    stop_asked: called once per step; returns whether this rank wants training to stop, for example because of a signal.
+        The answers of all ranks travel with the step's loss, so `StepReport.stop` is the same on all ranks. Either all
+        ranks must give this function, or none.
     """
 
     micro_batches: int = 1
@@ -55,7 +62,7 @@ class RuntimeSettings:
 
 
 def moves_of(settings: RuntimeSettings, config: OptimizerConfig, shard_count: int) -> Moves:
-    """What decides how much offload has under way at once."""
+    """The settings that decide how many offload copies are under way at the same time."""
     offload = settings.offload
     return Moves(
         shard_count,

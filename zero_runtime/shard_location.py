@@ -1,4 +1,4 @@
-"""What of a unit rests elsewhere, and what the tier where it rests does for that unit."""
+"""Which shards of a unit are offloaded, and the interface to the place where they are stored."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 @dataclass(frozen=True)
 class Rests:
-    """Which shards have no memory with the device between their uses: param_shard, and master and states.
+    """Which shards of a unit are offloaded: have no memory on the device between their uses.
 
-    apart: what rests does so in memory that the device cannot compute with. So a master in the parameters' dtype is a
-    tensor of its own where it rests and the parameters do not.
+    params: param_shard. optimizer: master_shard and the optimizer's states. apart: offloaded shards are stored in
+    memory that the device cannot compute with. A master in the parameters' dtype is then a separate tensor if it is
+    offloaded and the parameters are not.
     """
 
     params: bool = False
@@ -22,41 +23,41 @@ class Rests:
 
 
 class ShardLocation(Protocol):
-    """Where a unit's shards rest. A verb already done is a no-op."""
+    """The place where a unit's shards are stored. Repeating a call is a no-op."""
 
     def begin_fetch(self) -> None:
-        """param_shard sets out for the device. Does not block."""
+        """Start copying param_shard to the device. Does not block."""
 
     def fetch(self) -> torch.Tensor | None:
-        """[S] param_dtype, current, for a gather that is issued now; None: the unit's own param_shard is that."""
+        """The current param_shard ([S] param_dtype) for a gather that is issued now; None for the unit's own tensor."""
 
     def drop(self) -> None:
-        """The gather has read what `fetch` gave, or nobody will."""
+        """Release the tensor that `fetch` returned: the gather has read it, or it is no longer needed."""
 
     def send_grad(self) -> None:
-        """grad_shard is complete for this step."""
+        """Called when grad_shard is complete for this step: start moving it to where the update runs."""
 
     def settle(self) -> None:
-        """Block until nothing of the unit is under way, so that its shards may be read and written."""
+        """Block until no update or copy of the unit is under way, so that its shards may be read and written."""
 
 
 class OnDevice:
-    """The place of a unit that rests nowhere else."""
+    """The place of a unit that is not offloaded."""
 
     def begin_fetch(self) -> None:
-        """There is nothing to bring."""
+        """Nothing to copy: param_shard is on the device."""
 
     def fetch(self) -> torch.Tensor | None:
         return None
 
     def drop(self) -> None:
-        """There is nothing to take away."""
+        """Nothing to release."""
 
     def send_grad(self) -> None:
-        """The update runs where it is."""
+        """Nothing to send: the update runs on the device."""
 
     def settle(self) -> None:
-        """Nothing is ever under way."""
+        """Nothing to wait for."""
 
 
 ON_DEVICE = OnDevice()

@@ -1,4 +1,4 @@
-"""What one step of training reports to its caller."""
+"""The report of one training step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step tells.
+    """The results of one step, the same on every rank.
 
-    loss: the sum over ranks and micro-batches of the losses. grad_norm: before clipping, unscaled; inf or nan in a
-    step that overflowed. skipped: nothing was updated, because fp16 gradients overflowed. loss_scale: used here.
-    stop: some rank's `RuntimeSettings.stop_asked` said so; every rank is told after the same step.
+    loss: the sum of the losses over ranks and micro-batches.
+    grad_norm: the global norm before clipping, unscaled; inf or nan if the step overflowed.
+    skipped: nothing was updated, because fp16 gradients overflowed.
+    loss_scale: the loss scale of this step.
+    stop: `RuntimeSettings.stop_asked` returned True on some rank; every rank gets it after the same step.
     """
 
     loss: float

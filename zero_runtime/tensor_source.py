@@ -1,4 +1,4 @@
-"""Where values for a runtime's shards come from: one state of every parameter, read by range."""
+"""The interface of sources that provide values for a runtime's shards, by parameter and range of elements."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ import torch
 
 
 class TensorSource(Protocol):
-    """One state (the weights, or one of an optimizer's) of parameters by name.
+    """One state (the weights, or one optimizer state) of parameters, by name.
 
-    A checkpoint of ours, a folder of another library's and a dict in memory are all this; `load.fill` asks no more.
+    Implemented by the runtime's checkpoints, by folders of other libraries and by dictionaries in memory. `load.fill`
+    needs only this interface.
     """
 
     def names(self) -> Sequence[str]:
-        """The parameters that it has values for."""
+        """Names of the parameters that the source has values for."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole parameter's shape."""
+        """Shape of the full parameter."""
         ...
 
     def dtype(self, name: str) -> torch.dtype:
-        """What `read` gives."""
+        """The dtype of the tensors that `read` returns."""
         ...
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the flattened parameter: 1-D, on the CPU, the caller's. Reads little more."""
+        """Elements [start, stop) of the flattened parameter, as a 1-D CPU tensor that the caller owns.
+
+        Reads little more than this range.
+        """
         ...

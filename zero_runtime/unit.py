@@ -1,13 +1,14 @@
-"""One unit's bytes: its flat tensors, who aliases whom, and the two state machines that guard them.
+"""The flat tensors of one unit: their allocation, their aliases and the two state machines that guard them.
 
 [Note: flat tensors]
-P = elements of the unit, padded; S = P / shard count. One name for each tensor, in the order of a parameter's way:
+P = elements of the unit, padded; S = P / shard count. The flat tensors, in the order in which values pass through them:
 master_shard [S] -> param_shard [S] -> unsharded_param [P] -> unsharded_grad [P] -> grad_shard [S] -> master_shard.
-No flat tensor is shown outside this file but to the optimizer and the norm; everything else speaks of parameters.
+Other files only see shards (the optimizer, the offload tiers, checkpoints) or named parameters; the full flat tensors
+are private to this file.
 
 [Note: release by storage]
 Tensors that autograd saved for backward alias unsharded_param's storage. So a release frees the storage itself
-(resize to 0) and the next gather refills the same one; a new tensor would leave the saved ones with stale memory.
+(resize to 0) and the next gather refills the same storage; a new tensor would leave the saved ones with stale memory.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from zero_runtime.shard_location import ON_DEVICE, Rests, ShardLocation
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit_planner import UnitSpec
 
-READ_NUMEL = 4 << 20  # elements read from a source at a time: bounds the memory beside the shards
+READ_NUMEL = 4 << 20  # elements read from a source at a time: bounds the memory needed in addition to the shards
 
 
 class DataState(Enum):
-    """Where the parameters are: only this rank's shard is current, a gather is under way, or all are current."""
+    """State of the parameters: only the shards are current, a gather is under way, or the full copy is current."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
@@ -42,7 +43,7 @@ class DataState(Enum):
 
 
 class GradState(Enum):
-    """Where the gradients are: none, this rank's own, being reduced, or this rank's shard of the sum."""
+    """State of the gradients: none, local and unreduced, being reduced, or reduced to this rank's shard of the sum."""
 
     EMPTY = "empty"
     LOCAL = "local"
@@ -67,7 +68,7 @@ _GRAD_MOVES = {
 
 
 class Unit:
-    """The tensors of one unit on one rank. It alone allocates, fills and frees them."""
+    """The tensors of one unit on one rank. Only this class allocates, fills and frees them."""
 
     def __init__(
         self,
@@ -108,11 +109,11 @@ class Unit:
         self._reducing: Pending | None = None
         self._reduce_out: torch.Tensor | None = None  # [S] reduce_dtype, while REDUCING
         self._filled: set[int] = set()  # parameters (by index) with a gradient in unsharded_grad
-        self._arrived: set[int] = set()  # parameters whose gradient came in the backward under way
+        self._arrived: set[int] = set()  # parameters (by index) whose gradient came in the current backward
         self.unsharded_grad: torch.Tensor | None = None  # [P] grad_dtype (R grads) or reduce_dtype (S grads)
         self.grad_shard: torch.Tensor | None = None  # [S] grad_dtype
-        self._squares: torch.Tensor | None = None  # of a gradient that has left, see `grad_squares`
-        self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # drawn, and not yet bound to their views
+        self._squares: torch.Tensor | None = None  # result of `grad_squares`, kept for a gradient that was sent away
+        self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # meta parameters and the views to bind them to
         self._rests = rests or Rests()
         self._place: ShardLocation = ON_DEVICE
         self._guard: ParameterGuard | None = None
@@ -121,13 +122,14 @@ class Unit:
     # ---- initial values -----------------------------------------------------------------------------------------
 
     def _allocate(self) -> None:
-        """Decide every alias between flat tensors; nowhere else is one made.
+        """Allocate the parameter and master tensors; the only place that decides which of them alias.
 
-        Replicated parameters: param_shard is this rank's slice of unsharded_param, which lives on. Sharded ones:
-        param_shard is a tensor of its own, since what outlives a release must not share its storage. So it is where
-        compute and param dtype differ and unsharded_param is a cast of what was gathered.
-        The master is param_shard itself where their dtypes agree, and does not exist for frozen parameters.
-        What rests elsewhere has no memory here; a tier binds it while it is needed.
+        Replicated parameters: param_shard is this rank's slice of unsharded_param, whose storage is never freed.
+        Sharded parameters: param_shard is a separate tensor, because it outlives the release of unsharded_param's
+        storage. It is also separate if the compute and param dtypes differ, because unsharded_param is then a cast of
+        the gathered tensor.
+        master_shard is param_shard itself if `master_is_param`; frozen parameters have none.
+        Offloaded shards have no memory here; their tier binds it while it is needed.
         """
         self.unsharded_param = self._empty(self.layout.padded_numel, self._compute_dtype)  # [P]
         if self._plan.params is Partition.REPLICATED and self._compute_dtype == self._param_dtype:
@@ -137,34 +139,34 @@ class Unit:
         else:
             self.param_shard = self._empty(self.layout.shard_numel, self._param_dtype)  # [S]
         if self._plan.params is Partition.SHARDED:
-            self.unsharded_param.untyped_storage().resize_(0)  # nothing is whole before `materialize`
+            self.unsharded_param.untyped_storage().resize_(0)  # `materialize` allocates it, one unit at a time
         self.master_shard: torch.Tensor | None = None  # [S]
         if self.trainable and not self.master_is_param:
             self.master_shard = self._empty(0 if self.master_rests else self.layout.shard_numel, self._master_dtype)
         elif self.trainable:
             self.master_shard = self.param_shard
 
-    # ---- what rests elsewhere ------------------------------------------------------------------------------------
+    # ---- offloaded shards ----------------------------------------------------------------------------------------
 
     @property
     def params_rest(self) -> bool:
-        """Whether param_shard has no memory here between its uses."""
+        """Whether param_shard is offloaded: it has no memory on the device between its uses."""
         return self._rests.params
 
     @property
     def states_rest(self) -> bool:
-        """Whether the optimizer's states have none."""
+        """Whether the optimizer's states are offloaded; always False for a frozen unit."""
         return self._rests.optimizer and self.trainable
 
     @property
     def master_is_param(self) -> bool:
-        """Whether master_shard is param_shard itself: where dtype and memory agree."""
+        """Whether master_shard is param_shard itself: if both have the same dtype and are stored in the same memory."""
         parted = self._rests.apart and self._rests.optimizer and not self._rests.params
         return self.trainable and self._master_dtype == self._param_dtype and not parted
 
     @property
     def master_rests(self) -> bool:
-        """Whether the master has none; one that is param_shard itself goes where that goes."""
+        """Whether master_shard is offloaded as a separate tensor; one that is param_shard follows `params_rest`."""
         return self.states_rest and not self.master_is_param
 
     def settle(self) -> None:
@@ -173,7 +175,7 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes, whatever rests elsewhere."""
+        """The device that the unit computes on, wherever its shards are stored."""
         return self._device
 
     @property
@@ -189,11 +191,11 @@ class Unit:
         return self._master_dtype
 
     def rest_in(self, place: ShardLocation) -> None:
-        """Shards of this unit rest there from here on."""
+        """Store this unit's offloaded shards in `place` from now on."""
         self._place = place
 
     def bind_shards(self, param: torch.Tensor | None, master: torch.Tensor | None) -> None:
-        """Take what is not None for its shards: memory of a tier, which keeps it, or nothing at all."""
+        """Replace the shards that are not None, by memory that a tier owns or by empty tensors."""
         if param is not None:
             self.param_shard = param
             self.master_shard = param if self.master_is_param else self.master_shard
@@ -201,18 +203,20 @@ class Unit:
             self.master_shard = master
 
     def begin_fetch(self) -> None:
-        """Parameters that rest elsewhere set out; nothing for all others. Does not block."""
+        """Start copying offloaded parameters to the device; a no-op for all others. Does not block."""
         if self.data_state is DataState.SHARDED:
             self._place.begin_fetch()
 
     def materialize(self, initial: InitialValues, given: Collection[str] = ()) -> None:
-        """Take the parameters' values and make them views of unsharded_param; their old storages end here.
+        """Copy the parameters' initial values into the flat tensors and make the parameters views of unsharded_param.
 
-        Parameters on the meta device are drawn one at a time, so that no more than one exists beside the unit; those
-        that are `given` have no values until `read_values`. The master shard is taken before the values are rounded to
-        param_dtype. Where the plan shards parameters the full copy ends at once: no more than one unit is whole while
-        a model is built. Call it when every unit has its shards: one allocated between two units would split the hole
-        that the first one left, and the next would not fit into it.
+        The parameters' old storages are released. Parameters on the meta device are drawn one at a time, so that at
+        most one exists in addition to the unit; those in `given` have no values until `read_values`. The master shard
+        is filled before the values are rounded to param_dtype. If the plan shards parameters, the full copy is freed
+        immediately, so at most one unit is unsharded while a model is built.
+
+        Call it after all units have allocated their shards: a shard allocated between two calls would split the memory
+        that the first unit's full copy freed, and the second unit's full copy would not fit into it.
         """
         with torch.no_grad():
             self._fill_storage()
@@ -235,21 +239,22 @@ class Unit:
                 if param.is_meta:
                     self._unbound.append((param, view))
                 else:
-                    # Rebinding .data keeps the parameter's identity and gives the view a version counter of its own,
-                    # so refilling the flat tensor does not look to autograd like a write to a saved tensor.
+                    # Rebinding .data keeps the parameter's identity and gives the view a separate version counter,
+                    # so autograd does not mistake refilling the flat tensor for a write to a saved tensor.
                     param.data = view
             own = self._own_slice(self.unsharded_param)
             if self.param_shard.data_ptr() != own.data_ptr():
                 self.param_shard.copy_(own)
-            if self._compute_dtype != self._param_dtype:  # compute with what a gather would give, rounded alike
+            if self._compute_dtype != self._param_dtype:  # a gathered copy would be rounded to param_dtype too
                 self.unsharded_param.copy_(self.unsharded_param.to(self._param_dtype))
         self.reshard(Phase.BACKWARD)
 
     def bind_initialized(self) -> None:
-        """Bind the parameters that were drawn; call it when all units have drawn theirs. Idempotent.
+        """Bind the meta parameters to their views. Call it after `materialize` of all units. Idempotent.
 
-        Not before: what draws one parameter must find all others on the meta device (initial_values.py). A meta
-        parameter refuses a new .data, so its content is swapped, which keeps its identity for whoever holds it.
+        Drawing one parameter requires all others to be on the meta device (initial_values.py), so none is bound
+        earlier. A meta parameter refuses a new .data, so its content is swapped instead; references to the parameter
+        stay valid.
         """
         for param, view in self._unbound:
             real = nn.Parameter(view.new_empty(0), requires_grad=param.requires_grad)
@@ -258,11 +263,11 @@ class Unit:
         self._unbound.clear()
 
     def placed(self) -> Iterator[tuple[Segment, nn.Parameter]]:
-        """Each parameter with its place, in the order of the layout."""
+        """Each parameter with its segment of the flat tensor, in the order of the layout."""
         return zip(self.layout.segments, self.params, strict=True)
 
     def _handed_over(self, param: nn.Parameter) -> torch.Tensor:
-        """The values that the model came with: rank 0's, since ranks that seeded differently would train apart."""
+        """The model's own values, broadcast from rank 0: ranks with different seeds would train different models."""
         values = param.detach().to(self._device).contiguous()
         self._collectives.broadcast(values, self.name)
         return values
@@ -287,13 +292,13 @@ class Unit:
             self._gathering = self._collectives.all_gather(self._gathered, self._gathered_from, self.name)
 
     def _fill_storage(self) -> None:
-        """Take memory for the full parameters; a no-op while there is some. See [Note: release by storage]."""
+        """Allocate the storage of the full parameters; a no-op if it exists. See [Note: release by storage]."""
         storage = self.unsharded_param.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.layout.padded_numel * self.unsharded_param.element_size())
 
     def wait_unshard(self) -> None:
-        """Block until the full parameters may be used; starts the gather if nobody has. Opens the parameters."""
+        """Block until the full parameters may be used, starting the gather if necessary, and open the guard."""
         self._collectives.journal.enter(self.name)
         self.unshard()
         self._end_gather()
@@ -311,40 +316,44 @@ class Unit:
             self._move_data(DataState.UNSHARDED)
 
     def guard_with(self, guard: ParameterGuard | None) -> None:
-        """Have the parameters closed from here on whenever the full ones end or become stale; None: never again."""
+        """Install a guard that closes the parameters whenever the full copy is freed or stale; None removes it."""
         if self._guard is not None:
             self._guard.open()
         self._guard = guard
 
     def renew(self) -> None:
-        """The shards are new: start gathering a full copy that is kept between steps. All ranks, in one order.
+        """Start gathering a full copy that is kept between steps, after the shards have changed.
 
-        A no-op where the plan frees full copies, and where the update runs elsewhere and may still be under way.
+        All ranks must call it for all units in the same order. A no-op if the plan frees full copies, or if the unit's
+        update runs elsewhere and may still be under way. Blocks only if the gather needs a separate buffer.
         """
         if self._plan.params is not Partition.REPLICATED or self._place is not ON_DEVICE:
             return
         self.unshard()
-        if self._gathered is not self.unsharded_param:  # a second buffer, of which there should be one at a time
+        if self._gathered is not self.unsharded_param:  # a separate buffer: at most one may exist at a time
             self._end_gather()
 
     def wait_current(self) -> bool:
-        """Block until the full parameters hold this step's values; False, at once, where that needs the other ranks."""
+        """Wait for a gather under way; return whether the full parameters hold this step's values.
+
+        Never starts a gather in which other ranks must take part.
+        """
         if self._plan.params is Partition.REPLICATED and self._collectives.shard_count == 1:
-            self.unshard()  # sends nothing
+            self.unshard()  # a shard group of one rank: sends nothing, so the other ranks need not take part
         self._end_gather()
         return self.data_state is DataState.UNSHARDED
 
     @property
     def loses_writes(self) -> bool:
-        """Whether a write to the full parameters ends with the next step: they are not what an update starts from."""
+        """Whether the next step discards a write to the full parameters, because updates start from another tensor."""
         return self._compute_dtype != self._param_dtype or (self.trainable and not self.master_is_param)
 
     def begin_use(self) -> None:
-        """A call that reads the parameters has begun."""
+        """Record that a call that reads the parameters has begun."""
         self.uses += 1
 
     def end_use(self) -> None:
-        """A call that reads the parameters has ended."""
+        """Record that a call that reads the parameters has ended."""
         self.uses -= 1
 
     def name_of(self, param: nn.Parameter) -> str:
@@ -353,12 +362,15 @@ class Unit:
         return self.layout.segments[next(places)].name
 
     def reshard(self, after: Phase) -> None:
-        """Declare the full parameters done with; the plan decides whether anything ends. No-op while SHARDED."""
+        """Declare the full parameters unused after this phase; the plan decides whether they are freed or become stale.
+
+        Waits for a gather under way. A no-op while SHARDED.
+        """
         self._end_gather()
         if self.data_state is not DataState.UNSHARDED or not self._plan.releases_params_after(after):
             return
         if not self.trainable and self._plan.params is Partition.REPLICATED:
-            return  # a step does not change it, so its full copy is never stale
+            return  # a step does not change frozen parameters, so their full copy is never stale
         self._move_data(DataState.SHARDED)
         if self._plan.params is Partition.SHARDED:
             self.unsharded_param.untyped_storage().resize_(0)  # see [Note: release by storage]
@@ -366,18 +378,18 @@ class Unit:
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """A backward starts: none of its gradients has come yet."""
+        """Reset the record of arrived gradients at the start of a backward."""
         self._arrived.clear()
 
     @property
     def grads_arrived(self) -> bool:
-        """Whether every parameter's gradient has come in the backward under way."""
+        """Whether every parameter's gradient has arrived in the current backward."""
         return len(self._arrived) == len(self.params)
 
     def take_grad(self, index: int, *, sums_locally: bool) -> bool:
-        """Move `params[index].grad` into the flat gradient. True when every parameter's has come in this backward.
+        """Move `params[index].grad` into the flat gradient. Returns `grads_arrived`.
 
-        `sums_locally`: the flat gradient will be added to by later micro-batches before it is reduced.
+        `sums_locally`: later micro-batches add to the flat gradient before it is reduced.
         """
         param, segment = self.params[index], self.layout.segments[index]
         assert param.grad is not None, f"unit {self.name}: no gradient for {segment.name}"
@@ -406,7 +418,7 @@ class Unit:
         return self.grads_arrived
 
     def _open_grads(self, *, sums_locally: bool) -> None:
-        """Make room for full gradients; a no-op while there is some."""
+        """Allocate the full gradient; a no-op if it exists. Waits for a reduction under way, which still reads it."""
         if self.grad_state is GradState.REDUCING:
             self.wait_reduce()
         self._move_grad(GradState.LOCAL)
@@ -416,12 +428,12 @@ class Unit:
         dtype = self._grad_dtype if keeps_full or sums_locally else self._reduce_dtype
         self.unsharded_grad = self._empty(self.layout.padded_numel, dtype)
         for start, stop in self.layout.gaps:
-            self.unsharded_grad[start:stop].zero_()  # summed and squared with the rest
+            self.unsharded_grad[start:stop].zero_()  # padding takes part in the reduction and in the norm
 
     def reduce_grad(self) -> None:
         """Start summing the full gradients over the ranks into this rank's shard. Does not block.
 
-        Parameters that took no part count as zero: every rank must issue the same collectives.
+        Parameters without a gradient count as zero, because every rank must issue the same collectives.
         """
         if not self.trainable:
             return
@@ -431,25 +443,30 @@ class Unit:
             if index not in self._filled:
                 self.unsharded_grad[segment.offset : segment.offset + segment.numel].zero_()
         self._filled.clear()
-        self._arrived.update(range(len(self.params)))  # in this backward, what comes now is late
+        self._arrived.update(range(len(self.params)))  # so that `take_grad` refuses gradients that come too late
         self._move_grad(GradState.REDUCING)
-        full = self.unsharded_grad.to(self._reduce_dtype)  # the same tensor where the dtypes agree
+        full = self.unsharded_grad.to(self._reduce_dtype)  # the same tensor if the dtypes agree
         self._reduce_out = self._reduction_target(full)
         self._reducing = self._collectives.reduce(full, self._reduce_out, self.name)
 
     def _reduction_target(self, full: torch.Tensor) -> torch.Tensor:
-        """[S] reduce_dtype. In place where the full gradient lives on, else of its own: it outlives the full one."""
+        """[S] reduce_dtype, the output of the reduction.
+
+        A slice of `full` if the plan keeps full gradients or the shard is all of `full`; otherwise a separate tensor,
+        because it outlives `full`.
+        """
         if self._plan.grads is Partition.REPLICATED or self._collectives.shard_count == 1:
             return self._own_slice(full)
         return self._empty(self.layout.shard_numel, self._reduce_dtype)
 
     def wait_reduce(self) -> None:
-        """Block until grad_shard holds the sum over the ranks; frees the full gradient where the plan shards it."""
+        """Block until grad_shard holds the sum over the ranks; frees the full gradient if the plan shards gradients."""
         if self._reducing is None:
             return
         self._reducing.wait()
         assert self._reduce_out is not None
         assert self.unsharded_grad is not None
+        # Kept full gradients are reduced once a step. Sharded ones may be reduced in each backward, so they accumulate.
         if self._plan.grads is Partition.REPLICATED:
             self.grad_shard = self._own_slice(self.unsharded_grad)
             if self.grad_shard.dtype != self._reduce_out.dtype:
@@ -466,17 +483,17 @@ class Unit:
     # ---- step --------------------------------------------------------------------------------------------------
 
     def send_grad(self) -> None:
-        """grad_shard is complete: this step adds no more to it. It leaves if the update runs elsewhere."""
+        """Send grad_shard to where the update runs. Call it when grad_shard is complete for this step."""
         if self._place is not ON_DEVICE:
-            self._squares = self.grad_squares()
+            self._squares = self.grad_squares()  # while the gradient is still on the device
             self._place.send_grad()
 
     def give_grad_away(self, elsewhere: torch.Tensor) -> None:
-        """grad_shard is `elsewhere` from here on; what it was, whole or not, ends here."""
+        """Replace grad_shard by `elsewhere` and release the previous shard and the full gradient."""
         self.grad_shard, self.unsharded_grad = elsewhere, None
 
     def grad_squares(self) -> torch.Tensor | None:
-        """0-dim fp64 on the device: the sum of the squares of this rank's part of the gradient; None without one.
+        """The sum of squares of this rank's part of the gradient (0-dim fp64 on the device); None without a gradient.
 
         See [Note: each element once] in optim/grad_norm.py.
         """
@@ -487,7 +504,7 @@ class Unit:
         return ops.sum_of_squares(part)
 
     def refresh_param_shard(self) -> None:
-        """Round the updated master into param_shard; a no-op where they are one tensor."""
+        """Round the updated master into param_shard; a no-op if they are the same tensor."""
         if self.master_shard is None or self.master_shard is self.param_shard:
             return
         if self.master_shard.device == self.param_shard.device:
@@ -496,19 +513,21 @@ class Unit:
             self.param_shard.copy_(self.master_shard)
 
     def free_grads(self) -> None:
-        """End the gradients of this step, reduced or not."""
+        """Free the gradients of this step, reduced or not. Waits for a reduction under way."""
         self.wait_reduce()
         if self.grad_state is not GradState.EMPTY:
             self._move_grad(GradState.EMPTY)
         self._filled.clear()
         self.unsharded_grad = self.grad_shard = self._squares = None
 
-    # ---- values from outside -----------------------------------------------------------------------------------
+    # ---- access to values --------------------------------------------------------------------------------------
 
     @property
     def weights_shard(self) -> torch.Tensor:
-        """[S]: what the weights are kept in: the master, or the parameters themselves where they are frozen. Waits for
-        an update that is under way."""
+        """[S]: the shard that holds the weights: the master, or param_shard for frozen parameters.
+
+        Waits for an update that is under way.
+        """
         self.settle()
         return self.param_shard if self.master_shard is None else self.master_shard
 
@@ -518,19 +537,19 @@ class Unit:
         return [segment.name for segment in self.layout.segments]
 
     def drop_full(self) -> None:
-        """Declare the full copy stale: the shards are written from outside. Waits for a gather that reads them."""
+        """Declare the full copy stale because the shards change from outside. Waits for a gather that reads them."""
         self._end_gather()
         if self.data_state is DataState.UNSHARDED:
-            self._move_data(DataState.SHARDED)  # also where a step would leave it alone
+            self._move_data(DataState.SHARDED)  # also for frozen units, which `reshard` leaves unsharded
             if self._plan.params is Partition.SHARDED:
                 self.unsharded_param.untyped_storage().resize_(0)
 
-    # ---- whole tensors, for people who look or edit -------------------------------------------------------------
+    # ---- full tensors, for inspection and editing ----------------------------------------------------------------
 
     def full_of(self, shard: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The whole parameters' worth of a [S] tensor, by parameter name in the parameters' shapes. A collective.
+        """Gather a [S] tensor over the shards; returns it by parameter name, in the parameters' shapes. A collective.
 
-        The result is the caller's: a copy.
+        The result is a copy that the caller owns; its entries are views of one tensor.
         """
         full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self._device)
         self._collectives.all_gather_uncounted(full, shard.to(self._device))
@@ -540,8 +559,8 @@ class Unit:
         }
 
     def set_values(self, values: dict[str, torch.Tensor]) -> None:
-        """Take new whole values for some parameters, the same on every rank; the full copy becomes stale."""
-        self.drop_full()  # first: a gather under way reads the shard
+        """Set some parameters to new full values, which must be the same on every rank; the full copy becomes stale."""
+        self.drop_full()  # first, because a gather under way reads the shard
         with torch.no_grad():
             target = self.weights_shard
             for piece in self.layout.pieces(self._collectives.shard_rank):
@@ -551,13 +570,13 @@ class Unit:
             self.refresh_param_shard()
 
     def read_values(self, source: TensorSource, names: Collection[str]) -> None:
-        """Fill this rank's shards of those of its parameters that are in `names`; the full copy becomes stale.
+        """Fill this rank's shard of the parameters in `names` from `source`; the full copy becomes stale.
 
-        Reads the ranges of the shards and nothing else, a block at a time.
+        Reads only the ranges that the shard holds, READ_NUMEL elements at a time.
         """
         if not any(segment.name in names for segment in self.layout.segments):
             return
-        self.drop_full()  # first: a gather under way reads the shard
+        self.drop_full()  # first, because a gather under way reads the shard
         with torch.no_grad():
             for piece in self.layout.pieces(self._collectives.shard_rank):
                 start = piece.start
@@ -568,7 +587,10 @@ class Unit:
             self.refresh_param_shard()
 
     def first_non_finite(self) -> str | None:
-        """The first parameter, in the unit's order, whose own unreduced gradient is not finite. Reads on the host."""
+        """The first parameter, in the unit's order, whose unreduced local gradient is not finite; None if all are.
+
+        Reads on the host.
+        """
         if self.unsharded_grad is None:
             return None
         for index, segment in enumerate(self.layout.segments):
@@ -578,7 +600,7 @@ class Unit:
         return None
 
     def free(self) -> None:
-        """Let every tensor go; the parameters become empty."""
+        """Release every tensor; the parameters become empty."""
         self.wait_reduce()
         self._end_gather()
         empty = torch.empty(0, dtype=self._compute_dtype, device=self._device)
@@ -589,10 +611,10 @@ class Unit:
         self.unsharded_grad = self.grad_shard = self.master_shard = None
         self.unsharded_param = self.param_shard = empty
 
-    # ---- small parts -------------------------------------------------------------------------------------------
+    # ---- helpers -----------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Live flat tensors by component, for counting; aliases are the caller's to fold (by storage)."""
+        """Live flat tensors by component, for counting. Aliases share a storage; the caller must count each once."""
         return {
             "params": [self.unsharded_param, self.param_shard],
             "grads": [grad for grad in (self.unsharded_grad, self.grad_shard) if grad is not None],

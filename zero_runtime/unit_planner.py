@@ -1,13 +1,14 @@
-"""Which parameters form a unit: those that are gathered, reduced and released together.
+"""Splits a model's parameters into units: the groups that are gathered, reduced and released together.
 
-A unit is a repeated block (a member of an `nn.ModuleList` of one class), an embedding or output head that shares no
-weight, or the rest of the model under its root. A parameter used by several modules belongs to the lowest common
-ancestor of its users, once. Each unit has one `requires_grad` and one precision.
+A unit is a repeated block (a member of an `nn.ModuleList` whose members have one class), an embedding or output head
+that shares no weight, or the rest of the model under its root. A parameter used by several modules belongs to one unit,
+that of the innermost unit module that contains all its users. All parameters of a unit have the same `requires_grad`
+and the same precision.
 
 [Note: unit size]
-`unit_numel` bounds a unit's elements. What is larger is split into its submodules as long as they hold parameters of
-their own; what is smaller is merged with its neighbours in the order of registration. A parameter, or a module's own
-parameters, are never split, so a unit may stay larger than the bound.
+`unit_numel` bounds the number of elements of a unit. A larger unit is split into those of its submodules that have
+parameters; smaller units are merged with their neighbours in the order of registration. A single parameter, or the
+direct parameters of one module, are never split, so a unit may stay larger than the bound.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 log = logging.getLogger(__name__)
 
 ROOT = ""
-# Containers that nobody calls, so no hook of theirs would ever tell that their parameters are about to be read.
+# Containers that are never called: a hook on them would never announce that their parameters are about to be read.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _NAME_OF_DTYPE = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 
 @dataclass(frozen=True)
 class UnitRules:
-    """What decides the units beside the model's own shape.
+    """Settings that, in addition to the model's structure, decide the units.
 
-    unit_numel: see [Note: unit size]; None makes one unit of each block. keep_dtype: patterns (as in file names) of
-    the parameters that keep the dtype they came with, such as `*norm*`; all others are cast to precision.param.
+    unit_numel: see [Note: unit size]; None makes each block one unit. keep_dtype: patterns (as for file names) of the
+    parameters that keep their dtype in the given model, such as `*norm*`; all others are cast to precision.param.
     """
 
     precision: MixedPrecision = field(default_factory=MixedPrecision)
@@ -54,9 +55,10 @@ class UnitRules:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """A unit before it has any bytes: the modules whose calls bound its life, and its parameters by name.
+    """A planned unit, before its tensors are allocated.
 
-    shared: some parameter of it has several users, so its gradient may come in several parts.
+    modules: their calls decide when the unit is gathered and released. params: pairs of full name and parameter.
+    shared: some parameter is used by several modules, so its gradient may arrive in several parts.
     """
 
     name: str
@@ -79,7 +81,7 @@ def plan_units(model: nn.Module, rules: UnitRules | None = None) -> list[UnitSpe
     users = _users_by_parameter(model)
     boundaries = _unit_modules(model, users, rules.unit_numel)
     members: dict[tuple[str, bool, MixedPrecision], list[tuple[str, nn.Parameter]]] = {}
-    for name, param in model.named_parameters():  # a tied parameter comes once, under its first name
+    for name, param in model.named_parameters():  # yields a tied parameter once, under its first name
         owner = _owner(users[id(param)], boundaries)
         members.setdefault((owner, param.requires_grad, _precision_of(name, param, rules)), []).append((name, param))
     specs = [
@@ -97,16 +99,16 @@ def plan_units(model: nn.Module, rules: UnitRules | None = None) -> list[UnitSpe
 
 
 def block_modules(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of the model in order of registration: what activation checkpointing is applied to."""
+    """The repeated blocks of the model in order of registration, to which activation checkpointing is applied."""
     return [model.get_submodule(path) for path in _repeated_blocks(model)]
 
 
-# ---- what a parameter may be -----------------------------------------------------------------------------------------
+# ---- supported parameters --------------------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if type(param) not in (nn.Parameter, FakeTensor):  # fake parameters are how a step is run dry
+        if type(param) not in (nn.Parameter, FakeTensor):  # dry runs use fake parameters
             raise PlanError(
                 f"parameter {name!r} is a {type(param).__name__}: expected a plain nn.Parameter; "
                 "shard or quantise through the runtime, not before it"
@@ -116,7 +118,7 @@ def _refuse_unsupported(model: nn.Module) -> None:
 
 
 def _check_dtypes(model: nn.Module, rules: UnitRules) -> None:
-    """Refuse patterns that name nothing; warn where a model of several dtypes loses its own without a word."""
+    """Refuse patterns that match no parameter; warn if parameters of several dtypes will all be cast to one."""
     names = [name for name, _ in model.named_parameters()]
     for pattern in rules.keep_dtype:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -143,7 +145,8 @@ def _keeps_dtype(name: str, rules: UnitRules) -> bool:
 
 
 def _precision_of(name: str, param: nn.Parameter, rules: UnitRules) -> MixedPrecision:
-    """The run's precision, or for a parameter that keeps its dtype the same with that as param and compute."""
+    """The run's precision. For a parameter that keeps its dtype, that dtype replaces the param and compute dtypes, and
+    the master dtype if the run's master dtype is narrower."""
     if not _keeps_dtype(name, rules):
         return rules.precision
     own = _NAME_OF_DTYPE.get(param.dtype)
@@ -160,11 +163,11 @@ def _unit_name(owner: str, precision: MixedPrecision, rules: UnitRules, *, train
     return (owner or "root") + marks
 
 
-# ---- who uses a parameter --------------------------------------------------------------------------------------------
+# ---- users of a parameter --------------------------------------------------------------------------------------------
 
 
 def _users_by_parameter(model: nn.Module) -> dict[int, list[str]]:
-    """Paths of the modules that hold each parameter, registered or not, by the parameter's identity."""
+    """Paths of the modules that hold each parameter, registered or in plain attributes, by the parameter's id."""
     users: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for param in module.parameters(recurse=False):
@@ -177,7 +180,7 @@ def _users_by_parameter(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _hidden_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters in plain attributes and containers, which some models use to borrow a weight without owning it."""
+    """Parameters in plain attributes and containers, in which some models keep a weight that another module owns."""
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers", "_modules"):
             continue
@@ -186,7 +189,7 @@ def _hidden_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _owner(users: list[str], boundaries: set[str]) -> str:
-    """The innermost unit module that contains every user of a parameter; the root contains all."""
+    """Path of the innermost unit module that contains every user of a parameter; the root if no other does."""
     path = users[0]
     while path != ROOT:
         if path in boundaries and all(_inside(user, path) for user in users):
@@ -199,7 +202,7 @@ def _inside(path: str, ancestor: str) -> bool:
     return ancestor == ROOT or path == ancestor or path.startswith(ancestor + ".")
 
 
-# ---- which modules bound a unit's life -------------------------------------------------------------------------------
+# ---- the modules that bound units ------------------------------------------------------------------------------------
 
 
 def _unit_modules(model: nn.Module, users: dict[int, list[str]], unit_numel: int | None) -> set[str]:
@@ -207,8 +210,8 @@ def _unit_modules(model: nn.Module, users: dict[int, list[str]], unit_numel: int
     ends = {
         path
         for path, module in model.named_modules()
-        # Subclasses may have their weights read without being called (as nn.MultiheadAttention does to its out_proj):
-        # such a unit would live until its reader ends.
+        # No subclasses: their weights may be read without a call (nn.MultiheadAttention reads its out_proj that way),
+        # and such a unit would stay gathered until the reading module's call ends.
         if type(module) in (nn.Embedding, nn.Linear)
         and not any(_inside(path, block) for block in blocks)
         and all(len(users[id(param)]) == 1 for param in module.parameters())
@@ -221,7 +224,7 @@ def _unit_modules(model: nn.Module, users: dict[int, list[str]], unit_numel: int
 
 
 def _repeated_blocks(model: nn.Module) -> Iterator[str]:
-    """Members of outermost module lists in which every member has the same class; a list of lists is looked into."""
+    """Members of the outermost module lists whose members have one class; for a list of lists, of the inner lists."""
     outermost: list[str] = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or any(_inside(path, seen) for seen in outermost):
@@ -232,7 +235,7 @@ def _repeated_blocks(model: nn.Module) -> Iterator[str]:
 
 
 def _split_large(model: nn.Module, path: str, unit_numel: int, boundaries: set[str]) -> Iterator[str]:
-    """Submodules that bound units of their own because what is left of `path` is larger than the bound."""
+    """Submodules of `path` that become units because the parameters that `path` still holds exceed the bound."""
     module = model.get_submodule(path)
     apart = [other for other in boundaries if other != path and _inside(other, path)]
     elsewhere = {id(param) for other in apart for param in model.get_submodule(other).parameters()}
@@ -248,7 +251,10 @@ def _split_large(model: nn.Module, path: str, unit_numel: int, boundaries: set[s
 
 
 def _merge_small(specs: list[UnitSpec], model: nn.Module, unit_numel: int) -> list[UnitSpec]:
-    """Join neighbours of one kind up to the bound. The root stays alone: its life is the whole forward."""
+    """Merge neighbours of equal trainability and precision up to the bound.
+
+    The root's units are not merged, because they stay gathered for the whole forward.
+    """
     merged: list[UnitSpec] = []
     open_at: dict[tuple[bool, MixedPrecision], int] = {}
     for spec in specs:
@@ -275,7 +281,7 @@ def _join(first: UnitSpec, second: UnitSpec) -> UnitSpec:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Put the model's buffers on the device; they keep their dtypes (rotary frequencies need fp32)."""
+    """Move the model's buffers to the device; they keep their dtypes (rotary frequencies need fp32)."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
