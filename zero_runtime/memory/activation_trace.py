@@ -89,11 +89,11 @@ def trace_step(
     fake.cache_enabled = recompute.offload == "none"  # its keys would keep offloaded storages alive
     params = _without_memory(model, rules, fake)
     counter = Counter([*params, *model.buffers(), *inputs])
-    if on_cuda:
+    if on_cuda:  # before Recomputation wraps the blocks, so that the recomputation uses it too
         for block in block_modules(model) or [model]:
             block.forward = _WithCudaAttention(block.forward)
     recomputation = Recomputation(model, recompute, copies=_FakeCopies(fake, counter) if on_cuda else None)
-    for block in block_modules(model):
+    for block in block_modules(model):  # after Recomputation, so that only the first forward is marked
         block.forward = _Marked(block.forward, counter)
     for param in params:
         if param.requires_grad:
