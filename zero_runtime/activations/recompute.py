@@ -1,4 +1,4 @@
-"""Activation checkpointing: which blocks rerun their forward in backward, and which tensors they keep where.
+"""Activation checkpointing: which blocks rerun their forward in backward, what they keep, and where.
 
 [Note: what is wrapped]
 A block's `forward` is wrapped, not the block: the block's hooks then see one forward call and one backward, and the

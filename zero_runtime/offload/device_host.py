@@ -57,7 +57,7 @@ class Crossing(OnDevice, ABC):
         return self._brought
 
     def fetch(self) -> torch.Tensor | None:
-        """Block until the unit is updated; the wait for the copy itself is left to the device."""
+        """Block until the unit is updated. The device, not the host, waits for the copy."""
         self.end_job()
         if self.unit.params_rest:
             buffer, event = self._brought or self._bring()

@@ -109,7 +109,7 @@ class NvmeTier:
             record.unbind()
 
     def _let_go(self, record: OffloadedUnit) -> None:
-        """End running updates, and the use of this unit's offloaded parameters by a gather, under way or prepared."""
+        """Wait for running updates and for a gather of this unit's offloaded parameters; drop reads prepared for it."""
         self._end_update()
         if record.unit.params_rest:
             self._places[record.name].end_bringing()

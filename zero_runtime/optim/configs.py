@@ -226,7 +226,7 @@ TORCH_OURS = ("params", "lr", "weight_decay", "foreach", "fused", "capturable", 
 
 @dataclass(frozen=True)
 class TorchConfig(OptimizerConfig):
-    """An element-wise optimizer of torch.optim by its class name, with its arguments, run on the shards.
+    """An element-wise optimizer of torch.optim, given by its class name and arguments and run on the shards.
 
     See [Note: what torch's optimizers keep]. The arguments must not include lr, which is passed to each step, nor
     weight_decay, which belongs to the groups.

@@ -219,7 +219,7 @@ def _where(unit: Unit) -> torch.device:
 
 
 def _zeros(unit: Unit, held: HeldState) -> torch.Tensor:
-    """One held state, all zeros. Offloaded, it is on the meta device and describes what a tier must allocate."""
+    """One held state, all zeros; on the meta device if states are offloaded, to describe it to the tier."""
     assert unit.master_shard is not None
     device = torch.device("meta") if unit.states_rest else unit.device
     return torch.zeros(unit.layout.shard_numel // held.per, dtype=TORCH_DTYPE[held.dtype], device=device)
