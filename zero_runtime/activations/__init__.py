@@ -1,1 +1,1 @@
-"""What blocks keep from forward to backward: recomputation, activation offload, the tiled loss."""
+"""Memory of activations from forward to backward: recomputation, activation offload, tiled loss."""

@@ -1,6 +1,6 @@
-"""Selective recomputation whose kept products rest elsewhere: one mode for the forward, one for its repetition.
+"""Selective recomputation with offloaded products: one mode for the forward, one for the recomputation.
 
-As torch's own (create_selective_checkpoint_contexts), which keeps the products with the device.
+Like torch's own (create_selective_checkpoint_contexts), which keeps the products on the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Operation = Callable[..., Any]
 
 
 class KeepProducts(TorchDispatchMode):
-    """The results of `operations` are packed in the order of their calls."""
+    """Packs the results of `operations` in the order of their calls."""
 
     def __init__(self, operations: Collection[object], frame: Frame) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class KeepProducts(TorchDispatchMode):
 
 
 class GiveProducts(TorchDispatchMode):
-    """The same calls in the same order are given those results, and compute nothing."""
+    """Returns the packed results to the same calls in the same order, which then compute nothing."""
 
     def __init__(self, kept: KeepProducts, frame: Frame) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class GiveProducts(TorchDispatchMode):
         self._given = 0
 
     def __enter__(self) -> Any:
-        self._given = 0  # a graph that was retained is repeated from the start
+        self._given = 0  # a second backward through a retained graph starts over
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Operation, _types: object, args: Any = (), kwargs: Any = None) -> Any:

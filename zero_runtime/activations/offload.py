@@ -1,15 +1,16 @@
-"""What blocks keep from forward to backward, at rest in the host's memory between the two.
+"""Activation offload: activations that blocks keep for backward are stored in host memory between the two passes.
 
 [Note: frames]
-A frame is one call of a block. What the call keeps leaves for the host as it is kept, storage by storage: tensors that
-share one share its copy, and come back as the same views of it, strides included, so that backward runs on the same
-numbers in the same layout. When backward asks for the first of a frame, all of it is fetched, and all of the frame that
-was made before it, which backward comes to next: the copy of one block's runs behind the computation of another's.
-What has come back ends with its last user. The host's memory is taken once and used again.
+A frame is one call of a block. The activations that the call keeps are copied to the host as soon as they are saved,
+one copy per storage: tensors that share a storage share its copy, and are restored as the same views of it, strides
+included, so that backward runs on the same numbers in the same layout. When backward asks for the first tensor of a
+frame, the complete frame is fetched, and also the frame created before it, which backward reaches next: copies for one
+block overlap with the computation of another. A fetched storage is freed after its last use. Host memory is allocated
+once and reused.
 
 [Note: what stays]
-Parameters stay (they rest by the plan of the shards), and so does what lies outside of blocks. Nothing may write to
-what is kept before it has left, which autograd forbids anyway.
+Parameters stay on the device (the plan of the shards decides where they are stored), and so do activations outside
+blocks. Nothing may write to an activation before its copy has ended, which autograd forbids anyway.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from zero_runtime.offload.copy_streams import Copies, CopyEvent
 
 
 class HostMemory:
-    """Buffers of the host for what `device` keeps: [bytes] uint8. All stay until `close`.
+    """Host buffers, [bytes] uint8, for activations of `device`. All stay allocated until `close`.
 
-    A room may be given back while a copy out of it is under way: one that is used has been waited for on the stream
-    that fills the room next, and what another one brings nobody reads.
+    A buffer may be given back while a copy out of it is under way. If the copy is used, the stream that fills the
+    buffer next has already waited for it; if it is not used, nothing reads its target.
     """
 
     def __init__(self, copies: Copies, device: torch.device) -> None:
         self.copies, self.device = copies, device
-        self.nbytes = 0  # of all buffers
+        self.nbytes = 0  # of all buffers together
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._last: weakref.ref[Frame] | None = None
 
     def frame(self, parameters: Iterable[torch.Tensor]) -> Frame:
-        """Of the call that follows; `parameters` are the block's."""
+        """Create the frame of the block call that follows; `parameters` are the block's."""
         frame = Frame(self, {one.untyped_storage()._cdata for one in parameters}, self._last)
         self._last = weakref.ref(frame)
         return frame
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Room for so many bytes; not more than an eighth of it is waste."""
+        """A buffer of at least `nbytes` bytes; less than an eighth of `nbytes`, or less than 64 bytes, stays unused."""
         step = max(1 << max(nbytes.bit_length() - 4, 0), 64)
         size = -(-nbytes // step) * step
         if self._free[size]:
@@ -57,27 +58,27 @@ class HostMemory:
         self._free[room.numel()].append(room)
 
     def close(self) -> None:
-        """Between steps: the memory goes. Idempotent."""
+        """Release the memory; only between steps. Idempotent."""
         self.copies.close()
         self._free.clear()
         self.nbytes = 0
 
 
 class Kept:
-    """One storage at rest; it ends, and its room is free again, when nothing in the graph refers to it."""
+    """One offloaded storage. When nothing in the graph refers to it any more, its buffer is free again."""
 
     def __init__(self, frame: Frame, memory: HostMemory, room: torch.Tensor, source: torch.Tensor) -> None:
-        self._frame = frame  # lives as long as what it holds
+        self._frame = frame  # keeps the frame alive as long as its storages
         self._memory = memory
         self._nbytes = source.numel()
         self._room = room
         self._arrived = memory.copies.to_host(room[: self._nbytes], source)
         self._here: tuple[torch.Tensor, CopyEvent] | None = None  # [bytes] uint8 on the device
         self.users = 0  # tensors that are views of it
-        self._to_come = 0  # of those, which have not been asked for since it was fetched
+        self._to_come = 0  # users that have not asked for it since it was fetched
 
     def fetch(self) -> None:
-        """Start bringing it to the device; a no-op while it is there or on its way."""
+        """Start copying it to the device; a no-op while it is there or being copied."""
         if self._here is None:
             copies = self._memory.copies
             target = copies.on_device(self._nbytes, torch.uint8)
@@ -85,7 +86,7 @@ class Kept:
             self._here, self._to_come = (target, event), self.users
 
     def take(self) -> torch.Tensor:
-        """[bytes] uint8 on the device, for one of its users; the last one gets all there is."""
+        """[bytes] uint8 on the device, for one of its users. It is freed after its last user."""
         self.fetch()
         assert self._here is not None
         buffer, event = self._here
@@ -102,7 +103,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor of a kept storage. Sizes and the offset count elements."""
+    """A tensor as a view of an offloaded storage. Sizes, strides and the offset count elements."""
 
     kept: Kept
     dtype: torch.dtype
@@ -112,18 +113,18 @@ class View:
 
 
 class Frame:
-    """What one call of a block keeps. See [Note: frames]."""
+    """The activations that one call of a block keeps. See [Note: frames]."""
 
     def __init__(self, memory: HostMemory, stays: set[int], before: weakref.ref[Frame] | None) -> None:
         self._memory = memory
-        self._stays = stays  # storages
+        self._stays = stays  # addresses of the storages that stay on the device
         self._before = before
         self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()
         self._seen: dict[tuple[int, int], tuple[torch.Tensor, Kept]] = {}  # by storage and version; see `end`
         self._is_fetched = False
 
     def pack(self, tensor: torch.Tensor) -> View | torch.Tensor:
-        """The tensor starts to leave; what stays is given back as it is."""
+        """Start copying the tensor to the host; a tensor that stays on the device is returned unchanged."""
         storage = tensor.untyped_storage()
         if tensor.device.type != self._memory.device.type or type(tensor) not in (torch.Tensor, FakeTensor):
             return tensor
@@ -141,11 +142,12 @@ class Frame:
         return View(kept, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def end(self) -> None:
-        """The call is over. (Until here what was packed is held: another tensor may have its address after it.)"""
+        """End the call and release the packed tensors. They are held until here, since another tensor may reuse their
+        address afterwards."""
         self._seen.clear()
 
     def unpack(self, packed: View | torch.Tensor) -> torch.Tensor:
-        """The tensor, on the device and as it was."""
+        """The tensor, on the device and with its original layout."""
         if isinstance(packed, torch.Tensor):
             return packed
         self._fetch()
@@ -158,7 +160,7 @@ class Frame:
             return empty.set_(buffer.untyped_storage(), packed.offset, packed.size, packed.stride)
 
     def _fetch(self) -> None:
-        """Once: a second backward through a graph that was retained fetches one by one."""
+        """Only the first time: a second backward through a retained graph fetches storages one by one."""
         if not self._is_fetched:
             self._is_fetched = True
             for kept in self._kept:

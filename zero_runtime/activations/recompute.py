@@ -1,14 +1,16 @@
-"""Activation checkpointing: which blocks run their forward again in backward, what they keep until then, and where.
+"""Activation checkpointing: which blocks rerun their forward in backward, what they keep, and where.
 
 [Note: what is wrapped]
-A block's `forward` is wrapped, not the block: the block's hooks then see one call in forward and one backward, and the
-recomputation inside is no call at all. Its unit has been gathered by then, since the gradient of the block's output has
-come, so recomputing gathers nothing more. Random states are put back for it, so dropout draws what it drew.
+A block's `forward` is wrapped, not the block: the block's hooks then see one forward call and one backward, and the
+recomputation inside is not a call for them. When a block recomputes, its unit has already been gathered, because the
+gradient of the block's output has arrived; so recomputation gathers nothing more. Random states are restored for it, so
+dropout draws the same numbers again.
 
 [Note: what leaves]
-With `offload=cpu` what blocks keep rests in the host's memory (offload.py): of a block that recomputes its
-inputs through which gradients flow (and its products, if it keeps them), of any other all that autograd saves in it.
-A recomputing block's other keyword arguments (masks, positions) stay: blocks share them.
+With `offload=cpu` the tensors that blocks keep are stored in host memory (offload.py). For a block that recomputes,
+these are the inputs through which gradients flow (and its products, if it keeps them); for any other block, everything
+that autograd saves in it. Other keyword arguments of a recomputing block (masks, positions) stay on the device, because
+blocks share them.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ PLACES = ("none", "cpu")
 
 CPU = torch.device("cpu")
 _aten = torch.ops.aten
-# Matrix products cost most of a block's time and their outputs little of its memory beside all the rest.
+# Matrix products take most of a block's time, while their outputs take little of its memory.
 KEPT_OPERATIONS = frozenset(
     {
         _aten.mm.default,
@@ -52,9 +54,12 @@ KEPT_OPERATIONS = frozenset(
 
 @dataclass(frozen=True)
 class RecomputeRule:
-    """full: every block keeps its input alone. every_nth: so do the last of every `every` blocks, the others keep all.
-    by_operation: every block keeps its input and the outputs of KEPT_OPERATIONS, and recomputes the rest.
-    offload: cpu lets what blocks keep rest in the host's memory; none, and any rule on a CPU, leaves it where it is.
+    """Which activations blocks keep for backward, and where.
+
+    kind: with full, every block keeps only its input; with every_nth, the last of every `every` blocks does so and the
+    others keep everything; with by_operation, every block keeps its input and the outputs of KEPT_OPERATIONS, and
+    recomputes the rest. offload: cpu stores kept tensors in host memory; none, and any rule on a CPU, leaves them in
+    place.
     """
 
     kind: str = "none"
@@ -78,10 +83,10 @@ class RecomputeRule:
 
 
 class Recomputation:
-    """A model's blocks under a rule, until `remove`. It changes time and memory, never bits.
+    """Applies a rule to a model's blocks until `remove`. It changes time and memory, never bits.
 
-    `device`: where the model will run. `copies`: how what is kept leaves it; None means as the device does that, and
-    not at all where its memory is the host's. PlanError when the model has no repeated blocks to apply the rule to.
+    `device`: where the model will run. `copies`: the copies for offloading; None chooses them by device, and offloads
+    nothing if the device computes in host memory. PlanError if the model has no repeated blocks to apply the rule to.
     """
 
     def __init__(
@@ -98,7 +103,7 @@ class Recomputation:
                 f"of one class, found none in {type(model).__name__}; use recompute=none without offload"
             )
         copies = (copies or copies_for(device)) if rule.offload == "cpu" else None
-        self.memory = None if copies is None else HostMemory(copies, device)  # what is kept on the host
+        self.memory = None if copies is None else HostMemory(copies, device)  # activations on the host
         self.blocks = rule.picks(blocks)
         self._wrapped = blocks if self.memory is not None else self.blocks
         keeps_products = rule.kind == "by_operation"
@@ -112,7 +117,7 @@ class Recomputation:
                 block.forward = KeptOnHost(block, self.memory)
 
     def remove(self) -> None:
-        """Give the blocks their own forward back, and the memory of the host. Idempotent; between two steps."""
+        """Restore the blocks' own forward and release the host memory. Idempotent; only between two steps."""
         for block in self._wrapped:
             del block.forward
         self.blocks = self._wrapped = []
@@ -121,7 +126,7 @@ class Recomputation:
 
 
 class KeptOnHost:
-    """A block's forward whose activations rest on the host. See [Note: what leaves]."""
+    """A block's forward whose activations are stored on the host. See [Note: what leaves]."""
 
     def __init__(self, block: nn.Module, memory: HostMemory) -> None:
         self._block, self._memory = block, memory
@@ -142,9 +147,9 @@ class KeptOnHost:
 
 
 class RecomputedFromHost(KeptOnHost):
-    """The same of a block that keeps its inputs (and the products, if so asked) in place of its activations.
+    """The same for a block that keeps its inputs (and its products with `keeps_products`) instead of its activations.
 
-    Checkpoint saves its positional arguments by the hooks around it, and nothing else: it has hooks of its own inside.
+    The hooks around checkpoint see only its positional arguments, because it installs separate hooks inside.
     """
 
     def __init__(self, block: nn.Module, memory: HostMemory, *, keeps_products: bool) -> None:
@@ -168,7 +173,7 @@ class RecomputedFromHost(KeptOnHost):
 
 
 class Recomputed:
-    """A block's forward that keeps its inputs (and the products, if so asked) in place of its activations."""
+    """A block's forward that keeps its inputs (and its products with `keeps_products`), not its activations."""
 
     def __init__(self, forward: Callable[..., Any], *, keeps_products: bool) -> None:
         self._forward = forward

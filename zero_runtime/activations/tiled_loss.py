@@ -1,8 +1,8 @@
-"""The cross entropy of a linear head without all logits at once: tile by tile over the tokens.
+"""The cross entropy of a linear head, computed tile by tile over the tokens, so that the full logits never exist.
 
-[Note: twice through the head] Forward keeps no logits and no gradients; backward makes each tile's logits again, when
-the gradient of the loss is known. So the factor of a loss scale is in the gradients before they are rounded to 16 bits,
-as it is without tiles, at the price of one more product with the weight.
+[Note: twice through the head] Forward keeps no logits and no gradients; backward computes each tile's logits again,
+when the gradient of the loss is known. So the loss scale is applied to the gradients before they are rounded to 16
+bits, as it is without tiles, at the cost of one more product with the weight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def tiled_cross_entropy(
     """Sum of the token losses, 0-dim fp32, of logits = hidden @ weight.T + bias.
 
     hidden: [..., D]; weight: [V, D] and bias: [V] of its dtype; labels: int64 of hidden's shape without D, `ignored`
-    where a token does not count. Logits are rounded to hidden's dtype and summed up in fp32, as without tiles; at most
+    for tokens that do not count. Logits are rounded to hidden's dtype and summed up in fp32, as without tiles; at most
     [tile, V] of them exist. Gradients of weight and bias are summed over tiles in fp32.
     """
     loss: torch.Tensor = _TiledCrossEntropy.apply(
@@ -81,7 +81,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
 
 def _grad_of_logits(logits: torch.Tensor, labels: torch.Tensor, ignored: int) -> torch.Tensor:
-    """softmax(logits) - onehot(labels), zero where a token does not count; in place of the logits."""
+    """softmax(logits) - onehot(labels) in fp32, zero for tokens that do not count."""
     counts = labels != ignored
     found = torch.softmax(logits, dim=-1, dtype=torch.float32)
     found.scatter_add_(1, labels.where(counts, 0)[:, None], -counts[:, None].to(torch.float32))

@@ -1,1 +1,1 @@
-"""Bytes: predicted by formula, counted on live tensors, and traced for activations."""
+"""Memory use in bytes: predicted by formula, counted on live tensors, and traced for activations."""

@@ -1,4 +1,4 @@
-"""Bytes of activations, from a record of which storages one step made and let go. Standard library only."""
+"""Computes bytes of activations from a trace of the storages that one step created and freed. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-# A storage of one number is left out: losses, counts, and what torch makes of a Python number or not, as it likes.
+# Storages of one number are ignored: losses, counts, and Python numbers, which torch may or may not wrap.
 ONE_NUMBER_BYTES = 8
 
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """What one micro-batch takes on a rank's device beside model states, parameters' gradients and its inputs.
+    """Bytes of one micro-batch on a rank's device, without model states, gradients of parameters and its inputs.
 
-    kept: from forward to backward, of which `kept_outside` was made outside of the repeated blocks (embedding, head,
-    logits, loss). peak: at the worst moment of forward and backward, of which `peak_outside` was made by the forward
-    outside of the blocks and `peak_backward` by the backward, recomputation included. host: at rest in the host's
-    memory from forward to backward.
+    kept: held from forward to backward; `kept_outside` is the part created outside the repeated blocks (embedding,
+    head, logits, loss). peak: held at the worst moment of forward and backward; `peak_outside` is the part created by
+    the forward outside the blocks, `peak_backward` the part created by the backward, recomputation included. host: held
+    in host memory from forward to backward.
     """
 
     kept: int
@@ -30,9 +30,10 @@ class ActivationBytes:
 
 @dataclass
 class Trace:
-    """Storages in the order in which a step made them: their bytes, and whether blocks made them in their forward.
+    """Storages in the order in which a step created them: their bytes, and whether the forward of a block created them.
 
-    events: number + 1 where that storage came, -(number + 1) where it went. forward_end: events before the backward.
+    events: number + 1 when that storage was created, -(number + 1) when it was freed. forward_end: number of events
+    before the backward.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -42,7 +43,7 @@ class Trace:
     forward_end: int = 0
 
     def came(self, nbytes: int, *, in_block: bool, on_host: bool = False) -> int:
-        """Its number."""
+        """Record a new storage and return its number."""
         self.sizes.append(nbytes)
         self.in_blocks.append(in_block)
         self.on_host.append(on_host)
@@ -53,7 +54,7 @@ class Trace:
         self.events.append(-(number + 1))
 
     def same_steps(self, other: Trace) -> bool:
-        """Whether both came and went alike, whatever their sizes."""
+        """Whether both traces create and free storages in the same order, whatever the sizes."""
         mine = (self.events, self.in_blocks, self.on_host, self.forward_end)
         return mine == (other.events, other.in_blocks, other.on_host, other.forward_end)
 
@@ -78,7 +79,7 @@ class Trace:
         return 0 if self.on_host[number] else self.sizes[number] * (1 if event > 0 else -1)
 
     def _alive(self, count: int) -> list[int]:
-        """The storages that are there after so many events."""
+        """Numbers of the storages that exist after the first `count` events."""
         found: dict[int, None] = {}
         for event in self.events[:count]:
             if event > 0:
@@ -92,11 +93,11 @@ class Trace:
 
 
 def between(first: tuple[int, Trace], second: tuple[int, Trace], micro: int) -> ActivationBytes | None:
-    """Of a micro-batch between two that were counted; None where that cannot be said without counting it.
+    """Bytes of a micro-batch size between two that were traced; None if that size must be traced itself.
 
-    Each storage's size is a whole number plus another times the micro-batch, as shapes are; two sizes give both. Where
-    the two steps made and let go the same storages in the same order, so does the step between them: what depends on
-    the size of a batch (a tile more, another kernel) changes at some size and not back again.
+    Each storage's size is an integer plus another integer times the micro-batch, as shapes are; two traces determine
+    both integers. If the two steps create and free the same storages in the same order, so does the step between them:
+    behaviour that depends on the batch size (one more tile, another kernel) changes at some size and not back again.
     """
     (low, small), (high, large) = first, second
     if not low < micro < high or not small.same_steps(large):

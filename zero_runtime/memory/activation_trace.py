@@ -1,14 +1,14 @@
-"""Counts what one forward, loss and backward of a model keep and hold, without running them: on fake tensors.
+"""Traces the memory of one forward, loss and backward of a model by running them on fake tensors.
 
 [Note: what is real in a dry step]
-Parameters are fake tensors of the compute dtype: shapes, dtypes and storages without memory. All that touches one is
-fake as well, so the model's own code, autograd and recomputation run, and every storage comes and goes as it would.
-What is made of inputs and buffers alone (positions, masks, rotary tables) is computed, since models look at its values
-to decide what they do; it is small beside the rest, and counts like it.
+Parameters are fake tensors of the compute dtype: shapes, dtypes and storages without memory. Every result that depends
+on one is fake too, so the model's own code, autograd and recomputation run, and every storage is created and freed as
+in a real step. Results of inputs and buffers alone (positions, masks, rotary tables) are computed, since models branch
+on their values; they are small compared with the others and are counted in the same way.
 
 [Note: kernels]
-Operations are those of a CPU, down to the kernels that torch chooses there. For a CUDA device all are the same but
-attention (see CudaAttention). A kernel's own scratch memory is seen by nobody here.
+Operations are those of a CPU, down to the kernels that torch chooses there. For a CUDA device only attention differs
+(see CudaAttention). The scratch memory inside a kernel is not counted.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ FLASH_HEAD_DIM, MASK_ALIGNMENT = 256, 8
 
 
 class Counter(TorchDispatchMode):
-    """Inside, every storage that an operation makes is traced from its first tensor to its last user's end.
+    """Mode that traces every storage that an operation creates, from its first tensor to the end of its last user.
 
-    `existing`: tensors whose storages were there before.
+    `existing`: tensors whose storages existed before and are not traced.
     """
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:
@@ -80,19 +80,20 @@ def trace_step(
     *,
     on_cuda: bool = False,
 ) -> Trace:
-    """What `loss_of(model, *inputs)` and its backward make and let go. The model, on the meta device, is spent by it.
+    """Trace the storages that `loss_of(model, *inputs)` and its backward create and free.
 
-    Gradients of parameters end as they come, as they do in a step: what rests of them is a model state.
+    The model must be on the meta device and cannot be used afterwards. Gradients of parameters are dropped when they
+    arrive, as in a step: the flat gradient that they are copied to is a model state.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    fake.cache_enabled = recompute.offload == "none"  # its keys would hold the storages that leave
+    fake.cache_enabled = recompute.offload == "none"  # its keys would keep offloaded storages alive
     params = _without_memory(model, rules, fake)
     counter = Counter([*params, *model.buffers(), *inputs])
-    if on_cuda:
+    if on_cuda:  # before Recomputation wraps the blocks, so that the recomputation uses it too
         for block in block_modules(model) or [model]:
             block.forward = _WithCudaAttention(block.forward)
     recomputation = Recomputation(model, recompute, copies=_FakeCopies(fake, counter) if on_cuda else None)
-    for block in block_modules(model):
+    for block in block_modules(model):  # after Recomputation, so that only the first forward is marked
         block.forward = _Marked(block.forward, counter)
     for param in params:
         if param.requires_grad:
@@ -100,7 +101,7 @@ def trace_step(
     with _no_collection(), counter:
         loss = loss_of(model, *inputs)
         states = 0 if on_cuda else len(recomputation.blocks) * torch.get_rng_state().nbytes
-        # Recomputing blocks keep the CPU's random state, which no operation makes. (A GPU's rests on the host.)
+        # Recomputing blocks keep the CPU's random state, which no operation creates. (A GPU's is stored on the host.)
         kept = counter.trace.came(states, in_block=True)
         counter.trace.forward_end = len(counter.trace.events)
         counter.trace.went(kept)
@@ -110,7 +111,7 @@ def trace_step(
 
 
 def _without_memory(model: nn.Module, rules: UnitRules, fake: FakeTensorMode) -> list[nn.Parameter]:
-    """Every parameter becomes a fake one on the CPU in the dtype that it is computed with; ties stay ties."""
+    """Replace every parameter with a fake one on the CPU in its compute dtype; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for spec in plan_units(model, rules):
         dtype = TORCH_DTYPE[spec.precision.compute or spec.precision.param]
@@ -126,7 +127,7 @@ def _without_memory(model: nn.Module, rules: UnitRules, fake: FakeTensorMode) ->
 
 
 class _Marked:
-    """A block's forward that tells the counter when it runs."""
+    """A block's forward that marks in the counter when it runs."""
 
     def __init__(self, forward: Callable[..., Any], counter: Counter) -> None:
         self._forward, self._counter = forward, counter
@@ -140,7 +141,7 @@ class _Marked:
 
 
 class _WithCudaAttention:
-    """A forward under CudaAttention: in the recomputation too, whose thread knows no mode of the caller's."""
+    """A forward that enters CudaAttention itself: recomputation may run in a thread without the caller's modes."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
@@ -156,7 +157,7 @@ def _drop_grad(param: torch.Tensor) -> None:
 
 @contextmanager
 def _no_collection() -> Any:
-    """Garbage in cycles would go at a time of the collector's own: here it stays, and two counts are alike."""
+    """Disable garbage collection: it would free cycles at unpredictable times, and two traces would differ."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -167,7 +168,7 @@ def _no_collection() -> Any:
 
 
 class _FakeCopies(PlainCopies):
-    """Both ways between fake memories, each copy at once; what is on the host is counted there."""
+    """Synchronous copies between fake tensors; host buffers are counted as host memory."""
 
     def __init__(self, fake: FakeTensorMode, counter: Counter) -> None:
         super().__init__(torch.device("cpu"))
@@ -186,11 +187,12 @@ class _FakeCopies(PlainCopies):
 
 
 class CudaAttention(TorchFunctionMode):
-    """Inside, attention is the operation that torch chooses on a GPU since Ampere, as far as shapes and dtypes decide.
+    """Mode in which attention is the operation that torch chooses on Ampere and newer GPUs, by shapes and dtypes.
 
-    16 bits, no mask, heads of at most 256: flash, which keeps its inputs, its output and a logarithm a row and head
-    (cuDNN's, which torch prefers on some, keeps the same). Else without grouped heads: memory-efficient, which keeps
-    the mask too. Else: as it is composed of products, which keeps its scores.
+    16-bit dtypes, no mask and heads of at most 256: flash attention, which keeps its inputs, its output and one
+    logarithm per row and head (cuDNN's attention, which torch prefers on some GPUs, keeps the same). Otherwise, without
+    grouped heads: memory-efficient attention, which keeps the mask too. Otherwise: attention composed of matrix
+    products, which keeps its scores.
     """
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,7 +214,7 @@ def _attention(
     width = query.shape[-1]
     scale = width**-0.5 if scale is None else scale
     if query.dtype in FLASH_DTYPES and attn_mask is None and max(width, value.shape[-1]) <= FLASH_HEAD_DIM:
-        padding = (0, -width % 8)  # it takes heads in multiples of 8, and the caller's are copied
+        padding = (0, -width % 8)  # flash takes head sizes in multiples of 8; padding copies the inputs
         heads = [F.pad(one, padding) if padding[1] else one for one in (query, key, value)]
         return _aten._scaled_dot_product_flash_attention(*heads, dropout_p, is_causal, scale=scale)[0][..., :width]
     if query.shape[1] == key.shape[1]:
@@ -224,7 +226,7 @@ def _attention(
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The mask as the memory-efficient kernel takes it: numbers of the query's dtype in rows padded for its loads."""
+    """The mask in the memory-efficient kernel's format: numbers of the query's dtype, rows padded for its loads."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:

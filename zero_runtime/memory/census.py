@@ -1,4 +1,4 @@
-"""Counts bytes by walking the tensors that are alive: distinct storages, never the layout's word for it."""
+"""Counts bytes of the tensors that are alive, by distinct storages and independently of the layouts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from zero_runtime.runtime import ZeroRuntime
 
 @dataclass(frozen=True)
 class Census:
-    """Bytes of distinct live storages. `host` is what offload holds in the host's memory; `other` every live tensor
-    that is neither that nor a model state nor a buffer."""
+    """Bytes of distinct live storages. `host`: held in host memory by offload. `other`: every other live tensor that
+    is neither a model state nor a buffer."""
 
     params: int
     grads: int
@@ -33,7 +33,7 @@ class Census:
 
 
 def take_census(runtime: ZeroRuntime) -> Census:
-    """Count what is alive now. A storage that several components use counts once, for the first that names it."""
+    """Count the live storages. A storage that several components use counts once, for the first that names it."""
     seen: set[int] = set()
     by_component = {name: _count_new(tensors, seen) for name, tensors in runtime.state_tensors().items()}
     host = _count_new((tensor for found in runtime.host_tensors().values() for tensor in found), seen)
@@ -43,16 +43,17 @@ def take_census(runtime: ZeroRuntime) -> Census:
 
 
 class ActivationCensus:
-    """Around one forward: bytes that it leaves alive for backward, in storages that were not there before.
+    """Context around one forward that counts the bytes it leaves alive for backward, in storages that it created.
 
-    Counts what autograd saves and what Python still holds (the kept inputs of recomputed blocks are of this kind), but
-    for storages of one number (see activation_count.py, which predicts the same).
+    Counts tensors that autograd saves and tensors that Python still holds (such as the kept inputs of recomputed
+    blocks), except storages of one number (see activation_count.py, which predicts the same).
     """
 
     def __init__(self, runtime: ZeroRuntime) -> None:
         self.bytes = 0
         self._runtime = runtime
-        self._there: list[StorageWeakRef] = []  # holds their addresses: no other storage gets one that has gone
+        # Weak references reserve the addresses: no new storage gets the address of a freed one.
+        self._there: list[StorageWeakRef] = []
         self._saved: list[torch.Tensor] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -98,6 +99,6 @@ def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]
 
 
 def _live_tensors(device_type: str) -> list[torch.Tensor]:
-    # type(), not isinstance: some libraries keep lazy objects whose __class__ imports things when looked at.
+    # type(), not isinstance: some libraries keep lazy objects whose __class__ imports modules when it is read.
     found = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
     return [tensor for tensor in found if tensor.device.type == device_type and tensor.layout is torch.strided]

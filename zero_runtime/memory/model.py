@@ -1,7 +1,7 @@
-"""Bytes of model states per rank, from the plan and the layouts; the same arithmetic that the runtime allocates by.
+"""Bytes of model states per rank, from the plan and the layouts, by the same arithmetic as the runtime's allocations.
 
-The moment meant is between the last backward and the step, when every state exists (arXiv 1910.02054, section 3.1
-counts there: 2Ψ + 2Ψ + 12Ψ for mixed-precision Adam). Standard library only.
+Bytes are counted between the last backward and the step, when every state exists, as in arXiv 1910.02054, section 3.1
+(2Ψ + 2Ψ + 12Ψ for mixed-precision Adam). Standard library only.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.plan import Partition, ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 
-ADAM_BYTES = 8.0  # an element of exp_avg and exp_avg_sq in fp32; what other states cost, their config says
+ADAM_BYTES = 8.0  # bytes per element of exp_avg and exp_avg_sq in fp32; other states: see OptimizerConfig.state_bytes
 
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What the model needs to know of one unit, in elements."""
+    """Size of one unit in elements, and which of its states are offloaded."""
 
     numel: int
     padded_numel: int
     trainable: bool
-    is_root: bool = False  # what no block, embedding or head owns: its life is a whole pass
-    params_rest: bool = False  # away from the device between their uses, as far as the plan shards them
-    optimizer_rests: bool = False  # the same of a master of its own and the optimizer's states
-    apart: bool = False  # in the host's memory while a device of its own computes: gradients leave for it too
+    is_root: bool = False  # parameters that no block, embedding or head owns; unsharded for a complete pass
+    params_rest: bool = False  # offloaded between their uses, as far as the plan shards them
+    optimizer_rests: bool = False  # the same for a separate master and the optimizer's states
+    apart: bool = False  # offloaded to memory that the device cannot compute in: gradients go there too
 
     @classmethod
     def of(
@@ -42,7 +42,7 @@ class UnitSize:
         return cls(layout.numel, layout.padded_numel, trainable, is_root, params_rest, optimizer_rests, apart)
 
     def is_away(self, component: str) -> bool:
-        """Whether this component of the model states is not with the device between backward and step."""
+        """Whether this component of the model states is off the device between backward and step."""
         if component == "params":
             return self.params_rest
         return self.optimizer_rests and (component == "optimizer" or self.apart)
@@ -50,9 +50,9 @@ class UnitSize:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one rank by component; `padding` is what the three hold above the closed form (`formula`).
+    """Bytes of one rank by component; `padding` is the part of their sum that exceeds the closed form (`formula`).
 
-    It is the mean over the ranks, to the nearest byte: the padding itself lies at the end of the last shards.
+    `padding` is the mean over the ranks, to the nearest byte: the padding itself is at the end of the last shards.
     """
 
     params: int
@@ -65,12 +65,12 @@ class StateBytes:
         return self.params + self.grads + self.optimizer
 
 
-Term = tuple[float, Partition]  # bytes an element, and whether they are split over the shard group
+Term = tuple[float, Partition]  # bytes per element, and whether they are split over the shard group
 
 
 @dataclass(frozen=True)
 class BytesPerElement:
-    """What one trainable element costs a rank, by component: a sum of terms."""
+    """Bytes of one trainable element on a rank; each component is a sum of terms."""
 
     params: tuple[Term, ...]
     grads: tuple[Term, ...]
@@ -78,7 +78,7 @@ class BytesPerElement:
 
     @classmethod
     def of(cls, plan: ZeroPlan, precision: MixedPrecision, micro_batches: int, state_bytes: float) -> BytesPerElement:
-        # Where master and param dtype agree the master is the parameter (see Unit._allocate) and costs nothing.
+        # If master and param dtype agree, the master is the parameter (see Unit._allocate) and costs nothing.
         master = 0 if precision.master == precision.param else ITEMSIZE_BYTES[precision.master]
         return cls(
             params=_param_terms(plan, precision),
@@ -91,7 +91,7 @@ def _param_terms(plan: ZeroPlan, precision: MixedPrecision) -> tuple[Term, ...]:
     size = ITEMSIZE_BYTES[precision.param]
     if precision.computes_as_param or plan.params is Partition.SHARDED:
         return ((size, plan.params),)
-    # The full copy is a cast of what was gathered, so the shard that is gathered cannot be a slice of it.
+    # The full copy is a cast of the gathered parameters, so the shard that is gathered cannot be a slice of it.
     return ((ITEMSIZE_BYTES[precision.compute or precision.param], plan.params), (size, plan.optimizer))
 
 
@@ -129,7 +129,7 @@ def total_state_bytes(
     micro_batches: int = 1,
     state_bytes: float = ADAM_BYTES,
 ) -> StateBytes:
-    """`model_state_bytes` of units of several precisions."""
+    """`model_state_bytes` for units of several precisions."""
     by_kind: dict[MixedPrecision, list[UnitSize]] = {}
     for size, kind in units:
         by_kind.setdefault(kind, []).append(size)
@@ -141,10 +141,10 @@ def total_state_bytes(
 
 
 def step_floor_bytes(states: StateBytes, activations_peak: int, *, micro_batches: int = 1) -> int:
-    """What one rank holds at least at the worst moment of its second step, when optimizer states exist.
+    """Lower bound on a rank's peak bytes in its second step, when optimizer states exist.
 
-    All model states, after the last backward; or the parameters, the optimizer's states and the activations of a
-    micro-batch at their peak, and where another micro-batch came before, its gradients.
+    The larger of two sums: all model states, after the last backward; or the parameters, the optimizer's states and the
+    peak activations of a micro-batch, plus the gradients of earlier micro-batches if there are any.
     """
     during = states.params + states.optimizer + activations_peak + (states.grads if micro_batches > 1 else 0)
     return max(states.total, during)
@@ -152,9 +152,10 @@ def step_floor_bytes(states: StateBytes, activations_peak: int, *, micro_batches
 
 @dataclass(frozen=True)
 class StepPeak:
-    """Bytes that one rank holds at most in a step for model states and what is whole of them: an upper bound.
+    """Upper bound on a rank's bytes during a step: model states plus the units that are unsharded at the same time.
 
-    states: as in `StateBytes`. params, grads: of the units that are whole at once, where the plan shards them.
+    states: as in `StateBytes`. params, grads: of the units that are unsharded at the same time, if the plan shards
+    them, and of offloaded shards and gradients while they are on the device.
     """
 
     states: int
@@ -175,17 +176,19 @@ def step_peak_bytes(
     micro_batches: int = 1,
     state_bytes: float = ADAM_BYTES,
 ) -> StepPeak:
-    """The peak of a step; `units` in the order of registration. Activations and the collectives' own buffers are not in
-    it. Whole at once are the root, whose parameters are used at both ends of the model, and of the parameters 1 +
-    prefetch neighbours, of the gradients the unit that is filled and the one before it, which is being reduced. Shards
-    that come from the host are here for one neighbour more."""
+    """The peak of a step, without activations and the collectives' own buffers; `units` in the order of registration.
+
+    Unsharded at the same time are the root, whose parameters are used at both ends of the model; the parameters of
+    1 + prefetch neighbouring units; and the gradients of the unit being filled and of the one before it, which is being
+    reduced. Shards from the host are on the device for one more neighbour.
+    """
     units = list(units)
 
     def states_of(size: UnitSize, kind: MixedPrecision) -> StateBytes:
         return model_state_bytes(plan, kind, [size], world=world, micro_batches=micro_batches, state_bytes=state_bytes)
 
     away = [states_of(size, kind).total for size, kind in units]
-    # Gradients that leave are here until then: as if they stayed.
+    # Gradients that go to the host are on the device before that: count them as if they stayed.
     states = [states_of(replace(size, apart=False), kind) for size, kind in units]
     leaving = sum(one.total for one in states) - sum(away)
     params = [size.padded_numel * _whole_param_bytes(kind) for size, kind in units]
@@ -210,8 +213,8 @@ def _neighbours_peak(whole: list[int], roots: list[bool], count: int) -> int:
 
 
 def _backward_peak(whole: list[int], shards: list[int], roots: list[bool]) -> int:
-    """What whole gradients add to the shards at rest: backward fills the units in reverse, each shard comes with its
-    unit's reduction, the root's last."""
+    """Bytes that full gradients add to the sum of the gradient shards. Backward fills the units in reverse order, and
+    each unit's reduction allocates its shard, the root's last."""
     root = sum(size for size, is_root in zip(whole, roots, strict=True) if is_root)
     others = [(size, shard) for size, shard, is_root in zip(whole, shards, roots, strict=True) if not is_root]
     peak = rested = before = 0
@@ -235,9 +238,9 @@ def formula(
     state_bytes: float = ADAM_BYTES,
     with_frozen: bool = False,
 ) -> str:
-    """The closed form of `model_state_bytes` in Ψ (parameters) and N (ranks of a shard group): `4Ψ + 12Ψ/N`.
+    """The closed form of `model_state_bytes` in Ψ (parameters) and N (ranks of a shard group), such as `4Ψ + 12Ψ/N`.
 
-    `with_frozen`: Ψ are those that are trained, Φ the others.
+    `with_frozen`: Ψ are the trained parameters, Φ the frozen ones.
     """
     of = BytesPerElement.of(plan, precision, micro_batches, state_bytes)
     trained = _closed_form([term for component in asdict(of).values() for term in component], "Ψ")
@@ -259,9 +262,9 @@ class CollectiveCounts:
 
     @classmethod
     def of(cls, plan: ZeroPlan, micro_batches: int = 1, *, reduces_at_boundary: bool = False) -> CollectiveCounts:
-        """arXiv 1910.02054, section 7. One gather a step where parameters are replicated and the optimizer is not, two
-        a micro-batch where they are sharded. One reduction a step, or one a micro-batch where gradients are sharded
-        and are not kept whole until the boundary (`no_sync`)."""
+        """Counts as in arXiv 1910.02054, section 7. Gathers: one per step if parameters are replicated and the
+        optimizer is not, two per micro-batch if parameters are sharded. Reductions: one per step, or one per
+        micro-batch if gradients are sharded and are not kept unsharded until the last micro-batch (`no_sync`)."""
         gathers = 2 * micro_batches if plan.params is Partition.SHARDED else int(plan.optimizer is Partition.SHARDED)
         every = plan.reduces_every_backward and not reduces_at_boundary
         return cls(gathers, micro_batches if every else 1)
@@ -271,8 +274,9 @@ def collective_elements(counts: CollectiveCounts, numel: int, *, world: int, sha
     """Elements that one rank sends in one steady step for `numel` trainable elements.
 
     With groups of G = shard_count ranks and N/G replicas of each shard: a gather or reduce-scatter of P elements sends
-    (G-1)/G P, and the all-reduce of a shard over its replicas 2 (N/G - 1)/(N/G) P/G. For G = N that is (N-1)/N P a
-    collective; for G = 1 the all-reduce's 2 (N-1)/N P. Exact where numel is a multiple of `world`, else rounded down.
+    (G-1)/G P, and the all-reduce of a shard over its replicas sends 2 (N/G - 1)/(N/G) P/G. For G = N that is (N-1)/N P
+    per collective; for G = 1 only the all-reduce remains, 2 (N-1)/N P. Exact if numel is a multiple of `world`,
+    otherwise rounded down.
     """
     replicas = world // shard_count
     within = (counts.gathers + counts.reductions) * numel * (shard_count - 1) // shard_count
@@ -281,7 +285,7 @@ def collective_elements(counts: CollectiveCounts, numel: int, *, world: int, sha
 
 
 def collective_formula(counts: CollectiveCounts, *, world: int, shard_count: int) -> str:
-    """The closed form of `collective_elements`, in Ψ, N (ranks) and G (ranks of a shard group, where that is less)."""
+    """The closed form of `collective_elements`, in Ψ, N (ranks) and G (ranks of a shard group, if fewer)."""
     if shard_count == 1:
         return f"{2 * counts.reductions}Ψ·(N-1)/N"
     within = counts.gathers + counts.reductions
@@ -291,8 +295,8 @@ def collective_formula(counts: CollectiveCounts, *, world: int, shard_count: int
 
 
 def kept_grad_bytes(plan: ZeroPlan, precision: MixedPrecision, units: Iterable[UnitSize]) -> int:
-    """What `no_sync` costs a rank between micro-batches beside the states: whole gradients in accumulate dtype, where
-    the plan would have sharded them."""
+    """Bytes that `no_sync` adds to a rank's states between micro-batches: full gradients in accumulate dtype, if the
+    plan would have sharded them."""
     if not plan.reduces_every_backward:
         return 0
     return sum(unit.padded_numel for unit in units if unit.trainable) * ITEMSIZE_BYTES[precision.accumulate]

@@ -1,1 +1,1 @@
-"""Model states away from the device between uses: in host memory, or in a scratch file on NVMe."""
+"""Offload of model states between uses to host memory, or to a scratch file on NVMe."""

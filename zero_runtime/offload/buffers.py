@@ -1,4 +1,4 @@
-"""Slots of the host's memory, and how records move between them and the scratch file."""
+"""Slots (host buffers), and the transfers of records between slots and the scratch file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from zero_runtime.offload.tier import PARAM
 
 
 class Slots:
-    """They are made when they are first needed, and used again.
+    """Pools of host buffers, allocated when they are first needed and then reused.
 
-    `param_buffer`: memory of so many bytes for parameters alone, which may be what a device copies from.
+    `param_buffer`: allocates a given number of bytes for parameters alone; a device may copy from this memory.
     """
 
     def __init__(
@@ -25,31 +25,31 @@ class Slots:
         self._slot_bytes = max((record.size for record in records), default=0)
         self._param_bytes = max((record.size - record.param_at for record in records), default=0)
         self._param_buffer = param_buffer
-        self._lock = threading.Lock()  # steps and guesses take slots in threads of their own
-        self._made: list[torch.Tensor] = []  # all of both kinds
+        self._lock = threading.Lock()  # updates and speculative updates take slots in separate threads
+        self._made: list[torch.Tensor] = []  # every slot, of both kinds
         self._free: list[torch.Tensor] = []
         self._free_params: list[torch.Tensor] = []
 
-    # ---- whole records -----------------------------------------------------------------------------------------
+    # ---- complete records --------------------------------------------------------------------------------------
 
     def take(self, visit: Visit) -> torch.Tensor:
         visit.slot = self._from(self._free, lambda: aligned_buffer(self._slot_bytes))
         return visit.slot
 
     def give_back(self, visit: Visit) -> None:
-        """A no-op without one."""
+        """Return the visit's slot to the pool; a no-op if it has none."""
         if visit.slot is not None:
             self._free.append(visit.slot)
             visit.slot = None
 
     def fetch(self, visit: Visit, *, whole: bool = False) -> Moving:
-        """Start reading what an update needs, or all of it."""
+        """Start reading the part of the record that an update needs, or with `whole` the complete record."""
         record = visit.record
         slot = self.take(visit) if visit.slot is None else visit.slot
         return Moving(self._moves(self._file.read, record, slot, record.size if whole else record.update_end))
 
     def flush(self, visit: Visit, at: int | None = None) -> Moving:
-        """Start writing all of it, to its place or to `at`; the slot is free when that is done."""
+        """Start writing the complete record to its own offset or to `at`; waiting for the result frees the slot."""
         assert visit.slot is not None
         moves = self._moves(self._file.write, visit.record, visit.slot, visit.record.size, at)
         return Moving(moves, lambda: self.give_back(visit))
@@ -62,7 +62,7 @@ class Slots:
         end: int,
         at: int | None = None,
     ) -> list[Transfer]:
-        """The two parts of a record up to `end`, each always in the same blocks."""
+        """Transfers of a record's two parts up to byte `end`. Each part is always split into the same blocks."""
         place = record.offset if at is None else at
         parts = [(0, min(record.param_at, end)), (record.param_at, end)]
         return [move(place + low, slot[low:high], record.what) for low, high in parts if low < high]
@@ -75,7 +75,7 @@ class Slots:
             return free.pop()
 
     def read_range(self, record: OffloadedUnit, region: Region, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of one tensor, in memory of their own. Whole blocks are read: they alone have sums."""
+        """Elements [start, stop) of one tensor, as a copy. Reads complete blocks, because only these have checksums."""
         low = record.offset + region.offset + start * region.dtype.itemsize
         high = record.offset + region.offset + stop * region.dtype.itemsize
         step, middle = self._file.settings.block_bytes, record.offset + record.param_at
@@ -88,7 +88,7 @@ class Slots:
     # ---- parameters alone --------------------------------------------------------------------------------------
 
     def begin_params(self, record: OffloadedUnit) -> None:
-        """Start reading the unit's param_shard; a no-op while it is here or on its way."""
+        """Start reading the unit's param_shard; a no-op while it is in memory or being read."""
         if record.is_bound or record.param_slot is not None:
             return
         record.param_slot = self._from(self._free_params, lambda: self._param_buffer(self._param_bytes))
@@ -96,7 +96,7 @@ class Slots:
         record.reading = self._file.read(record.offset + record.param_at, part, record.what)
 
     def fetch_params(self, record: OffloadedUnit) -> torch.Tensor:
-        """[S] the unit's param_shard in memory; blocks until it is there."""
+        """The unit's param_shard [S] in memory; blocks until it has been read."""
         if record.is_bound:
             return record.unit.param_shard
         self.begin_params(record)
@@ -106,7 +106,7 @@ class Slots:
         return record.param_slot[: region.nbytes].view(region.dtype)
 
     def drop_params(self, record: OffloadedUnit) -> None:
-        """Nobody reads them any more, or nobody will."""
+        """Free the slot of the parameters: a gather has read them, or none will."""
         if record.param_slot is not None:
             self._end_reading(record)
             self._free_params.append(record.param_slot)
@@ -117,21 +117,21 @@ class Slots:
             record.reading.wait()
             record.reading = None
 
-    # ---- the rest ----------------------------------------------------------------------------------------------
+    # ---- all slots ---------------------------------------------------------------------------------------------
 
     def made(self) -> list[torch.Tensor]:
-        """All that were ever needed, for counting."""
+        """All slots allocated so far, for counting."""
         return list(self._made)
 
     def close(self) -> None:
-        """Let them go. Idempotent."""
+        """Release all slots. Idempotent."""
         self._made.clear()
         self._free.clear()
         self._free_params.clear()
 
 
 class Moving:
-    """Several transfers as one, and what is done when they are, whatever became of them."""
+    """Several transfers waited for as one. `then` is called when all have ended, even if some failed."""
 
     def __init__(self, transfers: list[Transfer], then: Callable[[], None] = lambda: None) -> None:
         self._transfers = transfers
@@ -142,6 +142,7 @@ class Moving:
             for transfer in self._transfers:
                 transfer.wait()
         finally:
+            # A slot must not be reused while another part of a failed transfer still reads or writes it.
             for transfer in self._transfers:
                 transfer.settle()
             self._then()

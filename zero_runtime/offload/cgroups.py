@@ -1,4 +1,4 @@
-"""What the control groups of this process leave it of processors and memory, in version 1 and version 2 of cgroups."""
+"""Limits on processors and memory that control groups (versions 1 and 2) set for this process."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
-# Version 1 says "no limit" with the largest whole page of a signed 64-bit number.
+# Version 1 reports "no limit" as the largest multiple of the page size in a signed 64-bit number.
 _NO_LIMIT = 1 << 60
 
 
 def cpu_share() -> float | None:
-    """Processors that this process may keep busy, a fraction too; None without a limit."""
+    """Number of processors that this process may keep busy, possibly fractional; None without a limit."""
     shares = [*_shares_2(), *_shares_1()]
     return min(shares, default=None)
 
 
 def memory_limit() -> int | None:
-    """Bytes that the smallest of its groups may hold; None without a limit."""
+    """Smallest memory limit in bytes among the groups of this process; None without a limit."""
     return min((limit for limit, _ in _memory()), default=None)
 
 
 def memory_room() -> int | None:
-    """Bytes that can still be taken; None without a limit. Cached files are room: the kernel drops them first."""
+    """Bytes still available; None without a limit. Cached files count as available: the kernel drops them first."""
     return min((limit - used for limit, used in _memory()), default=None)
 
 
@@ -37,12 +37,12 @@ def _shares_2() -> Iterator[float]:
 def _shares_1() -> Iterator[float]:
     for folder in _folders("cpu"):
         quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
-        if quota.isdigit() and period.isdigit():  # -1 is no limit
+        if quota.isdigit() and period.isdigit():  # -1 means no limit
             yield int(quota) / int(period)
 
 
 def _memory() -> Iterator[tuple[int, int]]:
-    """(limit, used without cached files) of each group with a limit."""
+    """(limit, usage without cached files) in bytes of each group that has a limit."""
     names_2 = ("memory.max", "memory.current", "")
     names_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
     for controller, (limit, usage, prefix) in (("", names_2), ("memory", names_1)):
@@ -59,16 +59,16 @@ def _cached_files(folder: Path, prefix: str) -> int:
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """The group of this process and those around it; `controller` "" means version 2.
+    """Folders of the group of this process and of its parent groups; `controller` "" means version 2.
 
-    A container may see its own group at the root while /proc names the path outside of it: the root is always looked
-    at, and what does not exist is passed over by the caller.
+    A container may see its own group at the root while /proc names the path outside the container. So the root is
+    always included; the caller skips folders that do not exist.
     """
     for line in _text(OWN).splitlines():
         _, names, path = line.split(":", 2)
         if controller not in names.split(","):
             continue
-        # In a machine with both versions the second has a folder of its own; controllers of one mount share theirs.
+        # On a machine with both versions, version 2 has a separate folder; controllers of one mount share a folder.
         for top in (ROOT / name for name in ((names, controller) if controller else ("", "unified"))):
             own = top / path.strip("/")
             yield from (folder for folder in (own, *own.parents) if folder == top or top in folder.parents)

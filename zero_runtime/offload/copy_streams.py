@@ -1,9 +1,10 @@
-"""Copies between the device's memory and the host's, beside what the device computes: CUDA's part of offload.
+"""Copies between device memory and host memory that overlap with computation: the CUDA part of offload.
 
 [Note: what waits for what]
-A copy is issued and gives an event. What reads the target afterwards makes the device wait for it (`hold_device`: what
-is issued from there on), or the host (`wait`). Buffers of the device belong to the stream that fills them, so
-that filling one waits for nothing; `used_here` keeps it from being given to others while the current stream reads it.
+Issuing a copy returns an event. Code that reads the target afterwards makes the device wait for the event
+(`hold_device`: applies to work issued from then on) or makes the host wait (`wait`). Device buffers belong to the
+stream that fills them, so filling one waits for nothing; `used_here` keeps the allocator from reusing a buffer while
+the current stream reads it.
 """
 
 from __future__ import annotations
@@ -19,55 +20,55 @@ from zero_runtime.offload.scratch_file import aligned_buffer
 
 
 class CopyEvent(Protocol):
-    """A place in the order of what the device does."""
+    """A point in the sequence of the device's operations."""
 
     def hold_device(self) -> None:
-        """What is issued on the current stream from here on waits until it is reached. Does not block."""
+        """Make work issued on the current stream from now on wait for the event. Does not block the host."""
 
     def wait(self) -> None:
-        """Block the host until it is reached."""
+        """Block the host until the event is reached."""
 
 
 class Copies(Protocol):
-    """Both ways between one device and the host; from any thread. See [Note: what waits for what]."""
+    """Copies in both directions between one device and the host, from any thread. See [Note: what waits for what]."""
 
     def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """[numel] in memory of the host, which copies can reach without blocking; ours until `close`."""
+        """Allocate [numel] in host memory that copies can access without blocking; valid until `close`."""
         ...
 
     def on_device(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """[numel] in memory of the device, for `to_device` to fill."""
+        """Allocate [numel] in device memory, for `to_device` to fill."""
         ...
 
     def here(self) -> CopyEvent:
-        """All that has been issued on the current stream so far."""
+        """Event that is reached when all work issued on the current stream so far has run."""
         ...
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
-        """Start copying what `source` holds after all that has been issued on the current stream."""
+        """Start copying `source` to `target` after all work issued on the current stream so far."""
         ...
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> CopyEvent:
-        """Start copying when these events are reached."""
+        """Start copying `source` to `target` once the events in `after` are reached."""
         ...
 
     def used_here(self, buffer: torch.Tensor) -> None:
-        """The current stream reads or writes this buffer of `on_device`."""
+        """Record that the current stream reads or writes this buffer from `on_device`."""
 
     def close(self) -> None:
-        """Nothing is under way and the host's memory is not used any more. Idempotent."""
+        """Wait for all copies and release the host memory. Idempotent."""
 
 
 class _Reached:
     def hold_device(self) -> None:
-        """Nothing is ever behind."""
+        """A no-op: the event has already been reached."""
 
     def wait(self) -> None:
-        """It has been reached."""
+        """A no-op: the event has already been reached."""
 
 
 class PlainCopies:
-    """Between two memories of a CPU, each copy at once: the same way without a device, for tests and for reading."""
+    """Synchronous copies within CPU memory: the same code path without a GPU, for tests and as a simple reference."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -92,14 +93,14 @@ class PlainCopies:
         return _Reached()
 
     def used_here(self, buffer: torch.Tensor) -> None:
-        """There is one stream."""
+        """A no-op: there is only one stream."""
 
     def close(self) -> None:
-        """The memory goes with its tensors."""
+        """A no-op: the memory is freed with its tensors."""
 
 
 class _Event:
-    """A CUDA event. The host sleeps while it waits: a waiting thread that spins would take the update's core."""
+    """A CUDA event. The host thread sleeps while it waits: a spinning thread would take a core from the update."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
@@ -114,7 +115,7 @@ class _Event:
 
 
 class CudaCopies:
-    """Between a GPU and page-locked memory, on a stream for each way."""
+    """Copies between a GPU and page-locked host memory, with one stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -122,10 +123,10 @@ class CudaCopies:
         self._locked: list[torch.Tensor] = []
 
     def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Locked in place: torch's own pinned allocator would round each tensor up to a power of two."""
+        """Lock ordinary memory in place: torch's own pinned allocator would round each tensor up to a power of two."""
         tensor = host_tensor(numel, dtype)
         if numel:
-            size = aligned(tensor.nbytes)  # whole pages, which no other tensor shares
+            size = aligned(tensor.nbytes)  # complete pages, which no other tensor shares
             self._check(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0), "lock", size)
             self._locked.append(tensor)
         return tensor
@@ -170,11 +171,11 @@ class CudaCopies:
 
 
 def copies_for(device: torch.device) -> Copies | None:
-    """How shards move between this device and the host; None where the host's memory is the device's."""
+    """Copies between this device and the host; None if the device computes in host memory."""
     return CudaCopies(device) if device.type == "cuda" else None
 
 
 def host_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """[numel] at the start of pages that no other tensor shares."""
+    """Allocate [numel] at the start of memory pages that no other tensor shares."""
     nbytes = numel * dtype.itemsize
     return aligned_buffer(aligned(nbytes))[:nbytes].view(dtype)

@@ -1,7 +1,8 @@
-"""What goes between one unit on its device and the host's memory, where its shards are updated.
+"""Transfers of one unit's gradients and parameters between its device and host memory.
 
-Gradients go down as their reduction ends, new parameters come up when they are there; parameters that rest down there
-come up for each gather. See [Note: what waits for what] in copy_streams.py.
+If the update runs on the host, gradients are copied there when their reduction ends, and new parameters are copied
+back when they are ready. Parameters that are offloaded to the host are copied to the device for each gather. See
+[Note: what waits for what] in copy_streams.py.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from zero_runtime.unit import Unit
 
 
 class Crossing(OnDevice, ABC):
-    """One unit's, and the update of it that is under way in another thread.
+    """The transfers of one unit, and its update while that runs in another thread.
 
-    grad [S] grad_dtype: the gradient when it has come down. staging [S] param_dtype: new parameters on their way up,
-    with `staged` and where states rest. job: the update; a forward waits for it.
+    grad [S] grad_dtype: the gradient on the host; None if the optimizer states are not offloaded. staging [S]
+    param_dtype: new parameters for the device, with `staged` and offloaded states. job: the update; a forward waits
+    for it.
     """
 
     def __init__(self, unit: Unit, copies: Copies, *, staged: bool) -> None:
@@ -33,15 +35,15 @@ class Crossing(OnDevice, ABC):
                 self.staging = copies.on_host(unit.layout.shard_numel, unit.param_dtype).zero_()  # padding too
         self.job: Future[None] | None = None
         self._copies = copies
-        self._moving: list[CopyEvent] = []  # copies that read or write the host's tensors
-        self._back: CopyEvent | None = None  # new parameters that the device has not waited for
-        self._brought: tuple[torch.Tensor, CopyEvent] | None = None  # [S] on the device, for a gather
+        self._moving: list[CopyEvent] = []  # copies that read or write host tensors
+        self._back: CopyEvent | None = None  # copy of new parameters that the device has not waited for
+        self._brought: tuple[torch.Tensor, CopyEvent] | None = None  # param_shard [S] on the device, for a gather
 
     @abstractmethod
     def resting_params(self) -> torch.Tensor | None:
-        """[S] in the host's memory, where parameters rest; may block until they are there."""
+        """The offloaded param_shard [S] in host memory, else None; may block until it has been read."""
 
-    # ---- what the unit asks ------------------------------------------------------------------------------------
+    # ---- called by the unit ------------------------------------------------------------------------------------
 
     def begin_fetch(self) -> None:
         if self.unit.params_rest and self._brought is None and self.is_updated:
@@ -55,7 +57,7 @@ class Crossing(OnDevice, ABC):
         return self._brought
 
     def fetch(self) -> torch.Tensor | None:
-        """Blocks until the unit is updated; the device waits for the copy."""
+        """Block until the unit is updated. The device, not the host, waits for the copy."""
         self.end_job()
         if self.unit.params_rest:
             buffer, event = self._brought or self._bring()
@@ -89,25 +91,25 @@ class Crossing(OnDevice, ABC):
         return self.job is None or self.job.done()
 
     def end_job(self) -> None:
-        """Block until the unit is updated; raises what went wrong with it."""
+        """Block until the unit is updated; raises the error of an update that failed."""
         if self.job is not None:
             self.job.result()
             self.job = None
 
     def end_bringing(self) -> None:
-        """Block until what was brought has left the host; before resting parameters change or go."""
+        """Block until the copy for a gather has left the host; call before offloaded parameters change or are freed."""
         if self._brought is not None:
             _, event = self._brought
             event.wait()
 
     def end_copies(self) -> None:
-        """Block until no copy reads or writes the host's tensors; before an update, from any thread."""
+        """Block until copies of gradients and new parameters have ended. Call it before an update, from any thread."""
         for event in self._moving:
             event.wait()
         self._moving.clear()
 
     def send_params(self, source: torch.Tensor, after: CopyEvent) -> None:
-        """New parameters go to the device. `after`: all that reads the old ones there. From any thread."""
+        """Copy new parameters to the device after the work that reads the old ones (`after`). From any thread."""
         with torch.no_grad():
             self._back = self._copies.to_device(self.unit.param_shard, source, [after])
         self._moving = [self._back]

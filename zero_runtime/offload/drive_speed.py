@@ -1,4 +1,4 @@
-"""How fast a drive reads and writes scratch files, by size and number of requests."""
+"""Measures how fast a disk reads and writes scratch files, by size and number of requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEST_BYTES = 256 << 20
 
 
 class DriveSpeed(NamedTuple):
-    """Bytes a second of reading, of writing, and of both at once (each way), as an optimizer's step does."""
+    """Bytes per second of reads, of writes, and of both together (in each direction), as in an optimizer step."""
 
     block_mib: int
     requests: int
@@ -27,11 +27,11 @@ class DriveSpeed(NamedTuple):
 
 
 def measure_drive(folder: Path, total: int = TEST_BYTES) -> Iterator[DriveSpeed]:
-    """Each block size with each number of requests, in turn. OffloadError where the folder cannot hold such a file."""
+    """Measure each block size with each number of requests. OffloadError if the folder cannot hold `total` bytes."""
     first, second = aligned_buffer(total // 2), aligned_buffer(total // 2)
     for tensor in (first, second):
         tensor.zero_()
-        tensor[::512] = 1  # no drive may take it for nothing
+        tensor[::512] = 1  # a disk might not store a buffer of zeros
     for block_mib in BLOCK_MIB:
         for requests in REQUESTS:
             settings = ScratchSettings(folder, block_mib << 20, requests, verify=False)
@@ -46,7 +46,7 @@ def measure_drive(folder: Path, total: int = TEST_BYTES) -> Iterator[DriveSpeed]
 
 
 def _seconds(*moving: Transfer) -> float:
-    start = time.perf_counter()  # the moves have begun; their first blocks take far longer than this
+    start = time.perf_counter()  # the transfers have begun, but their first blocks take far longer than getting here
     for move in moving:
         move.wait()
     return time.perf_counter() - start

@@ -1,10 +1,10 @@
-"""How the shards of a resting unit lie in the scratch file.
+"""Layout of an offloaded unit's shards in the scratch file.
 
 [Note: records]
-Each resting unit has a record in the file: the master where it is a tensor of its own, then the optimizer's states,
-each at a multiple of ALIGN_BYTES. Where parameters rest in the file too, param_shard lies behind them, apart, since
-gathers read it alone. A slot is a buffer of the host laid out like a record. A resident unit has its shards as views of
-a slot; an update visits the record in one, and the unit has nothing to do with that.
+Each offloaded unit has a record in the file: the master if it is a separate tensor, then the optimizer's states, each
+at a multiple of ALIGN_BYTES. If parameters are stored in the file too, param_shard follows as a separate part, since
+gathers read it alone. A slot is a host buffer laid out like a record. The shards of a resident unit are views of a
+slot. An update also reads the record into a slot, but does not bind the unit's shards to it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero_runtime.unit import Unit
 
 @dataclass(frozen=True)
 class Region:
-    """One tensor of a record: `numel` elements of `dtype` from byte `offset` of the record."""
+    """One tensor of a record: `numel` elements of `dtype`, starting at byte `offset` of the record."""
 
     offset: int
     numel: int
@@ -39,23 +39,23 @@ class Region:
 
 @dataclass
 class OffloadedUnit:
-    """One resting unit. `param_at`: where the part that gathers read begins; `size`: bytes of all of it."""
+    """One offloaded unit and its record. `param_at`: byte where the part for gathers begins; `size`: bytes in total."""
 
     unit: Unit
-    states: dict[str, torch.Tensor]  # the optimizer's, by name: empty while they rest
+    states: dict[str, torch.Tensor]  # the optimizer's states by name; empty tensors while they are only in the file
     regions: dict[str, Region]
     param_at: int
     size: int
-    offset: int = 0  # in the file
-    other: int | None = None  # of a second place for what a speculative step writes
-    is_bound: bool = False  # all of it is in a slot that the unit's shards are views of
+    offset: int = 0  # in the file, in bytes
+    other: int | None = None  # offset of the second copy, which a speculative step writes
+    is_bound: bool = False  # the record is in a slot, and the unit's shards are views of it
     is_written_back: bool = False
-    param_slot: torch.Tensor | None = None  # while its parameters alone are here, or on their way
-    reading: Transfer | None = None  # of these
+    param_slot: torch.Tensor | None = None  # while the parameters alone are in memory or being read
+    reading: Transfer | None = None  # the read into param_slot
 
     @classmethod
     def of(cls, unit: Unit, states: dict[str, torch.Tensor], *, holds_params: bool) -> OffloadedUnit:
-        """A record without a place yet. `holds_params`: those that rest do so in the file."""
+        """A record without an offset yet. `holds_params`: offloaded parameters are stored in the file."""
         regions: dict[str, Region] = {}
         end = 0
 
@@ -79,32 +79,32 @@ class OffloadedUnit:
 
     @property
     def what(self) -> str:
-        """As errors call it."""
+        """The name in error messages."""
         return f"unit {self.unit.name}"
 
     @property
     def holds_params(self) -> bool:
-        """Whether the unit's param_shard rests in it."""
+        """Whether the record contains the unit's param_shard."""
         return PARAM in self.regions
 
     @property
     def update_end(self) -> int:
-        """Bytes that an update reads: parameters that are not the master are written by it alone."""
+        """Number of bytes that an update reads: parameters that are not the master are only written."""
         return self.size if self.unit.master_is_param else self.param_at
 
     def views(self, slot: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Its tensors in a slot, by name."""
+        """The record's tensors as views of a slot, by name."""
         return {name: region.of(slot) for name, region in self.regions.items()}
 
     def lent(self, slot: torch.Tensor, grad: torch.Tensor | None, param: torch.Tensor) -> Shards:
-        """What an update of it works on. `param`: [S], for new parameters that do not rest in the record."""
+        """The shards that an update works on. `param` [S] takes new parameters that are not stored in the record."""
         views = self.views(slot)
         param = views.get(PARAM, param)
         master = param if self.unit.master_is_param else views[MASTER]
         return Shards(self.unit.layout, master, grad, param, {name: views[name] for name in self.states})
 
     def bind(self, slot: torch.Tensor) -> None:
-        """The unit's shards are views of the slot."""
+        """Make the unit's shards and states views of the slot."""
         self.is_bound = True
         views = self.views(slot)
         self.unit.bind_shards(views.get(PARAM), views.get(MASTER))
@@ -112,7 +112,7 @@ class OffloadedUnit:
             self.states[name] = views[name]
 
     def unbind(self) -> None:
-        """While it rests the unit has empty tensors: using them is an error of shape, not of value."""
+        """Give the unit empty tensors: using them before the next `bind` is a shape error, not a wrong value."""
         self.is_bound = False
         self.unit.bind_shards(
             torch.empty(0, dtype=self.unit.param_dtype) if self.holds_params else None,
@@ -124,14 +124,14 @@ class OffloadedUnit:
 
 @dataclass
 class Visit:
-    """One record in one slot, from the beginning of its reading to the end of its writing."""
+    """One record in one slot, from the start of its read to the end of its write."""
 
     record: OffloadedUnit
     slot: torch.Tensor | None = None
 
 
 def lay_out(records: Iterable[OffloadedUnit], *, doubled: bool) -> int:
-    """Give every record its offset, and a second one where a step may guess; the bytes of all."""
+    """Assign every record its offset, and if `doubled` a second one for speculative steps; return the total bytes."""
     end = 0
     for record in records:
         record.offset, end = end, end + record.size

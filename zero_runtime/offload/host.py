@@ -1,14 +1,16 @@
-"""Units whose shards rest in the host's memory, apart from the device's, and are updated there.
+"""Units whose shards are stored in host memory, separate from the device's memory, and are updated there.
 
 [Note: a step on the host]
-A unit's gradient leaves as its reduction ends. When the norm is known, one thread of the host updates the units in the
-order of the next forward and sends each one's parameters back; the forward waits for the unit that it is about to
-gather and for no other. Where the parameters rest too, a gather has them brought first, ahead of its time.
+A unit's gradient is copied to the host when its reduction ends. When the norm is known, one host thread updates the
+units in the order of the next forward and sends each unit's parameters back to the device. The forward waits only for
+the unit that it is about to gather. If the parameters are offloaded too, they are copied to the device ahead of their
+gather.
 
 [Note: guessing]
-A speculative step updates each unit when its gradient has come, during backward, as if nothing would be clipped and all
-were finite. It works on a second copy of master, states and resting parameters. A guess that was right swaps the two;
-one that was wrong is forgotten, so going back is exact: what was current has never been written.
+A speculative step updates each unit when its gradient has arrived, during backward, on the guess that nothing will be
+clipped and all gradients are finite. It writes to a second copy of master, states and offloaded parameters. If the
+guess was right, the two copies are swapped. If it was wrong, the second copy is discarded; this is exact, because the
+current copy was never written.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from zero_runtime.unit import Unit
 
 
 class HostTier:
-    """All units of one rank that rest in the host's memory."""
+    """All units of one rank that are offloaded to host memory."""
 
     def __init__(
         self,
@@ -48,7 +50,8 @@ class HostTier:
 
     @contextmanager
     def resident(self, unit: Unit, *, writes: bool, fresh: bool = False) -> Iterator[None]:
-        """They are always in memory: what is under way ends, and what was brought to the device is old if written."""
+        """The shards are always in memory, so this only waits for running work on the unit. `writes` also drops what
+        becomes stale: copies on the device and a speculative update."""
         place = self._places[unit.name]
         place.settle()
         if fresh:
@@ -61,16 +64,16 @@ class HostTier:
         yield
 
     def reader(self, unit: Unit, name: str) -> None:
-        """Everything is in memory."""
+        """Return None: everything is in memory."""
 
     def begin_update(self, units: Sequence[Unit]) -> None:
-        """The gradients have set out already."""
+        """A no-op: the gradients are already on their way to the host."""
 
     def forget_update(self) -> None:
-        """Nothing was begun."""
+        """A no-op: `begin_update` starts nothing."""
 
     def update(self, units: Sequence[Unit], compute: Compute) -> None:
-        """Returns before it is done where the states rest here; see [Note: a step on the host]."""
+        """Returns before the update is done if the states are offloaded; see [Note: a step on the host]."""
         for unit in units:
             self._places[unit.name].begin_update(compute)
 
@@ -98,14 +101,14 @@ class HostTier:
     def close(self) -> None:
         self._worker.shutdown()
         for place in self._places.values():
-            with suppress(Exception):  # the step that failed has been told
+            with suppress(Exception):  # the step that failed has already been reported
                 place.settle()
         self._copies.close()
         self._places.clear()
 
 
 class HostPlace(Crossing):
-    """One unit's shards on the host, and what is under way with them."""
+    """One unit's shards on the host, and the transfers and updates of them that are under way."""
 
     def __init__(
         self,
@@ -116,12 +119,12 @@ class HostPlace(Crossing):
         *,
         doubled: bool,
     ) -> None:
-        # A master in the parameters' dtype is sent as it is.
+        # A master in the parameters' dtype is copied to the device directly, without a staging buffer.
         super().__init__(unit, copies, staged=not unit.params_rest and unit.master_dtype != unit.param_dtype)
         self._states, self._worker = states, worker
         self._shards = self._allocate()
         self._second = self._allocate() if doubled and unit.states_rest else {}  # see [Note: guessing]
-        self._guess: Compute | None = None  # what to do when the gradient has come
+        self._guess: Compute | None = None  # the update to try when the gradient has arrived
         self._guessing: Future[None] | None = None
         self._bind(self._shards)
         unit.rest_in(self)
@@ -157,7 +160,7 @@ class HostPlace(Crossing):
             "staging": [*staging, *self._second.values()],
         }
 
-    # ---- what the unit asks ------------------------------------------------------------------------------------
+    # ---- called by the unit ------------------------------------------------------------------------------------
 
     def resting_params(self) -> torch.Tensor | None:
         return self._shards.get(PARAM)
@@ -177,7 +180,7 @@ class HostPlace(Crossing):
     # ---- update ------------------------------------------------------------------------------------------------
 
     def begin_update(self, compute: Compute) -> None:
-        """On the host in its own thread, or, where the states are with the device, at once and there."""
+        """Update on the host in a separate thread or, if the states are on the device, immediately on the device."""
         self.end_bringing()
         self.drop()
         if self.unit.states_rest:
@@ -186,7 +189,7 @@ class HostPlace(Crossing):
             self._update_on_device(compute)
 
     def _update(self, compute: Compute, after: CopyEvent) -> None:
-        """`after`: all that reads the unit's parameters on the device."""
+        """`after`: event that follows all work on the device that reads the unit's parameters."""
         self.end_copies()
         with torch.no_grad():
             compute(self.unit, self._lent(self._shards))
@@ -199,18 +202,18 @@ class HostPlace(Crossing):
         return Shards(unit.layout, master, self.grad, param, {name: shards[name] for name in self._states})
 
     def _send_back(self, shards: dict[str, torch.Tensor], after: CopyEvent) -> None:
-        """New parameters go to the device, unless they rest here."""
+        """Copy new parameters to the device, unless parameters are offloaded."""
         if PARAM not in shards:
             self.send_params(shards[MASTER] if self.staging is None else self.staging, after)
 
-    # ---- guessing: see the note --------------------------------------------------------------------------------
+    # ---- speculative update: see [Note: guessing] --------------------------------------------------------------
 
     def guess(self, compute: Compute) -> None:
-        """Have the update tried when the gradient has come."""
+        """Try the update on the second copy when the gradient has arrived."""
         self._guess = compute
 
     def adopt(self) -> bool:
-        """Have what was tried take the place of what is current; False where there is nothing that was tried."""
+        """Make the result of the tried update current; False if no update was tried."""
         self._guess, guessing, self._guessing = None, self._guessing, None
         if guessing is None:
             return False
@@ -220,10 +223,10 @@ class HostPlace(Crossing):
         return True
 
     def reject(self) -> None:
-        """Forget what was tried, or is being tried."""
+        """Discard the update that was tried or is being tried."""
         self._guess = None
         if self._guessing is not None:
-            self.job, self._guessing = self._guessing, None  # what comes next waits for it to end
+            self.job, self._guessing = self._guessing, None  # the next operation waits for it to end
 
     def _try(self, compute: Compute) -> None:
         self.end_copies()
@@ -241,7 +244,7 @@ class HostPlace(Crossing):
     # ---- on the device -----------------------------------------------------------------------------------------
 
     def _update_on_device(self, compute: Compute) -> None:
-        """The parameters alone rest here: they, or room for new ones, come to the device for as long as it takes."""
+        """Only the parameters are offloaded: they, or a buffer for new ones, are on the device during the update."""
         unit, home = self.unit, self._shards[PARAM]
         self.settle()
         lent = Shards.of(unit, self._states)
@@ -251,7 +254,7 @@ class HostPlace(Crossing):
             self._copies.used_here(param)
             lent.master_shard = param
         else:
-            param = torch.zeros_like(home, device=unit.device)
+            param = torch.zeros_like(home, device=unit.device)  # zeros, since the update does not write padding
         lent.param_shard = param
         compute(unit, lent)
         self._moving.append(self._copies.to_host(home, param))

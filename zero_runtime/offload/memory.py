@@ -1,7 +1,7 @@
-"""Bytes of the host's memory and of the drive that offload takes on a rank; the arithmetic that the tiers allocate by.
+"""Bytes of host memory and disk space that offload uses on a rank, by the arithmetic that the tiers allocate by.
 
-Standard library only, like memory/model.py, which tells what is left on the device. Every tensor and slot of the host
-begins a page of its own.
+Standard library only, like memory/model.py, which computes the bytes that stay on the device. Every host tensor and
+slot starts on a separate page.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from zero_runtime.memory.model import UnitSize
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 
-ALIGN_BYTES = 4096  # what direct I/O asks of offsets, sizes and addresses on every common file system
+ALIGN_BYTES = 4096  # direct I/O accepts multiples of this as offsets, sizes and addresses on every common file system
 
 
 def aligned(size: int) -> int:
-    """The next multiple of ALIGN_BYTES."""
+    """`size` rounded up to a multiple of ALIGN_BYTES."""
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def buffer_bytes(size: int) -> int:
-    """What a buffer of whole pages takes, wherever its memory happens to begin."""
+    """Bytes to allocate for a page-aligned buffer of `size` bytes, wherever the allocation begins."""
     return aligned(size) + ALIGN_BYTES
 
 
 @dataclass(frozen=True)
 class OffloadBytes:
-    """Of one rank. params, grads, optimizer: what rests in the host's memory. staging: what is there besides, for moves
-    and for what a speculative step may have to forget. scratch: of the file; 0 where there is none."""
+    """Bytes of one rank. params, grads, optimizer: states stored in host memory. staging: other host buffers, for
+    transfers and for the second copies of a speculative step. scratch: size of the scratch file; 0 without one."""
 
     params: int = 0
     grads: int = 0
@@ -38,14 +38,15 @@ class OffloadBytes:
 
     @property
     def host(self) -> int:
-        """All of it that is memory."""
+        """Host memory in total, without the scratch file."""
         return self.params + self.grads + self.optimizer + self.staging
 
 
 @dataclass(frozen=True)
 class Moves:
-    """What decides how much is under way at once. state_bytes: an element of each of the optimizer's tensors.
-    params_in_file: where there is a scratch file, parameters that rest do so in it, and not in the host's memory."""
+    """Settings that determine shard sizes and how many units are in transfer together. state_bytes: bytes per element
+    of each of the optimizer's tensors. params_in_file: with a scratch file, offloaded parameters are stored in the
+    file, not in host memory."""
 
     shard_count: int
     prefetch: int
@@ -60,7 +61,7 @@ Units = Iterable[tuple[UnitSize, MixedPrecision]]
 
 
 def host_bytes(units: Units, moves: Moves) -> OffloadBytes:
-    """Where what rests does so in the host's memory, apart from the device's."""
+    """Bytes if offloaded states are stored in host memory, separate from the device's memory."""
     params = grads = optimizer = staging = 0
     for size, kind in units:
         shard = size.padded_numel // moves.shard_count
@@ -80,8 +81,8 @@ def host_bytes(units: Units, moves: Moves) -> OffloadBytes:
 
 
 def nvme_bytes(units: Units, moves: Moves) -> OffloadBytes:
-    """Where it rests in a scratch file: the file, and the slots of a step and of gathers ahead. Beside a device of its
-    own, also what crosses: gradients, and new parameters on their way up."""
+    """Bytes if offloaded states are stored in a scratch file: the file, and the slots for a step and for gathers ahead.
+    With a device that has separate memory also the host copies of gradients and of new parameters."""
     records, param_parts = [], []
     params = grads = updated = staging = scratch = 0
     for size, kind in units:
@@ -101,7 +102,7 @@ def nvme_bytes(units: Units, moves: Moves) -> OffloadBytes:
             staging += buffer_bytes(shard * ITEMSIZE_BYTES[kind.param])
     if any(records):
         staging += max(min(updated, 2 * moves.ahead + 1), 1) * buffer_bytes(max(records))
-    if any(param_parts):  # the unit in use, those that are gathered ahead, and one that sets out before its gather
+    if any(param_parts):  # the unit in use, those gathered ahead, and one whose read starts before its gather
         staging += min(sum(map(bool, param_parts)), moves.prefetch + 2) * buffer_bytes(max(param_parts))
     return OffloadBytes(params, grads, staging=staging, scratch=scratch)
 

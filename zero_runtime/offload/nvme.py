@@ -1,7 +1,7 @@
-"""Units whose shards rest in a scratch file, and come into buffers of the host while they are used.
+"""Units whose shards are stored in a scratch file and read into host buffers while they are used.
 
-See [Note: records] in file_layout.py. On a CPU the unit computes in those buffers' memory. Beside a GPU (`copies`) they
-are updated in a thread of the host, as in host.py, and each unit's next gather waits for its own update alone.
+See [Note: records] in file_layout.py. On a CPU the unit computes in the memory of those buffers. With a GPU (`copies`)
+a host thread updates the shards, as in host.py, and each unit's next gather waits only for that unit's update.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from zero_runtime.unit import Unit
 
 
 class NvmeTier:
-    """All resting units of one rank. `settings.ahead` is the depth of the pipeline of a step.
+    """All units of one rank that are offloaded to a scratch file. `settings.ahead` is the pipeline depth of a step.
 
-    copies: beside a device of its own. holds_params: parameters that rest do so in the file, not on the host.
+    copies: given if the device has separate memory. holds_params: offloaded parameters are stored in the file, not in
+    host memory.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class NvmeTier:
         self._slots = Slots(self._file, records, in_memory)
         self._places = {name: self._place(record, speculative) for name, record in self._records.items()}
         self._guess: Guess | None = None
-        self._early: dict[str, tuple[Visit, Moving]] = {}  # reads that have begun before their update, by unit
+        self._early: dict[str, tuple[Visit, Moving]] = {}  # reads started before their update, by unit name
         self._worker = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="host-step")
         self._updating: Future[None] | None = None
 
@@ -68,19 +69,20 @@ class NvmeTier:
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
+        """Size of the scratch file in bytes."""
         return self._file.size
 
     def holds(self, unit: Unit) -> bool:
-        """Whether some of the unit's shards rest here."""
+        """Whether some of the unit's shards are offloaded to this tier."""
         return unit.name in self._records
 
-    # ---- whole units -------------------------------------------------------------------------------------------
+    # ---- complete units ----------------------------------------------------------------------------------------
 
     @contextmanager
     def resident(self, unit: Unit, *, writes: bool, fresh: bool = False) -> Iterator[None]:
-        """All shards of a unit are in memory inside. `writes`: they are written back at the end; `fresh`: nothing is
-        read first, and states are zero. It nests; what writes must not be inside what does not."""
+        """Context in which all shards of a unit are in memory. `writes`: they are written back at the end; `fresh`:
+        nothing is read first, and states are zero. Contexts nest, but one that writes must not be inside one that
+        does not."""
         record = self._records[unit.name]
         if record.is_bound:
             assert record.is_written_back or not writes, f"{record.what}: what is written here would be lost"
@@ -107,7 +109,7 @@ class NvmeTier:
             record.unbind()
 
     def _let_go(self, record: OffloadedUnit) -> None:
-        """No unit is being updated, and no gather reads this one's resting parameters, or is about to."""
+        """Wait for running updates and for a gather of this unit's offloaded parameters; drop reads prepared for it."""
         self._end_update()
         if record.unit.params_rest:
             self._places[record.name].end_bringing()
@@ -115,7 +117,7 @@ class NvmeTier:
             self._places[record.name].drop()
 
     def reader(self, unit: Unit, name: str) -> Callable[[int, int], torch.Tensor] | None:
-        """How elements [start, stop) of one tensor (param, master or a state) are read where it rests in the file."""
+        """Function that reads elements [start, stop) of a tensor (param, master or a state) in the file; else None."""
         record = self._records.get(unit.name)
         if record is None or name not in record.regions:
             return None
@@ -125,7 +127,7 @@ class NvmeTier:
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def begin_update(self, units: Sequence[Unit]) -> None:
-        """Start reading what `update` needs first; nothing may use the parameters until it or `forget_update`."""
+        """Start the first reads of `update`; the parameters must not be used before it or `forget_update`."""
         for unit in units[: 1 + self._depth]:
             record = self._records[unit.name]
             self._let_go(record)
@@ -133,14 +135,14 @@ class NvmeTier:
             self._early[record.name] = visit, self._slots.fetch(visit)
 
     def forget_update(self) -> None:
-        """No update follows: what was read is let go."""
+        """No update follows: free the records that were read."""
         for visit, moving in self._early.values():
             moving.wait()
             self._slots.give_back(visit)
         self._early.clear()
 
     def update(self, units: Sequence[Unit], compute: Compute) -> None:
-        """`compute` each unit in a slot, in order; the next are read and the last written meanwhile."""
+        """`compute` each unit in a slot, in order, while the next records are read and the last ones written."""
         visits = []
         for record in (self._records[unit.name] for unit in units):
             if record.name in self._early:
@@ -169,15 +171,15 @@ class NvmeTier:
         place.computed()
 
     def _end_update(self) -> None:
-        """Block until no unit is being updated; raises what went wrong."""
+        """Block until no unit is being updated; raises the error of an update that failed."""
         if self._updating is not None:
             updating, self._updating = self._updating, None
             updating.result()
 
-    # ---- a step beside a GPU -----------------------------------------------------------------------------------
+    # ---- a step with a GPU -------------------------------------------------------------------------------------
 
     def _visit_far(self, visits: Sequence[Visit], compute: Compute) -> None:
-        """In a thread of its own; each unit's place learns when the unit is written, or what went wrong."""
+        """Runs in a separate thread. Each unit's place is notified when its unit is written, or of the error."""
         try:
             with torch.no_grad():
                 pipeline(
@@ -197,10 +199,10 @@ class NvmeTier:
         assert isinstance(place, FarPlace)
         return place
 
-    # ---- a step that guesses: see speculation.py ----------------------------------------------------------------
+    # ---- a speculative step: see speculation.py -----------------------------------------------------------------
 
     def guess(self, units: Sequence[Unit], compute: Compute) -> None:
-        """Reads ahead in the order in which the units' gradients come: against that of `units`."""
+        """Read ahead in the order in which gradients arrive, which is the reverse of `units`."""
         assert self._guess is None, "a step guesses once"
         self._end_update()
         records = [self._records[unit.name] for unit in reversed(units)]
@@ -211,7 +213,7 @@ class NvmeTier:
         compute(visit.record.unit, self._places[visit.record.name].lent_to_guess(visit.slot))
 
     def _arrived(self, record: OffloadedUnit) -> None:
-        """The gradient of this step is complete."""
+        """Called when the unit's gradient of this step is complete."""
         if self._guess is not None:
             self._guess.arrived(record)
 
@@ -232,7 +234,7 @@ class NvmeTier:
         if guess is not None:
             guess.end()
 
-    # ---- the rest ----------------------------------------------------------------------------------------------
+    # ---- counting and closing ----------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         found: dict[str, list[torch.Tensor]] = {"params": [], "grads": [], "staging": self._slots.made()}
@@ -242,13 +244,13 @@ class NvmeTier:
         return found
 
     def close(self) -> None:
-        """Give file and memory back. Idempotent."""
-        with suppress(OffloadError):  # told before, or of a step that nobody made
+        """Release the file and the memory. Idempotent."""
+        with suppress(OffloadError):  # already reported, or from a step that was never taken
             self.reject()
         if self._worker is not None:
             self._worker.shutdown()
         for place in self._places.values():
-            with suppress(Exception):  # the step that failed has been told
+            with suppress(Exception):  # the step that failed has already been reported
                 place.settle()
         self._file.close()
         self._slots.close()
@@ -258,7 +260,7 @@ class NvmeTier:
 
 
 class _Written:
-    """The flush of a unit that is updated in another thread."""
+    """The flush of a unit that is updated in another thread; its end completes the unit's update."""
 
     def __init__(self, moving: Moving, place: FarPlace) -> None:
         self._moving, self._place = moving, place

@@ -1,4 +1,4 @@
-"""A resting unit as its scratch file's tier sees it: where the host is the device, and where a device is apart."""
+"""Locations of units in a scratch file: one for CPU runs, one for a device with separate memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from zero_runtime.offload.file_layout import OffloadedUnit
 from zero_runtime.offload.tier import Shards
 from zero_runtime.shard_location import OnDevice
 
-Arrived = Callable[[], None]  # the unit's gradient of this step is where an update finds it, or on its way there
+Arrived = Callable[[], None]  # the unit's gradient of this step is ready for an update, or being copied to the host
 
 
 class NearPlace(OnDevice):
-    """On a CPU: the unit computes in the memory that the slots lie in, so only the file is elsewhere."""
+    """On a CPU: the unit computes in the same memory as the slots, so only the file is separate."""
 
     def __init__(self, slots: Slots, record: OffloadedUnit, arrived: Arrived, *, speculative: bool) -> None:
         self._slots, self._record, self._unit, self._arrived = slots, record, record.unit, arrived
-        self.staging: torch.Tensor | None = None  # [S] param_dtype: backward may still read the old ones
+        # [S] param_dtype: the new parameters of a speculative update, since backward may still read the old ones.
+        self.staging: torch.Tensor | None = None
         if speculative and self._unit.states_rest and not record.holds_params:
             self.staging = host_tensor(self._unit.layout.shard_numel, self._unit.param_dtype).zero_()
 
@@ -37,25 +38,25 @@ class NearPlace(OnDevice):
         self._slots.drop_params(self._record)
 
     def end_bringing(self) -> None:
-        """A gather reads where they are."""
+        """A no-op: a gather reads the parameters in place."""
 
     def send_grad(self) -> None:
-        """It stays; what waits for it may go on."""
+        """The gradient stays in place; a speculative update that waits for it may continue."""
         self._arrived()
 
     def lent(self, slot: torch.Tensor) -> Shards:
-        """What an update works on."""
+        """The shards that an update works on."""
         return self._record.lent(slot, self._unit.grad_shard, self._unit.param_shard)
 
     def lent_to_guess(self, slot: torch.Tensor) -> Shards:
-        """The same with second copies of all that is written."""
+        """The shards that a speculative update works on: everything that it writes is a second copy."""
         return self._record.lent(slot, self._unit.grad_shard, _second(self._record, self.staging))
 
     def computed(self) -> None:
-        """New parameters are where they are read, or go there with the record."""
+        """A no-op: new parameters are in place already, or are written with the record."""
 
     def adopt(self) -> None:
-        """What a guess gave is current."""
+        """Make the result of a speculative update current."""
         if self.staging is not None:
             self._unit.param_shard.copy_(self.staging)
 
@@ -65,9 +66,9 @@ class NearPlace(OnDevice):
 
 
 class FarPlace(Crossing):
-    """Beside a GPU: the slots are the host's, and so is the update; gradients and parameters cross.
+    """With a GPU: slots and update are on the host; gradients and parameters are copied between host and device.
 
-    Parameters rest in the file, or in the host's memory (`resting_params`), or not at all.
+    Parameters are stored on the device, in host memory or in the file; `resting_params` returns the latter two.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class FarPlace(Crossing):
         return self._slots.fetch_params(self._record) if self._record.holds_params else self._home
 
     def begin_fetch(self) -> None:
-        """From a file they come to the host ahead of their time, and from there when they are gathered."""
+        """Parameters in a file are read to the host ahead of the gather, and copied to the device by the gather."""
         if not self._record.holds_params:
             super().begin_fetch()
         elif self.is_updated:
@@ -105,24 +106,24 @@ class FarPlace(Crossing):
     # ---- an update, in another thread ----------------------------------------------------------------------------
 
     def begin_update(self) -> None:
-        """What is issued up to here reads the old parameters."""
+        """Announce an update; work issued on the device before this call reads the old parameters."""
         self.job, self._after = Future(), self._copies.here()
 
     def lent(self, slot: torch.Tensor) -> Shards:
-        """What an update works on; blocks until the gradient is there."""
+        """The shards that an update works on; blocks until the gradient has arrived on the host."""
         self.end_copies()
         param = self.staging if self._home is None else self._home
         return self._record.lent(slot, self.grad, self.unit.param_shard if param is None else param)
 
     def computed(self) -> None:
-        """New parameters set out for the device, or go with the record."""
+        """Start copying new parameters to the device, unless they are written with the record or stay on the host."""
         if self._home is None and self.staging is not None:
             assert self._after is not None
             self.send_params(self.staging, self._after)
 
     def end_update(self, error: BaseException | None = None) -> None:
-        """The unit is updated and written, or will not be: whoever waits for it is told. The first call counts."""
-        job = self.job  # a forward that has waited for it has taken it off
+        """Notify waiters that the unit is updated and written, or of the error. Only the first call counts."""
+        job = self.job  # None after a forward has waited for it
         if job is None or job.done():
             return
         if error is None:
@@ -131,12 +132,12 @@ class FarPlace(Crossing):
             job.set_exception(error)
 
     def lent_to_guess(self, slot: torch.Tensor) -> Shards:
-        """The same with second copies of all that is written."""
+        """The shards that a speculative update works on: everything that it writes is a second copy."""
         self.end_copies()
         return self._record.lent(slot, self.grad, _second(self._record, self.staging))
 
     def adopt(self) -> None:
-        """What a guess gave is current."""
+        """Make the result of a speculative update current."""
         if self._home is not None and self.staging is not None:
             self._home.copy_(self.staging)
         elif self.staging is not None:
@@ -152,7 +153,7 @@ NvmePlace = NearPlace | FarPlace
 
 
 def _second(record: OffloadedUnit, staging: torch.Tensor | None) -> torch.Tensor:
-    """Room for new parameters that no record holds; with the old ones in it where they are the master."""
+    """Buffer for new parameters that are not in a record, filled with the old ones if they are also the master."""
     unit = record.unit
     if staging is None:
         return unit.param_shard

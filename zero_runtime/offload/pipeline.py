@@ -1,4 +1,4 @@
-"""Items that are fetched, worked on and flushed, some of them at once."""
+"""A pipeline that fetches, computes and flushes items, several of them at the same time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 class Waits(Protocol):
     def wait(self) -> None:
-        """Block until the move is done; raises what went wrong with it."""
+        """Block until the transfer is done; raises its error if it failed."""
         ...
 
 
@@ -26,8 +26,9 @@ def pipeline(
 ) -> None:
     """`compute` every item in order, while up to `depth` of the next are fetched and as many of the last flushed.
 
-    At most 2 * depth + 1 items are between their fetch and the end of their flush. Depth 0 does one after another; the
-    depth changes time, never what `compute` sees. What fails is raised when nothing is under way any more.
+    At most 2 * depth + 1 items are between the start of their fetch and the end of their flush. With depth 0 items are
+    processed one after another; the depth changes timing, never what `compute` sees. An error is raised only after all
+    transfers have ended.
     """
     rest = iter(items)
     fetching: deque[tuple[Item, Waits]] = deque()
@@ -53,6 +54,6 @@ def pipeline(
             flushing.popleft().wait()
     except BaseException:
         for moving in (*(fetched for _, fetched in fetching), *flushing):
-            with suppress(Exception):  # the first failure is the one to tell
+            with suppress(Exception):  # only the first failure is reported
                 moving.wait()
         raise

@@ -1,4 +1,4 @@
-"""Where model states rest between uses, and for how many units."""
+"""Plan of an offload: where model states are stored between uses, and for how many units."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero_runtime.plan import Partition, ZeroPlan
 
 
 class Tier(Enum):
-    """Where a state rests: with the device, in the host's memory, or in a scratch file."""
+    """Where a state is stored: on the device, in host memory, or in a scratch file."""
 
     DEVICE = "device"
     HOST = "host"
@@ -25,14 +25,16 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """params: the shards of the parameters, for plans that shard them. optimizer: masters and the optimizer's states.
+    """Which model states are offloaded, and to which tier.
 
-    ratio: the share of the trained elements whose unit rests elsewhere; the rest stays with the device.
-    scratch: of tier NVME alone. On a CPU the host is the device, so HOST changes nothing there.
-    speculative: units are updated as their gradients come, as if nothing would be clipped and all were finite, and what
-        was current is kept until the norm has told; then the step is as it would have been otherwise, to the last bit.
-    copies: how shards move between a device and the host; None is what the device needs. With one of its own the host
-        is apart on a CPU too: the same way with other means.
+    params: tier of the parameter shards, for plans that shard parameters. optimizer: tier of masters and optimizer
+        states. On a CPU the host is the device, so HOST changes nothing there.
+    ratio: share of the trained elements whose units are offloaded; the other units stay on the device.
+    scratch: settings of the scratch file, for tier NVME only.
+    speculative: units are updated as their gradients arrive, as if nothing would be clipped and all gradients were
+        finite. The current values are kept until the norm is known, so every step has the same bits as otherwise.
+    copies: creates the copies between a device and the host; None chooses by device. If given, the host counts as
+        separate memory on a CPU too: the same code path with other copies.
     """
 
     params: Tier = Tier.DEVICE
@@ -61,12 +63,12 @@ class OffloadPlan:
         return Tier.HOST in (self.params, self.optimizer)
 
     def is_apart(self, device: str) -> bool:
-        """Whether what rests is the host's, to keep and to update, beside a device of this type with its own memory."""
+        """Whether the host stores and updates offloaded states, separate from the memory of a device of this type."""
         return (self.uses_host or self.uses_nvme) and (device == "cuda" or self.copies is not None)
 
     def check(self, plan: ZeroPlan, device: str) -> None:
-        """PlanError where `plan` keeps whole parameters, whose shards there is no use in moving away, and on devices
-        (by type) from which nothing is moved yet."""
+        """PlanError if parameters are to be offloaded and `plan` keeps full ones (moving their shards would save
+        nothing), if a speculative step has no offloaded states, or if offload does not support the device type."""
         if device not in ("cpu", "cuda") and (self.uses_nvme or self.uses_host):
             raise PlanError(
                 f"offload: expected a CPU or a CUDA device, found {device}, from which nothing is moved yet; use "
@@ -86,7 +88,7 @@ class OffloadPlan:
 
 
 class Sized(Protocol):
-    """A unit as far as choosing goes."""
+    """The properties of a unit that `resting` needs."""
 
     @property
     def trainable(self) -> bool: ...
@@ -96,9 +98,9 @@ class Sized(Protocol):
 
 
 def resting(units: Sequence[Sized], ratio: float) -> list[bool]:
-    """Which units rest elsewhere: the first in order, as many as come nearest to `ratio` of the trained elements.
+    """Which units are offloaded: taken in order, so that they come nearest to `ratio` of the trained elements.
 
-    Frozen units rest where all do.
+    Frozen units are offloaded only if all units are (ratio 1).
     """
     total = sum(unit.numel for unit in units if unit.trainable)
     chosen, reached = [], 0

@@ -1,4 +1,4 @@
-"""Whether what will rest elsewhere fits there, asked before anything is allocated."""
+"""Checks before any allocation that offloaded states will fit into host memory and onto the disk."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from zero_runtime.offload import cgroups
 
 
 class OffloadSpace(NamedTuple):
-    """Bytes that one rank will take: in the scratch folder, and of the host's memory."""
+    """Bytes that one rank will use in the scratch folder and in host memory."""
 
     host: str
-    device: int  # of the folder's file system
+    device: int  # device number of the folder's file system
     folder: str | None
     scratch: int
     memory: int
 
 
 def check_room(collectives: Collectives, folder: Path | None, *, scratch: int, memory: int) -> None:
-    """OffloadError, the same on every rank, where the ranks of a machine need more than it has. A collective.
+    """Raise OffloadError, the same on every rank, if the ranks of a machine need more space than it has. A collective.
 
-    scratch, memory: this rank's bytes in the folder, where there is one, and on the host beside what it holds already.
+    scratch: bytes that this rank will use in the folder, if there is one. memory: bytes that it will use on the host in
+    addition to those that it already holds.
     """
     device, trouble = (0, []) if folder is None else _device_of(folder)
     own = OffloadSpace(platform.node(), device, None if folder is None or trouble else str(folder), scratch, memory)
@@ -39,9 +40,9 @@ def check_room(collectives: Collectives, folder: Path | None, *, scratch: int, m
 
 
 def _device_of(folder: Path) -> tuple[int, list[str]]:
-    """The device of the folder's file system; what is wrong where there is no such folder. The caller raises it, since
-    ranks that have theirs wait for those that have none. The name of the machine is in it: a folder may be local to
-    each node."""
+    """Device number of the folder's file system, and problems if the folder is missing. The caller raises these after
+    the collectives, in which ranks that have their folder wait for those that have none. Problems name the machine,
+    since a folder may be local to each node."""
     if not os.path.isdir(folder):
         return 0, [f"{platform.node()}: {folder}: expected a folder for scratch files, found {missing_folder(folder)}"]
     return os.stat(folder).st_dev, []
@@ -76,7 +77,7 @@ def _memory_trouble(own: OffloadSpace, here: list[OffloadSpace]) -> list[str]:
 
 
 def _rooms(own: int, all_here: int) -> list[tuple[str, tuple[int, int] | None]]:
-    """What is wanted and what is left, by limit: of this process, and of the machine or its control group."""
+    """(name, (bytes wanted, bytes left)) of each limit: of this process, the machine and its control group."""
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     used = _status_bytes("VmData")
     limited = None if soft == resource.RLIM_INFINITY or used is None else (own, max(soft - used, 0))

@@ -1,17 +1,19 @@
 """One rank's scratch file: preallocated, read and written in blocks with direct I/O, several requests in flight.
 
-What lies in it is only worth something while its run lives: it is unlinked as soon as it is open, so a run that is
-killed leaves nothing behind. Offsets and sizes are multiples of ALIGN_BYTES, and so are the buffers' addresses.
+Its content is needed only while the run is alive. So the file is unlinked as soon as it is open, and a run that is
+killed leaves nothing behind. Offsets, sizes and buffer addresses are multiples of ALIGN_BYTES.
 
 [Note: checksums]
-Each block's checksum is kept in memory from its writing to its reading. The thread that moves the block sums it,
-beside the other threads' I/O. A block that comes back otherwise ends the run: a silently wrong moment would train on.
+Each block's checksum is kept in memory from the write to the read. The thread that transfers the block computes it, in
+parallel with the other threads' I/O. A block that is read back with another checksum ends the run: otherwise training
+would continue with a silently wrong moment.
 
 [Note: huge pages]
-A request to a drive is a list of pieces of physical memory, and drives take a few hundred pieces at most. In pages of
-4 KiB a block of 4 MiB is a thousand of them: it is sent as several requests, and each page is pinned for itself. So
-large buffers ask for huge pages, which also spares the update most of its address translations: for what is not
-touched yet, and at once in place of what malloc had in use before (jobs keep their heap: no page of it is new).
+A request to a disk is a list of pieces of physical memory, and disks accept a few hundred pieces at most. In pages of
+4 KiB a block of 4 MiB has a thousand pieces: it is sent as several requests, and each page is pinned separately. So
+large buffers ask for huge pages, which also saves the update most of its address translations. MADV_HUGEPAGE covers
+memory that has not been touched yet. MADV_COLLAPSE immediately replaces pages that malloc had in use before: jobs keep
+their heap, so none of its pages is new.
 """
 
 from __future__ import annotations
@@ -42,10 +44,11 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class ScratchSettings:
-    """folder: on the drive to use; it must exist. block_bytes: of one request, whole pages.
+    """Settings of the scratch file.
 
-    requests: of each kind in flight at once. ahead: units that are read before and written behind the one that is
-    updated. verify: see [Note: checksums].
+    folder: an existing folder on the disk to use. block_bytes: size of one request, a multiple of ALIGN_BYTES.
+    requests: number of reads, and of writes, in flight together. ahead: number of units that are read ahead of the one
+    being updated, and that are written behind it. verify: see [Note: checksums].
     """
 
     folder: Path
@@ -67,7 +70,7 @@ class ScratchSettings:
 
 
 def aligned_buffer(size: int) -> torch.Tensor:
-    """[size] uint8 on the host at an address that direct I/O takes."""
+    """Allocate [size] uint8 on the host at an address that direct I/O accepts."""
     whole = torch.empty(buffer_bytes(size), dtype=torch.uint8)
     start = -whole.data_ptr() % ALIGN_BYTES
     buffer = whole[start : start + size]
@@ -76,7 +79,7 @@ def aligned_buffer(size: int) -> torch.Tensor:
 
 
 def _ask_for_huge_pages(buffer: torch.Tensor) -> None:
-    """See [Note: huge pages]. A wish: where the kernel has none, nothing else changes."""
+    """See [Note: huge pages]. Only advice: nothing else changes if the kernel has no huge pages."""
     size = buffer.nbytes // ALIGN_BYTES * ALIGN_BYTES
     if sys.platform != "linux" or size < HUGE_BYTES:
         return
@@ -85,34 +88,37 @@ def _ask_for_huge_pages(buffer: torch.Tensor) -> None:
 
 
 class Transfer:
-    """A read or write under way. Keeps its buffer alive; nobody may touch that before `wait` has returned."""
+    """A read or write under way. Keeps its buffer alive; do not use the buffer before `wait` has returned."""
 
     def __init__(self, parts: list[Future[None]]) -> None:
         self._parts = parts
 
     def wait(self) -> None:
-        """Block until all of it is done; OffloadError with the cause where a part failed."""
+        """Block until the transfer is done; OffloadError with the cause if a part failed."""
         self.settle()
         for part in self._parts:
             part.result()
 
     def settle(self) -> None:
-        """Block until nothing moves any more, whatever became of it."""
+        """Block until all parts have ended, even if some failed."""
         wait(self._parts)
 
 
 class ScratchFile:
-    """`size` bytes in `settings.folder`. Every method may raise OffloadError: what was expected, found, what to do."""
+    """A file of `size` bytes in `settings.folder`.
+
+    Every method may raise OffloadError, which states what was expected, what was found, and what to do.
+    """
 
     def __init__(self, settings: ScratchSettings, size: int, rank: int) -> None:
         self.settings = settings
         self.size = aligned(size)
         self.path = settings.folder / f".zero-lab-{mark()}-rank{rank}-{uuid4().hex[:8]}.scratch"
         self.direct = True
-        self._sums: dict[tuple[int, int], int] = {}  # by offset and size
+        self._sums: dict[tuple[int, int], int] = {}  # checksum of a block by offset and size
         self._checksum = checksum_function() if settings.verify else None
         self._fd = self._open()
-        # Reads and writes do not queue behind each other: drives do both at once faster than one after the other.
+        # Separate pools: reads and writes do not queue behind each other, since disks are faster at both together.
         self._readers = ThreadPoolExecutor(settings.requests, thread_name_prefix="scratch-read")
         self._writers = ThreadPoolExecutor(settings.requests, thread_name_prefix="scratch-write")
 
@@ -120,13 +126,14 @@ class ScratchFile:
         folder = self.path.parent
         if not os.path.isdir(folder):
             raise OffloadError(f"{folder}: expected a folder for scratch files, found {missing_folder(folder)}")
-        remove_left_behind(folder.glob(".zero-lab-*.scratch"))  # of ranks that were killed before they unlinked it
+        remove_left_behind(folder.glob(".zero-lab-*.scratch"))  # by ranks that were killed before they unlinked it
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
             fd = os.open(self.path, flags, 0o600)
         except OSError as error:
             raise self._unusable(error) from error
         try:
+            # Preallocated, so that a full disk is reported here and not in the middle of training.
             os.posix_fallocate(fd, 0, max(self.size, ALIGN_BYTES))
             direct = self._reopen_direct()
         except OSError as error:
@@ -146,7 +153,7 @@ class ScratchFile:
         return direct
 
     def _reopen_direct(self) -> int | None:
-        """The same file for direct I/O, tried out; None where the file system has none."""
+        """Open the same file for direct I/O and try a read; None if the file system has no direct I/O."""
         if not hasattr(os, "O_DIRECT"):
             return None
         try:
@@ -165,7 +172,7 @@ class ScratchFile:
         return fd
 
     def read(self, offset: int, target: torch.Tensor, what: str) -> Transfer:
-        """Start filling `target` (uint8, aligned) from `offset`; `what` is named in errors."""
+        """Start reading from `offset` into `target` (uint8, aligned); errors name `what`."""
         return self._start(self._readers, self._read_block, offset, target, what)
 
     def write(self, offset: int, source: torch.Tensor, what: str) -> Transfer:
@@ -184,7 +191,7 @@ class ScratchFile:
         assert tensor.numel() % ALIGN_BYTES == 0, tensor.numel()
         assert tensor.data_ptr() % ALIGN_BYTES == 0, "the buffer is not aligned"
         step, end = self.settings.block_bytes, offset + tensor.numel()
-        # Blocks lie at multiples of the block size in the file, so any range meets the same ones as their writing did.
+        # Block bounds are multiples of the block size in the file, so a read has the same blocks as the write had.
         bounds = [offset, *range((offset // step + 1) * step, end, step), end]
         return Transfer(
             [
@@ -236,7 +243,7 @@ class ScratchFile:
         )
 
     def close(self) -> None:
-        """Wait for what is under way and give the space back. Idempotent."""
+        """Wait for transfers under way and free the disk space. Idempotent."""
         self._readers.shutdown()
         self._writers.shutdown()
         if self._fd >= 0:
@@ -245,5 +252,5 @@ class ScratchFile:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's memory, writable, without a copy; it keeps the tensor alive for as long as anyone moves bytes."""
+    """Writable view of the tensor's memory, without a copy; it keeps the tensor alive during a transfer."""
     return memoryview(tensor.numpy().data)

@@ -1,7 +1,8 @@
-"""A step's update of second copies in the scratch file, while its backward still runs.
+"""The speculative update of a step: it writes second copies in the scratch file while backward still runs.
 
-See [Note: guessing] in host.py: here the second copy is a second place in the file, and a guess that was right swaps
-the two places. New parameters that do not rest there go to memory of their own, since backward may still read the old.
+See [Note: guessing] in host.py. Here the second copy is at a second offset in the file, and a guess that was right
+swaps the two offsets. New parameters that are not stored in the file go to a separate buffer, since backward may still
+read the old ones.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from zero_runtime.offload.pipeline import pipeline
 
 
 class _Cancelled(Exception):
-    """A gradient has not come, and none will."""
+    """A gradient has not arrived and will not arrive."""
 
 
 class Guess:
-    """Visits each record when its gradient has come, in this order, and writes what came of it to its other place."""
+    """Updates each record in order, once its gradient has arrived, and writes the result to its second offset."""
 
     def __init__(
         self, slots: Slots, records: Sequence[OffloadedUnit], update: Callable[[Visit], None], *, depth: int
@@ -45,12 +46,12 @@ class Guess:
         )
 
     def arrived(self, record: OffloadedUnit) -> None:
-        """The unit's gradient is complete."""
+        """Report that the unit's gradient is complete."""
         if record.name in self._arrived:
             self._arrived[record.name].set()
 
     def end(self) -> bool:
-        """Block until nothing of it is under way; False where gradients are missing. Raises what went wrong."""
+        """Block until the update has ended; False if gradients are missing. Raises OffloadError if it failed."""
         missing = [event for event in self._arrived.values() if not event.is_set()]
         self._cancelled = self._cancelled or bool(missing)
         for event in missing:

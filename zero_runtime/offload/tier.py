@@ -1,4 +1,4 @@
-"""What every tier offers to the runtime and the optimizer, and what it lends to an update."""
+"""Interface of the tiers to the runtime and the optimizer, and the shards that a tier lends to an update."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ PARAM, MASTER = "param", "master"
 
 @dataclass
 class Shards:
-    """What an update reads and writes of one unit, all of it in one memory: the tier's, and only while it is lent.
+    """The tensors of one unit that an update reads and writes, all on one device. They belong to the tier, which lends
+    them for the update only.
 
-    param_shard is master_shard itself where the new parameters are taken from there.
+    param_shard is master_shard itself if the new parameters are taken from there.
     """
 
     layout: FlatLayout
@@ -30,61 +31,61 @@ class Shards:
 
     @classmethod
     def of(cls, unit: Unit, states: dict[str, torch.Tensor]) -> Shards:
-        """The unit's own."""
+        """The shards that the unit itself holds."""
         return cls(unit.layout, unit.master_shard, unit.grad_shard, unit.param_shard, states)
 
 
-Compute = Callable[[Unit, Shards], None]  # updates what is lent, in place, from any thread
+Compute = Callable[[Unit, Shards], None]  # updates the lent shards in place, from any thread
 
 
 class StateTier(Protocol):
-    """Where the shards of one rank's units rest."""
+    """Storage of the offloaded shards of one rank's units."""
 
     def holds(self, unit: Unit) -> bool:
-        """Whether some of the unit's shards rest here."""
+        """Whether some of the unit's shards are offloaded to this tier."""
         ...
 
     def resident(self, unit: Unit, *, writes: bool, fresh: bool = False) -> AbstractContextManager[None]:
-        """All shards of a unit are in memory inside. `writes`: they are written back at the end; `fresh`: nothing is
-        read first, and states are zero."""
+        """Context in which all shards of a unit are in memory. `writes`: they are written back at the end; `fresh`:
+        nothing is read first, and states are zero."""
         ...
 
     def reader(self, unit: Unit, name: str) -> Callable[[int, int], torch.Tensor] | None:
-        """How elements [start, stop) of one tensor (param, master or a state) are read that is not in memory now."""
+        """Function that reads elements [start, stop) of a tensor (param, master or state); None if it is in memory."""
         ...
 
     def begin_update(self, units: Sequence[Unit]) -> None:
-        """`update` of these or `forget_update` will follow."""
+        """Announce that `update` of these units or `forget_update` will follow."""
 
     def forget_update(self) -> None:
-        """No update follows."""
+        """The update that was announced will not follow."""
 
     def update(self, units: Sequence[Unit], compute: Compute) -> None:
-        """Have each of these units computed, in order. May return before it is done: the unit's place knows."""
+        """`compute` each of these units, in order. May return before that is done; each unit's location tracks it."""
 
     def guess(self, units: Sequence[Unit], compute: Compute) -> None:
-        """The last backward of a step begins: `compute` these units as their gradients come, on second copies of what
-        is written, and leave what is current alone. `adopt` or `reject` will follow."""
+        """Called when the last backward of a step begins: `compute` these units as their gradients arrive, write to
+        second copies and leave the current values unchanged. `adopt` or `reject` will follow."""
 
     def adopt(self) -> list[Unit]:
-        """The guess was right: the second copies become current. Returns the units of `guess` that still need an
-        update, since their shards were written in between."""
+        """The guess was right: make the second copies current. Returns the units of `guess` that still need an update,
+        since their shards were written in between."""
         ...
 
     def reject(self) -> None:
-        """The guess was wrong: everything is as it was."""
+        """The guess was wrong: discard the second copies."""
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Memory of the host that this tier holds, by component (params, grads, optimizer, staging), for counting."""
+        """Host tensors that this tier holds, by component (params, grads, optimizer, staging), for counting."""
         ...
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release all memory and files. Idempotent."""
 
 
 @contextmanager
 def residence(tier: StateTier | None, unit: Unit, *, writes: bool = False, fresh: bool = False) -> Iterator[None]:
-    """StateTier.resident for a unit that may rest nowhere: then nothing is done."""
+    """StateTier.resident for a unit that may not be offloaded; then it does nothing."""
     if tier is None or not tier.holds(unit):
         yield
         return

@@ -1,1 +1,1 @@
-"""Optimizers over sharded states: their constants, update rules, loss scale and learning rates."""
+"""Optimizers over sharded states: configurations, update rules, loss scale and learning rates."""

@@ -1,11 +1,11 @@
-"""What an optimizer is, without its tensors: its constants, its states by name, its parameter groups.
+"""Optimizer configurations without tensors: constants, names of the states, and parameter groups.
 
-Standard library only: the memory model and the command line ask these without torch. The learning rate comes with
+Standard library only: the memory model and the command line read these without torch. The learning rate is passed to
 each step.
 
 [Note: what torch's optimizers keep]
-`_TORCH_STATES` names each element-wise optimizer of torch.optim with the states that it keeps for each element, and
-the argument that switches a state on. One that is not there does not run on shards, and is refused by name.
+`_TORCH_STATES` lists each element-wise optimizer of torch.optim with the states that it keeps for each element, and
+the argument that switches a state on. An optimizer that is not listed cannot run on shards and is refused by name.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from zero_runtime.optim.groups import ParamGroup
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SIGNED_MOMENTS = ("exp_avg",)
-CODE_BLOCK_NUMEL = 256  # kernels.block_formats.BLOCK_NUMEL, which is not for those who must not import torch
+CODE_BLOCK_NUMEL = 256  # equals kernels.block_formats.BLOCK_NUMEL, whose module imports torch
 STATE_ITEMSIZE_BYTES = {"fp32": 4, "uint8": 1}
 _ALWAYS = ""
 
 
 def scale_name(state: str) -> str:
-    """The tensor of the scales of a state that is held as codes."""
+    """Name of the tensor with the scales of a quantized state."""
     return f"{state}_scale"
 
 
 class HeldState(NamedTuple):
-    """One tensor of an optimizer's states: its dtype, and of how many elements of a shard each of its own tells."""
+    """One tensor of an optimizer's states. `per`: number of elements of a shard that one of its elements describes."""
 
     name: str
     dtype: str = "fp32"
@@ -39,10 +39,10 @@ class HeldState(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Base of the optimizers. `groups` and `no_decay` are told in `groups.py`.
+    """Base class of the optimizer configurations. `groups.py` describes `groups` and `no_decay`.
 
-    [Note: states told and states held] Outside the optimizer a state is one fp32 number an element, by name: in
-    checkpoints, in `full_optimizer_state`. How it is held in memory is `held_states`'s affair.
+    [Note: states told and states held] Outside the optimizer (in checkpoints, in `full_optimizer_state`) a state has
+    one fp32 number per element and is identified by its name. `held_states` defines how it is stored in memory.
     """
 
     groups: tuple[ParamGroup, ...] = field(default=(), kw_only=True)
@@ -50,32 +50,32 @@ class OptimizerConfig:
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """The name that users see."""
         return type(self).__name__.removesuffix("Config")
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The states of each element of a trainable parameter, beside its master weight, as they are told."""
+        """Names of the states of a trainable element outside the optimizer, without its master weight."""
         return MOMENTS
 
     @property
     def held_states(self) -> tuple[HeldState, ...]:
-        """The tensors that hold them, in the order in which updates take them."""
+        """The tensors that hold the states, in the order in which updates take them."""
         return tuple(HeldState(name) for name in self.state_names)
 
     @property
     def state_bytes(self) -> float:
-        """What the held states cost an element."""
+        """Bytes of the held states per element."""
         return sum(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in self.held_states)
 
     @property
     def block_numel(self) -> int:
-        """Every parameter and every shard must begin at a multiple of so many elements."""
+        """Every parameter and every shard must begin at a multiple of this number of elements."""
         return max((held.per for held in self.held_states), default=1)
 
     @property
     def saved_as(self) -> str:
-        """The name in a checkpoint: optimizers of one name go on from each other's states."""
+        """The name in a checkpoint. Optimizers with the same name can resume from each other's states."""
         return self.name
 
     @property
@@ -90,13 +90,13 @@ class OptimizerConfig:
 
     @property
     def decay(self) -> float:
-        """The weight decay of a parameter whose group says nothing else."""
+        """The weight decay of a parameter whose group does not set one."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class AdamWConfig(OptimizerConfig):
-    """AdamW's constants (arXiv 1711.05101): weight decay apart from the gradient."""
+    """AdamW's constants (arXiv 1711.05101): weight decay is decoupled from the gradient."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -122,7 +122,7 @@ class AdamConfig(AdamWConfig):
 
 @dataclass(frozen=True)
 class AdamW8bitConfig(AdamWConfig):
-    """AdamW whose moments are held in 8 bits (arXiv 2110.02861): a code an element, a scale for 256 of a parameter."""
+    """AdamW with 8-bit moments (arXiv 2110.02861): one code per element, one scale per 256 elements of a parameter."""
 
     @property
     def held_states(self) -> tuple[HeldState, ...]:
@@ -167,7 +167,7 @@ class LionConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class SgdConfig(OptimizerConfig):
-    """SGD's constants as torch.optim.SGD has them; without momentum it keeps no state at all."""
+    """SGD's constants, as in torch.optim.SGD; without momentum it keeps no state."""
 
     momentum: float = 0.0
     dampening: float = 0.0
@@ -220,15 +220,15 @@ TORCH_REFUSED = {
 _TORCH_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
 TORCH_WITHOUT_DECAY = ("Rprop",)
 _TORCH_READS_ON_HOST = ("ASGD",)  # its eta and mu are tensors on the device, and it branches on them
-# How a step runs, where its numbers come from: no settings of a user's.
+# Arguments that the runtime sets, not the user: how a step runs and where its numbers come from.
 TORCH_OURS = ("params", "lr", "weight_decay", "foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
 class TorchConfig(OptimizerConfig):
-    """An element-wise optimizer of torch.optim by its class name, with its arguments; run on the shards.
+    """An element-wise optimizer of torch.optim, given by its class name and arguments and run on the shards.
 
-    See [Note: what torch's optimizers keep]. Not among the arguments: lr, which comes with each step, and
+    See [Note: what torch's optimizers keep]. The arguments must not include lr, which is passed to each step, nor
     weight_decay, which belongs to the groups.
     """
 
@@ -283,7 +283,7 @@ def torch_has_momentum(class_name: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def torch_problem(class_name: str) -> str:
-    """Why this class of torch.optim cannot run on shards and what can; empty where it can."""
+    """Why this class of torch.optim cannot run on shards, and which classes can; empty if this class can."""
     if class_name in _TORCH_STATES:
         return ""
     reason = TORCH_REFUSED.get(class_name, "it is not known to be element-wise")
@@ -294,7 +294,7 @@ def torch_problem(class_name: str) -> str:
 
 
 def refuse_host_reads(config: OptimizerConfig) -> None:
-    """PlanError where a step of this optimizer would read a tensor's value on the host."""
+    """Raise PlanError if a step of this optimizer would read a tensor's value on the host."""
     if config.reads_on_host:
         raise PlanError(
             f"optimizer {config.name}: a dry run has no values, and this optimizer reads some on the host in each "

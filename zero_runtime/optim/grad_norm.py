@@ -1,10 +1,10 @@
-"""The global gradient norm and what clipping makes of it.
+"""The global gradient norm and the clipping factor.
 
 [Note: each element once]
-Rank r squares the r-th of world equal parts of each unit's summed gradient: a whole shard where gradients are split
-over all ranks, a part of it where several ranks hold the same shard. Padding is zero and a tied parameter lies in one
-unit, so one sum over the ranks counts each element once. The parts are the same in every row of the plan's table, and
-so are the norm's bits.
+Each unit's summed gradient is divided into as many equal parts as there are ranks, and rank r squares part r. This part
+is a complete shard if gradients are split over all ranks, and a piece of a shard if several ranks hold the same shard.
+Padding is zero and a tied parameter belongs to one unit, so one sum over the ranks counts each element once. The parts
+are the same in every row of the plan's table, and so are the bits of the norm.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def local_sum_of_squares(units: list[Unit], device: torch.device) -> torch.Tenso
 
 
 def clip_coefficient(norm: torch.Tensor, clip_norm: float | None) -> torch.Tensor:
-    """0-dim fp32: what to multiply gradients by so that their norm is at most clip_norm; 1 without clipping."""
+    """0-dim fp32: factor that reduces the gradients' norm to at most clip_norm; 1 without clipping."""
     if clip_norm is None:
         return torch.ones((), dtype=torch.float32, device=norm.device)
     return (clip_norm / (norm.to(torch.float32) + CLIP_EPS)).clamp(max=1.0)

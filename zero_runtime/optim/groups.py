@@ -1,10 +1,10 @@
-"""Which hyperparameters each parameter is updated with. Standard library only.
+"""Parameter groups: the hyperparameters that each parameter is updated with. Standard library only.
 
 [Note: groups]
 A group names parameters and gives them a factor of the schedule's learning rate, a weight decay, or both. Parameters
-that no group names form one more group, the last. Where a group gives no weight decay its parameters have the
-optimizer's, but norms and biases have none unless `no_decay` is switched off. A group may be empty, or name frozen
-parameters: it then changes nothing, and keeps its place among the rates. A tied parameter goes by its first name.
+that no group names form one more group, the last. If a group sets no weight decay, its parameters have the
+optimizer's, but norms and biases have none unless `no_decay` is switched off. A group may be empty or name only frozen
+parameters: it then has no effect, but keeps its place among the rates. A tied parameter is known by its first name.
 Groups do not split units: a shard is updated in runs of consecutive parameters with equal settings.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from zero_runtime.errors import PlanError
 from zero_runtime.flat_layout import FlatLayout
 
-# As common practice names norms: norm, norm1, input_layernorm, LayerNorm, q_norm, ln_1, ln_f.
+# Common names of norms: norm, norm1, input_layernorm, LayerNorm, q_norm, ln_1, ln_f.
 _NORM_WORD = re.compile(r"^(ln|\w*norm)\d*$", re.IGNORECASE)
 
 
@@ -41,7 +41,7 @@ class ParamGroup:
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What one parameter is updated with beside the optimizer's constants. `index` is its group's place."""
+    """Settings of one parameter in addition to the optimizer's constants. `index` is the index of its group."""
 
     index: int
     lr_scale: float
@@ -58,7 +58,7 @@ class Run:
 
 
 class GroupTable:
-    """The settings of every parameter. PlanError for a name that no parameter has, or that two groups have."""
+    """The settings of every parameter. Raises PlanError for a name that no parameter has or that two groups have."""
 
     def __init__(
         self, groups: Sequence[ParamGroup], known: Iterable[str], *, weight_decay: float, no_decay: bool
@@ -93,7 +93,7 @@ class GroupTable:
         return GroupSettings(index, group.lr_scale, decay)
 
     def check_rates(self, lr: float | Sequence[float]) -> None:
-        """PlanError unless `lr` is one number, or one for each group and one more for the parameters in none."""
+        """Raise PlanError unless `lr` is one number, or one per group and one more for the parameters in no group."""
         if isinstance(lr, (int, float)):
             return
         named = len(self._groups)
@@ -104,11 +104,11 @@ class GroupTable:
             )
 
     def rate(self, lr: float | Sequence[float], settings: GroupSettings) -> float:
-        """The learning rate of one group: its factor of one number, or its own of one number for each group."""
+        """The learning rate of one group: its factor times a single `lr`, or its own entry of a sequence `lr`."""
         return lr * settings.lr_scale if isinstance(lr, (int, float)) else lr[settings.index]
 
     def runs(self, layout: FlatLayout, shard: int) -> tuple[Run, ...]:
-        """What a shard holds in runs of equal settings; padding is in none."""
+        """The elements of a shard as runs of equal settings; padding is in no run."""
         shapes = {segment.name: segment.shape for segment in layout.segments}
         runs: list[Run] = []
         for piece in layout.pieces(shard):
@@ -121,7 +121,7 @@ class GroupTable:
 
 
 def goes_without_decay(name: str, shape: Sequence[int]) -> bool:
-    """Whether common practice decays it not: norms, biases, and whatever has no or one dimension."""
+    """Whether common practice exempts it from weight decay: norms, biases, and tensors of at most one dimension."""
     owner, _, own = name.rpartition(".")
     words = owner.rpartition(".")[2].split("_")
     return len(shape) <= 1 or own == "bias" or any(_NORM_WORD.match(word) for word in words)

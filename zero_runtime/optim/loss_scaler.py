@@ -1,7 +1,8 @@
-"""The loss scale of fp16 training, as a value that moves by a published rule. Standard library only.
+"""The loss scale of fp16 training, as an immutable value that changes by a published rule. Standard library only.
 
-The rule is the dynamic scaler's of arXiv 1710.03740 (section 3.2) with DeepSpeed's hysteresis: an overflow spends one
-unit of hysteresis, and halves the scale once only one is left; `window` steps in a row without overflow double it.
+The rule is dynamic loss scaling as in arXiv 1710.03740 (section 3.2) with DeepSpeed's hysteresis: an overflow uses up
+one unit of hysteresis, or halves the scale if only one unit is left; `window` steps in a row without overflow double
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ LARGEST_POWER = 127
 
 @dataclass(frozen=True)
 class LossScaleRule:
-    """How a loss scale starts and moves; `static` fixes it (1.0 for every dtype but fp16)."""
+    """How a loss scale starts and changes; `static` fixes it (1.0 for every dtype but fp16)."""
 
     static: float | None = None
     initial_power: int = 16
@@ -53,7 +54,7 @@ UNSCALED = LossScaleRule(static=1.0)
 
 @dataclass(frozen=True)
 class LossScaler:
-    """The scale now, and what decides its next move. `steps` counts all steps, skipped ones too."""
+    """The current scale, and the counters that decide its next change. `steps` counts all steps, also skipped ones."""
 
     rule: LossScaleRule
     scale: float
@@ -63,11 +64,11 @@ class LossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether one more overflow could not be answered by a smaller scale."""
+        """Whether the scale can no longer be lowered after another overflow."""
         return self.rule.static is not None or (self.scale <= self.rule.minimum and self.hysteresis_left == 1)
 
     def after(self, *, overflow: bool) -> LossScaler:
-        """The scaler after one step that overflowed on some rank, or on none."""
+        """The scaler after one step. `overflow`: whether gradients overflowed on any rank."""
         moved = self
         if self.rule.static is None:
             moved = self._after_overflow() if overflow else self._after_good_step()

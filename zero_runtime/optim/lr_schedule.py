@@ -1,10 +1,10 @@
-"""Learning rates as functions of the updates already made. Standard library only.
+"""Learning rates as functions of the number of updates already made. Standard library only.
 
 [Note: updates]
-`rates(updates)` is what update number `updates + 1` is made with; a step that was skipped made no update, and so
-moves no schedule. Parameters of the five schedules of DeepSpeed have the names and defaults that it publishes, and
-their rates are those that its engine trains with: the engine steps a schedule after each update, so its iteration is
-`updates - 1`, and its first update is made with the schedule's first value.
+`rates(updates)` returns the rates of update number `updates + 1`. A skipped step makes no update, so it does not
+advance a schedule. The parameters of DeepSpeed's five schedules have the names and defaults that DeepSpeed publishes,
+and their rates are those that its engine trains with: the engine steps a schedule after each update, so its iteration
+is `updates - 1`, and its first update uses the schedule's first value.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ LINEAR, LOG = "linear", "log"
 
 @dataclass(frozen=True)
 class Rates:
-    """One update's numbers: `lr` for all groups (times each one's factor) or one for each group in order, and one
-    more for the parameters in none; `momentum` where a schedule cycles it, None where the optimizer's own holds."""
+    """Rates of one update. `lr`: one rate for all groups (times each group's factor), or one for each group in order
+    and one more for the parameters in no group. `momentum`: the value if a schedule cycles it; None keeps the
+    optimizer's own."""
 
     lr: float | tuple[float, ...]
     momentum: float | None = None
 
 
 class LrSchedule(Protocol):
-    """Anything that tells the rates of an update."""
+    """Anything that gives the rates of an update."""
 
     def rates(self, updates: int) -> Rates: ...
 
 
 @dataclass(frozen=True)
 class Constant:
-    """The same rate for ever."""
+    """The same rate forever."""
 
     lr: float
 
@@ -79,7 +80,7 @@ class WarmupLR:
     """From warmup_min_lr to warmup_max_lr over warmup_num_steps, then constant.
 
     With iteration i = updates - 1 and W = max(2, warmup_num_steps), rate = min + (max - min) * gamma, where gamma is
-    0 before i = 0, log(i + 1) / log(W) (type log) or i / W (type linear) below W, and `_after` from there.
+    0 for i < 0, log(i + 1) / log(W) (type log) or i / W (type linear) for i < W, and `_after(i)` from W on.
     """
 
     warmup_min_lr: float = 0.0
@@ -117,7 +118,7 @@ class WarmupCosineLR:
     """Ratios of `lr`: WarmupLR's rise from warmup_min_ratio to 1, then half a cosine down to cos_min_ratio.
 
     With i and W as in WarmupLR, the fall is cos_min + (1 - cos_min) * (1 + cos(pi * p)) / 2 with
-    p = min(1, (i - W + 1) / max(1, total_num_steps - W)). The first update of all is made with a rate of 0.
+    p = min(1, (i - W + 1) / max(1, total_num_steps - W)). The very first update has a rate of 0.
     """
 
     lr: float
@@ -151,11 +152,11 @@ class WarmupCosineLR:
 class OneCycle:
     """One cycle of the rate up and down, of the momentum down and up, then a decay (arXiv 1803.09820, section 4).
 
-    With F and G the first and second step sizes: the scale s = updates / F below F, (F + G - updates) / G to F + G;
-    rate = min + (max - min) * s, momentum = max - (max - min) * s. With stairs s is rounded down to their fractions.
-    After n = updates - F - G further updates, with d = n / decay_step_size: rate = min / (1 + decay_lr_rate * d),
-    momentum = max * (1 + decay_mom_rate * d); without a decay_step_size both rest. Unlike DeepSpeed's, the momentum
-    of the first update is cycle_max_mom, and the second beta stays the optimizer's own.
+    With F and G the first and second step sizes, the scale s is updates / F up to F, then (F + G - updates) / G up to
+    F + G; rate = min + (max - min) * s, momentum = max - (max - min) * s. With stairs, s is rounded down to a multiple
+    of 1 / stairs. After n = updates - F - G further updates, with d = n / decay_step_size: rate = min / (1 +
+    decay_lr_rate * d), momentum = max * (1 + decay_mom_rate * d); without a decay_step_size both stay constant. Unlike
+    in DeepSpeed, the momentum of the first update is cycle_max_mom, and the second beta stays the optimizer's own.
     """
 
     cycle_min_lr: float
@@ -213,7 +214,7 @@ class OneCycle:
 @dataclass(frozen=True)
 class LRRangeTest:
     """min_lr * (1 + step_rate * updates / step_size), to find the rate at which training breaks (arXiv 1506.01186);
-    with a staircase updates / step_size is rounded down."""
+    with a staircase, updates / step_size is rounded down."""
 
     lr_range_test_min_lr: float = 1e-3
     lr_range_test_step_size: int = 2000
@@ -237,7 +238,7 @@ class LRRangeTest:
 
 
 def _rise(iteration: int, steps: int, kind: str) -> float:
-    """0 to 1 over `steps` iterations; 0 before the first."""
+    """A rise from 0 to 1 over `steps` iterations; 0 before the first."""
     if iteration < 0:
         return 0.0
     return math.log(iteration + 1) / math.log(steps) if kind == LOG else iteration / steps
@@ -251,7 +252,7 @@ def _warmup(steps: int, kind: str) -> dict[str, bool]:
 
 
 def _check(name: str, expected: dict[str, bool]) -> None:
-    """PlanError that tells every expectation that does not hold."""
+    """Raise PlanError with every expectation that does not hold."""
     broken = [text for text, holds in expected.items() if not holds]
     if broken:
         raise PlanError(f"scheduler {name}: expected {'; '.join(broken)}")

@@ -1,7 +1,8 @@
-"""A state that is held as 8-bit codes, as whoever wants numbers sees it: fp32 by range, in and out.
+"""Reads and writes ranges of an optimizer state that is stored as 8-bit codes, as fp32 values.
 
-What is read and written again has the same codes and scales ([Note: dynamic codes] in kernels/block_formats.py), and
-blocks hold the same elements of a parameter everywhere (FlatLayout.build). So as fp32 numbers they lose nothing.
+Values that are read and written again get the same codes and scales ([Note: dynamic codes] in
+kernels/block_formats.py), and blocks hold the same elements of a parameter in every layout (FlatLayout.build). So the
+conversion to fp32 and back loses nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import torch
 
 from zero_runtime.kernels.block_formats import BLOCK_NUMEL, blocks_of, read_dynamic, write_dynamic
 
-Read = Callable[[int, int], torch.Tensor]  # elements [start, stop) of a tensor that may rest elsewhere
+Read = Callable[[int, int], torch.Tensor]  # reads elements [start, stop) of a tensor that may be offloaded
 
 
 class CodedShard:
-    """[S] elements: codes [S] uint8 and scales [S / 256] fp32, both the optimizer's own. `signed`: which table."""
+    """[S] elements: codes [S] uint8 and scales [S / 256] fp32, both owned by the optimizer. `signed`: which table."""
 
     dtype = torch.float32
 
@@ -28,7 +29,7 @@ class CodedShard:
         return self.read(0, self._codes.numel())
 
     def read(self, start: int, stop: int, codes: Read | None = None, scales: Read | None = None) -> torch.Tensor:
-        """Elements [start, stop) in fp32, a copy. `codes`, `scales`: how those are read where they rest elsewhere."""
+        """Elements [start, stop) in fp32, a copy. `codes`, `scales`: functions that read these if offloaded."""
         first = start // BLOCK_NUMEL
         low = first * BLOCK_NUMEL
         found = codes(low, stop) if codes else self._codes[low:stop]
@@ -36,8 +37,8 @@ class CodedShard:
         return read_dynamic(found, of_blocks, signed=self._signed)[start - low :]
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Take fp32 values for the elements from `start`, the first of a block, on; to the end of a block, what lies
-        behind them (padding, if anything) becomes zero."""
+        """Write fp32 values to the elements from `start` on, which must be the first of a block. The remaining elements
+        of the last block (padding, if there are any) become zero."""
         blocks = blocks_of(values.numel())
         numel, first = blocks * BLOCK_NUMEL, start // BLOCK_NUMEL
         assert start == first * BLOCK_NUMEL, f"{start} is inside a block"

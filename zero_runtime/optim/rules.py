@@ -1,4 +1,4 @@
-"""How each optimizer updates the shards: which operation of `kernels` runs on which part, with which numbers."""
+"""Update rules of the optimizers: which operation of `kernels` runs on which part of a shard, with which numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zero_runtime.unit import Unit
 class Held:
     """One trainable unit's part in the optimizer on this rank: its runs, and its held states by name.
 
-    unit: the unit itself, or what a tier lends of it for one update.
+    unit: the unit itself, or the shards that a tier lends for one update.
     """
 
     unit: Unit | Shards
@@ -41,7 +41,7 @@ class Held:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What is new in a step: its number from 1, the rate of a run, the cycled momentum, the gradients' factor."""
+    """Values of one step: its number from 1, the rate of a run, the cycled momentum, the factor of the gradients."""
 
     step: int
     rate: Callable[[GroupSettings], float]
@@ -55,8 +55,8 @@ class ShardSlice:
 
     master: torch.Tensor  # [n] master_dtype
     grad: torch.Tensor  # [n] grad_dtype
-    states: tuple[torch.Tensor, ...]  # what of the held states tells of them, in their order
-    param_out: torch.Tensor | None  # [n] param_dtype, where that is a tensor of its own
+    states: tuple[torch.Tensor, ...]  # the parts of the held states for these elements, in their order
+    param_out: torch.Tensor | None  # [n] param_dtype, if it is a separate tensor
 
 
 def part_of(held: Held, start: int, stop: int) -> ShardSlice:
@@ -72,7 +72,7 @@ def part_of(held: Held, start: int, stop: int) -> ShardSlice:
 
 
 class ElementwiseRule:
-    """AdamW, in 8 bits too, Adam, SGD and Lion: each run of each unit for itself."""
+    """AdamW (also in 8 bits), Adam, SGD and Lion: updates each run of each unit separately."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
@@ -141,17 +141,17 @@ _UPDATES: dict[type, Callable[..., None]] = {
 
 
 class LambRule:
-    """LAMB: the squares of all parameters are summed over the ranks in one message, then all are updated.
+    """LAMB: sums the squares of all parameters over the ranks in one message, then updates all parameters.
 
-    Rank r squares what the r-th of world equal parts of each unit holds of a parameter, also where it holds all of
-    it; see [Note: each element once] in grad_norm.py. So a parameter cut over several ranks has one ratio, with the
-    same bits in every row of the plan's table.
+    Each unit is divided into as many equal parts as there are ranks, and rank r squares only the elements in part r,
+    even if it holds more; see [Note: each element once] in grad_norm.py. So a parameter that is split over several
+    ranks has one ratio, with the same bits in every row of the plan's table.
     """
 
     def __init__(self, config: LambConfig, helds: Sequence[Held], collectives: Collectives) -> None:
         self._config = config
         self._collectives = collectives
-        # Every rank must number the parameters alike, also those of which it holds nothing.
+        # Every rank must number the parameters in the same way, including those of which it holds nothing.
         names = [segment.name for held in helds for segment in held.unit.layout.segments]
         self._place = {name: place for place, name in enumerate(names)}
 
@@ -177,7 +177,7 @@ class LambRule:
         squares = torch.zeros(len(self._place), 2, dtype=torch.float64, device=numbers.grad_scale.device)
         for held in helds:
             part_numel = held.unit.layout.shard_numel // self._collectives.replica_count
-            low = self._collectives.replica_rank * part_numel
+            low = self._collectives.replica_rank * part_numel  # replicas of a shard square different parts of it
             for name, start, stop, run in _parameters(held, self._collectives.shard_rank):
                 start, stop = max(start, low), min(stop, low + part_numel)
                 if start < stop:
@@ -189,14 +189,14 @@ class LambRule:
 
 
 def _parameters(held: Held, shard: int) -> Iterator[tuple[str, int, int, Run]]:
-    """Each parameter of which the shard holds something: its name, its elements [start, stop), its run."""
+    """Each parameter with elements in the shard: its name, its elements [start, stop) of the shard, its run."""
     for piece in held.unit.layout.pieces(shard):
         start, stop = piece.shard_offset, piece.shard_offset + piece.stop - piece.start
         yield piece.name, start, stop, next(run for run in held.runs if run.start <= start and stop <= run.stop)
 
 
 def check_momentum(config: OptimizerConfig, momentum: float | None) -> None:
-    """PlanError where a schedule cycles the momentum of an optimizer that has none."""
+    """Raise PlanError if a schedule cycles the momentum of an optimizer that has none."""
     if momentum is not None and not config.has_momentum:
         raise PlanError(
             f"the schedule cycles the momentum (now {momentum}) and {config.name} has none; give the optimizer a "

@@ -1,4 +1,4 @@
-"""The optimizer over the master shards, unit by unit. It owns its states; the units own everything else."""
+"""The optimizer that updates the master shards unit by unit. It owns its states; the units own everything else."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class UpdateRule(Protocol):
 
 
 class ShardedOptimizer:
-    """The states of every trainable unit, held as `OptimizerConfig.held_states` says, and the step that uses them.
+    """The states of every trainable unit, held as `OptimizerConfig.held_states` defines, and the step that uses them.
 
-    `step` is called for good steps only: what a step that is skipped must not touch (states, `updates`) is all here.
+    `step` is not called for skipped steps: everything that these must not change (states, `updates`) is in this class.
     """
 
     def __init__(
         self, units: Iterable[Unit], config: OptimizerConfig, collectives: Collectives, *, lazy_states: bool = False
     ) -> None:
-        """`lazy_states`: there are none until a step, a tier or a checkpoint asks for them."""
+        """`lazy_states`: allocate states only when a step, a tier or a checkpoint asks for them."""
         units = list(units)
         self.config = config
-        self.updates = 0  # steps made; what a schedule is a function of
+        self.updates = 0  # number of updates made; the argument of a schedule
         names = [segment.name for unit in units for segment in unit.layout.segments]
         self._groups = GroupTable(config.groups, names, weight_decay=config.decay, no_decay=config.no_decay)
         self._units = [unit for unit in units if unit.trainable]
@@ -69,12 +69,12 @@ class ShardedOptimizer:
             refuse_host_reads(config)
         else:
             for device in {_where(unit) for unit in self._units}:
-                ops.prepare(device)  # here and not in the first step, in which peers would wait for it
+                ops.prepare(device)  # here and not in the first step, where the other ranks would wait for it
         self._by_unit = {unit.name: held for unit, held in zip(self._units, self._helds, strict=True)}
         self._resting = [unit for unit in self._units if _rests(unit)]
         self._staying = [self._by_unit[unit.name] for unit in self._units if not _rests(unit)]
         self._tier: StateTier | None = None
-        self._guessed: tuple[Rates, float] | None = None  # the rates and the scale that `guess` was given
+        self._guessed: tuple[Rates, float] | None = None  # the rates and the scale passed to `guess`
         if self._resting and isinstance(config, (LambConfig, TorchConfig)):
             raise PlanError(
                 "offload: expected an optimizer that updates one unit after another (AdamW, Adam, Sgd, "
@@ -90,13 +90,13 @@ class ShardedOptimizer:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The states kept for each element, in order, as they are told."""
+        """Names of the states of each element outside the optimizer, in order."""
         return self.config.state_names
 
     def step(self, lr: float | Rates, grad_scale: torch.Tensor, host_scale: torch.Tensor | None = None) -> None:
         """Update every master shard from its unit's grad_shard times grad_scale (0-dim fp32), then the parameter
-        shards. One number is the rate of every group, times the group's factor. host_scale: the same on the host, for
-        what is updated there."""
+        shards. If `lr` is one number, it is multiplied by each group's factor. host_scale: grad_scale as a CPU tensor,
+        for units that are updated on the host."""
         self._make_states()
         host_scale = grad_scale if host_scale is None else host_scale
         numbers = self._numbers(lr, grad_scale)
@@ -108,7 +108,7 @@ class ShardedOptimizer:
         self.updates += 1
 
     def _numbers(self, lr: float | Rates, grad_scale: torch.Tensor) -> StepNumbers:
-        """Of the next step. ValueError family where the rates are not for these groups or this optimizer."""
+        """Numbers of the next step. PlanError if the rates do not fit the groups or the optimizer."""
         rates = _rates(lr)
         self._groups.check_rates(rates.lr)
         check_momentum(self.config, rates.momentum)
@@ -116,23 +116,23 @@ class ShardedOptimizer:
             self.updates + 1, lambda settings: self._groups.rate(rates.lr, settings), rates.momentum, grad_scale
         )
 
-    # ---- what rests elsewhere --------------------------------------------------------------------------------------
+    # ---- offloaded units -------------------------------------------------------------------------------------------
 
     def _compute(self, either: Sequence[StepNumbers], unit: Unit, shards: Shards) -> None:
-        """Update what a tier lends, with those numbers whose scale is where the shards are."""
+        """Update the shards that a tier lends, with the numbers whose grad_scale is on the device of the shards."""
         numbers = next(one for one in either if one.grad_scale.device == shards.param_shard.device)
         self._rule.update([Held(shards, self._by_unit[unit.name].runs, shards.states)], numbers)
 
     def guess(self, lr: float | Rates, host_scale: torch.Tensor) -> None:
-        """The last backward of a step begins: its units may be updated as their gradients come, as if `step` were going
-        to be called with these numbers. `step` or `forget_step` must follow."""
+        """Called when the last backward of a step begins: units may be updated as their gradients arrive, as if `step`
+        were going to be called with these numbers. `step` or `forget_step` must follow."""
         if self._tier is None:
             return
         self._guessed = (_rates(lr), float(host_scale))
         self._tier.guess(self._resting, partial(self._compute, (self._numbers(lr, host_scale),)))
 
     def _not_guessed(self, tier: StateTier, lr: float | Rates, host_scale: torch.Tensor) -> list[Unit]:
-        """The resting units that this step must still update."""
+        """The offloaded units that this step must still update."""
         guessed, self._guessed = self._guessed, None
         if guessed is None:
             return self._resting
@@ -142,48 +142,48 @@ class ShardedOptimizer:
         return self._resting
 
     def rest_in(self, tier: StateTier) -> None:
-        """The units whose states rest have them there."""
+        """Use `tier` for the units that are offloaded."""
         self._tier = tier
 
     def begin_step(self) -> None:
-        """A step will follow, or `forget_step`: what rests elsewhere may set out."""
+        """Announce that `step` or `forget_step` will follow, so that the tier can start reading."""
         if self._tier is not None and self._guessed is None:
             self._tier.begin_update(self._resting)
 
     def forget_step(self) -> None:
-        """The step that was begun is skipped."""
+        """The step that was announced is skipped."""
         self._guessed = None
         if self._tier is not None:
             self._tier.forget_update()
             self._tier.reject()
 
     def counters(self) -> dict[str, float]:
-        """What is kept beside the states, equal wherever it is kept: the updates made, and a torch optimizer's own
-        scalars by group. Of a group that this rank holds nothing of, there are none."""
+        """Scalars kept in addition to the states, equal on every rank that has them: the number of updates, and a torch
+        optimizer's own scalars by group. Groups of which this rank holds no elements are missing."""
         own = self._rule.counters(self._helds) if isinstance(self._rule, TorchRule) else {}
         return {"updates": float(self.updates), **own}
 
     def load_counters(self, counters: Mapping[str, float]) -> None:
-        """Go on from `counters` (the union over the ranks), after the states have been filled in place."""
+        """Resume from `counters` (the union over the ranks), after the states have been filled in place."""
         self.updates = int(counters["updates"])
         if isinstance(self._rule, TorchRule) and self.updates:
             self._rule.load_counters(self._helds, counters)
 
     def states_of(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """The tensors that hold the unit's states, by name, in the order of its layout; none for a frozen unit. The
-        optimizer's own: filling them in place sets the states. Waits for an update that is under way."""
+        """The tensors that hold the unit's states, by name, in the order of its layout; empty for a frozen unit. They
+        belong to the optimizer: filling them in place sets the states. Waits for an update that is under way."""
         unit.settle()
         self._make_states()
         held = self._by_unit.get(unit.name)
         return {} if held is None else held.states
 
     def told_states_of(self, unit: Unit) -> dict[str, torch.Tensor | CodedShard]:
-        """The unit's states by name as fp32 numbers: the optimizer's own tensors, or what reads and writes them."""
+        """The unit's states by name as fp32 values: the optimizer's own tensors, or a CodedShard that converts them."""
         held = self.states_of(unit)
         return {name: _told(held, name) for name in self.state_names if name in held}
 
     def free(self) -> None:
-        """Let the states go."""
+        """Release the states."""
         self._units.clear()
         self._resting.clear()
         self._helds.clear()
@@ -214,12 +214,12 @@ def _rests(unit: Unit) -> bool:
 
 
 def _where(unit: Unit) -> torch.device:
-    """Where the unit is updated."""
+    """The device that updates the unit."""
     return torch.device("cpu") if unit.states_rest else unit.device
 
 
 def _zeros(unit: Unit, held: HeldState) -> torch.Tensor:
-    """One held state, zero. Where states rest elsewhere it is on the meta device: what a tier must make room for."""
+    """One held state, all zeros; on the meta device if states are offloaded, to describe it to the tier."""
     assert unit.master_shard is not None
     device = torch.device("meta") if unit.states_rest else unit.device
     return torch.zeros(unit.layout.shard_numel // held.per, dtype=TORCH_DTYPE[held.dtype], device=device)

@@ -1,7 +1,8 @@
-"""An element-wise optimizer of torch.optim on the shards: one instance a unit, one of its groups a run.
+"""Runs an element-wise optimizer of torch.optim on the shards: one instance per unit, one of its groups per run.
 
-Its states are kept in our own flat tensors: after the first step, in which torch makes them, each is copied into its
-place there and torch is handed the view. So they are counted, saved and moved like those of our own optimizers.
+Its states are stored in the runtime's flat tensors: after the first step, in which torch creates them, each is copied
+to its place in a flat tensor and torch gets a view of it. So the states are counted, saved and moved like those of the
+runtime's own optimizers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from zero_runtime.unit import Unit
 
 
 class TorchRule:
-    """Built by the class's name in torch.optim. PlanError where the masters are not fp32."""
+    """Update rule of a torch.optim class, given by name. Raises PlanError if the masters are not fp32."""
 
     def __init__(self, config: TorchConfig, helds: Sequence[Held]) -> None:
         self._config = config
@@ -36,13 +37,13 @@ class TorchRule:
             for run, group in zip(held.runs, optimizer.param_groups, strict=True):
                 (shard,) = group["params"]
                 shard.grad = None
-                if numbers.step == 1:
+                if numbers.step == 1:  # the step in which torch creates its states
                     self._take_states(held, run.start, run.stop, optimizer.state[shard])
             assert isinstance(held.unit, Unit), "what rests elsewhere has no torch optimizer"
             held.unit.refresh_param_shard()
 
     def counters(self, helds: Sequence[Held]) -> dict[str, float]:
-        """Torch's own 0-dim states, by group: they depend on the steps and rates alone. Reads them on the host."""
+        """Torch's own 0-dim states, by group: they depend only on the steps and rates. Reads them on the host."""
         found: dict[str, float] = {}
         for run, state, _ in self._runs(helds):
             scalars = {
@@ -52,7 +53,7 @@ class TorchRule:
         return found
 
     def load_counters(self, helds: Sequence[Held], counters: Mapping[str, float]) -> None:
-        """Hand torch the flat states as they are now, and `counters` of a run that had made as many steps."""
+        """Give torch the current flat states, and the `counters` of a run that had made the same number of steps."""
         for run, state, held in self._runs(helds):
             prefix = f"group{run.settings.index}."
             state.update({name: flat[run.start : run.stop] for name, flat in held.states.items()})
@@ -60,18 +61,18 @@ class TorchRule:
             state.update({name: torch.tensor(value) for name, value in scalars.items()})
 
     def free(self) -> None:
-        """Let torch's optimizers go, and with them the states."""
+        """Release torch's optimizers and with them the states."""
         self._optimizers.clear()
 
     def _runs(self, helds: Sequence[Held]) -> Iterator[tuple[Run, dict[str, Any], Held]]:
-        """Every run with torch's state of it."""
+        """Every run with torch's state for it."""
         for held, optimizer in zip(helds, self._optimizers, strict=True):
             if optimizer is not None:
                 for run, group in zip(held.runs, optimizer.param_groups, strict=True):
                     yield run, optimizer.state[group["params"][0]], held
 
     def _prepare(self, held: Held, start: int, stop: int, group: dict[str, Any], numbers: StepNumbers) -> None:
-        """Point torch's tensor at the run of the master as it lies today, and give it its gradient."""
+        """Point torch's tensor at the current memory of the master's run, and set its gradient."""
         (shard,) = group["params"]
         unit = held.unit
         assert unit.master_shard is not None
@@ -96,7 +97,7 @@ class TorchRule:
 
 
 def _build(config: TorchConfig, held: Held) -> torch.optim.Optimizer | None:
-    """None where the rank holds nothing of the unit: torch refuses an empty optimizer."""
+    """Create the unit's optimizer; None if the rank holds nothing of the unit, since torch refuses an empty one."""
     master = held.unit.master_shard
     assert master is not None
     if master.dtype != torch.float32:

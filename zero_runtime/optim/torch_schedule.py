@@ -1,4 +1,4 @@
-"""Any LRScheduler of torch as a function of the updates made: it drives an optimizer of one element a group."""
+"""Runs any LRScheduler of torch as a function of the updates made, on an optimizer with one element per group."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from zero_runtime.errors import PlanError
 from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.optim.lr_schedule import Rates
 
-_UNTOUCHED = 0.123456789  # a momentum that no scheduler sets: another one was set by it
+_UNTOUCHED = 0.123456789  # a momentum that no scheduler sets: any other value comes from the scheduler
 
 
 class TorchSchedule:
-    """`build(optimizer)` makes the scheduler, as `lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)`.
+    """A schedule from `build`, such as `lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)`.
 
-    The optimizer that it sees has the groups of `config` in order, empty ones too, and one more for the parameters
-    in none; their rates are `lr` times their factors. ReduceLROnPlateau is refused: it follows a metric.
+    The optimizer passed to `build` has the groups of `config` in order, including empty ones, and one more for the
+    parameters in no group; their rates are `lr` times their factors. ReduceLROnPlateau is refused, because it follows a
+    metric.
     """
 
     def __init__(
@@ -29,11 +30,11 @@ class TorchSchedule:
         self._start()
 
     def rates(self, updates: int) -> Rates:
-        """One rate for each group; the momentum of all where the scheduler has changed it."""
+        """One rate for each group, and the momentum of all groups if the scheduler has changed it."""
         if updates < self._made:
             self._start()
         while self._made < updates:
-            self._optimizer.step()  # of nothing: torch warns where a scheduler is ahead of its optimizer
+            self._optimizer.step()  # updates nothing, but torch warns if a scheduler is ahead of its optimizer
             self._scheduler.step()
             self._made += 1
         groups = self._optimizer.param_groups
