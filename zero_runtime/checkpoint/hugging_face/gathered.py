@@ -1,4 +1,4 @@
-"""The live weights of a runtime as a Hugging Face folder, without a checkpoint in between."""
+"""Saves the live weights of a runtime as a Hugging Face folder, without a checkpoint in between."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def save_gathered_weights(
 ) -> Written:
     """Gather unit by unit; rank 0 writes all weights (the masters, rounded to `dtype`). Every rank calls it.
 
-    Memory: one unit in the master's dtype on every rank. CheckpointError, the same on every rank, where `out` exists
-    or cannot be written; the ranks gather to the end all the same, since none can know that another failed.
+    Memory: one unit in the master's dtype on every rank. CheckpointError, the same on every rank, if `out` exists or
+    cannot be written; after a failed write the ranks still gather all units, since the others cannot know of it.
     """
     runtime.check_between_steps("save_gathered_weights")
     collectives = runtime.collectives
