@@ -124,12 +124,14 @@ def begin(
         "rng": random_states(runtime.device),
     }
     every = collectives.gather_objects(own)
+    # The error of a previous background save is raised on every rank before a new save begins.
     raise_for([one["trouble"] for one in every])
     if len({one["step"] for one in every}) > 1:
         raise CheckpointError(f"expected every rank to save one step, found {[one['step'] for one in every]}")
     members = [rank for rank, one in enumerate(every) if one["node"] == settings.node]
     save = Save(root, step, collectives.rank, collectives.world, members, settings)
     trouble = trouble_of(lambda: save.prepare(runtime, every, trainer))
+    # Members take their leader's token, so that the leader ignores reports that an earlier attempt left.
     tokens = collectives.gather_objects((trouble, save.token))
     try:
         raise_for([one for one, _ in tokens])
@@ -238,7 +240,7 @@ class Save:
             for rank in self.members:
                 (self.partial / report_file(rank, self.world)).unlink()
             (self.partial / OWNER).unlink()
-            fsync_folder(self.partial)
+            fsync_folder(self.partial)  # before the rename: a committed folder must not lose entries in a crash
             self._rename()
         except BaseException as error:
             self.discard()
