@@ -1,4 +1,4 @@
-"""Checkpoints of the drop-in engine: the runtime's own, with the engine's counters and schedule beside the states."""
+"""Checkpoints of the drop-in engine: those of the runtime, with the engine's counters and schedule in addition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class SavedEngine(Protocol):
-    """What a checkpoint takes from an engine and gives back to one."""
+    """The attributes of an engine that a checkpoint saves and restores."""
 
     runtime: ZeroRuntime
     module: nn.Module
@@ -40,7 +40,7 @@ class SavedEngine(Protocol):
 
 
 def save(engine: SavedEngine, root: Path, tag: str | None, client_state: dict[str, Any], *, with_frozen: bool) -> None:
-    """A checkpoint of step `global_steps`."""
+    """Save a checkpoint of step `global_steps`."""
     trainer = {
         "client_state": client_state,
         "engine": {name: getattr(engine, name) for name in _COUNTERS},
@@ -83,7 +83,7 @@ def load(
 
 
 def _schedule_state(engine: SavedEngine) -> dict[str, Any]:
-    """What of the schedule's state is plain: its counters and rates; functions of a user's own stay with the user."""
+    """The plain values of the schedule's state: counters and rates, but not a user's functions."""
     if engine.lr_scheduler is None:
         return {}
     state = engine.lr_scheduler.state_dict()
