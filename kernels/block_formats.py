@@ -101,6 +101,7 @@ def write_dynamic(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tenso
     found = torch.bucketize(share, (table[:-1] + table[1:]) / 2)
     zero = ZERO_CODE if signed else 0
     found = torch.where(share.isnan(), zero, found).view(-1)[: codes.numel()]
+    # A second moment above 0 gets at least code 1, since the step is divided by its root.
     codes.copy_(found if signed else found + ((found == 0) & (values > 0)))
     scales.copy_(scale)
 

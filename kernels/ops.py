@@ -252,7 +252,7 @@ def lamb_(
     settings: Lamb,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """The third part, for one parameter: w -= lr * ratio * u; param_out = w. ratio: 0-dim fp32."""
+    """The third part: w -= lr * ratio * u; param_out = w. ratio: that of the elements' parameter, 0-dim fp32."""
     _ops.lamb_(master, exp_avg, exp_avg_sq, ratio, param_out, *_adam_numbers(settings))
 
 
@@ -327,7 +327,7 @@ def _quantise(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, b
 
 
 def dequantise_(target: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
-    """target = codes * scale, the inverse of quantise_. target: float."""
+    """target = codes * scale, which reverses quantise_ up to rounding. target: float."""
     _ops.dequantise_(target, codes, scales, bits)
 
 

@@ -114,6 +114,7 @@ def root64(values: torch.Tensor) -> torch.Tensor:
     found = values.sqrt()
     if values.device.type != "cpu":
         return found  # the root of CUDA is correctly rounded
+    # Split the root into two halves of its bits, found = high + low, whose products are exact.
     split = found * 134217729.0  # 2^27 + 1
     high = split - (split - found)
     low = found - high
@@ -238,7 +239,7 @@ def lamb(
     settings: Lamb,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """w -= lr * (ratio * update) for one parameter; `ratio` is 0-dim fp32. See [Note: updates]."""
+    """w -= lr * (ratio * update); `ratio` is that of the elements' parameter, 0-dim fp32. See [Note: updates]."""
     numbers = settings.lamb_numbers
     for part in _chunks(master):
         weights = master[part].to(torch.float32)

@@ -23,7 +23,7 @@ def write_codes(
     """Store each value's nearest code: the number of the 255 borders between codes that are below it, counted by
     binary search."""
     most, least = tl.max(values, axis=1), tl.min(values, axis=1)
-    bad = tl.max((values != values).to(tl.int32), axis=1)
+    bad = tl.max((values != values).to(tl.int32), axis=1)  # a NaN makes the block's scale NaN, as in the reference
     scale = tl.where(bad > 0, float("nan"), tl.where(most >= -least, most, least))
     tl.store(scales + block, scale, mask=block < blocks)
     share = tl.math.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
@@ -32,7 +32,7 @@ def write_codes(
         further = code + (128 >> step)
         code = tl.where(tl.load(borders + further - 1) < share, further, code)
     code = tl.where(share != share, ZERO, code)
-    if KEEPS:
+    if KEEPS:  # a second moment above 0 gets at least code 1
         code += ((code == 0) & (values > 0)).to(tl.int32)
     tl.store(codes + at, code.to(tl.uint8), mask=inside)
 

@@ -18,7 +18,7 @@ class Shaped(Protocol):
 
 
 def check_same_model(runtime: ZeroRuntime, index: Index, where: str) -> None:
-    """CheckpointError unless parameters, their shapes, which of them are trained, and the buffers agree."""
+    """Raise CheckpointError unless parameters, their shapes, which of them are trained, and the buffers agree."""
     check_shapes(runtime, index.parameters, where, index.tied)
     expected = {name: unit.trainable for unit in runtime.units for name in unit.names}
     other = [name for name, trainable in expected.items() if index.parameters[name].trainable is not trainable]
@@ -41,7 +41,7 @@ def check_same_model(runtime: ZeroRuntime, index: Index, where: str) -> None:
 def check_shapes(
     runtime: ZeroRuntime, found: Mapping[str, Shaped], where: str, tied: Mapping[str, str] | None = None
 ) -> None:
-    """CheckpointError unless `found` has exactly the runtime's parameters, with equal shapes."""
+    """Raise CheckpointError unless `found` has exactly the runtime's parameters, with equal shapes."""
     expected = {segment.name: segment.shape for unit in runtime.units for segment in unit.layout.segments}
     missing = [name for name in expected if name not in found]
     extra = [name for name in found if name not in expected]
@@ -71,7 +71,7 @@ def check_shapes(
 
 
 def check_same_optimizer(runtime: ZeroRuntime, index: Index, where: str) -> None:
-    """CheckpointError unless the optimizer's name and states agree; its constants may differ."""
+    """Raise CheckpointError unless the optimizer's name and states agree; its constants may differ."""
     own = (runtime.optimizer.config.saved_as, tuple(runtime.optimizer.state_names))
     found = (index.optimizer.name, index.optimizer.states)
     if own != found:

@@ -270,7 +270,7 @@ class _Strict:
         return OptimizerEntry(self.take(entry, "name", str), tuple(self.take(entry, "states", list)), counters)
 
     def _check_pieces(self, index: Index) -> None:
-        """CheckpointError unless pieces are in order and do not overlap.
+        """Raise CheckpointError unless pieces are in order and do not overlap.
 
         If the folder holds the files of all ranks, the pieces of each state must also cover the full parameter.
         """

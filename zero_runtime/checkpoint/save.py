@@ -6,8 +6,8 @@
 2. `Save.write` (each rank, any thread, no collective): writes the rank's tensors into its file, calls fsync, then
    writes a report with its pieces and checksum next to it. A rank that fails removes its file and reports the reason.
 3. `Save.commit` (the leader, any thread, no collective): waits for the reports, writes the index, calls fsync and
-   renames the folder. The rename is the commit. If a report describes a failure or is missing, the leader removes the
-   partial folder.
+   renames the folder. The rename is the commit. If a report describes a failure or does not arrive, the leader removes
+   the partial folder.
 `save_checkpoint` runs 2 and 3 immediately and reports the outcome to all ranks; `BackgroundSaver` runs them in a
 thread.
 """

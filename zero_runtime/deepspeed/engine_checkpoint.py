@@ -62,6 +62,7 @@ def load(
     if is_deepspeed(root):
         foreign = load_foreign(engine.runtime, partial(open_deepspeed, root), weights_only=weights_only)
         if not weights_only:
+            # A foreign checkpoint has only the optimizer's count of updates, which excludes skipped steps.
             engine.global_steps = foreign.updates
             engine.micro_steps = foreign.updates * engine.gradient_accumulation_steps()
         return str(foreign.path), {}
@@ -77,6 +78,7 @@ def load(
     if with_schedule and engine.lr_scheduler is not None and trainer.get("schedule"):
         engine.lr_scheduler.load_state_dict({**engine.lr_scheduler.state_dict(), **trainer["schedule"]})
     if with_schedule:
+        # The state of a torch scheduler does not include the groups' current rates.
         for group, lr in zip(engine.optimizer.param_groups, trainer.get("lr", ()), strict=False):
             group["lr"] = lr
     return str(found.path), dict(trainer.get("client_state", {}))

@@ -82,8 +82,8 @@ def initialize(
 
     config: a dict or the path of a DeepSpeed JSON file; `args.deepspeed_config` if it is not given. Joins the process
     group first if this process is in none. The dataloader is None without training_data, the scheduler without a
-    schedule. Before the model is changed, raises PlanError for settings that are not possible, and OffloadError if the
-    disk or the host has no room for the offloaded state. One warning names the settings that have no effect.
+    schedule. Before the model is changed, raises PlanError for invalid settings, and OffloadError if the disk or the
+    host has no room for the offloaded state. One warning names the settings that have no effect.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"initialize: expected model to be a torch.nn.Module, found {type(model).__name__}")
@@ -197,7 +197,7 @@ def _compose(
         runtime = ZeroRuntime(model, read.plan, read.precision, trained.config, settings, own_device())
     except BaseException as error:
         if watch is not None:
-            watch.close(error)
+            watch.close(error)  # reports the error to the other ranks
         raise
     return Engine(EngineParts(runtime, view, schedule, read, _local_rank(), watch))
 

@@ -87,7 +87,7 @@ def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
 
 
 def _config_of(name: str, group: Mapping[str, Any]) -> OptimizerConfig:
-    """The runtime's own where it has one with the same algorithm, else torch's class on the shards."""
+    """The runtime's own optimizer if it has one with the same algorithm, else torch's class, run on the shards."""
     decay = float(group.get("weight_decay", 0.0))
     plain = not group.get("amsgrad") and not group.get("maximize")
     if name in ("Adam", "AdamW") and plain:

@@ -29,6 +29,7 @@ def save_16bit(runtime: ZeroRuntime, folder: Path, file_name: str) -> None:
     def move_in() -> None:
         if runtime.collectives.rank != 0:
             return
+        # An earlier save may have had another number of files, so replacing files of the same name is not enough.
         for old in (*folder.glob(f"{stem}-*-of-*{_SUFFIX}"), *folder.glob(f"{stem}{_SUFFIX}*")):
             old.unlink()
         for file in made.iterdir():

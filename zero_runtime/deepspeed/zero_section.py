@@ -1,6 +1,6 @@
 """The section zero_optimization, with the key names that DeepSpeed publishes, and the plan that it describes.
 
-Code outside plan.py does not use the word "stage"; the modules that read DeepSpeed's formats do, for its names.
+Outside plan.py, names and strings do not contain the word "stage", except in the modules that read DeepSpeed's formats.
 """
 
 from __future__ import annotations

@@ -79,7 +79,10 @@ class RankPosition(NamedTuple):
 
 
 class Journal:
-    """A rank's record. Only its working thread writes; any thread or process may read. See the note above."""
+    """A rank's record. Only its working thread writes; any thread or process may read.
+
+    See [Note: a journal that outlives its rank].
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         size = _TABLE + _TABLE_BYTES

@@ -199,7 +199,7 @@ class RankWatch:
         """Run one round. See [Note: rounds]."""
         if self._ended is None:
             self._store.set(f"note/{number}/{self._rank}", self._note(RankStatus.RUNNING).dump())
-        if self._store.add(f"judge/{number}", 1) == 1:
+        if self._store.add(f"judge/{number}", 1) == 1:  # only the first rank to add becomes the judge
             found = judge(self._collect(number), self._settings.patience)
             self._store.set(f"verdict/{number}", json.dumps(asdict(found)))
         else:
@@ -208,6 +208,7 @@ class RankWatch:
             self._verdict = RankError(found.text, found.ranks, hung=found.hung)
             self._linger(number)
             return
+        # Nobody is to blame yet: the next round comes later, so that a long wait does not start one after another.
         self._patience_s = min(2 * self._patience_s, self._settings.stuck_s / 2)
         if found.text and not self._told_slow:
             self._told_slow = True

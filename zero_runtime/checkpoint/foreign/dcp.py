@@ -79,6 +79,7 @@ def open_dcp(path: str | Path, names: Iterable[str]) -> ForeignCheckpoint:
     tensors = _read_metadata(path)
     model = _prefix_of(path, tensors, names)
     own = {key.removeprefix(model): found for key, found in tensors.items() if key.startswith(model)}
+    # The keys of the optimizer's states share a prefix, which ends before "state.<parameter>.".
     optimizer = next((key.partition(f"state.{names[0]}.")[0] for key in tensors if f"state.{names[0]}." in key), None)
     if optimizer is None:  # the first parameter may be frozen
         ends = [(key, name) for name in names for key in tensors if f"state.{name}." in key]

@@ -120,6 +120,7 @@ def _stages1_and_2(
         for group, mapping in enumerate(rank["param_slice_mappings"]):
             flat = {MASTER: rank["single_partition_of_fp32_groups"][group], **_tensors(states.get(group, {}))}
             for name, address in mapping.items():
+                # A rank's part of a parameter continues where the part of the rank before it ended.
                 start = reached[name]
                 reached[name] = stop = start + field(address, "numel")
                 for state, values in flat.items():
@@ -146,7 +147,8 @@ def _stage3(
         place = offset = 0
         for name in (name for group in groups for name in group):
             numel = math.prod(parameters[name].shape)
-            part = -(-numel // len(ranks))
+            part = -(-numel // len(ranks))  # rounded up: the last rank's part may have padding
+            # The flat tensor of this group is used up: the parameter is in the next group.
             while offset == flats[place][MASTER].numel() and part:
                 place, offset = place + 1, 0
             start, stop = min(rank * part, numel), min((rank + 1) * part, numel)

@@ -43,7 +43,7 @@ def save_gathered_weights(
             with runtime.resident(unit):
                 whole = unit.full_of(unit.weights_shard)
             if writer is None or trouble is not None:
-                continue
+                continue  # this rank writes nothing, but takes part in the gather of every unit
             try:
                 for segment in unit.layout.segments:
                     writer.put(whole[segment.name].reshape(-1))
