@@ -78,7 +78,7 @@ def load(
     if with_schedule and engine.lr_scheduler is not None and trainer.get("schedule"):
         engine.lr_scheduler.load_state_dict({**engine.lr_scheduler.state_dict(), **trainer["schedule"]})
     if with_schedule:
-        # The state of a torch scheduler does not include the groups' current rates.
+        # Loading the state of a torch scheduler does not set the groups' rates.
         for group, lr in zip(engine.optimizer.param_groups, trainer.get("lr", ()), strict=False):
             group["lr"] = lr
     return str(found.path), dict(trainer.get("client_state", {}))

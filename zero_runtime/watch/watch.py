@@ -208,7 +208,7 @@ class RankWatch:
             self._verdict = RankError(found.text, found.ranks, hung=found.hung)
             self._linger(number)
             return
-        # Nobody is to blame yet: the next round comes later, so that a long wait does not start one after another.
+        # No rank is to blame: if there is still no progress, the next round starts after twice the time.
         self._patience_s = min(2 * self._patience_s, self._settings.stuck_s / 2)
         if found.text and not self._told_slow:
             self._told_slow = True
