@@ -1,7 +1,7 @@
-"""Which implementation runs: C++ for tensors on a CPU, Triton on CUDA, else the reference.
+"""Selects the implementation of the operations: C++ for CPU tensors, Triton for CUDA tensors, otherwise the reference.
 
-`ZLAB_KERNELS` decides in each call: `auto` (the default), `reference`, or `cpp`: C++ on a CPU or an error, where `auto`
-warns once and goes on with the reference.
+The variable `ZLAB_KERNELS` is read in each call: `auto` (the default), `reference`, or `cpp`. If the C++ kernels cannot
+be used on a CPU, `cpp` raises an error, while `auto` warns once and uses the reference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHOICES = ("auto", "reference", "cpp")
 
 
 class Backend(Protocol):
-    """All operations, as reference.py tells them."""
+    """All operations, as reference.py specifies them."""
 
     def adamw(
         self,
@@ -107,7 +107,7 @@ class Backend(Protocol):
 
 
 def backend_for(device: torch.device) -> Backend:
-    """The implementation for tensors on this device; the first call for a CPU compiles. See ZLAB_KERNELS above."""
+    """The implementation for tensors on this device; the first call for a CPU may compile. See ZLAB_KERNELS above."""
     choice = os.environ.get(VARIABLE, "auto")
     if choice not in CHOICES:
         raise ValueError(f"{VARIABLE}: expected one of {', '.join(CHOICES)}, found {choice!r}")
@@ -130,7 +130,7 @@ def _on_cpu(*, strict: bool) -> Backend:
 
 @cache
 def _compiled() -> CpuKernels | BuildError:
-    """One try a process."""
+    """The compiled kernels, or why they cannot be used; tried once per process."""
     try:
         kernels = CpuKernels(load_library())
     except BuildError as error:
@@ -155,9 +155,10 @@ def _on_cuda() -> Backend:
 
 
 def trouble_of(kernels: Backend, device: torch.device) -> str | None:
-    """Why an implementation that was compiled on this machine is not to be trusted; None where it is as it should be.
+    """Why an implementation that was compiled on this machine cannot be trusted; None if its results are correct.
 
-    A few operations on a few elements, beside the reference: once a process, a few milliseconds on a CPU.
+    Compares a few operations on a few elements with the reference. It runs once per process and takes a few
+    milliseconds on a CPU.
     """
     found: dict[str, list[torch.Tensor]] = {}
     for name, backend in (("found", kernels), ("wanted", reference)):
@@ -170,18 +171,18 @@ def trouble_of(kernels: Backend, device: torch.device) -> str | None:
             backend.accumulate(total, values.bfloat16(), 0.5)
             squares = backend.sum_of_squares(values)
             others = _others(backend, values, settings)
-        except Exception as error:  # a compiler may fail in any way
+        except Exception as error:  # a compiler may fail with any error
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         found[name] = [master, first, second, out.float(), total, squares.float(), *others]
     for one, other in zip(found["found"], found["wanted"], strict=True):
-        # fp32 arithmetic in another order differs by a few units in the last place, the bf16 output by one of its own.
+        # fp32 arithmetic in another order differs by a few units in the last place, the bf16 output by one bf16 unit.
         if not torch.allclose(one, other, rtol=2.0**-7, atol=1e-6):
             return f"its results are off by up to {float((one - other).abs().max())}"
     return None
 
 
 def _others(backend: Backend, values: torch.Tensor, adamw: AdamW) -> list[torch.Tensor]:
-    """What LAMB and AdamW on 8-bit moments leave, as fp32."""
+    """The results of LAMB and of AdamW with 8-bit moments, as fp32."""
     scale, lamb = torch.tensor(0.5, device=values.device), Lamb(1e-2, 0.9, 0.999, 1e-6, 0.01, step=1)
     first, second, master, other = torch.zeros(4, values.numel(), device=values.device).unbind()
     master.copy_(values)
@@ -192,7 +193,7 @@ def _others(backend: Backend, values: torch.Tensor, adamw: AdamW) -> list[torch.
     codes = [torch.zeros(values.numel(), dtype=torch.uint8, device=values.device) for _ in range(2)]
     scales = torch.zeros(2, blocks_of(values.numel()), device=values.device).unbind()
     backend.adamw8bit(other, values, codes[0], scales[0], codes[1], scales[1], scale, adamw)
-    # Two right codes may be one apart; above 256 that lies within the bound that follows.
+    # Correct codes may differ by one; after adding 256 that is within the relative tolerance of the caller.
     return [first, second, master, squares.float(), other, *scales, *(code.float() + 256 for code in codes)]
 
 

@@ -1,18 +1,20 @@
-"""Block-wise 8-bit and 4-bit formats, and Adam on 8-bit moments, in plain PyTorch. See reference.py.
+"""Block-wise 8-bit and 4-bit formats, and the 8-bit format of Adam's moments, in plain PyTorch. See reference.py.
 
 [Note: blocks] Each 256 elements of a flat tensor (the last block may be shorter) have one fp32 scale.
 
-[Note: integers] The scale is the largest magnitude / 127 (8 bits) or / 7 (4 bits), a code the nearest integer of
-value / scale, ties to even. 4-bit codes are two's complement, two a byte, the even element in the lower half; an odd
-end leaves the upper half 0. A block with a NaN or infinity has a scale that is none either, and comes back as NaN.
+[Note: integers] The scale is the largest magnitude / 127 (8 bits) or / 7 (4 bits); a code is value / scale, rounded to
+the nearest integer, ties to even. 4-bit codes are two's complement, two per byte, the even element in the lower half;
+if the number of elements is odd, the last upper half is 0. A block with a NaN or infinity has a scale that is not
+finite either, and is read back as NaN.
 
-[Note: dynamic codes] Moments span many magnitudes within a block. Their codes are places in a table of 256 values in
+[Note: dynamic codes] Moments span many magnitudes within a block. Their codes are indices into a table of 256 values in
 [-1, 1] (the first moment) or [0, 1] (the second): seven decades, each half as densely filled as the next (arXiv
 2110.02861, section 2.2). A second moment above 0 never becomes 0, because the step is divided by its root. The scale is
-the element of the largest magnitude itself, with its sign (the positive one of two), so that this element has the code
-of 1 and comes back exactly. Hence what was read and is written again has the same codes and scale: another value is
-its code's times the scale, rounded, and divided by the scale again lies within 2^-23 of its code's, far less than half
-the way to the next. (As long as the products are normal numbers; scales from 2^-100 on are enough.)
+the element of the largest magnitude itself, with its sign (the positive one if both signs occur), so that this element
+has the code of 1 and is read back exactly. Hence values that are read and written back get the same codes and scale:
+every other value is its table value times the scale, rounded; divided by the scale again, it lies within 2^-23 of the
+table value, far less than half the distance to the next one. (This holds as long as the products are normal numbers;
+scales of at least 2^-100 suffice.)
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ DECADES = 7
 
 
 def blocks_of(numel: int) -> int:
-    """How many blocks, and so scales, `numel` elements have."""
+    """The number of blocks, and so of scales, of `numel` elements."""
     return -(-numel // BLOCK_NUMEL)
 
 
 def codes_numel(numel: int, bits: int) -> int:
-    """How many 8-bit numbers hold the codes of `numel` elements."""
+    """The number of bytes that hold the codes of `numel` elements."""
     return numel if bits == 8 else -(-numel // 2)
 
 
@@ -73,21 +75,24 @@ def _dynamic_values(*, signed: bool) -> tuple[float, ...]:
 
 
 def dynamic_codes(device: torch.device, *, signed: bool) -> torch.Tensor:
-    """[256] fp32, ascending: what the codes stand for. See [Note: dynamic codes]."""
+    """[256] fp32, ascending: the values of the codes. See [Note: dynamic codes]."""
     return torch.tensor(_dynamic_values(signed=signed), dtype=torch.float32, device=device)
 
 
-ZERO_CODE = _dynamic_values(signed=True).index(0.0)  # of a first moment; a second moment's is 0
+ZERO_CODE = _dynamic_values(signed=True).index(0.0)  # the code of 0 in a first moment; in a second moment it is 0
 
 
 def read_dynamic(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """[n] fp32: the values behind codes [n] uint8 and scales [blocks] fp32. See [Note: dynamic codes]."""
+    """[n] fp32: the values of codes [n] uint8 and scales [blocks] fp32. See [Note: dynamic codes]."""
     values = dynamic_codes(codes.device, signed=signed)[codes.to(torch.int64)]
     return (_in_blocks(values) * scales[:, None]).view(-1)[: codes.numel()].contiguous()
 
 
 def write_dynamic(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> None:
-    """Fill codes [n] uint8, the nearest (the lower of two), and scales [blocks] fp32. See [Note: dynamic codes]."""
+    """Fill codes [n] uint8 and scales [blocks] fp32. See [Note: dynamic codes].
+
+    Each code is the nearest one; of two equally near ones, the lower.
+    """
     table = dynamic_codes(values.device, signed=signed)
     blocks = _in_blocks(values)
     most, least = blocks.amax(1), blocks.amin(1)
@@ -96,11 +101,12 @@ def write_dynamic(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tenso
     found = torch.bucketize(share, (table[:-1] + table[1:]) / 2)
     zero = ZERO_CODE if signed else 0
     found = torch.where(share.isnan(), zero, found).view(-1)[: codes.numel()]
+    # A second moment above 0 gets at least code 1, since the step is divided by its root.
     codes.copy_(found if signed else found + ((found == 0) & (values > 0)))
     scales.copy_(scale)
 
 
 def _in_blocks(values: torch.Tensor) -> torch.Tensor:
-    """[blocks, 256], with zeros at the end of the last."""
+    """The values as [blocks, 256], padded with zeros."""
     padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK_NUMEL))
     return padded.view(blocks_of(values.numel()), BLOCK_NUMEL)

@@ -1,4 +1,4 @@
-"""Checksums of the host's memory, by which bytes that went to a drive are known again when they come back."""
+"""Checksums of host memory, which verify that bytes read back from disk are those that were written."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ Checksum = Callable[[torch.Tensor], int]
 
 
 def checksum_function() -> Checksum:
-    """What sums a contiguous uint8 tensor on the host to 32 bits; from any thread, and others run meanwhile.
+    """A function that computes a 32-bit checksum of a contiguous uint8 CPU tensor.
 
-    The compiled one (see [Note: three lanes] in checksum.cpp), else zlib's CRC-32. Sums of the two are not comparable:
-    whoever keeps sums keeps the function. Both find every flipped bit, and all but one in 2^32 of other changes.
-    May compile; ZLAB_KERNELS decides as for every operation.
+    It may be called from any thread, and other threads run meanwhile. It is the compiled one (see [Note: three lanes]
+    in checksum.cpp), or zlib's CRC-32 if that is not available. The two give different checksums, so a caller that
+    stores checksums must keep the function that computed them. Both detect every flipped bit, and all but one in 2^32
+    of other changes. This call may compile; ZLAB_KERNELS applies as for every operation.
     """
     kernels = backend_for(torch.device("cpu"))
     return kernels.checksum if isinstance(kernels, CpuKernels) and kernels.has_checksum else _zlib_crc32

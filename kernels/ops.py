@@ -1,9 +1,9 @@
-"""The catalogue of operations: each is declared once with torch.library, in the namespace `zero_lab`.
+"""Declares all operations with torch.library, in the namespace `zero_lab`, and defines the functions to call them.
 
-The functions here are the door: they take the same arguments as reference.py's, which says what each computes, and
-run the implementation that belongs to the tensors' device (backends.py). All tensors are flat, on one device and, where
-nothing else is said, of one length n; `float` stands for fp32, bf16 or fp16. Operations whose name ends in `_` write
-into their arguments and return nothing. None reads a tensor's value on the host.
+The functions take the same arguments as those of reference.py, which specifies what each computes, and run the
+implementation for the tensors' device (backends.py). All tensors are flat, on one device and, unless stated otherwise,
+of one length n; `float` stands for fp32, bf16 or fp16. Operations whose name ends in `_` write into their arguments and
+return nothing. No operation reads a tensor's value on the host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _ops = torch.ops.zero_lab
 
 
 def _declare(name: str, schema: str, fake: Callable[..., object]) -> Callable[[Callable[..., object]], None]:
-    """Declare `name` with its result on fake tensors; the function under it runs on every device."""
+    """Declare the operation `name`; `fake` computes its result on fake tensors. The decorated function runs on every
+    device."""
 
     def register(function: Callable[..., object]) -> None:
         torch.library.define(f"zero_lab::{name}", schema)
@@ -32,11 +33,11 @@ def _declare(name: str, schema: str, fake: Callable[..., object]) -> Callable[[C
 
 
 def _nothing(*_: object) -> None:
-    """What an operation that writes into its arguments gives on fake tensors."""
+    """The implementation on fake tensors of operations that only write into their arguments."""
 
 
 def prepare(device: torch.device) -> None:
-    """Compile what `device` needs now, so that no step waits for it. Does nothing when that is done."""
+    """Compile the kernels for `device` now, so that no step waits for it. Does nothing if they are compiled."""
     backend_for(device)
 
 
@@ -52,7 +53,7 @@ def adamw_(
     settings: AdamW,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """AdamW, or Adam where `settings` are Adam's, in one pass over memory.
+    """AdamW, or Adam if `settings` is an Adam, in one pass over memory.
 
     g = grad * grad_scale [+ weight_decay * w]; m += (1 - beta1) * (g - m); v = beta2 * v + (1 - beta2) * g^2;
     w = [(1 - lr * weight_decay) *] w - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps); param_out = w.
@@ -94,8 +95,8 @@ def adamw8bit_(
     settings: AdamW,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """adamw_ on moments kept as dynamic codes of 8 bits: exp_avg, exp_avg_sq: uint8; their scales: fp32, one for each
-    256 elements, all 0 before the first step. The others as in adamw_."""
+    """adamw_ with moments stored as 8-bit dynamic codes. exp_avg, exp_avg_sq: uint8; their scales: fp32, one for each
+    256 elements, all 0 before the first step. The other arguments are those of adamw_."""
     states = (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
     numbers = _adam_numbers(settings)
     _ops.adamw8bit_(*(master, grad, *states, grad_scale, param_out), *numbers, isinstance(settings, Adam))
@@ -135,7 +136,7 @@ def sgd_(
     settings: Sgd,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """SGD with momentum; the buffer (fp32) is None where momentum is 0.
+    """SGD with momentum; the buffer (fp32) is None if momentum is 0.
 
     g = grad * grad_scale + weight_decay * w; b = momentum * b + (1 - dampening) * g, in the first step b = g;
     w -= lr * (g, b, or g + momentum * b with nesterov); param_out = w. master, grad, param_out: float.
@@ -206,7 +207,7 @@ def _lion(
 def lamb_moments_(
     grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad_scale: torch.Tensor, settings: Lamb
 ) -> None:
-    """The first of LAMB's three parts: the moments of Adam, without its update. grad: float; moments: fp32."""
+    """The first of LAMB's three parts: updates the moments as Adam does. grad: float; moments: fp32."""
     _ops.lamb_moments_(grad, exp_avg, exp_avg_sq, grad_scale, *_adam_numbers(settings))
 
 
@@ -224,7 +225,7 @@ def _lamb_moments(
 
 
 def lamb_squares(master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, settings: Lamb) -> torch.Tensor:
-    """The second part: [2] fp64, the sums of the squares of w and of LAMB's update u, which it does not keep.
+    """The second part: [2] fp64, the sums of the squares of w and of LAMB's update u, which is not stored.
 
     u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w.
     """
@@ -251,7 +252,7 @@ def lamb_(
     settings: Lamb,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """The third part: w -= lr * ratio * u; param_out = w. `ratio` is one parameter's, 0-dim fp32."""
+    """The third part: w -= lr * ratio * u; param_out = w. ratio: that of the elements' parameter, 0-dim fp32."""
     _ops.lamb_(master, exp_avg, exp_avg_sq, ratio, param_out, *_adam_numbers(settings))
 
 
@@ -288,7 +289,7 @@ def _accumulate(target: torch.Tensor, values: torch.Tensor, scale: float) -> Non
 
 
 def cast_copy_(target: torch.Tensor, values: torch.Tensor) -> None:
-    """target = values, to nearest with ties to even. Both: float."""
+    """target = values, rounded to nearest, ties to even. Both: float."""
     _ops.cast_copy_(target, values)
 
 
@@ -299,7 +300,7 @@ def _cast_copy(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
-    """0-dim fp64: the sum of the squares, finite exactly where every element is. values: float."""
+    """0-dim fp64: the sum of the squares, finite if and only if every element is. values: float."""
     return _ops.sum_of_squares(values)
 
 
@@ -312,7 +313,7 @@ def _sum_of_squares(values: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None:
-    """codes = values / scale to the nearest integer, scale = max |values| / (2^(bits - 1) - 1) of each 256 elements.
+    """codes = values / scale, rounded to nearest; scale = max |values| / (2^(bits - 1) - 1) per 256 elements.
 
     values: float; scales: fp32 [ceil(n / 256)]; codes: int8 [n] for 8 bits, uint8 [ceil(n / 2)] for 4.
     """
@@ -326,7 +327,7 @@ def _quantise(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, b
 
 
 def dequantise_(target: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
-    """target = codes * scale, the way back from quantise_. target: float."""
+    """target = codes * scale, which reverses quantise_ up to rounding. target: float."""
     _ops.dequantise_(target, codes, scales, bits)
 
 
@@ -361,7 +362,8 @@ def _check(name: str, first: torch.Tensor, **others: torch.Tensor | None) -> Non
 def _check_lengths(
     name: str, numel: int, device: torch.device, tensors: dict[str, torch.Tensor | None] | dict[str, torch.Tensor]
 ) -> None:
-    """The implementations work on addresses: what is too short would be read, and written, past its end."""
+    """ValueError for a wrong length or device: implementations use addresses, and would access a short tensor past its
+    end."""
     for label, tensor in tensors.items():
         if tensor is not None and (tensor.numel() != numel or tensor.device != device):
             raise ValueError(

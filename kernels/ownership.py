@@ -1,7 +1,7 @@
-"""What we write is its owner's alone: how it is made so, and whether a folder that is there already may be trusted.
+"""Restricts files that we write to their owner, and checks whether an existing folder can be trusted.
 
-Who may write into a folder, or rename it away, decides what a process finds there. Three rules say when a folder is
-trusted; the caller says how far they go.
+Any user who can write into a folder, or rename it, controls the files that a process reads there. Three functions check
+whether a folder is trusted; the caller chooses which of them apply.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OWN_UMASK = 0o077
 
 @contextmanager
 def for_the_owner_alone() -> Iterator[None]:
-    """What this process writes inside, and the processes that it starts inside, nobody else may read."""
+    """Files created in this context, also by processes started in it, are accessible only to this user."""
     before = os.umask(OWN_UMASK)
     try:
         yield
@@ -26,22 +26,26 @@ def for_the_owner_alone() -> Iterator[None]:
 
 
 def trouble_of_private(folder: Path) -> str | None:
-    """Why what lies in a folder is not its user's alone; None where it is: it is ours, and writable to nobody else.
+    """Why a folder is not private; None if this user owns it and no other user can write to it.
 
-    For what is loaded into a process.
+    For folders of files that are loaded into a process.
     """
     return _trouble(folder, others=stat.S_IWGRP | stat.S_IWOTH, roots=False)
 
 
 def trouble_of_own(folder: Path) -> str | None:
-    """Why a folder of results is not to be trusted; None where it is: it is ours or root's, and not everybody's to
-    write to. A group that may write to it is one that somebody chose. What is not there is no trouble."""
+    """Why a folder of results cannot be trusted; None if this user or root owns it and not all users can write to it.
+
+    A group may write to it, since somebody chose that group. Also None if the folder does not exist.
+    """
     return _trouble(folder, others=stat.S_IWOTH, roots=True) if folder.is_dir() else None
 
 
 def trouble_of_parents(folder: Path) -> str | None:
-    """Why somebody else could put another folder in the place of this one; None where only root, the parents' owners
-    and their groups can. Everybody may write to /tmp, yet rename nothing there: it is sticky."""
+    """Why any user could replace this folder with another; None if only root, the parents' owners and groups can.
+
+    All users may write to /tmp, but they cannot rename other users' files there, since its sticky bit is set.
+    """
     for parent in folder.parents:
         if not parent.is_dir():
             continue

@@ -1,25 +1,25 @@
-"""Each operation in plain PyTorch: the specification, the fallback and the baseline of its implementations.
+"""Each operation in plain PyTorch: the specification, the fallback and the baseline of the implementations.
 
 [Note: updates]
 An update takes master [n] (any float dtype), grad [n] (any float dtype) and its states [n] (fp32), and works in
-place. The gradient that it uses is `grad * grad_scale` (0-dim fp32, on the device); all arithmetic is fp32, and the
-host reads nothing. Where `param_out` [n] (any float dtype) is given, the new master is rounded into it. Every update is
-element-wise, so any split of the tensors gives the same bits.
+place. The gradient that it uses is `grad * grad_scale` (0-dim fp32, on the device); all arithmetic is fp32, and no
+value is read on the host. If `param_out` [n] (any float dtype) is given, the new master is rounded into it. Every
+update is element-wise, so any split of the tensors gives the same bits.
 
 [Note: arithmetic]
 An update is a sequence of additions, subtractions, multiplications, divisions and square roots, each rounded to the
 nearest fp32 number (IEEE 754), in the order in which this file calls them. No multiplication is fused with an addition,
 no quotient is a product with a reciprocal, and no root is an approximation, so the bits are the same on every processor
-and with every vector width. Hence torch's compound operations are not used here: whether lerp, addcmul, addcdiv and
-add(alpha=) fuse depends on the processor; a CUDA tensor divided by a Python number is multiplied by its reciprocal
-(`_divided`); and MKL's square root is not correctly rounded (`root`, `root64`). The order is that of
+and with every vector width. Therefore torch's compound operations are not used here: whether lerp, addcmul, addcdiv and
+add(alpha=) fuse depends on the processor; torch divides a CUDA tensor by a Python number by multiplying with its
+reciprocal (see `_divided`); and MKL's square root is not correctly rounded (see `root`, `root64`). The order is that of
 `torch.optim(foreach=False, fused=False)`.
 
 [Note: order of squares]
-Sums of squares are fp64, in one order for all implementations on a CPU: lane k of a group of 64 x 256 elements adds the
-squares of its elements k, k + 256, ..; the 256 lanes are folded in halves, then the groups (with zeros up to a power
-of two).
-A square of an fp32 number is exact in fp64 and cannot overflow, so a sum is finite exactly where all elements are.
+Sums of squares are fp64, in the same order for all implementations on a CPU: lane k of a group of 64 x 256 elements
+adds the squares of its elements k, k + 256, ..; the 256 lanes are folded in halves, then the groups (padded with zeros
+to a power of two).
+A square of an fp32 number is exact in fp64 and cannot overflow, so a sum is finite if and only if all elements are.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ __all__ = [
     "trust_ratios",
 ]
 
-# Eight element-wise passes over five tensors: in pieces they stay in a core's caches (5 x 4 B x 64 Ki = 1.25 MiB), and
-# larger pieces spread the cost of the calls. On 14.7 M elements, one thread, 16 Ki took 39 ms, 32 Ki 30, 64 Ki 25,
-# 256 Ki 65 (AMD EPYC, torch 2.13). Element-wise operations have the same bits in pieces.
+# An update makes eight element-wise passes over five tensors. Small chunks stay in a core's caches (5 x 4 B x 64 Ki =
+# 1.25 MiB), larger ones need fewer calls. On 14.7 M elements with one thread, chunks of 16 Ki took 39 ms, 32 Ki 30,
+# 64 Ki 25, 256 Ki 65 (AMD EPYC, torch 2.13). Chunking does not change the bits of element-wise operations.
 CHUNK_NUMEL = 64 * 1024
-SQUARES_CHUNK_NUMEL = 1024 * 1024  # widened to fp64 at a time
+SQUARES_CHUNK_NUMEL = 1024 * 1024  # elements converted to fp64 at a time
 LANES = 256
 GROUP_NUMEL = 64 * LANES
 
@@ -70,7 +70,7 @@ def adamw(
     settings: AdamW,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """AdamW, or Adam when `settings` are Adam's. See [Note: updates] and [Note: arithmetic]."""
+    """AdamW, or Adam if `settings` is an Adam. See [Note: updates] and [Note: arithmetic]."""
     numbers = settings.numbers
     for part in _chunks(master):
         weights, scaled = master[part].to(torch.float32), grad[part].to(torch.float32) * grad_scale
@@ -88,32 +88,33 @@ def _moments(grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
     change = grad - exp_avg
     if numbers.weight1 < 0.5:
         exp_avg.add_(change.mul_(numbers.weight1))
-    else:  # from the other end, as torch's lerp: with a weight of 1 the moment is the gradient
+    else:  # computed from the gradient, as torch's lerp does: with a weight of 1 the moment is exactly the gradient
         torch.sub(grad, change.mul_(1 - numbers.weight1), out=exp_avg)
     exp_avg_sq.mul_(numbers.beta2).add_((grad * numbers.weight2).mul_(grad))
 
 
 def root(values: torch.Tensor) -> torch.Tensor:
-    """The square root of fp32 values, correctly rounded whatever library fp64 roots come from.
+    """The square root of fp32 values, correctly rounded with any library's fp64 square root.
 
-    An fp64 root that is off by less than 4 units in its last place is near enough. Let m be the midpoint of two fp32
-    neighbours, scaled by a power of two to an odd integer from 2^24 to 2^25, and x the number, scaled by the square of
-    that: x is about 2^48 or more and has 24 significant bits, so it is a multiple of 2^25, while m^2 is odd. Hence
-    |x - m^2| >= 1 and |sqrt(x) - m| = |x - m^2| / (sqrt(x) + m) > 2^-26: four fp64 units of 2^-28.
+    An fp64 root with an error of less than 4 units in the last place is accurate enough. Let m be the midpoint of two
+    fp32 neighbours, scaled by a power of two to an odd integer from 2^24 to 2^25, and x the number, scaled by the
+    square of that power: x is about 2^48 or more and has 24 significant bits, so it is a multiple of 2^25, while m^2 is
+    odd. Hence |x - m^2| >= 1 and |sqrt(x) - m| = |x - m^2| / (sqrt(x) + m) > 2^-26: four fp64 units of 2^-28.
     """
     return values.to(torch.float64).sqrt_().to(torch.float32)
 
 
 def root64(values: torch.Tensor) -> torch.Tensor:
-    """The square root of fp64 values from 2^-300 to 2^1000 and of 0, correctly rounded unless it lies within 2^-104 of
-    its size from the midpoint of two fp64 numbers.
+    """The square root of fp64 values from 2^-300 to 2^1000 and of 0, correctly rounded unless its relative distance to
+    the midpoint of two fp64 numbers is below 2^-104.
 
-    A CPU's root comes from a library and may be one unit off. It is corrected by (x - s * s) / 2s, with the product by
-    Dekker's splitting, which rounds nothing (Numerische Mathematik 18, 1971, section 5).
+    On a CPU the root comes from a library and may be off by one unit. It is corrected by (x - s * s) / 2s, where the
+    product is computed without rounding by Dekker's splitting (Numerische Mathematik 18, 1971, section 5).
     """
     found = values.sqrt()
     if values.device.type != "cpu":
-        return found  # CUDA's is correctly rounded
+        return found  # the root of CUDA is correctly rounded
+    # Split the root into two halves of its bits, found = high + low, whose products are exact.
     split = found * 134217729.0  # 2^27 + 1
     high = split - (split - found)
     low = found - high
@@ -124,7 +125,7 @@ def root64(values: torch.Tensor) -> torch.Tensor:
 
 
 def _divided(values: torch.Tensor, number: float) -> torch.Tensor:
-    """values / number, also on a device where torch would multiply by the reciprocal of a number of the host's."""
+    """values / number in place, also on devices where torch would multiply by the reciprocal of a Python number."""
     return values.div_(torch.full((), number, dtype=torch.float32, device=values.device))
 
 
@@ -139,7 +140,7 @@ def adamw8bit(
     settings: AdamW,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """AdamW or Adam on moments of 8 bits: codes [n] uint8, scales [blocks] fp32; see [Note: dynamic codes].
+    """AdamW or Adam with 8-bit moments: codes [n] uint8, scales [blocks] fp32; see [Note: dynamic codes].
 
     Before the first step the scales are 0.
     """
@@ -158,7 +159,7 @@ def sgd(
     settings: Sgd,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """SGD; `momentum_buffer` is None where momentum is 0. See [Note: updates] and [Note: arithmetic].
+    """SGD; `momentum_buffer` is None if momentum is 0. See [Note: updates] and [Note: arithmetic].
 
     In the first step the buffer becomes the gradient, without dampening.
     """
@@ -200,13 +201,13 @@ def lion(
         _write_back(master, weights, param_out, part)
 
 
-# ---- LAMB in three parts: between the second and the third the ranks sum the squares ---------------------------------
+# ---- LAMB in three parts: the ranks sum the squares between the second and the third ---------------------------------
 
 
 def lamb_moments(
     grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad_scale: torch.Tensor, settings: Lamb
 ) -> None:
-    """The moments of LAMB, which are Adam's. See [Note: updates] and [Note: arithmetic]."""
+    """Update the moments of LAMB, which are those of Adam. See [Note: updates] and [Note: arithmetic]."""
     for part in _chunks(grad):
         _moments(grad[part].to(torch.float32) * grad_scale, exp_avg[part], exp_avg_sq[part], settings.numbers)
 
@@ -225,7 +226,7 @@ def lamb_squares(master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.
 
 
 def trust_ratios(squares: torch.Tensor) -> torch.Tensor:
-    """[n] fp32 from [n, 2] fp64: |weights| / |update|, and 1 where either is 0 (as the authors' code has it)."""
+    """[n] fp32 from [n, 2] fp64: |weights| / |update|, and 1 where either is 0 (as in the authors' code)."""
     weights, update = root64(squares).unbind(1)
     return torch.where((weights > 0) & (update > 0), weights / update, torch.ones_like(weights)).to(torch.float32)
 
@@ -238,7 +239,7 @@ def lamb(
     settings: Lamb,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """w -= lr * (ratio * update); `ratio` is one parameter's, 0-dim fp32. See [Note: updates]."""
+    """w -= lr * (ratio * update); `ratio` is that of the elements' parameter, 0-dim fp32. See [Note: updates]."""
     numbers = settings.lamb_numbers
     for part in _chunks(master):
         weights = master[part].to(torch.float32)
@@ -260,7 +261,7 @@ def _lamb_update(
 
 
 def accumulate(target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
-    """target += scale * values, both [n] of any float dtype; in fp32, and then rounded into the target's dtype."""
+    """target += scale * values, both [n] of any float dtype; computed in fp32 and rounded to the target's dtype."""
     for part in _chunks(target):
         target[part].copy_(target[part].to(torch.float32).add_(values[part].to(torch.float32) * scale))
 
@@ -271,13 +272,13 @@ def cast_copy(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
-    """0-dim fp64, finite exactly where all elements are. See [Note: order of squares]."""
+    """0-dim fp64, finite if and only if all elements are. See [Note: order of squares]."""
     groups = [_group_sums(values[part].to(torch.float32)) for part in _chunks(values, SQUARES_CHUNK_NUMEL)]
     return folded(torch.cat(groups)) if groups else values.new_zeros((), dtype=torch.float64)
 
 
 def _group_sums(values: torch.Tensor) -> torch.Tensor:
-    """[groups] fp64."""
+    """[groups] fp64: the sum of squares of each group. See [Note: order of squares]."""
     padded = torch.nn.functional.pad(values.to(torch.float64), (0, -values.numel() % GROUP_NUMEL))
     rows = padded.view(-(-values.numel() // GROUP_NUMEL), GROUP_NUMEL // LANES, LANES).unbind(1)
     lanes = rows[0].square()
@@ -287,7 +288,7 @@ def _group_sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def folded(sums: torch.Tensor) -> torch.Tensor:
-    """The last dimension summed: its second half is added to its first, until one is left."""
+    """The sum over the last dimension: its second half is added to its first until one element is left."""
     half = 1 << max(sums.shape[-1] - 1, 0).bit_length()
     sums = torch.nn.functional.pad(sums, (0, half - sums.shape[-1]))
     while half > 1:
@@ -300,7 +301,7 @@ def folded(sums: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(tensor: torch.Tensor, cpu_numel: int | None = None) -> Iterator[slice]:
-    """Pieces that stay in the cache on a CPU; the whole on another device."""
+    """Slices of a 1-D tensor that fit into a CPU's cache; on other devices one slice of the full tensor."""
     on_cpu = CHUNK_NUMEL if cpu_numel is None else cpu_numel
     chunk_numel = on_cpu if tensor.device.type == "cpu" else max(tensor.numel(), 1)
     for start in range(0, tensor.numel(), chunk_numel):
@@ -308,7 +309,10 @@ def _chunks(tensor: torch.Tensor, cpu_numel: int | None = None) -> Iterator[slic
 
 
 def _write_back(master: torch.Tensor, weights: torch.Tensor, param_out: torch.Tensor | None, part: slice) -> None:
-    """Round the fp32 weights into the master, which they are themselves where it is fp32, and that into param_out."""
+    """Round the fp32 weights into the master, and the master into param_out.
+
+    An fp32 master is not written here: then `weights` is the master's own memory.
+    """
     if master.dtype != torch.float32:
         master[part].copy_(weights)
     if param_out is not None:

@@ -1,7 +1,7 @@
-"""The hyperparameters of each update, checked by the caller; one object for a step and parameter group.
+"""The hyperparameters of each update, checked by the caller; one object per step and parameter group.
 
-[Note: numbers] What an update computes with are its `numbers`: computed here in fp64, by operations that IEEE 754
-defines, and rounded to fp32 once. Every implementation takes these.
+[Note: numbers] An update computes with its `numbers`, which are computed here in fp64, by operations that IEEE 754
+defines, and then rounded to fp32 once. Every implementation uses these same numbers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def fp32(value: float) -> float:
     return float(unpack("f", pack("f", value))[0])
 
 
-@lru_cache(maxsize=64)  # asked for by every piece of every unit, with the numbers of one step
+@lru_cache(maxsize=64)  # called for every piece of every unit, with the same arguments during a step
 def power(base: float, exponent: int) -> float:
-    """base ** exponent in fp64, from 50 decimal digits: libm's pow has no last bit that is the same everywhere."""
+    """base ** exponent in fp64, from 50 decimal digits: the last bit of libm's pow depends on the platform."""
     return float(_DIGITS.power(Decimal(base), exponent))
 
 
@@ -31,7 +31,7 @@ class AdamNumbers(NamedTuple):
     """The fp32 numbers of one Adam step, in the order in which the implementations take them."""
 
     decay: float  # the weight is multiplied by it first
-    l2: float  # times the weight, joins the gradient
+    l2: float  # times the weight, is added to the gradient
     weight1: float  # of the gradient in the first moment
     beta2: float
     weight2: float  # of the squared gradient in the second moment
@@ -61,7 +61,7 @@ class LionNumbers(NamedTuple):
 
 
 class LambNumbers(NamedTuple):
-    """The fp32 numbers of one LAMB step after its moments, which are Adam's."""
+    """The fp32 numbers of one LAMB step without those of its moments, which are Adam's."""
 
     correction1: float
     correction2: float
@@ -83,22 +83,22 @@ class AdamW:
 
     @property
     def l2(self) -> float:
-        """What of the weight joins the gradient."""
+        """The factor of the weight that is added to the gradient."""
         return 0.0
 
     @property
     def decay(self) -> float:
-        """What the weight is multiplied by before the update."""
+        """The factor by which the weight is multiplied before the update."""
         return 1 - self.lr * self.weight_decay
 
     @property
     def bias_correction(self) -> float:
-        """Of the first moment."""
+        """The bias correction of the first moment."""
         return 1 - power(self.beta1, self.step)
 
     @property
     def bias_correction_sq(self) -> float:
-        """Of the second moment."""
+        """The bias correction of the second moment."""
         return 1 - power(self.beta2, self.step)
 
     @property
@@ -110,8 +110,8 @@ class AdamW:
 
 
 class Adam(AdamW):
-    """The same of Adam with L2 regularisation (arXiv 1412.6980, algorithm 1): weight_decay * weight joins the
-    gradient."""
+    """Hyperparameters of one step of Adam with L2 regularisation (arXiv 1412.6980, algorithm 1): weight_decay * weight
+    is added to the gradient."""
 
     @property
     def l2(self) -> float:

@@ -1,1 +1,1 @@
-"""The operations in C++: compiled on first use, called through ctypes. Nothing is compiled or loaded at import."""
+"""The operations in C++, compiled on first use and called through ctypes. Importing compiles and loads nothing."""

@@ -1,12 +1,12 @@
-"""Compiles the C++ sources on first use into a cache, once for all processes.
+"""Compiles the C++ sources into a cache on first use, once for all processes.
 
 [Note: the cache] `$XDG_CACHE_HOME/zero-lab` (or `~/.cache/zero-lab`, or `zero-lab-UID` in the folder of temporary files
-where there is no home that can be written to) is the user's alone (0700): what lies there is loaded into processes.
-A library's name is a hash of its sources, flags, compiler and processor, so that a home shared by machines of several
-kinds works. Its checksum lies beside it, and is compared before the library is loaded: a short file would kill every
-process that maps it, a flipped bit would train another model. What does not verify is compiled again.
-A lock saves the work of compiling twice, not correctness: it is the kernel's (flock), so one whose holder died is
-free, and whoever has waited too long compiles for itself.
+if there is no writable home) is accessible only to the user (0700), because its files are loaded into processes.
+A library's name is a hash of its sources, flags, compiler and processor, so that machines of several kinds can share a
+home. Its checksum is stored next to it and compared before the library is loaded: a truncated file would kill every
+process that maps it, and a flipped bit would change the training. A library that does not verify is compiled again.
+A lock saves the work of compiling twice; correctness does not depend on it. It is a lock of the kernel (flock), which
+is released when its holder dies, and a process that has waited too long compiles without it.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from zero_runtime.kernels.ownership import trouble_of_private
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-# Contraction is off: the sources say where a multiply-add is fused ([Note: bits] in common.h).
+# Contraction is off: the sources state where a multiply-add is fused ([Note: bits] in common.h).
 FLAGS = (
     *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
-X86_FLAGS = ("-mprefer-vector-width=512",)  # where there are such vectors; else the widest
+X86_FLAGS = ("-mprefer-vector-width=512",)  # processors without such vectors use their widest
 COMPILERS = ("g++", "c++", "clang++")
 COMPILE_LIMIT_S = 120.0
 
 
 class BuildError(RuntimeError):
-    """The library cannot be had on this machine; says why."""
+    """The library cannot be built or loaded on this machine; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class LockWait:
-    """How long to wait for another process that compiles, and after how long to say so."""
+    """How long to wait for another process that compiles, and after how long to print a message."""
 
     limit_s: float = 180.0
     message_after_s: float = 2.0
@@ -68,7 +68,7 @@ def load_library(wait: LockWait = LockWait()) -> ctypes.CDLL:
 
 
 def _verifies(path: Path) -> bool:
-    """Whether the library is there, and what was compiled."""
+    """Whether the library exists and matches its checksum."""
     try:
         return _checksum_path(path).read_bytes() == _checksum(path)
     except OSError:
@@ -84,7 +84,7 @@ def _checksum(path: Path) -> bytes:
 
 
 def find_compiler() -> str:
-    """$CXX, or the first of g++, c++ and clang++ that is there."""
+    """The path of $CXX, or of the first of g++, c++ and clang++ on the PATH. BuildError if there is none."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else list(COMPILERS)
     found = next((path for path in map(shutil.which, names) if path), None)
     if found is None:
@@ -93,12 +93,12 @@ def find_compiler() -> str:
 
 
 def cache_folder() -> Path:
-    """The folder of compiled libraries, made if it is missing. BuildError where it could not be trusted."""
+    """The folder of compiled libraries, created if it is missing. BuildError if it cannot be used or trusted."""
     given, home = os.environ.get("XDG_CACHE_HOME"), os.path.expanduser("~")
     try:
         if given:
             return _private(Path(given, "zero-lab"))
-        if os.path.isabs(home):  # it stays "~" where neither HOME nor the user's entry names one
+        if os.path.isabs(home):  # expanduser returns "~" if neither HOME nor the user's entry names a home
             with suppress(OSError):
                 return _writable(_private(Path(home, ".cache", "zero-lab")))
         return _private(Path(tempfile.gettempdir(), f"zero-lab-{os.getuid()}"))
@@ -113,7 +113,7 @@ def _writable(folder: Path) -> Path:
 
 
 def _private(folder: Path) -> Path:
-    """The folder, made if it is missing. BuildError where others own it or may write to it."""
+    """The folder, created if it is missing. BuildError if other users own it or may write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if (trouble := trouble_of_private(folder)) is not None:
         raise BuildError(
@@ -129,7 +129,7 @@ def flags() -> tuple[str, ...]:
 
 
 def library_key(compiler: str) -> str:
-    """What decides about the bytes of the library, hashed."""
+    """A hash of everything that determines the bytes of the library."""
     digest = hashlib.sha256()
     for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -149,7 +149,7 @@ def _version(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What -march=native looks at."""
+    """The description of the processor, on which -march=native depends."""
     machine = platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -173,7 +173,7 @@ def _build_once(compiler: str, path: Path, wait: LockWait) -> None:
 
 
 def compile_library(compiler: str, path: Path) -> None:
-    """Compile into `path`, with its checksum beside it. Raises BuildError with the compiler's first words."""
+    """Compile into `path`, with its checksum next to it. Raises BuildError with the first lines of the compiler."""
     part = path.with_name(f"{path.stem}.{os.getpid()}.part")
     beside = part.with_suffix(".sum")
     command = [compiler, *flags(), *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(part)]
@@ -187,7 +187,7 @@ def compile_library(compiler: str, path: Path) -> None:
             raise BuildError(f"{compiler} failed with exit status {run.returncode}: {said}")
         beside.write_bytes(_checksum(part))
         for one, name in ((beside, _checksum_path(path)), (part, path)):
-            _make_durable(one)  # else the names could survive a power cut, and the bytes not
+            _make_durable(one)  # otherwise, after a power cut, a name may exist without its bytes
             os.replace(one, name)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler} did not compile the CPU kernels: {error}") from error
@@ -204,7 +204,7 @@ def _make_durable(file: Path) -> None:
 
 @contextmanager
 def _lock(path: Path, wait: LockWait) -> Iterator[None]:
-    """Hold the lock, or go on without it when it cannot be had; see [Note: the cache]."""
+    """Hold the lock, or continue without it if it cannot be acquired; see [Note: the cache]."""
     try:
         file = path.open("ab")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Each operation of reference.py as a call of the compiled library. What that cannot take goes to the reference."""
+"""Each operation of reference.py as a call of the compiled library, or of the reference for unsupported tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Argument = ctypes._SimpleCData
 
 
 class CpuKernels:
-    """Same names, arguments and bits as the reference; threads as many as torch has."""
+    """The operations with the names, arguments and bits of the reference; they use torch's number of threads."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -173,7 +173,7 @@ class CpuKernels:
         self._library.zlab_dequantise(*tensors, ctypes.c_int32(bits), *_extent(target))
 
     def checksum(self, data: torch.Tensor) -> int:
-        """See checksum.py; only where `has_checksum`."""
+        """See checksum.py; call it only if `has_checksum`."""
         assert data.is_contiguous()
         return int(self._library.zlab_checksum(_pointer(data), ctypes.c_int64(data.nbytes)))
 
@@ -181,7 +181,8 @@ class CpuKernels:
 def _takes(
     *wide: torch.Tensor | None, fp32: tuple[torch.Tensor, ...] = (), bytes_: tuple[torch.Tensor, ...] = ()
 ) -> bool:
-    """Whether all are dense and of dtypes that the library has: any of three, fp32, a byte."""
+    """Whether the library supports these tensors: all contiguous, `wide` in a dtype of CODE_OF, `fp32` in fp32, and
+    `bytes_` with one byte per element."""
     given = [tensor for tensor in wide if tensor is not None]
     return (
         all(tensor.is_contiguous() for tensor in (*given, *fp32, *bytes_))

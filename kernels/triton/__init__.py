@@ -1,1 +1,1 @@
-"""The operations for CUDA in Triton. Imported where a CUDA tensor comes, or by the tests of Triton's interpreter."""
+"""The operations in Triton, for CUDA. Imported only for CUDA tensors, or by the tests that use Triton's interpreter."""

@@ -1,4 +1,4 @@
-"""AdamW on moments of 8 bits: one pass over memory. The format is told in block_formats.py's [Note: dynamic codes]."""
+"""AdamW with 8-bit moments in one pass over memory. See [Note: dynamic codes] in block_formats.py for the format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zero_runtime.kernels.triton.updates import lerp, store_weights
 
 @triton.jit
 def read_codes(codes, scales, table, at, inside, block, blocks):
-    """[rows, 256]: the values behind the codes; 0 where there is none."""
+    """[rows, 256]: the values of the codes; 0 past the end of the tensor."""
     scale = tl.load(scales + block, mask=block < blocks, other=0.0)
     code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
     return tl.where(inside, tl.load(table + code) * scale[:, None], 0.0)
@@ -20,9 +20,10 @@ def write_codes(
     values, codes, scales, borders, at, inside, block, blocks,
     ZERO: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Each value's nearest code: how many of the 255 borders between codes lie below it, found by halving."""
+    """Store each value's nearest code: the number of the 255 borders between codes that are below it, counted by
+    binary search."""
     most, least = tl.max(values, axis=1), tl.min(values, axis=1)
-    bad = tl.max((values != values).to(tl.int32), axis=1)
+    bad = tl.max((values != values).to(tl.int32), axis=1)  # a NaN makes the block's scale NaN, as in the reference
     scale = tl.where(bad > 0, float("nan"), tl.where(most >= -least, most, least))
     tl.store(scales + block, scale, mask=block < blocks)
     share = tl.math.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
@@ -31,7 +32,7 @@ def write_codes(
         further = code + (128 >> step)
         code = tl.where(tl.load(borders + further - 1) < share, further, code)
     code = tl.where(share != share, ZERO, code)
-    if KEEPS:
+    if KEEPS:  # a second moment above 0 gets at least code 1
         code += ((code == 0) & (values > 0)).to(tl.int32)
     tl.store(codes + at, code.to(tl.uint8), mask=inside)
 
@@ -44,7 +45,7 @@ def adamw8bit_kernel(
     HAS_OUT: tl.constexpr, FROM_END: tl.constexpr, L2: tl.constexpr, ZERO: tl.constexpr,
     ROWS: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    """Each row is a block of the format."""
+    """One update; each row is a block of the format."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = block[:, None] * PER + tl.arange(0, PER)[None, :]
     inside = at < numel

@@ -1,7 +1,7 @@
 """Each operation of reference.py as a launch of a Triton kernel.
 
-All tensors are dense. Nothing is read on the host. The compiler is told to fuse no multiplication with an addition
-(UNFUSED), and divisions and roots are the correctly rounded ones, so updates have the reference's bits.
+All tensors are contiguous, and no value is read on the host. The compiler must not fuse a multiplication with an
+addition (UNFUSED), and divisions and roots are correctly rounded, so updates have the reference's bits.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from zero_runtime.kernels.settings import AdamW, Lamb, Lion, Sgd
 from zero_runtime.kernels.triton import moments, streams, updates
 
 BLOCK = 1024
-ROWS = 8  # blocks of a format in one program
-MOMENT_ROWS = 4  # the same of 8-bit moments, of which an update holds more at a time
+ROWS = 8  # blocks of a format per program
+MOMENT_ROWS = 4  # the same for 8-bit moments, of which an update holds more data at a time
 UNFUSED = {"enable_fp_fusion": False}
 
 
 class TritonKernels:
-    """Same names and arguments as the reference."""
+    """The operations with the names and arguments of the reference."""
 
     def adamw(
         self,
@@ -182,7 +182,7 @@ class TritonKernels:
 
 
 class _Tables(NamedTuple):
-    """The numbers behind the codes of both moments, and halfway between them."""
+    """The values of the codes of both moments, and the borders halfway between them."""
 
     signed: torch.Tensor
     signed_borders: torch.Tensor
@@ -192,19 +192,19 @@ class _Tables(NamedTuple):
 
 @cache
 def _tables(device: torch.device) -> _Tables:
-    """Once a process and device: making them copies from the host, which would wait for the device."""
+    """The tables on a device, created once per process: creating them copies from the host and waits for the device."""
     tables = [dynamic_codes(device, signed=signed) for signed in (True, False)]
     signed, unsigned = ((table, (table[:-1] + table[1:]) / 2) for table in tables)
     return _Tables(*signed, *unsigned)
 
 
 def _over(tensor: torch.Tensor, kernel):
-    """The kernel on as many programs as the tensor has blocks; does nothing for an empty one."""
+    """The kernel with one program per block of the tensor; for an empty tensor, a function that does nothing."""
     if tensor.numel() == 0:
         return lambda *_, **__: None
     return kernel[(triton.cdiv(tensor.numel(), BLOCK),)]
 
 
 def _target(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
-    """A kernel is given some address for what it is told not to touch."""
+    """The tensor, or `stand_in` if it is None: a kernel needs some address for a tensor that it does not access."""
     return stand_in if tensor is None else tensor

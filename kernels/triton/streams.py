@@ -1,4 +1,4 @@
-"""Accumulate, cast, sums of squares and the integer formats. What they compute is said in reference.py."""
+"""Kernels for accumulation, casts, sums of squares and the integer formats. reference.py specifies their results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cast_copy_kernel(target, values, numel, BLOCK: tl.constexpr):
 
 @triton.jit
 def squares_kernel(values, groups, numel, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """One program sums one group, lane by lane as the reference does; the lanes in an order of the compiler's."""
+    """Each program sums one group, lane by lane as the reference does; the compiler chooses the order of the lanes."""
     at = tl.program_id(0).to(tl.int64) * ROWS * LANES + tl.arange(0, LANES)
     lanes = tl.zeros([LANES], dtype=tl.float64)
     for row in range(ROWS):
@@ -37,7 +37,7 @@ def squares_kernel(values, groups, numel, ROWS: tl.constexpr, LANES: tl.constexp
 
 @triton.jit
 def scale_of(first, second, top):
-    """[rows]: the largest magnitude of two tensors [rows, n] over `top`; not a number where one of them is none."""
+    """[rows]: the largest magnitude in two tensors [rows, n], divided by `top`; NaN if one of the elements is NaN."""
     both = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
     bad = tl.max((first != first).to(tl.int32), axis=1) + tl.max((second != second).to(tl.int32), axis=1)
     return tl.where(bad > 0, float("nan"), tl.math.div_rn(both, top))
@@ -45,7 +45,10 @@ def scale_of(first, second, top):
 
 @triton.jit
 def integers_of(values, scale, top):
-    """To the nearest, ties to even: adding 1.5 * 2^23 leaves no place for a fraction. 0 where it is no number."""
+    """values / scale rounded to the nearest integer, ties to even; 0 where the quotient is not finite.
+
+    Adding 1.5 * 2^23 rounds to an integer, since an fp32 number of that size has no bits for a fraction.
+    """
     share = tl.math.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
     usable = tl.abs(share) <= 3.4028234663852886e38
     kept = tl.minimum(tl.maximum(tl.where(usable, share, 0.0), -top), top)
@@ -56,7 +59,7 @@ def integers_of(values, scale, top):
 def quantise_kernel(
     codes, scales, values, numel, blocks, top, BITS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr
 ):
-    """Each row is a block of two halves: its even and its odd elements."""
+    """Each row is a block, loaded as two halves: its even and its odd elements."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     even = block[:, None] * (2 * HALF) + 2 * tl.arange(0, HALF)[None, :]
     odd = even + 1

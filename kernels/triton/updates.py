@@ -1,6 +1,6 @@
-"""The element-wise updates: one pass over memory each. What they compute is said in reference.py.
+"""Kernels for the element-wise updates, one pass over memory each. reference.py specifies what they compute.
 
-Divisions and square roots are the correctly rounded ones, and the order of all operations is the reference's.
+Divisions and square roots are correctly rounded, and the order of all operations is that of the reference.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def lerp(start, end, weight, FROM_END: tl.constexpr):
-    """Torch's, which changes its formula at a weight of one half."""
+    """torch's lerp, whose formula changes at a weight of one half."""
     if FROM_END:
         return end - (end - start) * (1.0 - weight)
     return start + (end - start) * weight
@@ -19,7 +19,7 @@ def lerp(start, end, weight, FROM_END: tl.constexpr):
 
 @triton.jit
 def store_weights(weights, master, param_out, at, inside, HAS_OUT: tl.constexpr):
-    """Into the master, and what that made of it into param_out."""
+    """Round the weights into the master, and the rounded master into param_out."""
     rounded = weights.to(master.dtype.element_ty)
     tl.store(master + at, rounded, mask=inside)
     if HAS_OUT:
@@ -106,7 +106,7 @@ def lamb_moments_kernel(
 
 @triton.jit
 def lamb_update(weights, exp_avg, exp_avg_sq, at, inside, correction1, correction2, eps, weight_decay):
-    """LAMB's update before its trust ratio; 0 where there is no element."""
+    """LAMB's update before its trust ratio; 0 past the end of the tensor."""
     first = tl.math.div_rn(tl.load(exp_avg + at, mask=inside, other=0.0), correction1)
     second = tl.math.div_rn(tl.load(exp_avg_sq + at, mask=inside, other=0.0), correction2)
     return tl.math.div_rn(first, tl.math.sqrt_rn(second) + eps) + weight_decay * weights
@@ -117,7 +117,7 @@ def lamb_squares_kernel(
     master, exp_avg, exp_avg_sq, groups, numel, count, correction1, correction2, eps, weight_decay,
     ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One program sums one group of both, lane by lane as the reference does."""
+    """Each program sums one group of weights and of updates, lane by lane as the reference does."""
     at = tl.program_id(0).to(tl.int64) * ROWS * LANES + tl.arange(0, LANES)
     of_weights = tl.zeros([LANES], dtype=tl.float64)
     of_update = tl.zeros([LANES], dtype=tl.float64)

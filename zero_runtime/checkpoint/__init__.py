@@ -1,1 +1,1 @@
-"""Sharded checkpoints: written by all ranks in parallel, committed at once, loaded at any plan and world."""
+"""Sharded checkpoints: written by all ranks in parallel, committed atomically, loaded under any plan and world size."""

@@ -1,4 +1,4 @@
-"""Writes checkpoints behind training: a copy in memory, then a thread on each rank that writes it."""
+"""Writes checkpoints in the background: copies the state in memory, then a thread on each rank writes the copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_runtime.runtime import ZeroRuntime
 
 
 class Stall(NamedTuple):
-    """Where the time of one call of `save` went: for the save before it, for the other ranks, for the copy."""
+    """How long one call of `save` waited for the previous save, agreed with the other ranks, and copied the state."""
 
     waited_s: float
     agreed_s: float
@@ -27,10 +27,10 @@ class Stall(NamedTuple):
 
 
 class BackgroundSaver:
-    """Saves one after another into `root`. Its threads issue no collectives; `save` and `wait` are collectives.
+    """Saves checkpoints into `root`, one at a time. `save` and `wait` are collectives; the threads issue none.
 
-    A save that failed on any rank is raised by the next `save` or `wait` on every rank, and only once. Memory beside
-    the run: one copy of this rank's parts on the host, kept between saves.
+    If a save fails on any rank, the next `save` or `wait` raises the error on every rank, once. Extra memory: one copy
+    of this rank's parts on the host, kept between saves.
     """
 
     def __init__(self, root: str | Path, settings: SaveSettings | None = None) -> None:
@@ -43,7 +43,7 @@ class BackgroundSaver:
 
     @property
     def stall_s(self) -> float:
-        """How long the last `save` held training up."""
+        """Seconds for which the last `save` blocked training."""
         return self.last_stall.total_s
 
     @property
@@ -52,7 +52,10 @@ class BackgroundSaver:
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, runtime: ZeroRuntime, *, step: int, trainer: dict[str, Any]) -> Path:
-        """Copy the state and return, having waited for the save before; the result is where it will be."""
+        """Wait for the previous save, copy the state, start writing it and return the checkpoint's future folder.
+
+        If part of the state is in a scratch file, the state is written before this returns.
+        """
         times = [time.monotonic()]
         self._join()
         times.append(time.monotonic())
@@ -60,8 +63,8 @@ class BackgroundSaver:
         save = begin(runtime, self.root, step=step, trainer=trainer, settings=self.settings, trouble=trouble)
         times.append(time.monotonic())
         if any(isinstance(part.values, LateValues) and part.values.rest for part in save.parts):
-            # The next step overwrites the file that they rest in, and memory for a copy of them is what there is none
-            # of: they are written before training goes on.
+            # The next step overwrites the scratch file that holds these values. They are in a file because memory is
+            # short, so they are not copied, but written before training continues.
             self._run(save)
             times.append(time.monotonic())
             self.last_stall = Stall(*(end - start for start, end in pairwise(times)))
@@ -74,7 +77,7 @@ class BackgroundSaver:
         return save.final
 
     def wait(self, runtime: ZeroRuntime) -> None:
-        """Block until the last save is committed on every rank; raises what went wrong with it."""
+        """Block until the last save is committed on every rank; raises its error if it failed."""
         self._join()
         trouble, self._trouble = self._trouble, None
         agree(runtime.collectives, trouble)
@@ -86,8 +89,8 @@ class BackgroundSaver:
 
     def _run(self, save: Save) -> None:
         try:
-            # The leader goes on after a failure of its own: it waits for the others, then removes what was written.
+            # The leader calls commit even if its own write failed: it waits for the others, then removes the folder.
             self._trouble = trouble_of(save.write)
             self._trouble = trouble_of(save.commit) or self._trouble
-        except BaseException as error:  # nobody would see it otherwise
+        except BaseException as error:  # otherwise it would be lost in this thread
             self._trouble = f"{save.final}: the writer failed: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of the runtime's model and optimizer; one error that says where they part."""
+"""Checks that a checkpoint fits the runtime's model and optimizer; one error describes how they differ."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from zero_runtime.runtime import ZeroRuntime
 
 
 class Shaped(Protocol):
-    """A parameter elsewhere, as far as comparing goes."""
+    """A parameter of a checkpoint, as far as the comparison needs it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
 
 def check_same_model(runtime: ZeroRuntime, index: Index, where: str) -> None:
-    """CheckpointError unless parameters, their shapes, what is trained and the buffers agree."""
+    """Raise CheckpointError unless parameters, their shapes, which of them are trained, and the buffers agree."""
     check_shapes(runtime, index.parameters, where, index.tied)
     expected = {name: unit.trainable for unit in runtime.units for name in unit.names}
     other = [name for name, trainable in expected.items() if index.parameters[name].trainable is not trainable]
@@ -41,7 +41,7 @@ def check_same_model(runtime: ZeroRuntime, index: Index, where: str) -> None:
 def check_shapes(
     runtime: ZeroRuntime, found: Mapping[str, Shaped], where: str, tied: Mapping[str, str] | None = None
 ) -> None:
-    """CheckpointError unless `found` has exactly the runtime's parameters, each in its shape."""
+    """Raise CheckpointError unless `found` has exactly the runtime's parameters, with equal shapes."""
     expected = {segment.name: segment.shape for unit in runtime.units for segment in unit.layout.segments}
     missing = [name for name in expected if name not in found]
     extra = [name for name in found if name not in expected]
@@ -71,7 +71,7 @@ def check_shapes(
 
 
 def check_same_optimizer(runtime: ZeroRuntime, index: Index, where: str) -> None:
-    """CheckpointError unless the optimizer's name and states agree; its constants may differ."""
+    """Raise CheckpointError unless the optimizer's name and states agree; its constants may differ."""
     own = (runtime.optimizer.config.saved_as, tuple(runtime.optimizer.state_names))
     found = (index.optimizer.name, index.optimizer.states)
     if own != found:

@@ -1,10 +1,10 @@
-"""The checksum of a file's bytes: CRC-32 as zlib and gzip have it, computed beside the reading or writing.
+"""The checksum of a file's bytes: the CRC-32 of zlib and gzip, computed while the file is read or written.
 
 [Note: why CRC-32]
-It has to find what disks and networks do (a flipped bit, a hole, a block of another file), not to resist an enemy, and
-any language has it. It is several times as fast as the SHA family and BLAKE2; plain sums of words would be faster yet,
-but do not see two blocks exchanged. zlib lets other threads run meanwhile, so the sum of one block is made while the
-block is being written: it costs a core's time and none of the disk's.
+The checksum has to detect errors of disks and networks (a flipped bit, a hole, a block of another file), not attacks,
+and every language has CRC-32. It is several times as fast as the SHA family and BLAKE2; plain sums of words would be
+faster still, but do not detect two exchanged blocks. zlib releases Python's lock, so the checksum of one block is
+computed while the block is being written: it costs a core's time, but no time of the disk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from zero_runtime.checkpoint.layout import checksum_text
 
-_WORTH_A_THREAD_BYTES = 1 << 18  # handing a block over takes as long as summing so many bytes
+_WORTH_A_THREAD_BYTES = 1 << 18  # handing a block to a thread takes as long as the checksum of this many bytes
 
 
 def checksum_of(data: bytes | memoryview) -> str:
@@ -23,7 +23,10 @@ def checksum_of(data: bytes | memoryview) -> str:
 
 
 class RunningDigest:
-    """Sums blocks in order. `add` returns at once; the block must stay as it is until the next `add` or `text`."""
+    """Computes the checksum of blocks in order, large ones in a thread.
+
+    `add` may return before its block is read: do not change the block until the next `add` or `text`.
+    """
 
     def __init__(self) -> None:
         self._value = 0

@@ -1,8 +1,10 @@
-"""What a checkpoint's folder holds, by name, and its index as data: read strictly, written canonically. Pure.
+"""The file names of a checkpoint's folder, and its index as data classes, with strict reading and canonical writing.
+
+This module is pure: it reads and writes no files.
 
 [Note: the index's own checksum]
-index.json is one JSON object whose first line holds the checksum alone; it is the checksum of all bytes after that
-line. So a flipped digit in the index is found like one in a tensor, and the file is still plain JSON.
+index.json is one JSON object whose first line holds only the checksum of all bytes after that line. So a flipped digit
+in the index is detected like one in a tensor, and the file is still plain JSON.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from zero_runtime.errors import CheckpointError, brief
 FORMAT = "zero-lab checkpoint"
 VERSION = 1
 INDEX = "index.json"
-OWNER = "owner"  # in a partial folder: the mark of the process that leads the save; gone with the commit
+OWNER = "owner"  # in a partial folder: the mark of the process that leads the save; removed by the commit
 MASTER = "master"  # the state that holds the weights
-BUFFER = "buffer"  # the part of a key that a model's buffer has in the place of a state
+BUFFER = "buffer"  # replaces the state in the key of a buffer
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -52,7 +54,10 @@ def rank_file(rank: int, world: int) -> str:
 
 
 def report_file(rank: int, world: int) -> str:
-    """What a rank leaves in the partial folder when its own file is safe, or has failed; gone after the commit."""
+    """The report that a rank writes into the partial folder after its file is durable or has failed.
+
+    The commit removes it.
+    """
     return f"rank-{rank:05d}-of-{world:05d}.json"
 
 
@@ -65,7 +70,7 @@ def checksum_text(crc32: int) -> str:
 
 
 class Extent(NamedTuple):
-    """Elements [start, stop) of a flattened parameter, as one tensor of a file."""
+    """Elements [start, stop) of a flattened parameter, stored as one tensor of a file."""
 
     file: str
     start: int
@@ -74,9 +79,9 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """One parameter. dtype: of its master, as safetensors names it. pieces: by state, in order of start.
+    """One parameter. dtype: that of its master, as safetensors names it. pieces: by state, in order of start.
 
-    A frozen parameter may be left out: it has no pieces then, and whoever loads brings its values.
+    A frozen parameter may be left out: then it has no pieces, and the run that loads the checkpoint keeps its values.
     """
 
     shape: tuple[int, ...]
@@ -94,7 +99,7 @@ class ParameterEntry:
 
 
 class BufferEntry(NamedTuple):
-    """One buffer of the model, whole in one file."""
+    """One buffer of the model, stored in full in one file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -102,7 +107,7 @@ class BufferEntry(NamedTuple):
 
 
 class FileEntry(NamedTuple):
-    """What a file must be to be good."""
+    """The size and checksum that an undamaged file has."""
 
     bytes: int
     checksum: str
@@ -110,7 +115,7 @@ class FileEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """The optimizer's name, its states by name, and what it keeps beside them."""
+    """The optimizer's name, the names of its states, and its counters by name."""
 
     name: str
     states: tuple[str, ...]
@@ -121,7 +126,8 @@ class OptimizerEntry:
 class Index:
     """A checkpoint without its tensors.
 
-    ranks: whose files lie here; all of `world`, unless the checkpoint is local to a node. trainer: the caller's.
+    ranks: the ranks whose files are in this folder; all of `world`, unless the checkpoint is local to a node.
+    trainer: the state that the caller passed to `save_checkpoint`.
     """
 
     step: int
@@ -138,11 +144,11 @@ class Index:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank's file is here."""
+        """Whether the folder holds the files of all ranks."""
         return len(self.ranks) == self.world
 
     def to_text(self) -> str:
-        """See [Note: the index's own checksum]. CheckpointError where `trainer` is not plain JSON."""
+        """The text of index.json; see [Note: the index's own checksum]. CheckpointError if `trainer` is not JSON."""
         try:
             body = json.dumps(_as_json(self), indent=None, separators=(",", ":"), allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -155,7 +161,7 @@ class Index:
 
     @classmethod
     def from_bytes(cls, data: bytes, path: Path) -> Index:
-        """CheckpointError, naming `path`, where anything is missing, of another kind, or not what was written."""
+        """Parse index.json; CheckpointError, naming `path`, if a value is missing or mistyped or the checksum wrong."""
         reader = _Strict(path)
         found = reader.parse(data)
         reader.check_version(found)
@@ -182,7 +188,7 @@ def _as_json(index: Index) -> dict[str, Any]:
 
 
 class _Strict:
-    """Takes values out of parsed JSON, each of a known kind."""
+    """Takes values out of parsed JSON and checks the type of each."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -264,7 +270,10 @@ class _Strict:
         return OptimizerEntry(self.take(entry, "name", str), tuple(self.take(entry, "states", list)), counters)
 
     def _check_pieces(self, index: Index) -> None:
-        """Where all files are here, each state of each parameter is there once and whole."""
+        """Raise CheckpointError unless pieces are in order and do not overlap.
+
+        If the folder holds the files of all ranks, the pieces of each state must also cover the full parameter.
+        """
         for name, entry in index.parameters.items():
             states = (MASTER, *(index.optimizer.states if entry.trainable else ()))
             for state in states:

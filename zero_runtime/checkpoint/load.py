@@ -1,9 +1,9 @@
 """Opens a committed checkpoint, and fills a runtime of any plan, world, unit size and precision from it.
 
 [Note: nothing half-loaded]
-Whether the files are what was written, whether model and optimizer are the runtime's, and whether every range that this
-rank needs is there, is all found out on every rank before the first byte of the runtime is written. What can still
-fail after that is the disk itself.
+Before the first byte of the runtime is written, every rank checks that the files are as they were written, that model
+and optimizer are those of the runtime, and that every range that this rank needs exists. After that, only an error of
+the disk itself can make loading fail.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zero_runtime.unit import READ_NUMEL, Unit
 
 
 class CheckpointReader:
-    """A committed checkpoint. Reads nothing but its index until it is asked for ranges."""
+    """A committed checkpoint. Its tensors are read by range, when they are requested."""
 
     def __init__(self, path: Path, index: Index) -> None:
         self.path = path
@@ -42,9 +42,10 @@ class CheckpointReader:
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = True) -> CheckpointReader:
-        """CheckpointError unless it is complete and readable. `verify`: read all files once and compare checksums.
+        """Open a checkpoint; CheckpointError unless it is complete and readable.
 
-        Ranks that open one checkpoint together should leave verifying to `load_checkpoint`, which shares it out.
+        `verify`: read all files once and compare checksums. Ranks that open one checkpoint together should pass False:
+        `load_checkpoint` verifies too, and divides the files among the ranks.
         """
         path = Path(path)
         if not path.is_dir():
@@ -82,11 +83,11 @@ class CheckpointReader:
         return StateSource(self, state)
 
     def sources(self) -> dict[str, TensorSource]:
-        """Every state's source by its name."""
+        """The source of every state, by name."""
         return {state: self.state(state) for state in (MASTER, *self.index.optimizer.states)}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The model's buffers by name, in their shapes."""
+        """The model's buffers by name, each in its shape."""
         found = {}
         for name, entry in self.index.buffers.items():
             values = torch.empty(math.prod(entry.shape), dtype=DTYPES[entry.dtype])
@@ -96,11 +97,11 @@ class CheckpointReader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensors read by range so far; verifying is not counted."""
+        """Bytes of tensors read by range so far; bytes read to verify files are not counted."""
         return self._bytes_read + sum(file.bytes_read for file in self._files.values())
 
     def close(self) -> None:
-        """Close its files; it may be read again. Idempotent."""
+        """Close the open files; a later read opens them again. Idempotent."""
         for file in self._files.values():
             self._bytes_read += file.bytes_read
             file.close()
@@ -118,7 +119,7 @@ class CheckpointReader:
         return self._files[name]
 
     def extents(self, state: str, name: str, start: int, stop: int) -> Sequence[Extent]:
-        """The pieces that overlap [start, stop), in order; CheckpointError where a part of it is not here."""
+        """The pieces that overlap [start, stop), in order; CheckpointError if part of the range is missing."""
         pieces = self.index.parameters[name].pieces.get(state, ())
         first = max(bisect_right(pieces, start, key=lambda piece: piece.start) - 1, 0)
         found, end = [], start
@@ -144,7 +145,7 @@ class CheckpointReader:
         return values
 
     def read_into(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill the 1-D `target` from element `start` on: without a copy where it is on the CPU and of their dtype."""
+        """Fill the 1-D `target` from element `start` on; without a copy if it is on the CPU and in the file's dtype."""
         key, stop = tensor_key(state, name), start + target.numel()
         for piece in self.extents(state, name, start, stop):
             file = self._file(piece.file)
@@ -204,8 +205,8 @@ class StateSource:
 def load_checkpoint(runtime: ZeroRuntime, checkpoint: CheckpointReader) -> dict[str, Any]:
     """Fill the runtime; returns the trainer state that was saved. Every rank calls it, between two steps.
 
-    See [Note: nothing half-loaded]; an error is the same on every rank. Random states are set where the world is the
-    same; at another one they stay as they are.
+    See [Note: nothing half-loaded]; an error is the same on every rank. Random states are restored only if the world
+    size is that of the save; otherwise they stay as they are.
     """
     index, collectives = checkpoint.index, runtime.collectives
     runtime.check_between_steps("load_checkpoint")
@@ -221,9 +222,9 @@ def load_checkpoint(runtime: ZeroRuntime, checkpoint: CheckpointReader) -> dict[
 
 
 def load_weights(runtime: ZeroRuntime, checkpoint: CheckpointReader) -> None:
-    """The weights and buffers alone: optimizer, scaler and random states stay as they are. Every rank calls it.
+    """Load only the weights and buffers; optimizer, scaler and random states stay as they are. Every rank calls it.
 
-    The optimizer may be another than the one that saved it. See [Note: nothing half-loaded].
+    The checkpoint may have been saved with another optimizer. See [Note: nothing half-loaded].
     """
     collectives = runtime.collectives
     runtime.check_between_steps("load_weights")
@@ -233,7 +234,10 @@ def load_weights(runtime: ZeroRuntime, checkpoint: CheckpointReader) -> None:
 
 
 def verify_together(collectives: Collectives, checkpoint: CheckpointReader) -> None:
-    """Each file is read by one of the ranks that opened the same folder; CheckpointError on all where one is bad."""
+    """Verify the files, each on one of the ranks that opened the same folder.
+
+    Raises CheckpointError on all ranks if any file is damaged. A collective.
+    """
     if all(collectives.gather_objects(checkpoint.verified)):
         return
     kinds = collectives.gather_objects(checkpoint.index.ranks)
@@ -244,10 +248,10 @@ def verify_together(collectives: Collectives, checkpoint: CheckpointReader) -> N
 
 
 def fill(runtime: ZeroRuntime, sources: Mapping[str, TensorSource]) -> None:
-    """Fill this rank's shards of the states in `sources` (by name: `master`, `exp_avg`, ...), each from its ranges.
+    """Fill this rank's shards of the states in `sources` (by name: `master`, `exp_avg`, ...) with their ranges.
 
-    No collective; the caller has compared names and shapes (`compare.check_shapes`). States that are not in `sources`
-    stay as they are.
+    No collective. The caller has already compared names and shapes (`compatibility.check_shapes`). States that are not
+    in `sources` stay as they are.
     """
 
     def put(state: str, name: str, start: int, target: torch.Tensor) -> None:
@@ -264,7 +268,7 @@ def _fill_with(
     put: Callable[[str, str, int, torch.Tensor], None],
     left_out: Collection[str] = (),
 ) -> None:
-    """Have `put(state, name, start, target)` fill every piece that this rank holds of these states.
+    """Call `put(state, name, start, target)` to fill every piece that this rank holds of these states.
 
     Parameters that are `left_out` keep their values.
     """
@@ -290,7 +294,7 @@ def _fill_unit(
             if isinstance(shard, torch.Tensor):
                 put(state, piece.name, piece.start, shard[piece.shard_offset :][: piece.stop - piece.start])
                 continue
-            for start in range(piece.start, piece.stop, READ_NUMEL):  # a whole number of blocks
+            for start in range(piece.start, piece.stop, READ_NUMEL):  # READ_NUMEL is a multiple of the block size
                 values = torch.empty(min(READ_NUMEL, piece.stop - start))
                 put(state, piece.name, start, values)
                 shard.write(piece.shard_offset + start - piece.start, values)
@@ -298,9 +302,9 @@ def _fill_unit(
 
 
 def shards_of(runtime: ZeroRuntime, unit: Unit) -> dict[str, torch.Tensor | CodedShard]:
-    """What of a unit a checkpoint keeps, [S] by state; they are the runtime's own.
+    """The shards of a unit that a checkpoint stores, [S] each, by state; they are the runtime's own tensors, no copies.
 
-    Those that rest elsewhere are empty unless the unit is resident.
+    Offloaded shards are empty unless the unit is resident.
     """
     return {MASTER: unit.weights_shard, **runtime.optimizer.told_states_of(unit)}
 
@@ -336,7 +340,7 @@ def _fill_all(runtime: ZeroRuntime, checkpoint: CheckpointReader, states: Collec
 
 
 def _load_scaler(runtime: ZeroRuntime, found: Mapping[str, Any]) -> None:
-    """Go on with the loss scale where both runs move theirs; otherwise the runtime's own rule starts anew."""
+    """Resume the loss scale if it is dynamic in both runs; otherwise start the runtime's own rule from its start."""
     fresh = runtime.settings.loss_scale.start()
     if found["moves"] and fresh.rule.static is None:
         values = {key: found[key] for key in ("scale", "hysteresis_left", "steps", "last_overflow")}

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which are there, which is the newest good one, which may go."""
+"""Lists a folder of checkpoints, finds the newest undamaged one, and deletes those that need not be kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the last `keep_last` (None: all), and those whose step is a multiple of `keep_every`."""
+    """Which checkpoints are kept: the last `keep_last` (None: all), and all steps divisible by `keep_every`."""
 
     keep_last: int | None = None
     keep_every: int | None = None
@@ -33,7 +33,7 @@ class Retention:
                 raise CheckpointError(f"checkpoint.{name}: expected at least 1 or null, found {value}")
 
     def doomed(self, steps: list[int]) -> list[int]:
-        """The steps that may go, in order."""
+        """The steps that may be deleted, in order."""
         if self.keep_last is None:
             return []
         old = sorted(steps)[: -self.keep_last]
@@ -44,21 +44,21 @@ KEEP_ALL = Retention()
 
 
 class Skipped(NamedTuple):
-    """A folder that is no good checkpoint, and why."""
+    """A folder that is not a usable checkpoint, and the reason."""
 
     path: Path
     why: str
 
 
 class Survey(NamedTuple):
-    """The newest good checkpoint of a root, and everything newer or torn that was passed over."""
+    """The newest undamaged checkpoint of a root, and the newer or uncommitted folders that were skipped."""
 
     checkpoint: CheckpointReader | None
     skipped: tuple[Skipped, ...]
 
 
 def committed(root: str | Path) -> dict[int, Path]:
-    """Folders of committed checkpoints by step, in order. A root that does not exist has none."""
+    """Folders of committed checkpoints by step, in order; empty if the root does not exist."""
     found = {step_of(path.name): path for path in _entries(root)}
     return {step: found[step] for step in sorted(step for step in found if step is not None)}
 
@@ -82,7 +82,7 @@ def _entries(root: str | Path) -> list[Path]:
 
 
 def survey(root: str | Path) -> Survey:
-    """Look from the newest step down, reading and comparing every file, until a checkpoint is good."""
+    """Verify checkpoints from the newest step down, reading every file, until one is undamaged."""
     skipped = torn(root)
     for path in reversed(committed(root).values()):
         found, why = _opened(path)
@@ -100,7 +100,7 @@ def _opened(path: Path) -> tuple[CheckpointReader | None, str]:
 
 
 def newest_good(root: str | Path) -> CheckpointReader | None:
-    """The newest checkpoint whose every byte is as it was written, or None; what it passes over is logged by name."""
+    """The newest checkpoint whose files all match their checksums, or None. Skipped folders are logged."""
     found = survey(root)
     _tell(found.skipped)
     return found.checkpoint
@@ -109,10 +109,10 @@ def newest_good(root: str | Path) -> CheckpointReader | None:
 def newest_good_together(
     collectives: Collectives, root: str | Path, tell: Callable[[Skipped], None] | None = None
 ) -> CheckpointReader | None:
-    """The same for all ranks at once: the newest step that is good on every rank's root. A collective.
+    """The same for all ranks together: the newest step that is undamaged in every rank's root. A collective.
 
-    Each file is read by one rank only. Roots may differ, as with checkpoints that are local to a node. `tell` is given
-    what rank 0 passes over, instead of the log.
+    Each file is read by one rank only. Roots may differ, as with checkpoints that are local to a node. `tell` is called
+    on rank 0 with each folder that it skips; without `tell`, they are logged.
     """
     skipped = torn(root)
     own = committed(root)
@@ -132,7 +132,10 @@ def newest_good_together(
 
 
 def open_together(collectives: Collectives, path: str | Path) -> CheckpointReader:
-    """Open and verify on all ranks, each file read once; CheckpointError is the same on every rank. A collective."""
+    """Open and verify a checkpoint on all ranks, reading each file once. A collective.
+
+    Raises the same CheckpointError on every rank.
+    """
     checkpoint, trouble = None, None
     try:
         checkpoint = CheckpointReader.open(path, verify=False)
@@ -154,9 +157,10 @@ def _tell_one(one: Skipped) -> None:
 
 
 def prune(root: str | Path, retention: Retention) -> list[Path]:
-    """Delete what may go; one that is deleted is renamed first, so that no half of it looks like a checkpoint.
+    """Delete the checkpoints that need not be kept, and return their folders.
 
-    Returns what went. What cannot be deleted is warned of and left.
+    Each is renamed before it is deleted, so that a partly deleted folder never looks like a checkpoint. A folder that
+    cannot be deleted is left, with a warning.
     """
     found = committed(root)
     gone = []
@@ -172,12 +176,12 @@ def prune(root: str | Path, retention: Retention) -> list[Path]:
 
 
 def trash_path(root: str | Path, step: int) -> Path:
-    """A new name for a checkpoint that this process deletes."""
+    """A new path for a checkpoint that this process is about to delete."""
     return Path(root) / trash_name(step, f"{mark()}-{uuid.uuid4().hex[:8]}")
 
 
 def clear_leftovers(root: str | Path) -> list[Path]:
-    """Remove saves and deletions that were interrupted, by processes that have ended; those that went."""
+    """Remove the folders of saves and deletions that ended processes left incomplete; returns the removed folders."""
     trash = [path for path in _entries(root) if path.name.startswith(".trash-")]
     gone = remove_left_behind(trash)
     for path in (one.path for one in torn(root)):
@@ -188,7 +192,7 @@ def clear_leftovers(root: str | Path) -> list[Path]:
 
 
 def owner_of(partial: Path) -> str:
-    """The mark of the process that leads a save; empty where it is not known."""
+    """The mark of the process that leads a save; empty if it is unknown."""
     try:
         return (partial / OWNER).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The random states of one rank as plain JSON values, and back: torch's (CPU and its device), numpy's, python's."""
+"""Converts a rank's random states (torch's for CPU and device, numpy's, Python's) to plain JSON values and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _tensor(text: str) -> torch.Tensor:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The states as they are now; every long one as base64 of little-endian bytes."""
+    """The current states; long ones are base64 of little-endian bytes."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -37,7 +37,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Go on from `states`. A device's state is left alone where they are of a run on another kind of device."""
+    """Restore `states`. The device's state is not changed if either run has no CUDA device."""
     torch.set_rng_state(_tensor(states["torch"]))
     if device.type == "cuda" and states["device"] is not None:
         torch.cuda.set_rng_state(_tensor(states["device"]), device)

@@ -1,13 +1,15 @@
-"""Writes a checkpoint: every rank its own file, in parallel, then one commit.
+"""Writes a checkpoint: every rank writes its own file in parallel, then one rank commits them all.
 
 [Note: the way of a save]
-1. `begin` (all ranks, collective): ranks tell each other counters, random states and troubles; the leader of each
-   folder makes `.step-….partial` anew.
-2. `Save.write` (each rank, any thread, no collective): the rank's tensors into its file, fsync, then a report of its
-   pieces and checksum beside it. A rank that fails removes its file and reports why.
-3. `Save.commit` (the leader, any thread, no collective): waits for the reports, writes the index, fsyncs, renames.
-   The rename is the commit. Where a report tells of a failure or does not come, it removes the partial folder.
-`save_checkpoint` runs 2 and 3 at once and tells the outcome to all ranks; `BackgroundSaver` runs them in a thread.
+1. `begin` (all ranks, collective): ranks exchange counters, random states and errors; the leader of each folder
+   creates an empty `.step-….partial`, removing one that an interrupted save left.
+2. `Save.write` (each rank, any thread, no collective): writes the rank's tensors into its file, calls fsync, then
+   writes a report with its pieces and checksum next to it. A rank that fails removes its file and reports the reason.
+3. `Save.commit` (the leader, any thread, no collective): waits for the reports, writes the index, calls fsync and
+   renames the folder. The rename is the commit. If a report describes a failure or does not arrive, the leader removes
+   the partial folder.
+`save_checkpoint` runs 2 and 3 immediately and reports the outcome to all ranks; `BackgroundSaver` runs them in a
+thread.
 """
 
 from __future__ import annotations
@@ -52,12 +54,13 @@ _POLL_S = 0.01
 class SaveSettings:
     """How checkpoints are written.
 
-    node: None for one folder that all ranks see. Otherwise this rank's node: the ranks of one node share a root of
-        their own, which holds their files alone.
-    retention: what is deleted after each commit.
-    with_frozen: False leaves frozen parameters out, for models whose frozen base lies elsewhere (LoRA).
-    limit_s: how long nothing in the folder may grow before a rank that has not reported is given up.
-    block_bytes: bytes a write. pause_s: a sleep after each, and before the commit; only tests have one.
+    node: None if all ranks see the same folder. Otherwise the number of this rank's node: the ranks of one node share
+        a separate root, which holds only their files.
+    retention: which checkpoints are deleted after each commit.
+    with_frozen: False leaves frozen parameters out, for models whose frozen base is stored elsewhere (LoRA).
+    limit_s: the save fails if ranks have not reported and the folder has not grown for this many seconds.
+    block_bytes: bytes per write call.
+    pause_s: sleep after each write call and before the commit, in seconds; only tests set it.
     """
 
     node: int | None = None
@@ -83,10 +86,10 @@ def save_checkpoint(
     trainer: dict[str, Any],
     settings: SaveSettings | None = None,
 ) -> Path:
-    """Write and commit; returns the checkpoint's folder. Every rank calls it, between two steps.
+    """Write and commit a checkpoint, and return its folder. Every rank calls it, between two steps.
 
-    `trainer`: plain JSON values, which `load_checkpoint` gives back. CheckpointError, the same on every rank, leaves
-    what was there before as it was.
+    `trainer`: plain JSON values, which `load_checkpoint` returns. Raises CheckpointError, the same on every rank;
+    earlier checkpoints are then left as they were.
     """
     save = begin(runtime, Path(root), step=step, trainer=trainer, settings=settings or SaveSettings())
     try:
@@ -107,7 +110,10 @@ def begin(
     settings: SaveSettings,
     trouble: str | None = None,
 ) -> Save:
-    """Agree on a save; see [Note: the way of a save]. `trouble`: of this rank's last one, raised here on every rank."""
+    """Agree on a save; see [Note: the way of a save].
+
+    `trouble`: the error of this rank's previous save, if any; raised here on every rank.
+    """
     runtime.check_between_steps("save_checkpoint")
     collectives = runtime.collectives
     own = {
@@ -118,12 +124,14 @@ def begin(
         "rng": random_states(runtime.device),
     }
     every = collectives.gather_objects(own)
+    # The error of a previous background save is raised on every rank before a new save begins.
     raise_for([one["trouble"] for one in every])
     if len({one["step"] for one in every}) > 1:
         raise CheckpointError(f"expected every rank to save one step, found {[one['step'] for one in every]}")
     members = [rank for rank, one in enumerate(every) if one["node"] == settings.node]
     save = Save(root, step, collectives.rank, collectives.world, members, settings)
     trouble = trouble_of(lambda: save.prepare(runtime, every, trainer))
+    # Members take their leader's token, so that the leader ignores reports that an earlier attempt left.
     tokens = collectives.gather_objects((trouble, save.token))
     try:
         raise_for([one for one, _ in tokens])
@@ -136,7 +144,7 @@ def begin(
 
 @dataclass
 class Save:
-    """One rank's share of one save. `members`: the ranks that write to this folder; the first leads."""
+    """One rank's share of one save. `members`: the ranks that write to this folder; the first is the leader."""
 
     root: Path
     step: int
@@ -146,7 +154,7 @@ class Save:
     settings: SaveSettings
     token: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     parts: list[StatePart] = field(default_factory=list)
-    draft: Index | None = None  # the leader's: the index but for pieces and files
+    draft: Index | None = None  # only on the leader: the index without pieces and files
 
     @property
     def leads(self) -> bool:
@@ -161,16 +169,16 @@ class Save:
         return self.root / partial_name(self.step)
 
     def prepare(self, runtime: ZeroRuntime, every: Sequence[dict[str, Any]], trainer: dict[str, Any]) -> None:
-        """Look what is to be written; the leader makes room for it."""
+        """Collect the parts to write; the leader also creates the partial folder."""
         self.parts = parts_of(runtime, self.members, with_frozen=self.settings.with_frozen)
         if not self.leads:
             return
         self.draft = index_without_files(runtime, self.step, trainer, every, self.members)
-        self.draft.to_text()  # what JSON cannot hold is refused before anything is written
+        self.draft.to_text()  # raises for values that JSON cannot hold, before anything is written
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             if self.partial.exists():
-                shutil.rmtree(self.partial)  # of an attempt that was interrupted
+                shutil.rmtree(self.partial)  # left by an interrupted save
             clear_leftovers(self.root)
             self.partial.mkdir()
             (self.partial / OWNER).write_text(mark(), encoding="utf-8")
@@ -180,7 +188,7 @@ class Save:
     # ---- each rank -------------------------------------------------------------------------------------------------
 
     def write(self) -> None:
-        """This rank's file and report, durable. CheckpointError where the disk refuses; the report says so too."""
+        """Write this rank's file and report, with fsync. CheckpointError if a write fails; the report records that."""
         path = self.partial / rank_file(self.rank, self.world)
         try:
             tensors = {tensor_key(part.state, part.name): part.values for part in self.parts}
@@ -192,7 +200,7 @@ class Save:
             self._report({"file": entry._asdict(), "pieces": [part[:4] for part in self.parts]})
         except OSError as error:
             trouble = self._unwritable(error)
-            trouble_of(lambda: path.unlink(missing_ok=True))  # on a full disk, room for the report
+            trouble_of(lambda: path.unlink(missing_ok=True))  # on a full disk, this makes room for the report
             trouble_of(lambda: self._report({"trouble": str(trouble)}))
             raise trouble from error
         finally:
@@ -219,7 +227,7 @@ class Save:
     # ---- the leader ------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Make what all members wrote the checkpoint; a no-op for who does not lead. Failing removes the partial."""
+        """Commit the files of all members; a no-op unless this rank leads. A failure removes the partial folder."""
         if not self.leads:
             return
         try:
@@ -232,7 +240,7 @@ class Save:
             for rank in self.members:
                 (self.partial / report_file(rank, self.world)).unlink()
             (self.partial / OWNER).unlink()
-            fsync_folder(self.partial)
+            fsync_folder(self.partial)  # before the rename: a committed folder must not lose entries in a crash
             self._rename()
         except BaseException as error:
             self.discard()
@@ -242,7 +250,10 @@ class Save:
         prune(self.root, self.settings.retention)
 
     def _rename(self) -> None:
-        """The commit. A folder of the same step is one that was found damaged, or is saved again: it makes way."""
+        """Commit by renaming the folder.
+
+        An existing folder of the same step is damaged or is being saved again: it is moved away and deleted.
+        """
         trash = trash_path(self.root, self.step)
         if self.final.exists():
             self.final.rename(trash)
@@ -307,13 +318,13 @@ class Save:
         )
 
     def discard(self) -> None:
-        """Remove what was written; a no-op for who does not lead."""
+        """Remove the partial folder; a no-op unless this rank leads."""
         if self.leads:
             shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def _bytes_in(folder: Path) -> int:
-    """Bytes of a folder's files, while others write and rename there."""
+    """Bytes of a folder's files. Other processes may write and rename files there meanwhile."""
     total = 0
     for path in folder.iterdir():
         with suppress(FileNotFoundError):

@@ -1,8 +1,8 @@
-"""What one rank writes into a checkpoint: its part of every state, as views of the runtime or as one copy of them.
+"""The tensors that one rank writes into a checkpoint: its part of every state, as views of the runtime or as a copy.
 
 [Note: every byte once]
-A shard that several ranks hold alike (stage 0, hybrid sharding) is cut into as many equal ranges as there are such
-ranks that write to the same folder, and each writes one. So all ranks write equally much in every row of the table.
+If several ranks that write to the same folder hold the same shard (stage 0, hybrid sharding), the shard is cut into as
+many equal ranges as there are such ranks, and each writes one. So all ranks write the same amount at every stage.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _PAGE_BYTES = 4096
 
 
 class LateValues:
-    """Values that rest in a scratch file or are held as codes, as far as a tensor goes: made when they are asked for,
-    each time anew. `rest`: they are no memory's, so no copy of them is made ahead of its writing."""
+    """Stands in for a tensor whose values are in a scratch file or quantized: each call of `cpu` computes them again.
+
+    `rest`: the values are in a scratch file, so no copy of them is made in memory before they are written.
+    """
 
     is_cuda = False
 
@@ -48,7 +50,7 @@ class LateValues:
 
 
 class StatePart(NamedTuple):
-    """Elements [start, stop) of one state of a flattened parameter, 1-D."""
+    """Elements [start, stop) of one state of a flattened parameter; `values` is 1-D."""
 
     state: str
     name: str
@@ -58,7 +60,7 @@ class StatePart(NamedTuple):
 
 
 def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool = True) -> list[StatePart]:
-    """This rank's parts as views, widest dtype first (so that none starts off its alignment).
+    """This rank's parts as views, widest dtype first, so that each part is aligned to its dtype in the file.
 
     `members`: the ranks that write to this rank's folder. See [Note: every byte once].
     """
@@ -73,6 +75,7 @@ def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool 
         low, high = numel * place // places, numel * (place + 1) // places
         for state, shard in shards_of(runtime, unit).items():
             for piece in unit.layout.pieces(collectives.shard_rank):
+                # The overlap of this piece with the range [low, high) of the shard that this rank writes.
                 begin = max(piece.shard_offset, low)
                 end = min(piece.shard_offset + piece.stop - piece.start, high)
                 if begin < end:
@@ -108,13 +111,13 @@ def _buffers(runtime: ZeroRuntime) -> Iterator[StatePart]:
 
 
 class Snapshot:
-    """Memory of the host for one copy of a rank's parts, taken once and used again by every save."""
+    """Host memory for one copy of a rank's parts, reused by every save; it is allocated again if the parts grow."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, parts: Sequence[StatePart]) -> list[StatePart]:
-        """The same parts with their values in this memory. Blocks until they are there."""
+        """The same parts, with their values copied into this memory. Blocks until the copies are complete."""
         sizes = [part.values.numel() * part.values.element_size() for part in parts]
         tensors = [part.values for part in parts if isinstance(part.values, torch.Tensor)]
         on_device = [values.device for values in tensors if values.is_cuda]
@@ -136,7 +139,7 @@ class Snapshot:
 def index_without_files(
     runtime: ZeroRuntime, step: int, trainer: dict, own: Sequence[dict], members: Sequence[int]
 ) -> Index:
-    """The index but for pieces and files. `own`: what every rank says of itself, by rank: counters and rng."""
+    """The index without pieces and files. `own`: what each rank contributed, by rank; its counters and rng are used."""
     optimizer, scaler = runtime.optimizer, runtime.scaler
     parameters = {
         segment.name: ParameterEntry(segment.shape, DTYPE_NAMES[unit.weights_shard.dtype], unit.trainable, {})

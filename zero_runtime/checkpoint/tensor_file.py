@@ -1,7 +1,8 @@
-"""One safetensors file of 1-D tensors: written in large blocks from the tensors' own memory, read by ranges.
+"""Reads and writes safetensors files of 1-D tensors: writes large blocks from the tensors' own memory, reads ranges.
 
 The layout is the published one: 8 bytes of little-endian header length, the header in JSON, the tensors' bytes without
-gaps. It is written here, not by the library, because the library wants all bytes at once and makes no checksum.
+gaps. This module writes it, not the safetensors library, because the library needs all bytes together and computes no
+checksum.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _READ_BYTES = 8 << 20
 
 
 class HostReadable(Protocol):
-    """What is written: a tensor, or what stands for one that rests elsewhere until `cpu` is called."""
+    """Values to write: a tensor, or an object that loads an offloaded tensor when `cpu` is called."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -56,7 +57,7 @@ class HostReadable(Protocol):
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy. Empty tensors have none."""
+    """The bytes of a contiguous CPU tensor, without a copy; empty for an empty tensor."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)
@@ -65,9 +66,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def write_tensor_file(
     path: Path, tensors: Mapping[str, HostReadable], metadata: Mapping[str, str], *, block_bytes: int, pause_s: float
 ) -> FileEntry:
-    """Write 1-D contiguous tensors and fsync. Device tensors come over one at a time. OSError leaves a torn file.
+    """Write 1-D contiguous tensors and fsync. Tensors on a device are copied to the host one at a time.
 
-    `pause_s`: sleep so long between blocks; only tests do.
+    An OSError leaves an incomplete file. `pause_s`: sleep after each block, in seconds; only tests set it.
     """
     digest, size = RunningDigest(), 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -89,10 +90,10 @@ def write_tensor_file(
 def _blocks(
     tensors: Mapping[str, HostReadable], metadata: Mapping[str, str], block_bytes: int
 ) -> Iterator[bytes | memoryview]:
-    """The file in order: the memory of large tensors in slices, small ones joined."""
+    """The bytes of the file in order: large tensors as slices of their memory, small ones joined into blocks."""
     joined = bytearray(_header(tensors, metadata))
     for tensor in tensors.values():
-        data = bytes_of(tensor.cpu())  # no copy of what is there already
+        data = bytes_of(tensor.cpu())  # no copy if it is on the CPU already
         if len(data) < min(_SMALL_BYTES, block_bytes):
             joined += data
             if len(joined) < block_bytes:
@@ -130,13 +131,13 @@ def _write_all(fd: int, block: bytes | memoryview) -> None:
 
 
 def _start_writeback(fd: int, offset: int, size: int) -> None:
-    """Ask the kernel to begin with these pages now, so that fsync at the end finds little left to do."""
+    """Ask the kernel to start writing these pages now, so that the final fsync has little left to do."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Flush a folder's entries to disk, so that created and renamed files survive a crash."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -145,7 +146,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def check_file(path: Path, wanted: FileEntry) -> None:
-    """Read the whole file once; CheckpointError unless it is what was written."""
+    """Read the complete file once; CheckpointError unless size and checksum are as `wanted`."""
     advice = "the checkpoint is damaged: take another one, or a copy"
     digest = RunningDigest()
     with opened(path) as file:
@@ -167,7 +168,7 @@ def check_file(path: Path, wanted: FileEntry) -> None:
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor lies in its file, in bytes from the start, and what it is."""
+    """A tensor's dtype, shape, and offset in bytes from the start of its file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -179,11 +180,11 @@ class TensorEntry(NamedTuple):
 
 
 class _File:
-    """An open regular file; its positioned reads."""
+    """An open regular file with positioned reads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else a pipe that nobody writes to is waited for
+        self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # otherwise opening a pipe without a writer blocks
         if not stat.S_ISREG(os.fstat(self.fd).st_mode):
             os.close(self.fd)
             raise OSError(errno.EINVAL, "no regular file")
@@ -195,7 +196,7 @@ class _File:
         os.close(self.fd)
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` from `offset`; CheckpointError where the file ends or the disk fails."""
+        """Fill `target` from `offset`; CheckpointError if the file ends early or the disk fails."""
         while target:
             try:
                 count = os.preadv(self.fd, [target], offset)
@@ -210,7 +211,7 @@ class _File:
 
 
 def opened(path: Path) -> _File:
-    """Open for reading; CheckpointError, naming the path, where that cannot be."""
+    """Open a file for reading; CheckpointError, naming the path, if it cannot be opened."""
     try:
         return _File(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
@@ -228,7 +229,7 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 def read_small_file(path: Path) -> bytes:
-    """All bytes; CheckpointError as for any other file of a checkpoint."""
+    """All bytes of a file of at most 1 GiB; CheckpointError if it is larger or cannot be read."""
     with opened(path) as file:
         size = os.fstat(file.fd).st_size
         if size > _LARGEST_SMALL_BYTES:
@@ -242,7 +243,7 @@ def read_small_file(path: Path) -> bytes:
 
 
 class TensorFile:
-    """An open safetensors file. `bytes_read` counts the bytes of tensors."""
+    """An open safetensors file. `bytes_read` counts the bytes of tensors read, without headers."""
 
     def __init__(self, path: Path) -> None:
         self._file = opened(path)
@@ -290,7 +291,7 @@ class TensorFile:
         return list(self._places)
 
     def place(self, key: str) -> TensorEntry:
-        """Where a tensor lies; CheckpointError where there is none of this key."""
+        """The entry of a tensor; CheckpointError if the file has no such key."""
         if key not in self._places:
             raise CheckpointError(
                 f"{self._file.path}: expected a tensor {key!r}, found none; the checkpoint is damaged: take another "
@@ -299,7 +300,7 @@ class TensorFile:
         return self._places[key]
 
     def read_into(self, key: str, start: int, target: torch.Tensor) -> None:
-        """Fill the 1-D `target` from element `start` of a tensor of the same dtype; no byte beside them is read."""
+        """Fill the 1-D `target` from element `start` of a tensor of the same dtype; reads no other bytes."""
         place = self.place(key)
         assert target.dtype == place.dtype, f"{key}: {place.dtype} into {target.dtype}"
         self._file.read_into(bytes_of(target), place.offset + start * place.dtype.itemsize)

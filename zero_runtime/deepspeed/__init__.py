@@ -1,4 +1,4 @@
-"""DeepSpeed's entry points over the runtime: `import zero_runtime as deepspeed`. See docs/dropin.md.
+"""DeepSpeed's entry points on top of the runtime: `import zero_runtime as deepspeed`. See docs/dropin.md.
 
-Lazy like the package: `zero_runtime.initialize` and `zero_runtime.init_distributed` import what they need.
+Imports are lazy, as in the package: `zero_runtime.initialize` and `zero_runtime.init_distributed` import these modules.
 """

@@ -1,4 +1,4 @@
-"""The batch of a step: train_batch_size = micro-batch x accumulation x ranks. Standard library only."""
+"""The batch sizes of a step: train_batch_size = micro-batch x accumulation x ranks. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples of a step over all ranks, samples of a micro-batch on a rank, micro-batches of a step."""
+    """Samples per step over all ranks, samples per micro-batch on one rank, micro-batches per step."""
 
     train: int = 1
     micro: int = 1
@@ -21,8 +21,10 @@ class BatchSizes:
 
 
 def read_batch(values: Mapping[str, Any], world: int, reader: Reader) -> BatchSizes:
-    """All three from those that are given; accumulation is 1 where nothing else follows. Arithmetic that does not
-    come out is a problem that shows the numbers and the nearest that do."""
+    """Compute all three sizes from those that are given; accumulation is 1 unless it follows from the others.
+
+    Sizes that contradict each other are a problem that shows the numbers and the nearest valid ones.
+    """
     given = {name: values[name] for name in (TRAIN, MICRO, STEPS) if name in values}
     low = [f"{name}: expected at least 1, found {value}" for name, value in given.items() if value < 1]
     if low:

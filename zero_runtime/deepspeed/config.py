@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration as settings of the runtime: every key mapped, refused, or named as without effect."""
+"""Converts a DeepSpeed configuration to runtime settings; every key is mapped, refused, or reported as idle."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 
 @dataclass(frozen=True)
 class DropinConfig:
-    """What a configuration says. `idle`: its keys without effect. `notes`: where the engine differs, in words.
-    `optimizer` and `schedule` are None where it has no such section."""
+    """The settings that a configuration describes.
+
+    idle: keys without effect. notes: sentences for the user on how the engine differs from DeepSpeed. `optimizer` and
+    `schedule` are None if the configuration has no such section.
+    """
 
     plan: ZeroPlan
     offload: OffloadPlan
@@ -42,7 +45,7 @@ class DropinConfig:
 
 
 def read_config(source: Mapping[str, Any] | str | Path, world: int, device: str = "cpu") -> DropinConfig:
-    """From a dict or a file, for `world` ranks with a device of this type. One PlanError tells all that is wrong."""
+    """Read a dict or a file, for `world` ranks with a device of this type. One PlanError reports all problems."""
     reader = Reader(HOMES)
     values = reader.read(TOP, load(source))
     _check_tensor_parallel(values.get("tensor_parallel", {}), reader)
@@ -68,7 +71,7 @@ def read_config(source: Mapping[str, Any] | str | Path, world: int, device: str 
 
 
 def _precision(values: Mapping[str, Any], reader: Reader) -> MixedPrecision:
-    """fp32 unless fp16 or bf16 is enabled; gradients travel and add up in fp32 unless the configuration says more."""
+    """fp32 unless fp16 or bf16 is enabled; gradients are reduced and accumulated in fp32 unless keys say otherwise."""
     enabled = [name for name in ("fp16", "bf16") if values.get(name, {}).get("enabled", False)]
     if len(enabled) == 2:
         reader.problems.append("fp16.enabled, bf16.enabled: expected at most one of them, found both; disable one")
@@ -86,7 +89,7 @@ def _dtype(name: str | None, where: str, reader: Reader) -> str:
 
 
 def _loss_scale(fp16: Mapping[str, Any], reader: Reader) -> LossScaleRule:
-    """loss_scale 0 is a dynamic scale; the others have DeepSpeed's defaults, which are the rule's own."""
+    """The rule of the section fp16. A loss_scale of 0 is dynamic; the rule has DeepSpeed's defaults for other keys."""
     if not fp16.get("enabled", False):
         return UNSCALED
     names = {
@@ -106,7 +109,7 @@ def _loss_scale(fp16: Mapping[str, Any], reader: Reader) -> LossScaleRule:
 
 
 def _clip_norm(values: Mapping[str, Any], reader: Reader) -> float | None:
-    """No clipping unless it is asked for: DeepSpeed's own default has been both 0 (none) and 1.0."""
+    """The norm to clip to; None if it is not given, since DeepSpeed's own default has been both 0 (none) and 1.0."""
     clip = values.get("gradient_clipping")
     if clip is None:
         reader.notes.append(

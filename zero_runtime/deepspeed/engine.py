@@ -1,4 +1,4 @@
-"""The engine of DeepSpeed's training loop over a ZeroRuntime: forward, backward(loss), step."""
+"""An engine with the training loop of DeepSpeed (forward, backward(loss), step) on top of a ZeroRuntime."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ABSENT = {
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What initialize composes: all are the engine's from then on."""
+    """The objects from which initialize builds an engine, which owns them from then on."""
 
     runtime: ZeroRuntime
     optimizer: EngineOptimizer
@@ -42,10 +42,11 @@ class EngineParts:
 
 
 class Engine:
-    """Trains `module`; whatever it has not itself it takes from there (parameters(), state_dict(), generate(), ...).
+    """Trains `module`; attributes that it lacks are those of the module (parameters(), state_dict(), generate(), ...).
 
-    The loss of `backward` is this rank's mean over its micro-batch: the engine divides it by the micro-batches of a
-    step and the ranks. `step` belongs after every backward, and acts at the last micro-batch of a step.
+    The loss passed to `backward` is this rank's mean over its micro-batch: the engine divides it by the number of
+    micro-batches per step and by the number of ranks. Call `step` after every backward; it updates the parameters at
+    the last micro-batch of a step.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -57,7 +58,7 @@ class Engine:
         self.device: torch.device = parts.runtime.device
         self.global_rank, self.local_rank, self.world_size = own_rank(), parts.local_rank, world_size()
         self.micro_steps = 0  # calls of step
-        self.global_steps = 0  # steps, skipped ones too
+        self.global_steps = 0  # optimizer steps, including skipped ones
         self.skipped_steps = 0
         self._watch = parts.watch
         self._awaits_step = False
@@ -70,7 +71,7 @@ class Engine:
             raise AttributeError(f"engine.{name}: {_ABSENT[name]}")
         module = self.__dict__.get("module")
         for owner in (self, module):
-            if hasattr(type(owner), name):  # a property of its that failed inside: it raises its own error
+            if hasattr(type(owner), name):  # a property raised AttributeError: raise its own error
                 return object.__getattribute__(owner, name)
         try:
             return getattr(module, name)
@@ -82,7 +83,7 @@ class Engine:
     # ---- a micro-batch -------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. With fp16.auto_cast, floating-point tensors among the arguments are cast first."""
+        """Call the module. With fp16.auto_cast, floating-point tensors among the arguments are cast first."""
         if self.config.casts_inputs:
             args = tuple(self._cast(value) for value in args)
             kwargs = {name: self._cast(value) for name, value in kwargs.items()}
@@ -91,14 +92,16 @@ class Engine:
     forward = __call__
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Add the gradients of `loss` (0-dim, the mean over this rank's micro-batch); returns it as it was divided by
-        the accumulation, as it is not where scale_wrt_gas is False. DeepSpeed's signature."""
+        """Add the gradients of `loss` (0-dim, the mean over this rank's micro-batch).
+
+        Returns the loss divided by the accumulation, or undivided if scale_wrt_gas is False. DeepSpeed's signature.
+        """
         if self._awaits_step:
             raise CallOrderError(
                 "engine.backward: expected engine.step() after the last backward, found another backward; add the "
                 "losses of one micro-batch and call backward once"
             )
-        # A loss of 16 bits times a loss scale leaves the range of fp16 before any gradient does.
+        # The product of a 16-bit loss and the loss scale would overflow fp16 before any gradient does.
         share = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         share = share / self.gradient_accumulation_steps() if scale_wrt_gas else share
         self.runtime.backward(share / self.world_size, retain_graph=retain_graph)
@@ -106,8 +109,8 @@ class Engine:
         return share.detach()
 
     def step(self) -> None:
-        """At the last micro-batch of a step: update, drop the gradients, advance the schedule unless the step was
-        skipped. Before that only the micro-batch is counted."""
+        """Count the micro-batch. At the last one of a step, also update the parameters, drop the gradients and, unless
+        the step was skipped, advance the schedule."""
         if not self._awaits_step:
             raise CallOrderError("engine.step: expected engine.backward(loss) since the last step, found none")
         boundary = self.is_gradient_accumulation_boundary()
@@ -137,15 +140,18 @@ class Engine:
         return value.to(TORCH_DTYPE[self.runtime.precision.param]) if floating else value
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last of its step."""
+        """Whether the current micro-batch is the last of its step."""
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside keep their gradients on this rank: the runtime's no_sync. The last of a step is outside."""
+        """A context in which backward keeps gradients on this rank (the runtime's no_sync).
+
+        The last backward of a step must be outside.
+        """
         return self.runtime.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do between steps: `step` drops the gradients. Inside one it would lose them: CallOrderError."""
+        """Does nothing between steps, since `step` drops the gradients. Within a step it raises CallOrderError."""
         if self._awaits_step or self.micro_steps % self.gradient_accumulation_steps():
             raise CallOrderError(
                 "engine.zero_grad: expected it between steps, found micro-batches whose gradients it would lose; "
@@ -162,10 +168,10 @@ class Engine:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save into `save_dir` (under `tag` where one is given) in this runtime's format. Every rank calls it.
+        """Save into `save_dir` (under `tag` if given) in this runtime's format. Every rank calls it.
 
-        `client_state`: plain JSON values, given back by load_checkpoint. `save_latest` has nothing to do: the newest
-        good checkpoint is found without a file that names it. Returns True, as DeepSpeed does.
+        `client_state`: plain JSON values, which load_checkpoint returns. `save_latest` has no effect: no file is needed
+        to find the newest undamaged checkpoint. Returns True, as DeepSpeed does.
         """
         engine_checkpoint.save(self, Path(save_dir), tag, client_state or {}, with_frozen=not exclude_frozen_parameters)
         return True
@@ -179,9 +185,10 @@ class Engine:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """The newest good checkpoint of `load_dir` (of `tag`), ours or DeepSpeed's own, at any world and stage.
+        """Load the newest undamaged checkpoint of `load_dir` (under `tag` if given).
 
-        Returns its path and the client's state; (None, {}) where there is none. Every rank calls it, between steps.
+        The checkpoint may be the runtime's or DeepSpeed's own, of any world size and stage. Returns its path and the
+        client state, or (None, {}) if there is no checkpoint. Every rank calls it, between steps.
         """
         if not load_module_strict:
             raise PlanError("engine.load_checkpoint: expected load_module_strict=True: a model half loaded is none")
@@ -191,11 +198,11 @@ class Engine:
         )
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
-        """The weights, gathered and rounded to 16 bits, as safetensors in the folder `save_dir`, which may exist, with
-        the config.json of a module that has a Hugging Face `config`. Every rank calls it, between steps.
+        """Gather the weights, round them to 16 bits and write them as safetensors into `save_dir`, which may exist.
 
-        Files of an earlier save under the same name are replaced. DeepSpeed writes a pickle: for its pytorch_model.bin
-        there is model.safetensors here, which from_pretrained reads.
+        Every rank calls it, between steps. Also writes config.json if the module has a Hugging Face `config`. Replaces
+        files of an earlier save under the same name. DeepSpeed writes a pickle, pytorch_model.bin; for that name,
+        model.safetensors is written here, which from_pretrained reads.
         """
         save_16bit(self.runtime, Path(save_dir), save_filename)
         return True
@@ -203,16 +210,16 @@ class Engine:
     # ---- modes and ends ------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Engine:
-        """The module's training mode; returns the engine."""
+        """Set the module's training mode; returns the engine."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """The module's evaluation mode; returns the engine."""
+        """Set the module's evaluation mode; returns the engine."""
         return self.train(False)
 
     def destroy(self) -> None:
-        """Free everything; the process group stays. Idempotent."""
+        """Close the runtime and the watch; the process group stays. Idempotent."""
         self.runtime.close()
         if self._watch is not None:
             self._watch.close()
@@ -220,15 +227,15 @@ class Engine:
     # ---- numbers -------------------------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
-        """Samples of a step over all ranks."""
+        """Samples per step over all ranks."""
         return self.config.batch.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch on a rank."""
+        """Samples per micro-batch on one rank."""
         return self.config.batch.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches per step."""
         return self.config.batch.accumulation
 
     @property
@@ -237,7 +244,7 @@ class Engine:
         return self.global_steps * self.train_batch_size()
 
     def get_lr(self) -> list[float]:
-        """The rates of the next update, by group."""
+        """The learning rates of the next update, by group."""
         return rates_now(self.optimizer.param_groups)
 
     def get_global_grad_norm(self) -> float | None:
@@ -250,9 +257,9 @@ class Engine:
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale of the next backward; 1 where there is none."""
+        """The loss scale of the next backward; 1 without loss scaling."""
         return self.runtime.scaler.scale
 
     def loss_scale(self) -> float:
-        """The same, by DeepSpeed's name for a call."""
+        """The same as `cur_scale`, as a method with DeepSpeed's name."""
         return self.cur_scale

@@ -1,4 +1,4 @@
-"""Checkpoints of the drop-in engine: the runtime's own, with the engine's counters and schedule beside the states."""
+"""Checkpoints of the drop-in engine: those of the runtime, with the engine's counters and schedule in addition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class SavedEngine(Protocol):
-    """What a checkpoint takes from an engine and gives back to one."""
+    """The attributes of an engine that a checkpoint saves and restores."""
 
     runtime: ZeroRuntime
     module: nn.Module
@@ -40,7 +40,7 @@ class SavedEngine(Protocol):
 
 
 def save(engine: SavedEngine, root: Path, tag: str | None, client_state: dict[str, Any], *, with_frozen: bool) -> None:
-    """A checkpoint of step `global_steps`."""
+    """Save a checkpoint of step `global_steps`."""
     trainer = {
         "client_state": client_state,
         "engine": {name: getattr(engine, name) for name in _COUNTERS},
@@ -62,6 +62,7 @@ def load(
     if is_deepspeed(root):
         foreign = load_foreign(engine.runtime, partial(open_deepspeed, root), weights_only=weights_only)
         if not weights_only:
+            # A foreign checkpoint has only the optimizer's count of updates, which excludes skipped steps.
             engine.global_steps = foreign.updates
             engine.micro_steps = foreign.updates * engine.gradient_accumulation_steps()
         return str(foreign.path), {}
@@ -77,13 +78,14 @@ def load(
     if with_schedule and engine.lr_scheduler is not None and trainer.get("schedule"):
         engine.lr_scheduler.load_state_dict({**engine.lr_scheduler.state_dict(), **trainer["schedule"]})
     if with_schedule:
+        # Loading the state of a torch scheduler does not set the groups' rates.
         for group, lr in zip(engine.optimizer.param_groups, trainer.get("lr", ()), strict=False):
             group["lr"] = lr
     return str(found.path), dict(trainer.get("client_state", {}))
 
 
 def _schedule_state(engine: SavedEngine) -> dict[str, Any]:
-    """What of the schedule's state is plain: its counters and rates; functions of a user's own stay with the user."""
+    """The plain values of the schedule's state: counters and rates, but not a user's functions."""
     if engine.lr_scheduler is None:
         return {}
     state = engine.lr_scheduler.state_dict()

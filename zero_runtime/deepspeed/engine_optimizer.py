@@ -1,4 +1,4 @@
-"""What initialize returns as the optimizer: torch's view of the groups, over the runtime's sharded states."""
+"""The optimizer that initialize returns: torch's view of the parameter groups of the runtime's sharded optimizer."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _READ_EACH_STEP = (
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """Its param_groups hold the model's own parameters and the rates that the next update is made with, so any torch
-    scheduler can drive it. Every other constant is fixed at construction: an edit of one is an error at the next step.
+    """Holds in param_groups the model's own parameters and the rates for the next update.
 
-    It keeps no states; runtime.full_optimizer_state(name) has them.
+    So any torch scheduler can drive it. All other constants are fixed at construction: if one is changed, the next step
+    raises an error. It holds no states; runtime.full_optimizer_state(name) returns them.
     """
 
     def __init__(self, trained: Trained) -> None:
         self._config = trained.config
         groups = trained.param_groups
         super().__init__(groups, {key: value for key, value in groups[0].items() if key != "params"})
-        self.param_groups = groups  # the very list, which a client's scheduler may write to
+        self.param_groups = groups  # the same list object, which a client's scheduler may modify
         self._fixed = [self._constants(group) for group in groups]
         self._momentum = self._momenta()
         self._cycled = False
@@ -43,18 +43,18 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._scale: Callable[[], float] = lambda: 1.0
 
     def bind(self, update: Callable[[Rates], None], scale: Callable[[], float]) -> None:
-        """The engine's update and loss scale."""
+        """Set the engine's functions for an update and for the loss scale."""
         self._update, self._scale = update, scale
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale of the next backward; 1 where there is none."""
+        """The loss scale of the next backward; 1 without loss scaling."""
         return self._scale()
 
     loss_scale = cur_scale
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch returns a closure's loss
-        """Called by the engine at the boundary of a step; by hand it is a CallOrderError."""
+        """Called by the engine at the last micro-batch of a step; CallOrderError if the user calls it."""
         if closure is not None:
             raise PlanError("optimizer.step: expected no closure: a step is made of the backward calls before it")
         if self._update is None:
@@ -62,27 +62,27 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._update(self._rates())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: engine.step drops the gradients of the step that it makes."""
+        """Does nothing: engine.step drops the gradients."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only during construction."""
+        """Allowed only during construction."""
         if "_update" in self.__dict__:
             raise PlanError("optimizer.add_param_group: expected all groups at initialize, found one more; start anew")
         super().add_param_group(param_group)
 
     def state_dict(self) -> NoReturn:
-        """Refused: an empty one would look like a checkpoint."""
+        """Always raises: an empty dict would look like a checkpoint."""
         raise PlanError(
             "optimizer.state_dict: states are shards; engine.save_checkpoint saves them, and "
             "engine.runtime.full_optimizer_state(name) has the whole states of one parameter"
         )
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Refused: see state_dict."""
+        """Always raises: see state_dict."""
         raise PlanError("optimizer.load_state_dict: states are shards; engine.load_checkpoint loads them")
 
     def _rates(self) -> Rates:
-        """By group, and one more for the frozen parameters in none."""
+        """The rates of the next update, by group, with one more group for frozen parameters that are in none."""
         for index, (group, fixed) in enumerate(zip(self.param_groups, self._fixed, strict=True)):
             now = self._constants(group)
             edited = [key for key, value in fixed.items() if now.get(key) != value]
@@ -103,7 +103,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _constants(group: dict[str, Any]) -> dict[str, Any]:
-        """What may not change; the second beta with it."""
+        """The values of a group that must not change, including the second beta."""
         second = {"betas[1]": group["betas"][1]} if "betas" in group else {}
         return {key: value for key, value in group.items() if key not in _READ_EACH_STEP} | second
 

@@ -1,4 +1,4 @@
-"""initialize and init_distributed with DeepSpeed's signatures."""
+"""The functions initialize and init_distributed, with DeepSpeed's signatures."""
 
 from __future__ import annotations
 
@@ -38,9 +38,11 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the world that RANK and WORLD_SIZE (as torchrun sets them) or `rank` and `world_size` tell, or a world of
-    one where nobody tells any: then no port is opened to others and none is needed. Nothing where there is a process
-    group already. NCCL between GPUs, gloo between CPUs; a `dist_backend` that is the other one is told in a warning.
+    """Join the process group given by `rank` and `world_size`, or by RANK and WORLD_SIZE as torchrun sets them.
+
+    Without either, joins a group of one rank, which opens no port. Does nothing if there is a process group already or
+    `dist_init_required` is False. The backend is NCCL for GPUs and gloo for CPUs; another `dist_backend` causes a
+    warning.
     """
     if is_joined() or dist_init_required is False:
         return
@@ -76,12 +78,12 @@ def initialize(
     mesh_param: Any = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
 ) -> tuple[Engine, EngineOptimizer, DataLoader[Any] | None, Schedule | None]:
-    """(engine, optimizer, dataloader, scheduler) for `model`, whose parameters the runtime takes over.
+    """Build (engine, optimizer, dataloader, scheduler) for `model`, whose parameters the runtime takes over.
 
-    config: a dict or the path of a DeepSpeed JSON; `args.deepspeed_config` where it is not given. Joins the world
-    first where nobody has. dataloader and scheduler are None without training_data and without a schedule. PlanError
-    for what cannot be, and OffloadError where a drive or the host has no room for what is offloaded, before the model
-    is touched; one warning names what has no effect.
+    config: a dict or the path of a DeepSpeed JSON file; `args.deepspeed_config` if it is not given. Joins the process
+    group first if this process is in none. The dataloader is None without training_data, the scheduler without a
+    schedule. Before the model is changed, raises PlanError for invalid settings, and OffloadError if the disk or the
+    host has no room for the offloaded state. One warning names the settings that have no effect.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"initialize: expected model to be a torch.nn.Module, found {type(model).__name__}")
@@ -103,7 +105,7 @@ def initialize(
 
 
 def own_device() -> torch.device:
-    """This rank's GPU by LOCAL_RANK, or the CPU where there is none."""
+    """This rank's GPU, by LOCAL_RANK; the CPU if the machine has no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     place = _local_rank()
@@ -119,13 +121,15 @@ def _local_rank() -> int:
 
 
 def _join(init_method: str, rank: int, world: int, device: torch.device, timeout: timedelta) -> None:
-    # The watch of the world's own is closed: every engine has one, so that it can end with the engine.
+    # The watch that join_world starts is closed: every engine has a separate one, which ends with the engine.
     join_world(init_method, rank, world, device, WorldSettings(timeout=timeout)).close()
 
 
 def _claims_more_ranks() -> bool:
-    """Whether a variable says that this process is one of several without telling which: alone it would train on its
-    own what it should train with others."""
+    """Whether environment variables state that this process is one of several ranks, but not which one.
+
+    Such a process must not train alone.
+    """
     sizes = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"))
     return "RANK" in os.environ or any(size != "1" for size in sizes)
 
@@ -148,7 +152,7 @@ def _source(args: Any, config: Any, config_params: Any) -> Any:
 def _train_with(
     model: nn.Module, optimizer: Any, parameters: Iterable[Any] | None, read: DropinConfig
 ) -> tuple[Trained, list[str]]:
-    """The optimizer and its groups, and what is to be told of the choice."""
+    """The optimizer and its groups, and notes on the choice for the user."""
     if optimizer is not None and read.optimizer is not None:
         raise PlanError("optimizer: expected it in initialize or in the configuration, found both; leave one out")
     if optimizer is None:
@@ -179,7 +183,7 @@ def _compose(
     *,
     lazy_states: bool,
 ) -> Engine:
-    """`lazy_states`: nobody named an optimizer, so this may be an engine for inference."""
+    """Build the engine. `lazy_states`: no optimizer was named, so the engine may be used only for inference."""
     watch = watch_world()
     settings = RuntimeSettings(
         micro_batches=read.batch.accumulation,
@@ -193,13 +197,13 @@ def _compose(
         runtime = ZeroRuntime(model, read.plan, read.precision, trained.config, settings, own_device())
     except BaseException as error:
         if watch is not None:
-            watch.close(error)
+            watch.close(error)  # reports the error to the other ranks
         raise
     return Engine(EngineParts(runtime, view, schedule, read, _local_rank(), watch))
 
 
 def _loader(data: Dataset[Any], collate_fn: Callable[..., Any] | None, read: DropinConfig) -> DataLoader[Any]:
-    """Micro-batches of this rank; shuffled by DistributedSampler, but for an iterable data set, in its own order."""
+    """This rank's micro-batches, shuffled by DistributedSampler; an iterable data set keeps its own order."""
     sampler: DistributedSampler[Any] | None = None
     if not isinstance(data, IterableDataset):
         sampler = DistributedSampler(data, world_size(), own_rank())
@@ -209,7 +213,7 @@ def _loader(data: Dataset[Any], collate_fn: Callable[..., Any] | None, read: Dro
 
 
 def _warn(read: DropinConfig, notes: list[str]) -> None:
-    """One warning, on rank 0."""
+    """Print the notes and the keys without effect in one warning, on rank 0."""
     lines = [*notes, *read.notes]
     if read.idle:
         lines.append(f"without effect here: {', '.join(read.idle)}")

@@ -1,6 +1,6 @@
-"""Which parameters the engine trains with which constants: read from model_parameters or from a torch optimizer.
+"""Reads the parameter groups and their constants from model_parameters or from a torch optimizer.
 
-Parameters are known by identity, so a group of another model's, or of a copy's, is found out.
+Parameters are compared by identity, so parameters of another model, or of a copy of the model, are detected.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PER_GROUP = ("params", "lr", "weight_decay", "initial_lr", "name", "param_names
 
 @dataclass(frozen=True)
 class Trained:
-    """The optimizer with its groups, and torch's view of them: dicts with params, lr, weight_decay and momentum."""
+    """The optimizer with its groups, and torch's view of these: dicts with params, lr, weight_decay and momentum."""
 
     config: OptimizerConfig
     param_groups: list[dict[str, Any]]
 
 
 def groups_of_parameters(model: nn.Module, given: Iterable[Any] | None, chosen: ChosenOptimizer) -> Trained:
-    """From model_parameters: None for all, parameters, or groups of them with an lr and a weight_decay of their own."""
+    """Read model_parameters: None for all, parameters, or groups of them, each with its own lr and weight_decay."""
     items = list(model.parameters() if given is None else given)
     if not items:
         raise PlanError("model_parameters: expected parameters or groups of them, found none; leave it out for all")
@@ -62,7 +62,7 @@ def groups_of_parameters(model: nn.Module, given: Iterable[Any] | None, chosen: 
 
 
 def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-    """From an instance of a class of torch.optim; the dicts are its own, so what drives it drives the engine."""
+    """Read an instance of a class of torch.optim. Its group dicts are used, so its schedulers drive the engine too."""
     name = type(optimizer).__name__
     if type(optimizer) is not getattr(torch.optim, name, None) or torch_problem(name):
         raise PlanError(
@@ -87,7 +87,7 @@ def groups_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
 
 
 def _config_of(name: str, group: Mapping[str, Any]) -> OptimizerConfig:
-    """The runtime's own where it has one with the same algorithm, else torch's class on the shards."""
+    """The runtime's own optimizer if it has one with the same algorithm, else torch's class, run on the shards."""
     decay = float(group.get("weight_decay", 0.0))
     plain = not group.get("amsgrad") and not group.get("maximize")
     if name in ("Adam", "AdamW") and plain:
@@ -127,7 +127,7 @@ def _trained(model: nn.Module, config: OptimizerConfig, groups: list[dict[str, A
 
 
 def _shown(config: OptimizerConfig) -> dict[str, Any]:
-    """The constants that a torch scheduler looks for in a group."""
+    """The constants that torch schedulers expect in a group."""
     if isinstance(config, AdamWConfig):
         return {"betas": (config.beta1, config.beta2), "eps": config.eps}
     if isinstance(config, LionConfig):

@@ -1,4 +1,4 @@
-"""The configuration as it is handed over: a dict, or a file in JSON with comments. Standard library only."""
+"""Loads a configuration from a dict, or from a JSON file with comments. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from typing import Any
 from zero_runtime.errors import PlanError
 
 LONGEST = 200
-# A string is kept whole: what looks like a comment inside it is none.
+# Strings are matched too, so that comment characters inside a string are kept.
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 _STRING_OR_TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
 
 
 def load(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """The configuration as a dict. In a file //, # and /* */ comments and trailing commas are allowed; a key that
-    stands twice in one object, and all that JSON does not know, is a PlanError with its line."""
+    """The configuration as a dict. A file may have //, # and /* */ comments and trailing commas.
+
+    Any other text that is not JSON, and a key that occurs twice in one object, raise PlanError; syntax errors give the
+    line.
+    """
     if isinstance(config, Mapping):
         return dict(config)
     if not isinstance(config, (str, Path)):
@@ -41,7 +44,7 @@ def load(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         raise PlanError(f"config {path}, line {error.lineno}: expected JSON, found: {error.msg}") from error
     except PlanError as error:
         raise PlanError(f"config {path}: {error}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, objects in objects in objects
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or objects nested too deeply
         raise PlanError(f"config {path}: expected JSON of a configuration, found: {error}") from error
     if not isinstance(found, dict):
         raise PlanError(f"config {path}: expected an object {{...}}, found a {type(found).__name__}")
@@ -49,22 +52,22 @@ def load(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def _bare(text: str) -> str:
-    """Without comments and trailing commas; lines keep their numbers."""
+    """The text without comments and trailing commas; lines keep their numbers."""
     text = _STRING_OR_COMMENT.sub(lambda match: _kept(match[0]), text)
     return _STRING_OR_TRAILING_COMMA.sub(lambda match: match[0] if match[0][0] == '"' else "", text)
 
 
 def shown(value: Any) -> str:
-    """A value in a message: at most LONGEST characters, whatever it holds."""
+    """A value as text for a message, cut after LONGEST characters."""
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # ValueError: of a number of more digits than Python writes
+    except (RecursionError, ValueError):  # ValueError: a number with more digits than Python prints
         return f"a {type(value).__name__} too deep or long to show"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def shown_key(key: Any) -> str:
-    """A key in a message, as it is written wherever it can be."""
+    """A key as text for a message, without quotes unless it is long or not printable."""
     text = str(key)
     return text if text.isprintable() and len(text) <= LONGEST else shown(text)
 

@@ -1,4 +1,4 @@
-"""The top level of a configuration and its sections, by the names that DeepSpeed publishes. Standard library only."""
+"""The top-level keys of a configuration and its sections, as DeepSpeed publishes them. Standard library only."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ _ACTING: dict[str, Key] = {
     "communication_data_type": mapped(TEXT),
     "data_types": section({"grad_accum_dtype": mapped(TEXT)}),
     "dataloader_drop_last": mapped(BOOL),
-    # A key of the section's own `params` depends on the type; they are read by optimizer_section and schedules.
+    # The keys of `params` depend on the type; optimizer_section and schedules read them.
     "optimizer": section({"type": mapped(TEXT), "params": mapped(OBJECT), "legacy_fusion": idle(BOOL)}),
     "scheduler": section({"type": mapped(TEXT), "params": mapped(OBJECT)}),
     "fp16": section(_FP16),

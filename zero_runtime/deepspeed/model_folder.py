@@ -1,4 +1,4 @@
-"""save_16bit_model's folder: safetensors and, where the module has one, its configuration."""
+"""Writes the folder of save_16bit_model: safetensors files and, if the module has one, its configuration."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _SUFFIX = ".safetensors"
 
 
 def save_16bit(runtime: ZeroRuntime, folder: Path, file_name: str) -> None:
-    """See Engine.save_16bit_model. CheckpointError, the same on every rank, where the folder cannot be written."""
+    """See Engine.save_16bit_model. CheckpointError, the same on every rank, if the folder cannot be written."""
     stem = _stem_of(file_name)
     dtype = torch.float16 if runtime.precision.param == "fp16" else torch.bfloat16
-    made = folder / f".{stem}.new"  # inside, so that moving a file out of it is a rename
+    made = folder / f".{stem}.new"  # inside `folder`, so that moving a file out of it is a rename
 
     def move_in() -> None:
         if runtime.collectives.rank != 0:
             return
+        # An earlier save may have had another number of files, so replacing files of the same name is not enough.
         for old in (*folder.glob(f"{stem}-*-of-*{_SUFFIX}"), *folder.glob(f"{stem}{_SUFFIX}*")):
             old.unlink()
         for file in made.iterdir():
@@ -39,14 +40,14 @@ def save_16bit(runtime: ZeroRuntime, folder: Path, file_name: str) -> None:
             (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     if runtime.collectives.rank == 0:
-        shutil.rmtree(made, ignore_errors=True)  # of a save that was killed
+        shutil.rmtree(made, ignore_errors=True)  # left by a save that was killed
     save_gathered_weights(runtime, made, dtype=dtype, stem=stem)
     agree(runtime.collectives, trouble_of(move_in))
 
 
 def model_config(module: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
-    """What config.json says of a Hugging Face model with weights in `dtype`; None for a module without `config`, or
-    with one of another kind."""
+    """The config.json of a Hugging Face model with weights in `dtype`; None if the module's `config` is missing or of
+    another kind."""
     to_text = getattr(getattr(module, "config", None), "to_json_string", None)
     if to_text is None:
         return None
@@ -57,7 +58,7 @@ def model_config(module: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None
 
 
 def _stem_of(file_name: str) -> str:
-    """How the files begin: model for DeepSpeed's usual name."""
+    """The prefix of the file names: "model" for DeepSpeed's usual name."""
     stem = "model" if file_name == "pytorch_model.bin" else file_name.removesuffix(_SUFFIX)
     if Path(stem).name != stem or not stem or (stem == file_name and file_name != "model"):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""The sections offload_param, offload_optimizer and aio as the runtime's OffloadPlan."""
+"""Converts the sections offload_param, offload_optimizer and aio to the runtime's OffloadPlan."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _AIO = {"block_size": "block_bytes", "queue_depth": "requests"}
 def read_offload(
     zero: Mapping[str, Any], aio: Mapping[str, Any], plan: ZeroPlan, device: str, reader: Reader
 ) -> OffloadPlan:
-    """Where the shards of `plan` rest on ranks of this type of device, as zero_optimization and aio say; what cannot
-    be is added to the reader's problems, and a key that has nothing to decide here to its idle ones."""
+    """Where the shards of `plan` are stored on ranks with this type of device, from zero_optimization and aio.
+
+    Invalid values are added to the reader's problems, and keys that have no effect in this plan to its idle keys.
+    """
     params, optimizer = zero.get("offload_param", {}), zero.get("offload_optimizer", {})
     params_tier, optimizer_tier = (_TIERS[section.get("device", "none")] for section in (params, optimizer))
     uses_nvme = Tier.NVME in (params_tier, optimizer_tier)
@@ -54,9 +56,9 @@ def read_offload(
 def _scratch(
     params: Mapping[str, Any], optimizer: Mapping[str, Any], aio: Mapping[str, Any], reader: Reader
 ) -> ScratchSettings:
-    """One file a rank holds all that rests on a drive. A key that is not given has the runtime's default."""
+    """One file per rank holds all state that is offloaded to disk. Missing keys have the runtime's defaults."""
     given = {ours: aio[theirs] for theirs, ours in _AIO.items() if theirs in aio}
-    if any(name in optimizer for name in _PIPELINES):  # one depth for both ways
+    if any(name in optimizer for name in _PIPELINES):  # one depth for reads and writes
         given["ahead"] = int(any(optimizer.get(name, False) for name in _PIPELINES))
     folder = _folder([section for section in (params, optimizer) if section.get("device") == "nvme"], reader)
     try:

@@ -1,4 +1,4 @@
-"""The section optimizer: its type and constants by DeepSpeed's names, as an optimizer of the runtime."""
+"""Converts the section optimizer, its type and constants with DeepSpeed's names, to an optimizer of the runtime."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from zero_runtime.optim.configs import (
     TorchConfig,
 )
 
-_DEFAULT_LR = 1e-3  # of DeepSpeed's Adam, Lion and Lamb
+_DEFAULT_LR = 1e-3  # the default of DeepSpeed's Adam, Lion and Lamb
 
 
 @dataclass(frozen=True)
 class ChosenOptimizer:
-    """An optimizer without its groups, and the learning rate and weight decay of those that give none."""
+    """An optimizer without its groups, and the learning rate and weight decay of groups that give none."""
 
     config: OptimizerConfig
     lr: float
@@ -87,7 +87,7 @@ _SGD = {
 
 
 def choose_optimizer(section: Mapping[str, Any] | None, reader: Reader) -> ChosenOptimizer | None:
-    """None without a section, or with a type that is refused; the reasons are the reader's problems."""
+    """The optimizer of a section. None without a section, or if it is invalid: the reader's problems then say why."""
     if section is None:
         return None
     kind = section.get("type", "")
@@ -109,7 +109,7 @@ def choose_optimizer(section: Mapping[str, Any] | None, reader: Reader) -> Chose
 
 
 def default_optimizer() -> ChosenOptimizer:
-    """What is trained with where nothing names an optimizer: AdamW with DeepSpeed's constants."""
+    """The optimizer that is used if none is named: AdamW with DeepSpeed's constants."""
     return ChosenOptimizer(AdamWConfig(weight_decay=0.0, no_decay=False), _DEFAULT_LR, 0.0)
 
 
@@ -118,10 +118,10 @@ def _others() -> str:
 
 
 def _adam(kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
-    """adam_w_mode is true unless it says otherwise, also for the type Adam: DeepSpeed's rule."""
+    """Adam or AdamW. As in DeepSpeed, adam_w_mode is true by default, also for the type Adam."""
     values = reader.read(_ADAM, params, "optimizer.params.")
     decoupled = kind == "adamw" or values.get("adam_w_mode", True)
-    # Torch's AdamW decays by 0.01 unless told otherwise, DeepSpeed's own by nothing.
+    # The default weight decay of torch's AdamW is 0.01, that of DeepSpeed's own is 0.
     usual = 0.01 if values.get("torch_adam") and decoupled else 0.0
     decay = float(values.get("weight_decay", usual))
     beta1, beta2 = values.get("betas", (0.9, 0.999))
@@ -190,7 +190,7 @@ def torch_arguments(name: str) -> tuple[str, ...]:
 
 
 def torch_default(name: str, argument: str) -> Any:
-    """torch's own default of an argument; 0 where the class has no such argument."""
+    """torch's default for an argument; 0 if the class has no such argument."""
     found = _signature(name).get(argument)
     return 0.0 if found is None else found.default
 

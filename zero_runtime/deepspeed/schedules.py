@@ -1,4 +1,4 @@
-"""Learning-rate schedules of the drop-in engine: those of the section scheduler, and a user's own of torch."""
+"""Learning-rate schedules of the drop-in engine: those of the section scheduler, and torch schedulers of the user."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TYPES: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR)
 }
 _KINDS = {"float": NUMBER, "int": WHOLE, "int | None": WHOLE, "bool": BOOL, "str": TEXT}
-_OF_THE_OPTIMIZER = ("lr",)  # of WarmupCosineLR: each group's rate, no key of the section
-ScheduleOf = Callable[[float], LrSchedule]  # from a group's rate
+_OF_THE_OPTIMIZER = ("lr",)  # a field of WarmupCosineLR: the group's rate, not a key of the section
+ScheduleOf = Callable[[float], LrSchedule]  # takes a group's rate
 
 
 def choose_schedule(section: Mapping[str, Any] | None, reader: Reader) -> ScheduleOf | None:
-    """None without a section, or with one that is refused; the reasons are the reader's problems."""
+    """The schedule of a section. None without a section, or if it is invalid: the reader's problems then say why."""
     if section is None:
         return None
     kind = _TYPES.get(section.get("type", ""))
@@ -59,7 +59,7 @@ def choose_schedule(section: Mapping[str, Any] | None, reader: Reader) -> Schedu
 
 
 class JsonSchedule:
-    """A schedule of the section scheduler over the groups of an optimizer; the engine steps it after each update."""
+    """Applies a schedule of the section scheduler to an optimizer's groups; the engine steps it after each update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule_of: ScheduleOf) -> None:
         self.optimizer = optimizer
@@ -68,12 +68,12 @@ class JsonSchedule:
         self._set()
 
     def step(self) -> None:
-        """One update was made."""
+        """Set the rates of the next update, after one update was made."""
         self.updates += 1
         self._set()
 
     def get_lr(self) -> list[float]:
-        """The rates of the next update, by group."""
+        """The learning rates of the next update, by group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     get_last_lr = get_lr
@@ -112,7 +112,7 @@ def client_schedule(
     optimizer: torch.optim.Optimizer,
     client_optimizer: torch.optim.Optimizer | None,
 ) -> LRScheduler:
-    """The user's schedule: one that drives the optimizer handed to initialize, or what the callable makes of ours."""
+    """The user's schedule: one for the optimizer passed to initialize, or one that the callable creates for ours."""
     made = given
     if not isinstance(given, (LRScheduler, ReduceLROnPlateau)):
         if not callable(given):
@@ -135,12 +135,15 @@ def client_schedule(
 
 
 def advance(schedule: Schedule) -> None:
-    """One step of it. torch warns where the optimizer that it drives was not stepped: the engine steps its own."""
+    """Advance the schedule by one step.
+
+    torch would warn that the scheduler's optimizer was not stepped, since the engine steps another; this is suppressed.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
         schedule.step()
 
 
 def rates_now(groups: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The groups' rates as numbers."""
+    """The groups' learning rates as floats."""
     return [float(group["lr"]) for group in groups]

@@ -1,8 +1,8 @@
-"""What a configuration may hold: each key's kind of value, and whether it acts here. Standard library only.
+"""Describes and reads the keys of a configuration: the kind of each value, and its effect. Standard library only.
 
 [Note: no key is ignored in silence]
 Every key is mapped, refused with a reason, or idle: accepted, checked for its type, and named in one warning.
-All problems of a configuration are collected and told at once.
+All problems of a configuration are collected and reported together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _is_number(value: Any) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number that no float holds
+    except OverflowError:  # an integer too large for a float
         return False
 
 
@@ -51,8 +51,8 @@ BOOL, WHOLE, NUMBER, TEXT, PAIR, LIST, OBJECT, ANY = KINDS
 
 @dataclass(frozen=True)
 class Key:
-    """One key. `acts`: its value is returned to the caller; else it is idle. `only`: every other value is refused,
-    for `reason`. `table`: the keys of the object that is its value."""
+    """One key. `acts`: its value is returned to the caller; otherwise the key is idle. `only`: the allowed values; any
+    other value is refused, with `reason`. `table`: the keys of a value that is an object."""
 
     kind: str = ANY
     acts: bool = False
@@ -62,32 +62,32 @@ class Key:
 
 
 def mapped(kind: str) -> Key:
-    """It decides something here."""
+    """A key that has an effect here."""
     return Key(kind, acts=True)
 
 
 def choice(*values: str, reason: str) -> Key:
-    """One of these texts, which decides something here."""
+    """A key that has an effect here and must have one of these values."""
     return Key(TEXT, acts=True, only=values, reason=reason)
 
 
 def idle(kind: str) -> Key:
-    """It has no counterpart here, and changes no number."""
+    """A key that has no counterpart here and does not change results."""
     return Key(kind)
 
 
 def only(*values: Any, kind: str, reason: str) -> Key:
-    """These values ask for what is so here; every other one is refused."""
+    """A key without effect: these values describe what always holds here; any other value is refused."""
     return Key(kind, only=values, reason=reason)
 
 
 def section(table: Mapping[str, Key]) -> Key:
-    """An object with keys of its own."""
+    """A key whose value is an object with the keys of `table`."""
     return Key(OBJECT, acts=True, table=table)
 
 
 def feature(reason: str) -> Key:
-    """A section of something that is not here: refused where it is switched on, idle where "enabled" is false."""
+    """A section for a feature that does not exist here: refused if it is switched on, idle if "enabled" is false."""
     return Key(ANY, only=(), reason=reason)
 
 
@@ -97,7 +97,7 @@ def _is_off(value: Any) -> bool:
 
 @dataclass
 class Reader:
-    """Reads objects by their tables; gathers problems and idle keys. `homes`: full paths of keys by their name."""
+    """Reads objects by their tables; collects problems and idle keys. `homes`: the full paths of each key name."""
 
     homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Reader:
     notes: list[str] = field(default_factory=list)
 
     def read(self, table: Mapping[str, Key], found: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-        """The values of the keys that act; whole numbers as int. null is as if the key were not there."""
+        """The values of the keys that have an effect, integers as int. A key with the value null counts as missing."""
         values: dict[str, Any] = {}
         for name, value in found.items():
             where = path + shown_key(name)
@@ -122,7 +122,7 @@ class Reader:
         return values
 
     def unused(self, path: str, found: Mapping[str, Any], names: Iterable[str]) -> None:
-        """Those of these keys that act elsewhere but not beside what this configuration says: they are idle."""
+        """Report those of these keys that are present as idle: together with the other keys they have no effect."""
         self.idle += [f"{path}.{name}" for name in names if name in found]
 
     def _fits(self, key: Key, value: Any, where: str) -> bool:
@@ -151,7 +151,7 @@ class Reader:
         return f"; did you mean {self.homes[near[0]][0]}?" if near else ""
 
     def finish(self) -> None:
-        """PlanError with all problems, if there are any."""
+        """Raise PlanError with all problems, if there are any."""
         if self.problems:
             count = len(self.problems)
             raise PlanError(
@@ -160,7 +160,7 @@ class Reader:
 
 
 def homes_of(table: Mapping[str, Key], path: str = "") -> dict[str, tuple[str, ...]]:
-    """Every key's full paths by its name, over all tables."""
+    """The full paths of each key name, over all nested tables."""
     homes: dict[str, tuple[str, ...]] = {}
     for name, key in table.items():
         homes[name] = (*homes.get(name, ()), path + name)

@@ -1,6 +1,6 @@
-"""The section zero_optimization, by the names that DeepSpeed publishes, and the plan that it asks for.
+"""The section zero_optimization, with the key names that DeepSpeed publishes, and the plan that it describes.
 
-Beside plan.py the only file with the word "stage": it stands in the published names of these keys.
+Outside plan.py, names and strings do not contain the word "stage", except in the modules that read DeepSpeed's formats.
 """
 
 from __future__ import annotations
@@ -99,13 +99,13 @@ ZERO = {
     "cpu_offload_param": mapped(BOOL),
     "cpu_offload_use_pin_memory": idle(BOOL),
 }
-# true and false were the whole section once; the table above reads objects alone.
+# In early versions of DeepSpeed the section was true or false; the table above reads only objects.
 SECTION = section(ZERO)
 __all__ = ["SECTION", "ZERO", "read_plan", "with_new_names"]
 
 
 def with_new_names(values: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
-    """A section that was read by ZERO, in which a deprecated name is the section that replaced it."""
+    """The section as read by the table ZERO, with deprecated keys replaced by the sections that replaced them."""
     renamed = {name: value for name, value in values.items() if name not in _OLD_NAMES}
     for old, new in _OLD_NAMES.items():
         if old in values and new in values:
@@ -118,7 +118,7 @@ def with_new_names(values: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
 
 
 def read_plan(values: Mapping[str, Any], reader: Reader) -> ZeroPlan:
-    """The plan of a section that `with_new_names` gave; what cannot be is added to the reader's problems."""
+    """The plan for a section that `with_new_names` returned; invalid values are added to the reader's problems."""
     stage = values.get("stage", 0)
     _check_offload(values.get("offload_optimizer", {}), stage, reader)
     shard_ranks = values.get("mics_shard_size", -1)
@@ -131,11 +131,11 @@ def read_plan(values: Mapping[str, Any], reader: Reader) -> ZeroPlan:
         return ZeroPlan.from_stage(stage, shard_ranks=shard_ranks if shard_ranks > 0 else None)
     except PlanError as error:
         reader.problems.append(f"zero_optimization: {error}")
-        return ZeroPlan.from_stage(3)  # refused by now; this one adds no problem of its own
+        return ZeroPlan.from_stage(3)  # already refused; this plan is valid, so it adds no further problem
 
 
 def _check_offload(optimizer: Mapping[str, Any], stage: int, reader: Reader) -> None:
-    """DeepSpeed has no run of these values at these stages, so no script can mean one; the runtime could make one."""
+    """Refuse values that DeepSpeed cannot run at these stages, so no script can intend them; the runtime could."""
     where = "zero_optimization.offload_optimizer"
     device, ratio = optimizer.get("device", "none"), optimizer.get("ratio", 1)
     if device != "none" and stage < 1:

@@ -1,1 +1,1 @@
-"""Ranks that watch each other, so that a hang or a death is named in seconds."""
+"""Ranks watch each other, so that a hung or dead rank is reported within seconds."""

@@ -1,4 +1,4 @@
-"""A rank's own error in one line: what, where in the step, and for a lack of memory how much was wanted."""
+"""Describes a rank's own error: the error, its position in the step, and, if out of memory, the requested size."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from zero_runtime.errors import RankError, RankMemoryError
 from zero_runtime.watch.journal import RankPosition
 
-_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w*)")  # both of torch's allocators say it so
+_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w*)")  # the wording of both of torch's allocators
 
 
 def told(error: BaseException, place: RankPosition) -> str:
-    """The error and where it was; of a lack of memory the bytes wanted and what helps."""
+    """The error and its position; for an out-of-memory error, the requested size and the first line of the error."""
     at = f"in {place.phase} of step {place.step}" + (f", unit {place.unit}" if place.unit else "")
     text = f"{type(error).__name__}: {error}"
     if not is_out_of_memory(error):
@@ -25,7 +25,7 @@ def told(error: BaseException, place: RankPosition) -> str:
 
 
 def wanted_size(error: BaseException) -> str | None:
-    """How much was asked of the allocator, in its own words ("2.00 GiB"); None where it does not say."""
+    """The size requested from the allocator, as it prints it ("2.00 GiB"); None if the error does not state it."""
     found = _WANTED.search(str(error))
     return found[1].strip() if found else None
 
@@ -33,7 +33,7 @@ def wanted_size(error: BaseException) -> str | None:
 def memory_error(
     rank: int, error: BaseException, place: RankPosition, held: Mapping[str, int] | None = None
 ) -> RankMemoryError:
-    """What the rank raises in place of its allocator's error. `held`: bytes by component at that moment."""
+    """The error that the rank raises instead of its allocator's. `held`: bytes by component at that moment."""
     facts: dict[str, object] = {
         "held": dict(held or {}),
         "phase": place.phase,
@@ -46,9 +46,9 @@ def memory_error(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this rank, not one that the error quotes, could not get memory."""
+    """Whether this rank is out of memory; False for a RankError, which may quote another rank's error."""
     if isinstance(error, RankError):
         return False
-    # The allocator of the CPU raises a plain RuntimeError.
+    # The CPU allocator raises a plain RuntimeError.
     is_plain = isinstance(error, RuntimeError) and "allocate memory" in str(error)
     return is_plain or isinstance(error, (MemoryError, torch.OutOfMemoryError))

@@ -1,9 +1,9 @@
-"""What one rank is doing now and which collectives it issued last, in memory that outlives the process.
+"""Records a rank's current position and its last collectives, in memory that outlives the process.
 
 [Note: a journal that outlives its rank]
-gloo ends a rank that receives more than it expected by an abort from a thread of its own, and a rank that is killed
-says nothing either: neither can tell what it was in. So the journal is a memory-mapped file. Writing it is a few stores
-to memory, no call into the system, and the other ranks of the machine can read it after the rank is gone.
+If a rank receives more than it expected, gloo aborts its process from one of gloo's threads; a killed rank cannot
+report anything either. So the journal is a memory-mapped file. Writing it is a few stores to memory without a system
+call, and the other ranks of the machine can read it after the rank's process has ended.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import NamedTuple
 
-RING = 1024  # collectives remembered; more than a step of the largest models here issues
-_FIELDS = 8  # 64-bit words per entry, and words of the head
+RING = 1024  # number of collectives recorded; a step of the largest models here issues fewer
+_FIELDS = 8  # 64-bit words per entry, and in the header
 _TICKS, _ISSUED, _WAITING, _STEP, _PHASE, _UNIT, _WORDS_END, _STARTED = range(_FIELDS)
 _TABLE = _FIELDS * (RING + 1) * 8  # where the table of words begins, in bytes
 _TABLE_BYTES = 1 << 16
 _MANY = "(more names than the journal holds)"
-# Exact in the sum of fp64 squares over worlds up to 2**13 ranks: 2 * 20 + 13 = 53 bits.
+# With 20 bits the sum of the squared fingerprints is exact in fp64 for up to 2**13 ranks: 2 * 20 + 13 = 53 bits.
 _FINGERPRINT_BITS = 20
 
 
-# Process groups by what runs in them (see Collectives): order is kept within one, while gathers and reductions may
-# come differently interleaved on ranks that leave parameters unused.
+# The channel (process group, see Collectives) of each kind of collective. All ranks issue the collectives of one
+# channel in the same order; gathers and reductions may interleave differently on ranks that leave parameters unused.
 _CHANNEL = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "replica"}
 
 
 class Op(NamedTuple):
-    """One issued collective. Ranks must agree on `what` of each `number` of a channel; the rest says where it was.
+    """One issued collective. For each channel and `number`, `what` must be equal on all ranks.
 
-    `sequence` counts all collectives of the rank, `number` those of the channel, both from 1.
+    `sequence` counts all collectives of the rank, `number` those of the channel, both from 1. `step` and `phase` are
+    the rank's position at that time.
     """
 
     sequence: int
@@ -62,9 +63,10 @@ class Op(NamedTuple):
 
 
 class RankPosition(NamedTuple):
-    """Where a rank is: `step` counts from 1, `waiting` is the sequence number of the collective it waits for, or 0.
+    """A rank's position: `step` counts from 1, `waiting` is the sequence number of the collective it waits for, or 0.
 
-    is_starting: it may still build, load or compile at its own pace (see Journal.end_start).
+    is_starting: the rank may still be building, loading or compiling, which takes longer on some ranks than on others
+    (see Journal.end_start).
     """
 
     ticks: int
@@ -77,7 +79,10 @@ class RankPosition(NamedTuple):
 
 
 class Journal:
-    """Written by the rank's working thread alone; any thread or process may read. See the note above."""
+    """A rank's record. Only its working thread writes; any thread or process may read.
+
+    See [Note: a journal that outlives its rank].
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         size = _TABLE + _TABLE_BYTES
@@ -97,37 +102,37 @@ class Journal:
         self._words[_UNIT] = self._word("")
         self._words[_STEP] = 1
 
-    # ---- what the working thread says --------------------------------------------------------------------------
+    # ---- called by the working thread --------------------------------------------------------------------------
 
     def begin(self, phase: str) -> None:
-        """A phase of the step begins; it is in no unit yet."""
+        """Record that a phase of the step begins; the rank is in no unit yet."""
         words = self._words
         words[_PHASE], words[_UNIT] = self._word(phase), self._word("")
         words[_TICKS] += 1
 
     def enter(self, unit: str) -> None:
-        """The unit's parameters are about to be used."""
+        """Record that the unit's parameters are about to be used."""
         self._words[_UNIT] = self._word(unit)
         self._words[_TICKS] += 1
 
     def end_start(self) -> None:
-        """All that ranks do at their own pace is done; what follows takes about the same time on each. The end of the
-        first step says so too."""
+        """Record the end of the work that takes longer on some ranks than on others; what follows takes about the same
+        time on all. The end of the first step records it too."""
         self._words[_STARTED] = 1
         self._words[_TICKS] += 1
 
     def next_step(self) -> None:
-        """The step is over; the next one begins with a forward."""
+        """Record that the step is over; the next one begins with the forward phase."""
         self._words[_STEP] += 1
         self._words[_STARTED] = 1
         self.begin("forward")
 
     def issue(self, kind: str, unit: str, numel: int, dtype: Hashable) -> int:
-        """A collective is about to be issued; returns its sequence number."""
+        """Record that a collective is about to be issued; returns its sequence number."""
         words = self._words
         sequence = words[_ISSUED] + 1
         start = _FIELDS * (1 + sequence % RING)
-        words[start] = 0  # a reader that comes now sees no entry rather than half of one
+        words[start] = 0  # until the entry is complete, a reader sees none instead of part of one
         words[start + 1], words[start + 2], words[start + 3] = self._word(kind), self._word(unit), numel
         words[start + 4], words[start + 5], words[start + 6] = self._word(dtype), words[_STEP], words[_PHASE]
         channel = _CHANNEL.get(kind, "world")
@@ -137,19 +142,20 @@ class Journal:
         key = (kind, unit, numel, dtype)
         code = self._codes.get(key)
         if code is None:
-            code = self._codes[key] = zlib.crc32(repr(key).encode())  # `hash` differs from process to process
+            code = self._codes[key] = zlib.crc32(repr(key).encode())  # `hash` differs between processes
         self._prints[channel] = (self._prints.get(channel, 0) * 1000003 + code) & 0xFFFFFFFF
         return sequence
 
     def wait(self, sequence: int) -> None:
-        """The rank waits for this collective from now on; 0: for none."""
+        """Record that the rank waits for the collective with this sequence number, or for none (0)."""
         self._words[_WAITING] = sequence
         self._words[_TICKS] += 1
 
     def fingerprint(self) -> int:
-        """A number below 2**20 that two ranks share where they issued the same collectives, but for one in a million.
+        """A number below 2**20, equal on ranks that issued the same collectives.
 
-        It covers everything since the start, so ranks that once differed differ from then on.
+        Ranks that issued different ones have the same number with a probability of about one in a million. It covers
+        all collectives since the start, so ranks that differed once differ from then on.
         """
         return zlib.crc32(repr(sorted(self._prints.items())).encode()) >> (32 - _FINGERPRINT_BITS)
 
@@ -166,20 +172,20 @@ class Journal:
         self._words[_WORDS_END] = end + len(text)
         return self._index.setdefault(word, len(self._index))
 
-    # ---- what others read --------------------------------------------------------------------------------------
+    # ---- called by other threads -------------------------------------------------------------------------------
 
     @property
     def ticks(self) -> int:
-        """Grows with everything that the working thread says."""
+        """A counter that grows with every record of the working thread."""
         return self._words[_TICKS]
 
     def read(self) -> tuple[RankPosition, list[Op]]:
-        """Where the rank is, and its last collectives in order."""
+        """The rank's position, and its last collectives in order."""
         return _decode(bytes(self._map))
 
 
 def read_journal(path: Path) -> tuple[RankPosition, list[Op]]:
-    """The journal of another rank of this machine, living or dead. OSError where there is none."""
+    """Read the journal of another rank of this machine, alive or dead. OSError if it does not exist."""
     return _decode(path.read_bytes())
 
 

@@ -1,6 +1,6 @@
-"""From what the ranks say of themselves, which of them is to blame that others wait. Pure.
+"""Decides from the ranks' notes which ranks are to blame for a hang. Pure functions.
 
-A rank that is slow is not wrong: a verdict without culprits only says whom the others wait for.
+A slow rank is not an error: a verdict without culprits only describes which rank the others wait for.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from zero_runtime.watch.journal import Op, RankPosition
 
 
 class RankStatus(str, Enum):
-    """How a rank was found."""
+    """The status of a rank."""
 
     RUNNING = "running"
-    LEFT = "left"  # it ended well
-    FAILED = "failed"  # it raised, and said so
-    BLAMES = "blames"  # it raised because of another rank
-    GONE = "gone"  # its process is no more
-    STOPPED = "stopped"  # its process is held by a signal
-    SILENT = "silent"  # it gives no answer
+    LEFT = "left"  # it ended normally
+    FAILED = "failed"  # it raised an error and reported it
+    BLAMES = "blames"  # it raised an error that blames another rank
+    GONE = "gone"  # its process no longer exists
+    STOPPED = "stopped"  # a signal stopped its process
+    SILENT = "silent"  # it does not answer
 
 
 _ABSENT = {
@@ -39,7 +39,7 @@ _SAME = (
 
 @dataclass(frozen=True)
 class Note:
-    """What is known of one rank. `idle_s`: since its working thread last did anything that the journal sees."""
+    """The known state of one rank. `idle_s`: seconds since its working thread last wrote to the journal."""
 
     rank: int
     standing: RankStatus
@@ -55,11 +55,11 @@ class Note:
         return next((op for op in self.ops if self.place and op.sequence == self.place.waiting), None)
 
     def numbers(self) -> dict[str, int]:
-        """The last collective's number by channel."""
+        """The number of the last collective, by channel."""
         return {op.channel: op.number for op in self.ops}
 
     def lacks(self, numbers: Mapping[str, int]) -> str:
-        """The first of these collectives that the rank has not issued, by name; empty where it has all."""
+        """The name of the first of these collectives that the rank has not issued; empty if it has issued all."""
         own = self.numbers()
         return next((f"{name} {number}" for name, number in numbers.items() if own.get(name, 0) < number), "")
 
@@ -79,7 +79,7 @@ class Note:
         return cls(**{**values, "standing": RankStatus(values["standing"]), "place": place, "ops": ops})
 
     def where(self) -> str:
-        """A few words on what the rank is doing."""
+        """A short description of the rank's position."""
         if self.place is None:
             return "unknown"
         unit = f", unit {self.place.unit}" if self.place.unit else ""
@@ -91,9 +91,9 @@ class Note:
 
 @dataclass(frozen=True)
 class Blame:
-    """Who is to blame, and the whole diagnosis. No ranks: nobody, the text says who is slow or is empty.
+    """The ranks to blame, and the complete diagnosis. Without ranks, the text names the slow ranks or is empty.
 
-    `hung`: the culprits live, and keep others waiting.
+    `hung`: the culprits are alive and keep others waiting.
     """
 
     ranks: tuple[int, ...]
@@ -102,9 +102,9 @@ class Blame:
 
 
 class Patience(NamedTuple):
-    """How long a living rank may stay away from a collective that others wait in; longer while it starts.
+    """How long a living rank may stay away from a collective that others wait in; longer while it starts. In seconds.
 
-    slow_s: after how long without a sign a wait is no ordinary one.
+    slow_s: how long a wait without progress may last before it counts as unusual.
     """
 
     slow_s: float
@@ -116,7 +116,8 @@ class Patience(NamedTuple):
 
 
 def judge(notes: Sequence[Note], patience: Patience) -> Blame:
-    """The most basic cause first: an error told, a difference in the collectives, an absence, an early end, a stall."""
+    """Look for causes, the most fundamental first: a reported error, collectives that differ, an absent rank, an early
+    end, ranks that wait for each other, a stall, a broken connection."""
     failed = [note for note in notes if note.standing is RankStatus.FAILED]
     if failed:
         return _verdict(notes, failed, "; ".join(f"rank {note.rank} failed: {note.error}" for note in failed))
@@ -126,7 +127,7 @@ def judge(notes: Sequence[Note], patience: Patience) -> Blame:
             return found
     troubled = [note for note in notes if note.error and note.standing is RankStatus.RUNNING]
     if troubled:
-        # A connection that broke although every rank lives and agrees.
+        # A connection broke although every rank is alive and the collectives agree.
         return _verdict(notes, troubled, f"rank {troubled[0].rank}: {troubled[0].error}")
     return Blame((), "")
 
@@ -137,7 +138,7 @@ def _difference(notes: Sequence[Note]) -> Blame | None:
     for note in notes:
         for op in note.ops:
             by_name.setdefault(op.name, {})[note.rank] = op
-    # What came first on any rank comes first here.
+    # In the order in which any rank issued them first.
     for name, ops in sorted(by_name.items(), key=lambda item: min(op.sequence for op in item[1].values())):
         if len({op.what for op in ops.values()}) > 1:
             return _split(notes, ops, {rank: op.what for rank, op in ops.items()}, f"differ in collective {name}")
@@ -145,10 +146,10 @@ def _difference(notes: Sequence[Note]) -> Blame | None:
 
 
 def _crossed(notes: Sequence[Note], patience: Patience) -> Blame | None:
-    """Every rank waits, each for a collective that another has not issued: nobody can ever go on.
+    """Every rank waits for a collective that another rank has not issued, so none can ever continue.
 
-    In shard groups smaller than the world a rank may wait for others than the one that has not issued, so a transfer
-    that takes its time must not look like this: all must have waited for slow_s.
+    With shard groups smaller than the world, the rank that has not issued a collective may not be one that the waiting
+    rank needs. So that a long transfer is not mistaken for a deadlock, all ranks must have waited for slow_s.
     """
     running = [note for note in notes if note.standing is RankStatus.RUNNING]
     waited = {note.rank: op for note in running if (op := note.waited) is not None and note.idle_s >= patience.slow_s}
@@ -159,7 +160,10 @@ def _crossed(notes: Sequence[Note], patience: Patience) -> Blame | None:
 
 
 def _split(notes: Sequence[Note], ops: dict[int, Op], sides: Mapping[int, object], how: str) -> Blame:
-    """The smaller sides are to blame; of two equal ones that without the lowest rank. The text tells all."""
+    """Blame all sides but the largest; of equally large ones, the side with the lowest rank is not blamed.
+
+    The text describes all sides.
+    """
     members: dict[object, list[int]] = {}
     for rank in sorted(sides):
         members.setdefault(sides[rank], []).append(rank)
@@ -188,13 +192,13 @@ def _early_end(notes: Sequence[Note]) -> Blame | None:
 
 
 def _stall(notes: Sequence[Note], patience: Patience) -> Blame | None:
-    """Ranks that live, are in no collective and keep others waiting."""
+    """Ranks that are alive, wait in no collective and keep others waiting."""
     awaited: dict[str, int] = {}
     for note in notes:
         if note.waited is not None:
             numbers = {note.waited.channel: note.waited.number}
         else:
-            # NCCL waits on the device, where the journal sees nothing: as long without a sign counts as waiting.
+            # NCCL waits on the device, which the journal does not record: no progress for stuck_s counts as waiting.
             numbers = note.numbers() if note.idle_s >= patience.stuck_s else {}
         awaited |= {channel: max(number, awaited.get(channel, 0)) for channel, number in numbers.items()}
     running = [note for note in notes if note.standing is RankStatus.RUNNING and not note.is_waiting]
@@ -224,7 +228,10 @@ def _verdict(notes: Sequence[Note], culprits: Sequence[Note], text: str) -> Blam
 
 
 def _with_stacks(text: str, notes: Sequence[Note], culprits: Sequence[Note]) -> str:
-    """The text, and where one other rank and the culprits are: what is read first, in a log too, is its end."""
+    """The text, then the position and stack of one other rank and, last, of up to four culprits.
+
+    The culprits come last because readers of an error or a log see its end first.
+    """
     others = [note for note in notes if note not in culprits]
     witnesses = sorted(others, key=lambda note: (not note.is_waiting, not note.stack))[:1]
     parts = [text]

@@ -1,4 +1,4 @@
-"""A rank's process as the other ranks of its machine see it: whether it lives, and what it left when it does not."""
+"""A rank's process as seen by the other ranks of its machine: whether it is alive, and the files of a dead one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero_runtime.watch.journal import Journal, Op, RankPosition, read_journal
 from zero_runtime.watch.judge import RankStatus
 
 _STACK_FRAMES = 14
-# Between a model's own lines there are several of these for each module; who reads a stack wants the model's.
+# A stack has several frames of these files for each module, between the model's own frames, which readers look for.
 _BORING = ("torch/nn/modules/module.py", "torch/_tensor.py", "torch/autograd/__init__.py", "torch/autograd/graph.py")
 _CRASH_LINES = 40
 _FOLDER = "zero_rank_"
@@ -28,7 +28,10 @@ _FOLDER = "zero_rank_"
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where to find a rank's process. `machine` is the same for ranks that see each other's processes and files."""
+    """Identifies a rank's process and its folder.
+
+    `machine` is the same for ranks that see each other's processes and files.
+    """
 
     machine: str
     pid: int
@@ -36,7 +39,7 @@ class Whereabouts:
     folder: str
 
     def standing(self) -> RankStatus | None:
-        """GONE, STOPPED or RUNNING; None on another machine."""
+        """GONE, STOPPED or RUNNING; None if the process is on another machine."""
         if self.machine != _machine():
             return None
         stat = process_stat(self.pid)
@@ -45,7 +48,10 @@ class Whereabouts:
         return RankStatus.STOPPED if stat.state in ("T", "t") else RankStatus.RUNNING
 
     def left_behind(self) -> tuple[RankPosition | None, list[Op], str]:
-        """The journal of a rank of this machine, and its stack where it was ended by a signal that Python saw."""
+        """The position and collectives of a rank of this machine, and its stacks if Python handled a fatal signal.
+
+        None and empty values if the rank is on another machine or its journal cannot be read.
+        """
         if self.machine != _machine():
             return None, [], ""
         try:
@@ -63,12 +69,13 @@ class OwnProcess:
     """This rank's folder: its journal, and a file for the stacks that a fatal signal leaves."""
 
     def __init__(self) -> None:
-        # The other ranks read what a dead one left, so its folder outlives the whole job: see has_ended.
+        # The other ranks read the files of a dead rank, so its folder stays until the whole job has ended (has_ended):
+        # its name has the marks of this process and of its parent.
         remove_left_behind(Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"))
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{mark()}_{mark(os.getppid())}_"))
         self.journal = Journal(self._folder / "journal")
         self._crash = (self._folder / "crash").open("wb")
-        self._handles_faults = not faulthandler.is_enabled()  # where it is, its stacks go where somebody wants them
+        self._handles_faults = not faulthandler.is_enabled()  # one that is enabled already writes where the user chose
         if self._handles_faults:
             faulthandler.enable(self._crash)
         self._working_thread = threading.get_ident()
@@ -76,7 +83,8 @@ class OwnProcess:
         self.whereabouts = Whereabouts(_machine(), own, started(own) or "", str(self._folder))
 
     def stack(self) -> str:
-        """Of the thread that made this object, and of any other that is inside the runtime (autograd's on CUDA)."""
+        """The stacks of the thread that created this object and of other threads inside the runtime (autograd's on
+        CUDA)."""
         texts = []
         for ident, frame in sys._current_frames().items():
             summary = traceback.extract_stack(frame)
@@ -86,7 +94,7 @@ class OwnProcess:
         return "".join(texts)
 
     def close(self) -> None:
-        """Remove the folder; the journal may still be written, and nobody can read it any more."""
+        """Remove the folder. The journal may still be written, but other processes can no longer read it."""
         if self._handles_faults:
             faulthandler.disable()
         self._crash.close()
@@ -94,20 +102,23 @@ class OwnProcess:
 
 
 def format_frames(frames: Iterable[traceback.FrameSummary]) -> list[str]:
-    """The innermost frames, less torch's own between the model's."""
+    """The innermost frames, without torch's own frames between those of the model."""
     kept = [frame for frame in frames if not frame.filename.endswith(_BORING)]
     return traceback.format_list(kept[-_STACK_FRAMES:])
 
 
 def remove_folder(whereabouts: Whereabouts) -> None:
-    """Remove the folder of a rank of this machine that is gone."""
+    """Remove the folder of a dead rank, if it is on this machine."""
     if whereabouts.machine == _machine():
         shutil.rmtree(whereabouts.folder, ignore_errors=True)
 
 
 def _machine() -> str:
-    """A host name alone may be shared by containers: processes are seen only within one namespace of pids."""
+    """The host name with the namespaces of pids and mounts.
+
+    Containers may share a host name, but see each other's processes and files only within the same namespaces.
+    """
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/mnt')}"
     except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"  # no /proc: nobody is seen but oneself
+        return f"{socket.gethostname()} {os.getpid()}"  # no /proc: only this process is visible

@@ -1,16 +1,16 @@
-"""Ranks that compare notes when nothing moves, so that a hang or a death ends every rank in seconds with its cause.
+"""Ends all ranks within seconds, with the cause, when one hangs or dies: ranks without progress compare their states.
 
 [Note: rounds]
-In the steady state each rank writes its journal (a few stores to memory), and a thread of its own asks the store once
-in `poll_s` whether a round was called. A rank calls one when its working thread has not moved for `slow_s`, when a
-collective raised, when the ranks' fingerprints differ, or when it fails. In a round every rank's thread leaves a note
-in the store; the first to claim it judges them and leaves the verdict. So all ranks have the same one, and no data
-collective is used: those may be what is stuck.
+In the steady state each rank writes its journal (a few stores to memory), and a separate thread checks the store every
+`poll_s` seconds for the start of a round. A rank starts a round if its working thread has made no progress for
+`slow_s`, if a collective raised an error, if the ranks' fingerprints differ, or if it fails. In a round the watching
+thread of every rank writes a note into the store; the first rank to claim the round judges all notes and writes the
+verdict into the store. So all ranks have the same verdict, and no data collective is used, since those may be stuck.
 
 [Note: ends]
-A wait in a backend cannot be interrupted from Python (gloo has no way at all). So a rank whose working thread has not
-raised the verdict `grace_s` after it came is ended by the watching thread: first `on_end` is told, then the process
-exits with code 1.
+A wait in a backend cannot be interrupted from Python (gloo offers no means at all). So if a rank's working thread has
+not raised the verdict `grace_s` after it arrived, the watching thread ends the rank: it calls `on_end`, then exits the
+process with code 1.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ from zero_runtime.watch.judge import Blame, Note, Patience, RankStatus, judge
 from zero_runtime.watch.process import OwnProcess, Whereabouts, format_frames, remove_folder
 
 _log = logging.getLogger(__name__)
-_HEARD_S = 2.0  # that a rank about to end stays for the others to read the verdict: the store may live in its process
+_HEARD_S = 2.0  # how long an ending rank waits for the others to read the verdict: its process may hold the store
 
 
 class KeyValueStore(Protocol):
-    """What is used of torch.distributed's stores; a client of its own, since a blocking call of another holds it."""
+    """The methods of torch.distributed's stores that are used.
+
+    The watch needs a client of the store for itself: a shared one is blocked while another thread waits in it.
+    """
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -50,14 +53,16 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True)
 class WatchSettings:
-    """When ranks compare notes and when they end.
+    """When ranks compare notes and when they end. All times are in seconds.
 
-    slow_s: without progress until notes are compared. stuck_s: how long a living rank may stay away from a collective
-    that others wait in; raise it where one rank works alone for longer (a checkpoint, a download). start_s: the same,
-    where it is longer, until the first step is over or Journal.end_start was called: ranks build, load and compile at
-    their own pace. answer_s: until a
-    rank of another machine that gives no note counts as lost. poll_s: between two looks. grace_s: until a working
-    thread that cannot raise the verdict is ended with its process.
+    slow_s: time without progress after which notes are compared.
+    stuck_s: how long a living rank may stay away from a collective that others wait in; raise it if one rank works
+        alone for longer (a checkpoint, a download).
+    start_s: replaces stuck_s, if it is longer, until the first step is over or Journal.end_start was called: at the
+        start, ranks build, load and compile at different speeds.
+    answer_s: time after which a rank of another machine that writes no note counts as lost.
+    poll_s: interval between two checks.
+    grace_s: time after which a working thread that cannot raise the verdict is ended with its process.
     """
 
     slow_s: float = 5.0
@@ -73,7 +78,7 @@ class WatchSettings:
 
 
 class RankWatch:
-    """One rank's watch; make it in the thread that trains. As a context it tells the others how this rank ended."""
+    """One rank's watch; create it in the thread that trains. As a context it reports how this rank ended."""
 
     def __init__(
         self,
@@ -90,26 +95,26 @@ class RankWatch:
         self._process = OwnProcess()
         self.journal: Journal = self._process.journal
         self._round = 1
-        self._trouble = ""  # why a working thread that cannot go on wants a round
+        self._trouble = ""  # the error for which the working thread, which cannot continue, requests a round
         self._ended: Note | None = None
         self._ticks, self._moved = self.journal.ticks, time.monotonic()
         self._patience_s = self._settings.slow_s
         self._told_slow = False
         self._wake, self._judged, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._verdict: RankError | None = None
-        self._ending, self._raised = threading.Lock(), False  # held by the one thread that ends this rank
+        self._ending, self._raised = threading.Lock(), False  # held by the thread that ends this rank
         store.set(f"place/{rank}", json.dumps(asdict(self._process.whereabouts)))
         self._thread = threading.Thread(target=self._watch, name="rank_watch", daemon=True)
         if world > 1:
             self._thread.start()
         atexit.register(self._at_exit)
 
-    # ---- the working thread's side -----------------------------------------------------------------------------
+    # ---- called by the working thread --------------------------------------------------------------------------
 
     def explain(self, trouble: str, error: BaseException | None = None) -> NoReturn:
-        """The working thread cannot go on: have the ranks compare notes and raise what they find.
+        """Have the ranks compare notes, because the working thread cannot continue, and raise the verdict.
 
-        Raises RankError from `error`; blocks until the verdict is there.
+        Raises RankError from `error`; blocks until there is a verdict or the time for one has passed.
         """
         if self._thread.is_alive():
             self._trouble = trouble
@@ -126,14 +131,17 @@ class RankWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Tell the others; what is raised goes on, but for a lack of memory, which becomes a RankError with place."""
+        """Report the end to the others. Out-of-memory errors become a RankError with the position; others propagate."""
         place, _ = self.journal.read()
         self.close(error)
         if error is not None and is_out_of_memory(error):
             raise memory_error(self._rank, error, place) from error
 
     def close(self, error: BaseException | None = None) -> None:
-        """This rank ends, well or with `error`. After an error it waits, up to 2 s, for the others to have heard."""
+        """Report that this rank ends, normally or with `error`. Idempotent.
+
+        After an error of its own it waits for the other ranks to read the verdict, at most _HEARD_S + answer_s.
+        """
         if self._closed.is_set():
             return
         standing = RankStatus.LEFT if error is None else RankStatus.FAILED
@@ -144,7 +152,7 @@ class RankWatch:
             assert note.place is not None
             stack = "".join(format_frames(traceback.extract_tb(error.__traceback__)))
             note = replace(note, error=told(error, note.place), stack=stack)
-        with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that holds it
+        with contextlib.suppress(RuntimeError):  # the store may have ended with the rank that holds it
             self._store.set(f"end/{self._rank}", note.dump())
         self._ended = note
         if standing is RankStatus.FAILED and self._thread.is_alive():
@@ -158,10 +166,10 @@ class RankWatch:
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        """For who does not use the context: sys.last_value is the error that ended the main thread, if one did."""
+        """Close a watch that was not used as a context: sys.last_value is the error that ended the main thread."""
         self.close(getattr(sys, "last_value", None))
 
-    # ---- the watching thread's side ----------------------------------------------------------------------------
+    # ---- called by the watching thread -------------------------------------------------------------------------
 
     def _watch(self) -> None:
         try:
@@ -170,7 +178,7 @@ class RankWatch:
                 self._wake.clear()
                 if not self._closed.is_set():
                     self._look()
-        except RuntimeError as error:  # torch's stores raise DistStoreError, DistNetworkError, ...: all of this kind
+        except RuntimeError as error:  # torch's stores raise subclasses: DistStoreError, DistNetworkError, ...
             self._without_store(error)
         if self._verdict is not None:
             self._end()
@@ -188,10 +196,10 @@ class RankWatch:
             self._round += 1
 
     def _compare(self, number: int) -> None:
-        """One round. See [Note: rounds]."""
+        """Run one round. See [Note: rounds]."""
         if self._ended is None:
             self._store.set(f"note/{number}/{self._rank}", self._note(RankStatus.RUNNING).dump())
-        if self._store.add(f"judge/{number}", 1) == 1:
+        if self._store.add(f"judge/{number}", 1) == 1:  # only the first rank to add becomes the judge
             found = judge(self._collect(number), self._settings.patience)
             self._store.set(f"verdict/{number}", json.dumps(asdict(found)))
         else:
@@ -200,13 +208,14 @@ class RankWatch:
             self._verdict = RankError(found.text, found.ranks, hung=found.hung)
             self._linger(number)
             return
+        # No rank is to blame: if there is still no progress, the next round starts after twice the time.
         self._patience_s = min(2 * self._patience_s, self._settings.stuck_s / 2)
         if found.text and not self._told_slow:
             self._told_slow = True
             _log.warning("rank %d: slow, not ended: %s", self._rank, found.text)
 
     def _collect(self, number: int) -> list[Note]:
-        """A note of every rank: its own, the one that it left at its end, or what can be seen of it."""
+        """A note for every rank: the one that it wrote in this round or at its end, or one made from its process."""
         begun = time.monotonic()
         notes: dict[int, Note] = {}
         while True:
@@ -226,21 +235,21 @@ class RankWatch:
             return Note(rank, RankStatus.SILENT) if waited_s > self._settings.stuck_s else None
         whereabouts = Whereabouts(**json.loads(self._store.get(f"place/{rank}")))
         standing = whereabouts.standing()
-        # A living process on this machine may be held up in a call that keeps Python's lock.
+        # A living process on this machine may be blocked in a call that holds Python's lock.
         place, ops, crash = whereabouts.left_behind()
         alive_s = self._settings.patience.with_rank_in(place)
         limit_s = alive_s if standing is RankStatus.RUNNING else self._settings.answer_s
         if standing in (None, RankStatus.RUNNING) and waited_s < limit_s:
             return None
         if standing is RankStatus.STOPPED and waited_s < self._settings.poll_s:
-            return None  # a debugger or a job control that lets go at once
+            return None  # a debugger or job control may continue it immediately
         if standing in (RankStatus.GONE, RankStatus.STOPPED):
             remove_folder(whereabouts)
         absent = standing if standing in (RankStatus.GONE, RankStatus.STOPPED) else RankStatus.SILENT
         return Note(rank, absent, place, ops, stack=crash)
 
     def _hear(self, number: int) -> Blame:
-        """The verdict of the rank that judges; our own where that rank does not come to one."""
+        """The verdict of the rank that judges; this rank's own if that rank writes none in time."""
         deadline = time.monotonic() + self._settings.stuck_s + self._settings.answer_s
         while not self._store.check([f"verdict/{number}"]):
             if time.monotonic() > deadline:
@@ -250,7 +259,7 @@ class RankWatch:
         return Blame(tuple(found["ranks"]), found["text"], found["hung"])
 
     def _linger(self, number: int) -> None:
-        """Until every rank without blame has the verdict: whoever holds the store must not end first."""
+        """Wait until every rank that is not to blame has the verdict: the rank with the store must not end first."""
         heard = f"heard/{number}"
         assert self._verdict is not None
         with contextlib.suppress(RuntimeError):
@@ -261,7 +270,7 @@ class RankWatch:
                 time.sleep(0.02)
 
     def _without_store(self, error: RuntimeError) -> None:
-        """The store went with the process that held it: a cause for a rank that cannot go on, else none."""
+        """Watch without the store, whose process ended: that is an error only if this rank cannot continue."""
         while not self._closed.is_set():
             note = self._note(RankStatus.RUNNING)
             if self._trouble or (note.is_waiting and note.idle_s > self._settings.slow_s):
@@ -281,7 +290,7 @@ class RankWatch:
         if self._ended is not None or self._closed.wait(self._settings.grace_s):
             return
         if not self._ending.acquire(blocking=False):
-            return  # the working thread raises it
+            return  # the working thread raises the verdict
         _log.error("rank %d ends: %s", self._rank, self._verdict)
         try:
             if self._on_end is not None:

@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries, read onto shards."""
+"""Reads checkpoints of other libraries into a runtime's shards."""

@@ -1,6 +1,6 @@
-"""Checks files that torch.save has written against the checksums that they hold of themselves.
+"""Checks files written by torch.save against the checksums that they contain.
 
-torch reads them without comparing, so that a flipped bit in a tensor would be trained on.
+torch.load does not compare them, so a flipped bit in a tensor would go unnoticed into training.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ _BLOCK_BYTES = 1 << 20
 
 
 def check_archive(file: Path | BinaryIO) -> None:
-    """Read it once and compare. BadZipFile, or what a damaged archive raises otherwise, where a record differs.
+    """Read a file once and compare its checksums.
 
-    Nothing where it keeps no checksums: files of before 2020 are no archives, and
-    torch.serialization.set_crc32_options(False) writes zeros in their place.
+    Raises BadZipFile, or another error that reading a damaged archive may raise, if a record differs. Files without
+    checksums pass: files from before 2020 are not archives, and torch.serialization.set_crc32_options(False) writes
+    zeros instead of checksums.
     """
     if not zipfile.is_zipfile(file):
         return

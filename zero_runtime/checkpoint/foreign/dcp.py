@@ -1,7 +1,8 @@
 """Reads PyTorch distributed checkpoints (torch.distributed.checkpoint), as FSDP2 and DDP programs save them.
 
-Expected is what `get_state_dict` gives, under any keys: the model's tensors as `<key>.<parameter>`, the optimizer's as
-`<key>.state.<parameter>.<state>`. Chunks must be whole rows (sharded over dimension 0), as FSDP2's are.
+The checkpoint must hold what `get_state_dict` returns, under any keys: the model's tensors as `<key>.<parameter>`, the
+optimizer's as `<key>.state.<parameter>.<state>`. Chunks must be complete rows (sharded over dimension 0), as FSDP2's
+are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from zero_runtime.checkpoint.tensor_file import opened, read_small_file
 from zero_runtime.errors import CheckpointError, brief
 
 METADATA = ".metadata"
-# What a metadata file may name; everything else ends the reading. See [Note: no code from a checkpoint].
+# The classes that a metadata file may name; any other name is an error. See [Note: no code from a checkpoint].
 _PLAIN = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -50,7 +51,7 @@ def _allows(module: str, name: str) -> bool:
 
 
 class _Item(NamedTuple):
-    """One chunk of a tensor: its first element, its sizes, and where its file has it, in bytes."""
+    """One chunk of a tensor: the index of its first element, its sizes, and its file, byte offset and byte length."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -70,16 +71,17 @@ def is_dcp(path: Path) -> bool:
 
 
 def open_dcp(path: str | Path, names: Iterable[str]) -> ForeignCheckpoint:
-    """Open a checkpoint of a model with parameters of these names. Reads its metadata and the optimizer's step.
+    """Open a checkpoint of a model whose parameters have these names. Reads its metadata and the optimizer's steps.
 
-    CheckpointError where it cannot be read, or no key holds such a model.
+    CheckpointError if it cannot be read, or if it holds no such model under any key.
     """
     path, names = Path(path), list(names)
     tensors = _read_metadata(path)
     model = _prefix_of(path, tensors, names)
     own = {key.removeprefix(model): found for key, found in tensors.items() if key.startswith(model)}
+    # The keys of the optimizer's states share a prefix, which ends before "state.<parameter>.".
     optimizer = next((key.partition(f"state.{names[0]}.")[0] for key in tensors if f"state.{names[0]}." in key), None)
-    if optimizer is None:  # the first may be frozen
+    if optimizer is None:  # the first parameter may be frozen
         ends = [(key, name) for name in names for key in tensors if f"state.{name}." in key]
         optimizer = ends[0][0].partition(f"state.{ends[0][1]}.")[0] if ends else None
     chunks = {MASTER: {name: _chunks(path, name, own[name]) for name in names if name in own}}
@@ -106,8 +108,8 @@ def open_dcp(path: str | Path, names: Iterable[str]) -> ForeignCheckpoint:
 
 
 class _Buffers(Mapping[str, torch.Tensor]):
-    """Tensors of the model that are no parameters: its buffers, and other names of tied weights, which nobody asks
-    for."""
+    """Tensors of the model that are not parameters, read on access: its buffers, and other names of tied weights,
+    which are never requested."""
 
     def __init__(self, tensors: Mapping[str, _Tensor]) -> None:
         self._tensors = tensors
@@ -123,7 +125,7 @@ class _Buffers(Mapping[str, torch.Tensor]):
 
 
 def _number(path: Path, key: str, found: _Tensor) -> int:
-    """A count that is kept as a tensor of one element."""
+    """A count that is stored as a tensor of one element; CheckpointError if it is not a count."""
     value = _load(found.items[0]).double() if found.items and math.prod(found.shape) == 1 else None
     if value is None or not 0 <= float(value) < _MOST:
         raise CheckpointError(f"{path}: expected a count of steps in {key}, found none; copy the folder again")
@@ -131,7 +133,7 @@ def _number(path: Path, key: str, found: _Tensor) -> int:
 
 
 def _prefix_of(path: Path, tensors: Mapping[str, _Tensor], names: Sequence[str]) -> str:
-    """What stands before the parameters' names: that under which most of them are."""
+    """The key prefix of the parameters' names: the one that most of them have, and of equal ones the shortest."""
     found: dict[str, int] = {}
     for name in names:
         for key in tensors:
@@ -164,14 +166,14 @@ def _reader(item: _Item) -> Any:
     return lambda low, high: _load(item).reshape(-1)[low:high]
 
 
-@lru_cache(maxsize=1)  # one chunk is read in several ranges, one after the other
+@lru_cache(maxsize=1)  # a chunk is read in several consecutive ranges
 def _load(item: _Item) -> torch.Tensor:
     data = _bytes_of(item)
     try:
         check_archive(data)
         data.seek(0)
         values = torch.load(data, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle raises what it likes
+    except Exception as error:  # a damaged pickle may raise any error
         told = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(
             f"{item.file}: expected a tensor of {list(item.sizes)} at byte {item.offset}, found none that torch reads "
@@ -184,13 +186,13 @@ def _load(item: _Item) -> torch.Tensor:
 
 def _bytes_of(item: _Item) -> io.BytesIO:
     with opened(item.file) as file:
-        data = bytearray(min(item.length, os.fstat(file.fd).st_size))  # no more than there can be
+        data = bytearray(min(item.length, os.fstat(file.fd).st_size))  # a damaged length may exceed the file
         file.read_into(memoryview(data), item.offset)
     return io.BytesIO(data)
 
 
 def _read_metadata(path: Path) -> dict[str, _Tensor]:
-    """The tensors by key. What is no tensor (a rate, a number of steps) is left where it is."""
+    """The tensors by key. Values that are not tensors (a rate, a number of steps) are not read."""
     file = path / METADATA
     data = read_small_file(file)
     try:
@@ -205,7 +207,7 @@ def _read_metadata(path: Path) -> dict[str, _Tensor]:
         }
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle raises what it likes
+    except Exception as error:  # a damaged pickle may raise any error
         raise CheckpointError(
             f"{file}: expected the metadata of a distributed checkpoint, found something else "
             f"({type(error).__name__}: {error}); save it anew with torch.distributed.checkpoint, or copy the folder "
@@ -231,7 +233,7 @@ def _item(path: Path, entry: Any, key: Any, place: Any) -> _Item:
 
 
 def _sizes(found: Any) -> tuple[int, ...]:
-    """A torch.Size, or a plain list or tuple."""
+    """The sizes in a torch.Size, or in a plain list or tuple; ValueError if they are not counts."""
     if isinstance(found, StandIn) and len(found.arguments) == 1:
         (found,) = found.arguments
     if not isinstance(found, (list, tuple)):

@@ -1,11 +1,12 @@
-"""Reads what DeepSpeed's engine.save_checkpoint leaves at ZeRO stages 1, 2 and 3, tensor parallelism 1.
+"""Reads checkpoints that DeepSpeed's engine.save_checkpoint wrote at ZeRO stages 1, 2 and 3, tensor parallelism 1.
 
 [Note: where a parameter lies]
-Stages 1 and 2: each rank holds, for each parameter group, a flat part of the masters; `param_slice_mappings` says which
-elements lie where in it. A parameter may go over from one rank's part to the next, in the order of ranks.
-Stage 3: each parameter is cut into world equal parts, the last one padded; a rank's parts of all parameters follow
-each other in its flat tensors, group after group, in the order of `param_shapes`.
-The moments lie as the masters do. Frozen parameters are in the model's files: whole, or cut as in stage 3.
+Stages 1 and 2: each rank holds, for each parameter group, a flat part of the masters; `param_slice_mappings` describes
+which elements are where in it. A parameter may continue from one rank's part into the next, in the order of ranks.
+Stage 3: each parameter is cut into world equal parts, the last one padded; a rank's parts of all parameters are
+concatenated in its flat tensors, group after group, in the order of `param_shapes`.
+The moments have the layout of the masters. Frozen parameters are in the model's files: in full at stages 1 and 2, cut
+like the others at stage 3.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ _WEIGHTS_INSTEAD = "make a folder of weights of it with its own zero_to_fp32.py,
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether a folder is one of DeepSpeed's: a checkpoint, or the folder of several with its `latest`."""
+    """Whether a folder is a DeepSpeed checkpoint, or a folder of several with a file `latest`."""
     return (path / LATEST).is_file() or any(path.glob("*_optim_states.pt"))
 
 
 def open_deepspeed(path: str | Path, _names: Iterable[str] = ()) -> ForeignCheckpoint:
-    """Open a checkpoint, or the one that `latest` names. Maps files into memory; reads little of them.
+    """Open a checkpoint, or the one that `latest` names. Maps the files into memory and reads little of them.
 
-    CheckpointError where files are missing, or are of another layout or release.
+    CheckpointError if files are missing, or have the layout of another kind or release.
     """
     folder = _folder_of(Path(path))
     try:
         return _open(folder, _optimizer_files(folder))
     except CheckpointError:
         raise
-    except Exception as error:  # files of another layout, or damaged ones, hold anything anywhere
+    except Exception as error:  # files of another layout, and damaged ones, may hold any objects
         told = f"{type(error).__name__}: {error}"
         raise _bad(folder, "the layout of DeepSpeed 0.10 or later", told, _WEIGHTS_INSTEAD) from error
 
@@ -119,6 +120,7 @@ def _stages1_and_2(
         for group, mapping in enumerate(rank["param_slice_mappings"]):
             flat = {MASTER: rank["single_partition_of_fp32_groups"][group], **_tensors(states.get(group, {}))}
             for name, address in mapping.items():
+                # A rank's part of a parameter continues where the part of the rank before it ended.
                 start = reached[name]
                 reached[name] = stop = start + field(address, "numel")
                 for state, values in flat.items():
@@ -145,7 +147,8 @@ def _stage3(
         place = offset = 0
         for name in (name for group in groups for name in group):
             numel = math.prod(parameters[name].shape)
-            part = -(-numel // len(ranks))
+            part = -(-numel // len(ranks))  # rounded up: the last rank's part may have padding
+            # The flat tensor of this group is used up: the parameter is in the next group.
             while offset == flats[place][MASTER].numel() and part:
                 place, offset = place + 1, 0
             start, stop = min(rank * part, numel), min((rank + 1) * part, numel)
@@ -159,7 +162,7 @@ def _stage3(
 
 
 def _frozen(model: Sequence[Mapping[str, Any]], stage: int) -> Iterator[tuple[str, tuple[int, ...], list[Chunk]]]:
-    """Frozen parameters: stage 3 keeps a list of them, the others whatever is in the module and in no group."""
+    """Frozen parameters: stage 3 lists them; else the module's tensors in no group that are not shared or buffers."""
     if stage == 3:
         for name, shape in (model[0].get("frozen_param_shapes") or {}).items():
             numel = math.prod(shape)
@@ -180,7 +183,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _updates(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> int:
-    """The optimizer's own count: of a state, or of a group; else the engine's steps less those skipped."""
+    """The optimizer's own count, from a state or a group; if it has none, the engine's steps minus the skipped ones."""
     inner = optimizer.get("base_optimizer_state") or optimizer.get("optimizer_state_dict") or {}
     states = list(inner.get("state", {}).values())
     for place in (*states, *inner.get("param_groups", ())):
@@ -193,15 +196,15 @@ def _updates(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> int:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    """A file of theirs, mapped into memory; their own classes become stand-ins, any other is refused."""
-    with opened(file):  # torch would wait for a pipe
+    """Load a DeepSpeed file, mapped into memory; DeepSpeed's classes become stand-ins, others are refused."""
+    with opened(file):  # raises for a pipe, on which torch would block
         pass
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         plain: list[Any] = [(StandIn, name) for name in found if name.startswith("deepspeed.")]
         with torch.serialization.safe_globals(plain):
             return dict(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
-    except Exception as error:  # a damaged pickle raises what it likes
+    except Exception as error:  # a damaged pickle may raise any error
         told = " ".join(str(error).split())[:200] or type(error).__name__
         raise _bad(file, "a file that torch reads without running code", told, _WEIGHTS_INSTEAD) from error
 

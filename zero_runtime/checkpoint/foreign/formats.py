@@ -1,4 +1,4 @@
-"""Which library a folder is of."""
+"""Detects which library wrote the checkpoint in a folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_runtime.checkpoint.foreign.source import ForeignCheckpoint
 
 
 def foreign_reader(path: Path) -> Callable[[Iterable[str]], ForeignCheckpoint] | None:
-    """What opens a checkpoint of another library, given the names of the parameters; None for any other folder."""
+    """A function that opens another library's checkpoint, given the parameter names; None for any other folder."""
     if is_deepspeed(path):
         return partial(open_deepspeed, path)
     if is_dcp(path):

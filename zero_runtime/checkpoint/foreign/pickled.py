@@ -1,9 +1,10 @@
-"""Reads a pickle as data: every class that it names is one class of ours, which keeps what it is given.
+"""Reads a pickle as data: every class that it names is replaced by one stand-in class, which stores its arguments.
 
 [Note: no class is changed]
-A pickle calls what it names, and sets attributes of whatever lies on its stack, a class too: where it reaches
-`pathlib.Path`, it can change it for the whole process. So it reaches nothing that is anybody else's. What it builds are
-stand-ins, plain numbers, texts and containers; a stand-in has two slots, and its class raises where it is given state.
+A pickle can call anything that it names, and can set attributes of any object on its stack, including classes: if it
+could reach `pathlib.Path`, it could change that class for the entire process. So it must not reach any other class. It
+can build only stand-ins, plain numbers, strings and containers; a stand-in has two slots, and setting state on its
+class raises an error.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, BinaryIO
 
 
 class StandIn:
-    """What a pickle made of one of the classes that it names: with these arguments, and this state."""
+    """Replaces an instance of a class that a pickle names; holds the arguments and the state that the pickle gave."""
 
     __slots__ = ("arguments", "state")
     arguments: tuple[Any, ...]
@@ -29,18 +30,18 @@ class StandIn:
         self.state = state
 
     def field(self, name: str) -> Any:
-        """One of the attributes that a data class has written. ValueError where there is none."""
+        """One attribute of a pickled data class. ValueError if it is missing."""
         if not isinstance(self.state, dict) or name not in self.state:
             raise ValueError(f"no {name!r} where one belongs")
         return self.state[name]
 
     def has(self, name: str) -> bool:
-        """Whether it has written such an attribute."""
+        """Whether the pickled object has this attribute."""
         return isinstance(self.state, dict) and name in self.state
 
 
 def field(found: Any, name: str) -> Any:
-    """An attribute of what should be a stand-in. ValueError where it is none."""
+    """An attribute of an object that should be a stand-in. ValueError if it is not one or has no such attribute."""
     if not isinstance(found, StandIn):
         raise ValueError(f"a {type(found).__name__} where an object with {name!r} belongs")
     return found.field(name)
@@ -58,8 +59,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(file: BinaryIO, allows: Callable[[str, str], bool]) -> Any:
-    """What the pickle holds; see [Note: no class is changed]. `allows(module, name)`: the classes that it may name.
+    """Load a pickle; see [Note: no class is changed]. `allows(module, name)`: whether it may name this class.
 
-    Damaged, it raises what it likes: MemoryError, UnicodeDecodeError, RecursionError and others.
+    A damaged pickle may raise any error: MemoryError, UnicodeDecodeError, RecursionError and others.
     """
     return _Unpickler(file, allows).load()

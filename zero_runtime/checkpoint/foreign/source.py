@@ -1,9 +1,9 @@
-"""Checkpoints of other libraries as sources: what readers of a format fill in, and how a runtime takes it over.
+"""A checkpoint of another library as tensor sources, and how a runtime loads it; the readers of each format build it.
 
 [Note: no code from a checkpoint]
-Their files are pickles. Tensors are opened with torch's `weights_only`, everything else with an unpickler that knows
-a handful of plain classes by name; a name that is not among them ends the reading. The classes of those libraries are
-never looked up: what stands for them is one of ours, which keeps what it is given (pickled.py).
+The files of other libraries are pickles. Tensors are opened with torch's `weights_only`, everything else with an
+unpickler that allows a few plain classes by name; any other name is an error. The classes of those libraries are never
+imported: a stand-in class of ours, which stores its arguments, replaces them (pickled.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zero_runtime.tensor_source import TensorSource
 
 
 class Chunk(NamedTuple):
-    """Elements [start, stop) of a flattened parameter. `read(low, high)`: some of them, counted from `start`."""
+    """Elements [start, stop) of a flattened parameter. `read(low, high)` returns a range, counted from `start`."""
 
     start: int
     stop: int
@@ -42,9 +42,9 @@ class Shape(NamedTuple):
 class ForeignCheckpoint:
     """A checkpoint of another library.
 
-    kind: what it is, for people. updates: optimizer steps made. parameters: shapes by name. chunks: by state
-    (`master`, `exp_avg`, ...), then by parameter. tied: other names of a parameter, each with the name it is under.
-    archives: files that are mapped, whose checksums nobody has compared.
+    kind: a description for messages. updates: number of optimizer steps. parameters: shapes by name. chunks: by state
+    (`master`, `exp_avg`, ...), then by parameter. tied: other names of parameters, each with the name under which the
+    parameter is stored. archives: files that are mapped into memory, whose checksums `verify` compares.
     """
 
     path: Path
@@ -58,15 +58,15 @@ class ForeignCheckpoint:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The optimizer's states; none where it holds weights alone."""
+        """The names of the optimizer's states; empty if the checkpoint holds only weights."""
         return tuple(state for state in self.chunks if state != MASTER)
 
     def source(self, state: str) -> TensorSource:
-        """One state of it."""
+        """The source of one state."""
         return _ChunkSource(self, state)
 
     def verify(self, place: int = 0, places: int = 1) -> None:
-        """Read the archives place, place + places, ... once; CheckpointError where one is not what was written."""
+        """Read the archives place, place + places, ... once; CheckpointError if one is damaged."""
         for file in self.archives[place::places]:
             _check_archive(file)
 
@@ -101,7 +101,7 @@ class _ChunkSource:
 
 
 def of_tensor(flat: torch.Tensor, start: int, stop: int, offset: int = 0) -> Chunk:
-    """Elements [start, stop) of a parameter that lie in a 1-D tensor from `offset` on."""
+    """A chunk of elements [start, stop) of a parameter, which a 1-D tensor holds from `offset` on."""
     if not isinstance(flat, torch.Tensor) or flat.dim() != 1 or not 0 <= offset <= flat.numel() - (stop - start):
         raise ValueError(f"no {stop - start} elements from {offset} on")
     return Chunk(start, stop, lambda low, high: flat[offset + low : offset + high])
@@ -110,10 +110,10 @@ def of_tensor(flat: torch.Tensor, start: int, stop: int, offset: int = 0) -> Chu
 def load_foreign(
     runtime: ZeroRuntime, open_it: Callable[[Iterable[str]], ForeignCheckpoint], *, weights_only: bool = False
 ) -> ForeignCheckpoint:
-    """Fill the runtime's weights and optimizer states, whatever its plan. Every rank calls it, between two steps.
+    """Fill the runtime's weights and optimizer states, under any plan. Every rank calls it, between two steps.
 
-    `open_it` gets the names of the model's parameters. CheckpointError, the same on every rank, unless it is of this
-    model and, where it has states and `weights_only` is not asked for, of this optimizer; nothing is changed then.
+    `open_it` gets the names of the model's parameters. CheckpointError, the same on every rank, unless the checkpoint
+    fits this model and, if it has states and `weights_only` is False, this optimizer; then nothing has been changed.
     """
     runtime.check_between_steps("load_foreign")
     opened: list[ForeignCheckpoint] = []
@@ -155,7 +155,7 @@ def _check_optimizer(runtime: ZeroRuntime, found: ForeignCheckpoint) -> None:
 def _check_archive(file: Path) -> None:
     try:
         check_archive(file)
-    except Exception as error:  # a damaged archive raises what it likes
+    except Exception as error:  # a damaged archive may raise any error
         raise CheckpointError(
             f"{file}: expected the records that were written, found damage ({brief(error)}); copy the file again"
         ) from error

@@ -1,1 +1,1 @@
-"""Folders of weights as Hugging Face libraries write and read them."""
+"""Folders of weights in the format of the Hugging Face libraries."""

@@ -1,6 +1,6 @@
-"""A folder of weights as Hugging Face libraries write and read it: sharded safetensors with an index, nothing else.
+"""Writes a folder of weights in the Hugging Face format: sharded safetensors files with an index, nothing else.
 
-Names are the model's own. A tied parameter is written once, under the name of its owner, as `save_pretrained` does.
+Names are those of the model. A tied parameter is written once, under the name of its owner, as `save_pretrained` does.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from zero_runtime.checkpoint.tensor_file import bytes_of, fsync_folder
 from zero_runtime.errors import CheckpointError
 from zero_runtime.tensor_source import TensorSource
 
-MODEL = "model"  # how the files of a model's own weights begin
+MODEL = "model"  # file name prefix of a model's own weights
 WEIGHTS, WEIGHTS_INDEX = f"{MODEL}.safetensors", f"{MODEL}.safetensors.index.json"
-MAX_FILE_BYTES = 5 * 10**9  # what save_pretrained takes unless told
+MAX_FILE_BYTES = 5 * 10**9  # the default that save_pretrained uses
 BLOCK_NUMEL = 4 << 20  # elements in memory at a time
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class Written(NamedTuple):
-    """What a folder holds: tensors, their bytes, and the files in order."""
+    """The contents of a written folder: number of tensors, their bytes, and the file names in order."""
 
     tensors: int
     bytes: int
@@ -43,9 +43,9 @@ def write_weights(
     max_file_bytes: int = MAX_FILE_BYTES,
     stem: str = MODEL,
 ) -> Written:
-    """Write all weights of `source` into the new folder `out`, cast to `dtype`; it appears when it is whole.
+    """Write all weights of `source`, cast to `dtype`, into the new folder `out`, which appears once it is complete.
 
-    Memory: BLOCK_NUMEL elements, however large a tensor is. CheckpointError where `out` exists or cannot be written.
+    Memory: BLOCK_NUMEL elements, regardless of tensor sizes. CheckpointError if `out` exists or cannot be written.
     """
     shapes = {name: source.shape(name) for name in source.names()}
     with FolderWriter(out, shapes, dtype, max_file_bytes, stem) as writer:
@@ -57,9 +57,9 @@ def write_weights(
 
 
 class FolderWriter:
-    """Takes the elements of all tensors in order and makes the folder of them; left without `commit`, it makes none.
+    """Takes the elements of all tensors in order and writes the folder; leaving it without `commit` discards the files.
 
-    Every method raises CheckpointError where the disk refuses; then nothing of `out` is there.
+    Every method raises CheckpointError if the disk fails; `out` then does not exist.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class FolderWriter:
         ]
         self._partial = self._out.with_name(f".{self._out.name}.partial")
         self._file: BinaryIO | None = None
-        self._opened = 0  # files begun so far
-        self._left = 0  # bytes that the open file still takes
+        self._opened = 0  # number of files opened so far
+        self._left = 0  # bytes still missing in the open file
         with self._disk():
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
@@ -97,7 +97,7 @@ class FolderWriter:
         self._discard()
 
     def put(self, values: torch.Tensor) -> None:
-        """The next elements: 1-D, of one tensor, on any device and in any dtype."""
+        """Append the next elements: 1-D, of one tensor, on any device and in any dtype."""
         if values.numel() == 0:
             return
         with self._disk():
@@ -109,7 +109,7 @@ class FolderWriter:
             assert self._left >= 0, "tensors came in another order than their shapes"
 
     def commit(self) -> Written:
-        """Everything has been put: the folder appears."""
+        """Complete the files and rename the folder to `out`, after all elements were put."""
         with self._disk():
             while self._opened < len(self._names):
                 self._next_file()
@@ -128,7 +128,7 @@ class FolderWriter:
         return math.prod(self._shapes[name]) * self._dtype.itemsize
 
     def _grouped(self, max_file_bytes: int) -> Iterator[list[str]]:
-        """Names in order, as many to a file as fit; a tensor that is larger has a file of its own."""
+        """Names in order, as many per file as fit; a tensor larger than the limit has a separate file."""
         group: list[str] = []
         size = 0
         for name in self._shapes:
@@ -149,7 +149,7 @@ class FolderWriter:
         self._opened += 1
 
     def _header(self, names: Sequence[str]) -> bytes:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
         offset = 0
         for name in names:
             end = offset + self._bytes(name)
@@ -179,7 +179,7 @@ class FolderWriter:
 
     def _discard(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # a full disk refuses the last flush too
+            with suppress(OSError):  # on a full disk the final flush fails too
                 self._file.close()
             self._file = None
         shutil.rmtree(self._partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The live weights of a runtime as a Hugging Face folder, without a checkpoint in between."""
+"""Saves the live weights of a runtime as a Hugging Face folder, without a checkpoint in between."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def save_gathered_weights(
 ) -> Written:
     """Gather unit by unit; rank 0 writes all weights (the masters, rounded to `dtype`). Every rank calls it.
 
-    Memory: one unit in the master's dtype on every rank. CheckpointError, the same on every rank, where `out` exists
-    or cannot be written; the ranks gather to the end all the same, since none can know that another failed.
+    Memory: one unit in the master's dtype on every rank. CheckpointError, the same on every rank, if `out` exists or
+    cannot be written; after a failed write the ranks still gather all units, since the others cannot know of it.
     """
     runtime.check_between_steps("save_gathered_weights")
     collectives = runtime.collectives
@@ -43,7 +43,7 @@ def save_gathered_weights(
             with runtime.resident(unit):
                 whole = unit.full_of(unit.weights_shard)
             if writer is None or trouble is not None:
-                continue
+                continue  # this rank writes nothing, but takes part in the gather of every unit
             try:
                 for segment in unit.layout.segments:
                     writer.put(whole[segment.name].reshape(-1))

@@ -1,6 +1,6 @@
-"""A folder of weights as Hugging Face libraries write it, as a source that is read by range.
+"""Reads a folder of weights in the Hugging Face format, by range.
 
-Only safetensors is read. `pytorch_model.bin` is a pickle: its errors tell how to convert it.
+Only safetensors files are read. `pytorch_model.bin` is a pickle: the error describes how to convert it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zero_runtime.tensor_source import TensorSource
 class WeightsFolder:
     """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names: a TensorSource.
 
-    Opening it reads the files' headers alone; CheckpointError where one is missing or damaged.
+    Opening it reads only the index and the files' headers; CheckpointError if a file is missing or damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -38,7 +38,7 @@ class WeightsFolder:
             for file in dict.fromkeys(places.values()):
                 self._open(file)
             for name, file in places.items():
-                self._files[file].place(name)  # raises where the file lacks it
+                self._files[file].place(name)  # raises if the file lacks it
                 yield name, file
             return
         if not (self.path / WEIGHTS).exists():
@@ -95,7 +95,7 @@ class WeightsFolder:
         return sum(file.bytes_read for file in self._files.values())
 
     def close(self) -> None:
-        """Close its files. Idempotent."""
+        """Close the files. Idempotent."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -128,10 +128,10 @@ class Renamed:
 
 
 def match_names(own: Mapping[str, Sequence[str]], theirs: Iterable[str], where: str) -> dict[str, str]:
-    """Which of `theirs` is which of our parameters: {ours: theirs}.
+    """Map our parameter names to the names in `theirs`: {ours: theirs}.
 
-    `own`: by parameter the names that it may go by there, best first. CheckpointError where one has none, or where
-    names are left over that are nobody's: weights that are not used are the sign of another architecture.
+    `own`: by parameter, the names that it may have there, in order of preference. CheckpointError if a parameter has no
+    match, or if `theirs` has names that match no parameter: unused weights are a sign of another architecture.
     """
     left = dict.fromkeys(theirs)
     known = {alias for aliases in own.values() for alias in aliases}
