@@ -74,7 +74,7 @@ def _files(name: str, path: Path) -> list[Path]:
 
 
 def _hash_of(name: str, path: Path) -> str:
-    """16 hexadecimal digits: a hash of the files' hashes in order, and for weights and tokenizers of their names too."""
+    """16 hexadecimal digits: a hash of the files' hashes in order, for weights and tokenizers of their names too."""
     try:
         files = _files(name, path)
         digests = _digests(name, path, files)
