@@ -1,1 +1,1 @@
-"""Composes the arguments of a command line into plain values; the only package that imports Hydra and OmegaConf."""
+"""Composes the arguments of a command line into plain values, with Hydra and OmegaConf."""

@@ -1,4 +1,4 @@
-"""Composes the points of a command line, and passes Hydra's own flags on to Hydra, which only this file imports."""
+"""Composes the points of a command line, and passes Hydra's own flags on to it. Only this file imports Hydra."""
 
 from __future__ import annotations
 
@@ -156,6 +156,7 @@ def _expansion(loader: ConfigLoader, name: str, searchpath: list[str], arguments
     declared = _declared_sweep(arguments)
     if declared is not None:
         parsed = _parsed(loader, [word for word in words if not word.startswith("sweeps=")])
+        # Count the points before expanding them: their product may be larger than memory.
         counts = sweep_file.counts(declared, {key: _count(one) for key, one in parsed.items()})
         point_count.check(counts, arguments.max_points, more=len(declared.concat))
         expansion = sweep_file.expand(declared, {key: _values(one) for key, one in parsed.items()})
@@ -224,6 +225,7 @@ class Composer:
         kept = (*self._flags, *(word for word in line if not word.startswith("sweeps=")))
         overrides = [self._parse(word) for word in line]
         choices = [one for one in overrides if one.key_or_group in self._merger.groups]
+        # Plain changes only: Hydra has to handle additions, deletions and packages.
         settings = [
             (one.key_or_group, one.value())
             for one in overrides

@@ -173,6 +173,7 @@ def expand(sweep: SweepFile, typed: Mapping[str, Sequence[str]]) -> Expansion:
     lines = [_joined([base, *parts]) for parts in itertools.product(*filter(None, axes))]
     _check_patterns(sweep, set(itertools.chain(*lines)))
     lines = [line for line in lines if not any(_matches(line, one) for one in sweep.exclude)]
+    # exclude and typed lists, which are axes, apply to the product only, so concat comes after them.
     plain = {key: words[0] for key, words in typed.items() if len(words) == 1}
     for point in sweep.concat:
         lines.append(_joined([base, {key: override(key, value) for key, value in point.items()}, plain]))

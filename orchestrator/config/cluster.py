@@ -1,4 +1,4 @@
-"""The group that decides where jobs run: on this machine, or on a SLURM cluster with these options."""
+"""The settings that decide where jobs run: on this machine, or on a SLURM cluster."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Scheduler:
 
 
 def optimizer_problem(optimizer: Optimizer) -> Broken | None:
-    """The first broken rule: a key that the kind does not use, a key that it needs, or values that contradict."""
+    """The first broken rule: a key that the kind does not use, a missing key, or values that do not fit together."""
     used = OPTIMIZER_KEYS[optimizer.kind]
     return (
         _keys_problem("optimizer", vars(optimizer), used, OPTIMIZER_ALL)
@@ -151,8 +151,8 @@ def optimizer_problem(optimizer: Optimizer) -> Broken | None:
 
 
 def scheduler_problem(scheduler: Scheduler) -> Broken | None:
-    """The first broken rule: a key that the kind does not use, a key that it needs, half a pair, or momenta in the
-    wrong order."""
+    """The first broken rule: a key that the kind does not use, a missing key, a key without the other of its pair, or a
+    momentum_min above momentum_max."""
     optional = CYCLE_OPTIONAL if scheduler.kind is SchedulerKind.one_cycle else ()
     values = vars(scheduler)
     broken = _keys_problem("scheduler", values, SCHEDULER_KEYS[scheduler.kind], (*SCHEDULER_ALL, *optional))

@@ -253,7 +253,7 @@ class Tracking:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The configuration of one point. rules.resolve() fills in ranks, threads, batch and device where they are open."""
+    """The configuration of one point. rules.resolve() fills in ranks, threads, batch and device if they are open."""
 
     seed: int = 1234
     output: str = "outputs"

@@ -111,7 +111,7 @@ def end_session(session: int, *, patience_s: float = 5.0) -> bool:
             alone_since = alone_since or time.monotonic()
             if started(session) is None:
                 return True
-            if time.monotonic() - alone_since > 0.5:
+            if time.monotonic() - alone_since > 0.5:  # the leader has had time to reap them
                 _kill(session)
         if time.monotonic() > deadline:
             _kill(session)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from orchestrator.text.paths import CODE
 
 PACKAGES = ("zero-lab", "torch", "transformers", "hydra-core", "submitit", "mlflow", "safetensors", "peft", "triton")
-# Variables that change what the libraries do. No others are recorded, since some contain secrets.
+# Variables of the underlying libraries that affect what is measured. No others are recorded: some contain secrets.
 PREFIXES = ("CUDA_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "OMP_", "MKL_", "GLIBC_TUNABLES", "ZLAB_", "SLURM_JOB_ID")
 LONGEST_DIFF_BYTES = 1 << 20
 

@@ -107,6 +107,7 @@ def answers(
     wanted = {units_key(one): one for one in units}
     counted = {activations_key(one): one for one in activations}
     found = {key: answer for key in (*wanted, *counted) if (answer := stored(key)) is not None}
+    # The child gets the configurations that differ only in the micro-batch as one group.
     families: dict[str, dict[str, Any]] = {}
     for key, config in counted.items():
         if key not in found:
@@ -130,6 +131,7 @@ def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Itera
         child = _start_child()
     except OSError:
         return
+    # The thread blocks on the child's pipes, so that this one can check for silence.
     threading.Thread(target=_talk, args=(child, json.dumps(asked), lines), daemon=True).start()
     done, heard, told = 0, time.monotonic(), (-1, time.monotonic())
     try:

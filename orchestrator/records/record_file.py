@@ -184,8 +184,8 @@ def _no_file(mode: int) -> str:
 def write_json_atomic(path: Path, data: Mapping[str, Any]) -> None:
     """Replaces a record atomically: readers see the old record or the complete new one.
 
-    On return the data is on the disk, so that the new record survives a crash of the machine. A failure leaves the old
-    record unchanged and raises OSError with the record's path.
+    The new data is on the disk before the old record is replaced, so that a crash of the machine leaves one of them
+    complete. A failure leaves the old record unchanged and raises OSError with the record's path.
     """
     write_text_atomic(path, json.dumps(sealed(data), indent=2, ensure_ascii=False) + "\n")
 
@@ -349,6 +349,7 @@ class EventTail:
     def _whole(self, file: IO[bytes]) -> Iterator[bytes]:
         file.seek(self._offset)
         unended = 0
+        # Long lines are read in pieces, since a line without an end may be larger than memory.
         while (line := file.readline(LINE_BYTES)).endswith(b"\n") or len(line) == LINE_BYTES:
             self._offset += len(line)
             self._lines = None if self._lines is None else self._lines + line.endswith(b"\n")

@@ -343,6 +343,7 @@ def new_attempt(
     write_json_atomic(folder / "config.json", config)
     hashed = {"point": folder.name, "ignored": IGNORED_KEYS, **identity(config, world, hardware)}
     write_json_atomic(folder / "identity.json", hashed)
+    # Bad records of earlier attempts are set aside, and attempts whose command was killed get their final state.
     for one in all_attempts(output, point):
         make_room(one.state, STATE)
         make_room(one.result, RESULT)

@@ -50,7 +50,7 @@ def dashboard(output: Path) -> str:
 
 
 def program() -> str:
-    """The words that call this program again from the current folder: `zlab`, or an interpreter and run.py.
+    """The words that call this program from the current folder as it was called: `zlab`, or an interpreter and run.py.
 
     They work when pasted: if `python` or `zlab` on the PATH is a different program, its full path is used instead.
     """
