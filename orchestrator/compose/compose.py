@@ -1,4 +1,7 @@
-"""Composes the points of a command line, and passes Hydra's own flags on to it. Only this file imports Hydra."""
+"""Composes the points of a command line with Hydra, and passes Hydra's own flags on to it.
+
+Only this file and the launcher plugin in orchestrator/plugins import Hydra.
+"""
 
 from __future__ import annotations
 
