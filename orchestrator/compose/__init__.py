@@ -1,1 +1,1 @@
-"""From the words of a command line to plain values: the only importer of Hydra and OmegaConf."""
+"""Composes the arguments of a command line into plain values, with Hydra and OmegaConf."""

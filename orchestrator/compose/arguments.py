@@ -1,4 +1,4 @@
-"""The command line split into flags, wherever they stand, and overrides. Hydra's parser wants flags in front."""
+"""Splits a command line into flags, at any position, and overrides. Hydra's own parser needs the flags first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrator.compose import point_count
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import nearest
 
-# The words that are no run, and the module that answers each; imported when it is asked.
+# The verbs other than a run, and the module that implements each, which is imported when the verb is used.
 VERBS = {
     "export-weights": "export",
     "io-bench": "io_bench",
@@ -20,7 +20,7 @@ VERBS = {
     **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), "verbs"),
 }
 HOME = re.compile(r"(?<=[=,])~(?=/)")
-# What is set with group=option and group.key=value, and never with dashes.
+# Names of settings, which are given as group=option and group.key=value, never with dashes.
 SETTING = re.compile(rf"^--?({'|'.join(one.name for one in fields(RunConfig))}|experiment|sweeps)(\.[\w.]+)?$")
 SHORT = {
     "-h": "--help",
@@ -34,7 +34,7 @@ SHORT = {
     "-cd": "--config-dir",
 }
 SWEEPING = ("--plan", "--fresh", "--detach", "--json")
-OURS = (*SWEEPING, "--retry", "--prune", point_count.FLAG)  # and not Hydra's
+OURS = (*SWEEPING, "--retry", "--prune", point_count.FLAG)  # flags that Hydra does not have
 SWITCHES = ("--help", "--multirun", "--run", "--resolve", "--hydra-help", "--shell-completion", "--version", *SWEEPING)
 VALUED = ("--cfg", "--package", "--config-name", "--config-dir", "--retry", "--prune", point_count.FLAG)
 CHOICES = {
@@ -42,9 +42,9 @@ CHOICES = {
     "--prune": ("safe", "off"),
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
 }
-# These only show something, and Hydra itself answers them.
+# Flags that only show something and are answered by Hydra.
 SHOWING = ("--cfg", "--info", "--hydra-help", "--shell-completion")
-# Settings are read from the tree of conf/, and a rerun from a pickle would escape every check.
+# Hydra's flags that do not work here: settings come from the tree of conf/, and a rerun from a pickle skips all checks.
 REFUSED = {
     "--config-path": "add a folder of your own with --config-dir",
     "-cp": "add a folder of your own with --config-dir",
@@ -55,7 +55,7 @@ REFUSED = {
 
 @dataclass
 class Arguments:
-    """Flags by their long name (a switch's value is None), overrides in order, and what could not be understood."""
+    """Flags by long name (None as the value of a switch), overrides in order, and the problems of the command line."""
 
     flags: dict[str, str | None] = field(default_factory=dict)
     overrides: list[str] = field(default_factory=list)
@@ -67,25 +67,25 @@ class Arguments:
 
     @property
     def shows(self) -> bool:
-        """Whether Hydra is asked to show something instead of a run being asked for."""
+        """Whether a flag asks Hydra to show something instead of starting a run."""
         return any(flag in self.flags for flag in SHOWING)
 
     @property
     def shows_config(self) -> bool:
-        """Whether what is shown is composed from the overrides, so that they must be right."""
+        """Whether Hydra composes what it shows from the overrides, so that they must be valid."""
         return "--cfg" in self.flags or "--info" in self.flags
 
     @property
     def max_points(self) -> int:
-        """How many points a sweep may have."""
+        """The most points that a sweep may have."""
         return int(self.flags.get(point_count.FLAG) or point_count.LIMIT)
 
     def folders(self) -> list[str]:
-        """The flags without which the overrides do not mean the same, each as one word."""
+        """The flags that change the meaning of the overrides, each as one argument."""
         return [f"{flag}={value}" for flag, value in self.flags.items() if flag in ("--config-dir", "--config-name")]
 
     def command(self) -> list[str]:
-        """The line that goes on with the same sweep: what is only of this time is left out."""
+        """The arguments that resume the same sweep, without the flags that apply to a single command."""
         once = ("--fresh", "--retry", "--plan", "--detach", "--json")
         words = []
         for flag, value in self.flags.items():
@@ -93,17 +93,17 @@ class Arguments:
         return [*words, *self.overrides]
 
     def for_hydra(self) -> list[str]:
-        """The same line as Hydra's own parser wants it: its flags in front, and none of ours."""
+        """The arguments for Hydra's own parser: its flags first, and none of ours."""
         line = []
         for flag, value in self.flags.items():
             if flag not in OURS:
                 line += [flag] if value is None else [flag, value]
-        # "--" so that an override such as ~experiment is never taken for the value of --info.
+        # "--" keeps Hydra from taking an override such as ~experiment for the value of --info.
         return [*line, "--", *self.overrides]
 
 
 def split(argv: Sequence[str]) -> Arguments:
-    """Never raises: what is wrong is in `problems`."""
+    """Splits the arguments. Never raises: problems are collected in `problems`."""
     found = Arguments()
     words = list(argv)
     while words:
@@ -120,7 +120,7 @@ def split(argv: Sequence[str]) -> Arguments:
 
 
 def _take_override(found: Arguments, word: str) -> None:
-    """With paths of the home folder written out; the shell does so only for words that are paths."""
+    """Adds an override, with ~/ in its values expanded: the shell expands it only at the beginning of a word."""
     try:
         found.overrides.append(HOME.sub(lambda _: str(Path.home()), word))
     except RuntimeError:

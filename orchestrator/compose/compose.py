@@ -1,4 +1,7 @@
-"""The only importer of Hydra: composes the points of a command line, and hands Hydra's own flags to Hydra."""
+"""Composes the points of a command line with Hydra, and passes Hydra's own flags on to it.
+
+Only this file and the launcher plugin in orchestrator/plugins import Hydra.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +46,11 @@ VERSION_BASE = "1.3"
 
 
 class ComposeError(ValueError):
-    """What Hydra could not read or put together, in one line."""
+    """The command line cannot be composed; the message is one line."""
 
 
 class OwnSource(FileConfigSource):
-    """A user's own folder: no file of it is given to Hydra that Hydra could not end reading."""
+    """A configuration folder of the user, whose files pass yaml_bounds.check before Hydra reads them."""
 
     @staticmethod
     def scheme() -> str:
@@ -59,10 +62,10 @@ class OwnSource(FileConfigSource):
 
 
 class SweepsSource(OwnSource):
-    """Shows Hydra the folder sweeps/ of the project's root, and nothing beside it.
+    """Shows Hydra the folder sweeps/ of a folder that may hold other things, and nothing else in it.
 
-    A group is a folder on the search path, so the root must be on it for sweeps/ to be one. But Hydra walks every
-    folder below for --hydra-help and completion: .venv alone takes it a minute.
+    A group is a folder inside an entry of the search path, so the parent of sweeps/ must be on the path. But for
+    --hydra-help and completion Hydra walks every folder below an entry, which takes a minute for .venv alone.
     """
 
     @staticmethod
@@ -74,7 +77,7 @@ class SweepsSource(OwnSource):
 
 
 class SweepsFolder(SearchPathPlugin):
-    """Puts the folder sweeps/ on the search path."""
+    """Adds the parents of the sweeps/ folders to Hydra's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in folders.sweep_parents(None):
@@ -82,7 +85,7 @@ class SweepsFolder(SearchPathPlugin):
 
 
 if folders.PLUGINS.is_dir():
-    sys.path.append(str(folders.PLUGINS))  # Hydra looks for plugins once, in the line below
+    sys.path.append(str(folders.PLUGINS))  # before the next line, where Hydra searches for plugins, once
 Plugins.instance().register(OwnSource)
 Plugins.instance().register(SweepsSource)
 Plugins.instance().register(SweepsFolder)
@@ -90,8 +93,10 @@ Plugins.instance().register(SweepsFolder)
 
 @dataclass(frozen=True)
 class Composed:
-    """One point as plain data, the option chosen in each group, and the words that make it again: flags that name
-    folders, then overrides."""
+    """One point. `values` is its configuration as plain data, `choices` the option chosen in each group.
+
+    `overrides` are the arguments that compose it again: flags for folders first, then overrides.
+    """
 
     values: dict[str, Any]
     choices: dict[str, str | None]
@@ -102,7 +107,7 @@ class Composed:
 class Composition:
     """The points of a command line. `axes` are the keys with more than one value, in the order of the sweep.
 
-    `sweep`: what a declared sweep says beside its points; the defaults where there is none.
+    `sweep`: the sweep file, for its settings other than points; the defaults if no declared sweep is used.
     """
 
     points: tuple[Composed, ...]
@@ -112,7 +117,7 @@ class Composition:
 
 
 def compose(arguments: Arguments) -> Composition:
-    """All the points, their values not yet judged. ComposeError when Hydra or the sweep file is refused."""
+    """All points, before their values are checked. ComposeError if Hydra or the sweep file reports a problem."""
     name = arguments.flags.get("--config-name") or "config"
     searchpath = added_folders(arguments)
     try:
@@ -121,7 +126,7 @@ def compose(arguments: Arguments) -> Composition:
             composer = Composer(loader, name, searchpath, arguments)
             points = tuple(composer.point(list(line.values())) for line in found.lines)
     except (UnicodeDecodeError, OSError, AssertionError, RecursionError) as error:
-        # What Hydra raises while it reads a file of another shape does not say which.
+        # Hydra's error for a malformed file does not name the file, so find it.
         raise ComposeError(_file_problem(arguments) or in_one_line(error)) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ComposeError(in_one_line(error)) from error
@@ -130,7 +135,7 @@ def compose(arguments: Arguments) -> Composition:
 
 @contextlib.contextmanager
 def _our_hydra() -> Iterator[ConfigLoader]:
-    """Hydra over our folders. An application of Hydra that we are called from has its own again afterwards."""
+    """Hydra, initialized with our folders. Afterwards restores the state of a Hydra application that calls us."""
     around = get_gh_backup()
     GlobalHydra.instance().clear()
     try:
@@ -148,12 +153,13 @@ class _Lines(NamedTuple):
 
 
 def _expansion(loader: ConfigLoader, name: str, searchpath: list[str], arguments: Arguments) -> _Lines:
-    """The lines of overrides, from a declared sweep or in Hydra's own grammar."""
+    """One line of overrides per point, from a declared sweep or from Hydra's own grammar."""
     words = arguments.overrides
     tree = read_tree(arguments.flags.get("--config-dir"))
     declared = _declared_sweep(arguments)
     if declared is not None:
         parsed = _parsed(loader, [word for word in words if not word.startswith("sweeps=")])
+        # Count the points before expanding them: their product may be larger than memory.
         counts = sweep_file.counts(declared, {key: _count(one) for key, one in parsed.items()})
         point_count.check(counts, arguments.max_points, more=len(declared.concat))
         expansion = sweep_file.expand(declared, {key: _values(one) for key, one in parsed.items()})
@@ -166,7 +172,7 @@ def _expansion(loader: ConfigLoader, name: str, searchpath: list[str], arguments
         return _Lines(expansion.lines, expansion.axes, True, declared)
     params: Mapping[Any, Any] = {}
     is_sweep = arguments.multirun
-    # Only these files can turn a run into a sweep; reading them is one composition more.
+    # Only these files can turn a run into a sweep. Reading them costs one more composition.
     if any(word.lstrip("+").startswith(("sweeps=", "experiment=")) for word in words) or name != "config":
         master = loader.load_configuration(name, searchpath + words, run_mode=RunMode.MULTIRUN)
         is_sweep = is_sweep or OmegaConf.select(master, "hydra.mode") == RunMode.MULTIRUN
@@ -182,20 +188,20 @@ def _expansion(loader: ConfigLoader, name: str, searchpath: list[str], arguments
 
 
 def _check_file(words: Sequence[str], tree: Tree, where: str = "") -> None:
-    """What is typed is checked before; what a file says is checked here, with the same hints."""
+    """Checks overrides from a file as `overrides.check` checks those of the command line, with the same hints."""
     if problems := overrides.check(words, tree, multirun=True):
         raise HydraException("; ".join(f"{where}{problem}" for problem in problems))
 
 
 def _declared_sweep(arguments: Arguments) -> SweepFile | None:
-    """The file that sweeps=NAME chooses, where it is in our own form."""
+    """The sweep file chosen by sweeps=NAME; None if there is none, or if it is in Hydra's own form."""
     names = [word.removeprefix("sweeps=") for word in arguments.overrides if word.startswith("sweeps=")]
     path = folders.find_sweep(names[-1], arguments.flags.get("--config-dir")) if names else None
     return sweep_file.read(path, read_yaml) if path is not None else None
 
 
 class _ByHydra(NamedTuple):
-    """What Hydra composed; `interpolates`: some value was made of others."""
+    """A configuration composed by Hydra; `interpolates` is True if it contains interpolations of other values."""
 
     values: dict[str, Any]
     choices: dict[str, str | None]
@@ -203,9 +209,9 @@ class _ByHydra(NamedTuple):
 
 
 class Composer:
-    """Makes points of lines: option files are merged where that is all there is to do, else Hydra composes.
+    """Turns lines of overrides into points: by merging option files if that is sufficient, else with Hydra.
 
-    Hydra is asked once for each set of options; what the line sets beside them is then set on a copy.
+    Hydra composes each set of options once; the other settings of a line are then applied to a copy.
     """
 
     def __init__(self, loader: ConfigLoader, name: str, searchpath: list[str], arguments: Arguments) -> None:
@@ -218,10 +224,11 @@ class Composer:
 
     def point(self, line: list[str]) -> Composed:
         """The point of one line of overrides, each with a single value."""
-        # The chosen sweep file is part of how the line was typed, not of what one point is.
+        # The sweep file belongs to the command line and is not part of a single point.
         kept = (*self._flags, *(word for word in line if not word.startswith("sweeps=")))
         overrides = [self._parse(word) for word in line]
         choices = [one for one in overrides if one.key_or_group in self._merger.groups]
+        # Plain changes only: Hydra has to handle additions, deletions and packages.
         settings = [
             (one.key_or_group, one.value())
             for one in overrides
@@ -234,7 +241,7 @@ class Composer:
                 return Composed(values, {**self._merger.groups, **chosen}, kept)
             found = self._by_hydra(tuple(one.input_line or "" for one in choices))
             values = copy.deepcopy(found.values)
-            # What Hydra has to resolve, it must resolve with the settings in place.
+            # Hydra must resolve interpolations with the settings already applied.
             if not found.interpolates and merge.apply(values, settings):
                 return Composed(values, found.choices, kept)
         found = self._by_hydra(tuple(line))
@@ -259,8 +266,10 @@ class Composer:
 
 
 def show(arguments: Arguments) -> NoReturn:
-    """Hydra answers --cfg, --info, --hydra-help and --shell-completion, and the process ends. ComposeError with what
-    Hydra says where it does not."""
+    """Lets Hydra answer --cfg, --info, --hydra-help and --shell-completion, then exits the process.
+
+    Raises ComposeError with Hydra's message if Hydra fails.
+    """
     if arguments.shows_config:
         arguments = replace(arguments, overrides=[*added_folders(arguments), *arguments.overrides])
     with contextlib.redirect_stderr(io.StringIO()) as told:
@@ -273,12 +282,12 @@ def show(arguments: Arguments) -> NoReturn:
 
 
 def hand_over(arguments: Arguments) -> int:
-    """Hydra's own main over our configuration, with all that Hydra knows of flags and sweepers; its exit code."""
+    """Runs hydra.main on our configuration, with all of Hydra's flags and sweepers, and returns its exit code."""
     sys.argv[1:] = arguments.for_hydra()
 
     @hydra.main(version_base=VERSION_BASE, config_path=str(folders.CONF), config_name="config")
     def nothing(config: DictConfig) -> None:
-        """Never called: a flag shows something instead, or a launcher runs the points itself."""
+        """Never called: either a flag only shows something, or a launcher runs the points itself."""
 
     try:
         nothing()
@@ -291,7 +300,7 @@ def hand_over(arguments: Arguments) -> int:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The message without Hydra's advice, which is about adding keys that nothing here would read."""
+    """The error's message in one line, without Hydra's advice to add keys, which nothing here would read."""
     text = str(error).strip()
     cause = error.__cause__
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -308,13 +317,13 @@ def in_one_line(error: BaseException) -> str:
 
 
 def _parsed(loader: ConfigLoader, words: Sequence[str]) -> dict[str, Override]:
-    """The override of each key; of a key that comes twice the last wins."""
+    """The overrides by key; if a key occurs twice, the last one wins."""
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(words))
     return {override.get_key_element(): override for override in parsed}
 
 
 def _count(override: Override) -> int:
-    """How many values it has, without making them. Text cannot be long enough to matter, a range can."""
+    """The number of values of an override. A range is not expanded for it, since it may be too long for memory."""
     value = override.value()
     if isinstance(value, RangeSweep):
         assert value.start is not None
@@ -345,9 +354,9 @@ def _values(override: Override) -> list[str]:
 
 
 def read_yaml(path: Path) -> Any:
-    """A file's plain data as Hydra reads it: 1e-3 is a number, and a key that is there twice is an error.
+    """The plain data of a file, read as Hydra does: 1e-3 is a number, and a duplicate key is an error.
 
-    Raises ValueError, or YAML's own error, for a file that holds something else.
+    Raises ValueError, or PyYAML's own error, for a file that is not a mapping of settings.
     """
     where = f"{path.parent.name}/{path.name}"
     try:
@@ -368,17 +377,17 @@ def read_yaml(path: Path) -> Any:
 
 
 def _file_problem(arguments: Arguments) -> str:
-    """What is wrong with the first file of the user's that cannot be read, those first that the line names."""
+    """The problem of the first of the user's files that cannot be read, starting with files that the line names."""
     added = arguments.flags.get("--config-dir")
     owned = [*folders.config_folders(added)[1:], *(one / "sweeps" for one in folders.sweep_parents(added)[1:])]
-    # As deep as options lie: --config-dir may name a folder with a whole disk below it.
+    # No deeper than option files are: --config-dir may name a folder with a complete disk below it.
     files = [file for folder in owned for form in ("*.yaml", "*/*.yaml") for file in sorted(folder.glob(form))]
     found = map(_problem_of, sorted(files, key=lambda one: not _names(arguments.overrides, one)))
     return next(filter(None, found), "")
 
 
 def _names(line: Sequence[str], file: Path) -> bool:
-    """Whether a word of the line chooses this option: `group=option`, also among others."""
+    """Whether an override chooses this option file: `group=option`, possibly in a list of options."""
     choices = (word.partition("=") for word in line)
     return any(
         group.lstrip("+") == file.parent.name and file.stem in re.split(r"[^\w.-]", names)
@@ -395,7 +404,7 @@ def _problem_of(file: Path) -> str:
 
 
 def added_folders(arguments: Arguments) -> list[str]:
-    """The override that puts the user's own folders behind ours; none where there are none."""
+    """The override that appends the user's own folders to the search path; empty if there are none."""
     own = folders.config_folders(arguments.flags.get("--config-dir"))[1:]
     added = [f'"{OwnSource.scheme()}://{folder}"' for folder in own]
     return [f"hydra.searchpath=[{','.join(added)}]"] if added else []

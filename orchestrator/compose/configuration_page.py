@@ -1,4 +1,4 @@
-"""The page docs/configuration.md, generated from the schema and the files of conf/.
+"""Generates the page docs/configuration.md from the schema and the files of conf/.
 
 python -m orchestrator.compose.configuration_page > docs/configuration.md
 """
@@ -35,7 +35,7 @@ The types and defaults below come from `orchestrator/config/` and `conf/`; a tes
 they are. Each group's own limits are checked by its dataclass, and limits between groups by `orchestrator/plan/rules/`.
 """
 
-# The question that each group answers, in one line.
+# What each group decides, in one line.
 DECIDES = {
     "zero": "which model states are sharded; shard groups, prefetch, size of a unit",
     "precision": "dtypes of parameters, compute, reduction, accumulation and master weights; the loss scale",
@@ -59,7 +59,7 @@ DECIDES = {
 
 
 def page() -> str:
-    """The page in Markdown, one section for each group."""
+    """The page in Markdown, with one section for each group."""
     chosen = help_page.default_choices(folders.CONF / "config.yaml")
     hints = hints_of(RunConfig).items()
     groups = {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
@@ -81,7 +81,7 @@ def _contents(groups: dict[str, type], chosen: dict[str, str]) -> str:
 
 
 def _root(groups: dict[str, type]) -> str:
-    """The settings that belong to no group."""
+    """The section about the settings that belong to no group."""
     text = (folders.CONF / "config.yaml").read_text(encoding="utf-8")
     values = yaml.safe_load(text)
     lines = ["## Settings outside groups", "", "| key | value | default | meaning |", "|---|---|---|---|"]
@@ -159,7 +159,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _wrapped(item: str) -> list[str]:
-    """An item of a list; lines after the first are indented."""
+    """A list item, wrapped to WIDTH, with all lines after the first indented."""
     return textwrap.wrap(item, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 

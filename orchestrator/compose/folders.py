@@ -1,4 +1,4 @@
-"""Where configuration is looked for: what ships with the project, then the user's own folders, then --config-dir."""
+"""The folders with configuration: those that ship with the project, then the user's own, then --config-dir."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from pathlib import Path
 from orchestrator.text.paths import CODE
 
 _PACKAGE = CODE / "orchestrator"
-# An installed package carries both folders inside; a checkout has them beside.
+# conf/ and sweeps/ are next to the package in a checkout, and inside it when it is installed.
 SHIPPED = CODE if (CODE / "conf").is_dir() else _PACKAGE / "shipped"
 CONF = SHIPPED / "conf"
-# Holds Hydra's namespace of plugins in a checkout; an installed package has ours among its site-packages.
+# Contains Hydra's plugin namespace in a checkout; an installed package has our plugin in site-packages.
 PLUGINS = _PACKAGE / "plugins"
 
 
 def config_folders(added: str | None) -> list[Path]:
-    """Folders of option groups; where two have one option, the first has it."""
+    """Folders of option groups; if two have the same option, the first one is used."""
     own = Path.cwd() / "conf"
     found = [CONF, *([own] if own.is_dir() and own.resolve() != CONF.resolve() else [])]
     return found + ([Path(added).absolute()] if added else [])
 
 
 def sweep_parents(added: str | None) -> list[Path]:
-    """Folders that may have a folder sweeps/."""
+    """Folders that may contain a folder sweeps/."""
     found = [SHIPPED]
     if (Path.cwd() / "sweeps").is_dir() and Path.cwd().resolve() != SHIPPED.resolve():
         found.append(Path.cwd())
@@ -30,7 +30,7 @@ def sweep_parents(added: str | None) -> list[Path]:
 
 
 def find_sweep(name: str, added: str | None) -> Path | None:
-    """The file of a sweep; None where there is none of that name."""
+    """The file of the sweep with this name; None if there is none."""
     for folder in sweep_parents(added):
         path = folder / "sweeps" / f"{name.removesuffix('.yaml')}.yaml"
         if path.is_file():

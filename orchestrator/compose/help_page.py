@@ -1,4 +1,4 @@
-"""The page of --help, from the files of conf/ and the dataclasses as they are."""
+"""The page of --help, generated from the files of conf/ and the configuration's dataclasses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Runs ZeRO training as an experiment: one point, or a sweep with one table at its
   python run.py list | status | watch | logs | report | cancel | resume | retry    sweeps, from any terminal
   python run.py ui                                                         the dashboard
 """
-# Keys that are another library's; a + adds one that the option's file does not have.
+# Keys that are defined by other libraries; a + adds one that the option's file does not have.
 OPEN = (
     ("model.config.KEY", "the architecture's own: model.config.n_layer=4, +model.config.KEY=VALUE"),
     ("optimizer.arguments.KEY", "those of torch.optim, with optimizer=torch"),
@@ -49,7 +49,7 @@ nothing was started, 3 some points are left, 4 nothing fits, 130 stopped."""
 
 
 def page(primary: Path, tree: Tree) -> str:
-    """Ready to print; * marks the option that is chosen unless another is asked for."""
+    """The page, ready to print; * marks the default option of a group."""
     chosen = default_choices(primary)
     width = max(map(len, tree.groups))
     groups = [f"  {name:<{width}}  {_options(tree, name, chosen.get(name))}" for name in tree.groups]
@@ -70,7 +70,7 @@ def page(primary: Path, tree: Tree) -> str:
 
 
 def default_choices(config: Path) -> dict[str, str]:
-    """The defaults list of the primary file, group by group."""
+    """The default option of each group, from the defaults list of the primary file."""
     found = re.findall(r"^\s*- (\w+): (\w+)", config.read_text(encoding="utf-8"), re.MULTILINE)
     return dict(found)
 
@@ -80,5 +80,5 @@ def _options(tree: Tree, name: str, chosen: str | None) -> str:
 
 
 def _is_listed(key: str, hint: Any) -> bool:
-    """The kind of a group is its option, and the architecture's keys are in its file."""
+    """Whether the page lists the key. A group's option sets its kind, and the architecture's keys are in its file."""
     return get_origin(hint) is not dict and not key.startswith(OPEN_KEYS) and not key.endswith(".kind")

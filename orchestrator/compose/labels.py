@@ -1,4 +1,4 @@
-"""Short names made of option names: of a point among its neighbours, and of a sweep."""
+"""Short names, made of option names, for a point within its sweep and for a sweep."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from orchestrator.compose.compose import Composed
 
-# Where a run goes and how it is recorded does not tell it from another.
+# Settings that never appear in a label: where a run goes and how it is recorded does not distinguish it.
 UNTOLD = ("output", "tracking", "cluster", "hydra.mode", "resources.time_limit_min", "resources.stuck_s")
 
 
 def label(composed: Composed, axes: Sequence[str]) -> str:
-    """What varies in a sweep ("stage2-bf16"); for one run the stage, the precision and what was asked for beside."""
+    """The values that vary in the sweep ("stage2-bf16"); for a single run, stage, precision and all other overrides."""
     said = [word for word in composed.overrides if not word.startswith("--")]
     asked = dict(word.lstrip("+~").partition("=")[::2] for word in said)
-    # A point beside the product may lack a key that others have.
+    # A point of concat may lack a key that others have.
     if told := [key for key in axes if key in asked]:
         return "-".join(_part(composed, key, asked[key]) for key in told)
     rest = [key for key in asked if key not in ("zero", "precision") and not _is_untold(key)]
@@ -26,7 +26,7 @@ def label(composed: Composed, axes: Sequence[str]) -> str:
 
 
 def sweep_name(axes: Iterable[str], overrides: Sequence[str]) -> str:
-    """The sweep file's name, else the keys that vary ("zero_precision")."""
+    """The name of the sweep file, or the keys that vary ("zero_precision") if there is none."""
     chosen = [word.removeprefix("sweeps=") for word in overrides if word.startswith("sweeps=")]
     return _clean(chosen[-1] if chosen else "_".join(axes) or "sweep")
 
@@ -36,12 +36,12 @@ def _is_untold(key: str) -> bool:
 
 
 def _part(composed: Composed, key: str, value: str) -> str:
-    """An option's name alone; a number after its key's last word; a word joined to it by _."""
+    """One part of a label: an option's name; the last word of a key with a number, or with a word after a _."""
     if key in composed.choices:
         return _clean(value)
     last = key.rpartition(".")[2]
     if re.fullmatch(r"\d+\.\d{6,}(e[+-]?\d+)?", value):
-        value = f"{float(value):.4g}"  # a sampler's seventeen digits; the overrides have them all
+        value = f"{float(value):.4g}"  # samplers give 17 digits; the overrides keep all of them
     return _clean(f"{last}{value}" if re.match(r"^[\d.]", value) else f"{last}_{value}")
 
 

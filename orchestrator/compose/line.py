@@ -1,4 +1,4 @@
-"""A command line's words as a composition: checked against the files of conf/ first, then composed by Hydra."""
+"""Composes a command line: checks its words against the files of conf/ first, then composes its points with Hydra."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def composed(asked: Arguments) -> Composition:
-    """The points of a line, not yet judged. Refusal tells everything that is wrong with the words."""
+    """The points of a command line, before their values are checked. Refusal lists all problems of the words."""
     folder = asked.flags.get("--config-dir")
     problems = [*asked.problems, *_folder_problems(folder)]
-    # While a word is still being completed it is not yet right, and Hydra lists what it could become.
+    # Shell completion gets words that are still incomplete, so they are not checked.
     if asked.shows_config or not asked.shows:
         tree = read_tree(folder)
         problems += overrides.check(asked.overrides, tree, multirun=asked.multirun, flags=asked.folders())
     if problems:
         raise Refusal(problems)
-    from orchestrator.compose import compose  # here: it imports Hydra, and the answers above are quicker without
+    from orchestrator.compose import compose  # here: it imports Hydra, which would delay the report of problems
 
     if asked.shows and not asked.shows_config:
         show(asked)

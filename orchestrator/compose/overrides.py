@@ -1,4 +1,4 @@
-"""A quick check of overrides against the files of conf/ and the dataclasses, before Hydra is imported."""
+"""A quick check of overrides against the files of conf/ and the configuration's dataclasses, without Hydra."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ NUMBERS = (
 
 
 def check(words: Sequence[str], tree: Tree, *, multirun: bool, flags: Sequence[str] = ()) -> list[str]:
-    """One line for each thing that is wrong, with the nearest right spelling.
+    """One line for each problem, with the most similar valid spelling.
 
-    `flags`: those that belong to the line, for the lines that are proposed.
+    `flags`: the flags of the command line that belong into the commands that are proposed.
     """
     problems, words = _spaced(words)
     lists: list[str] = []
@@ -42,7 +42,7 @@ def check(words: Sequence[str], tree: Tree, *, multirun: bool, flags: Sequence[s
             lists.append(word)
             if key == "sweeps":
                 problems.append("sweeps takes one file: its own params are the lists")
-    # A sweep file may make -m needless, but not the list that the line itself holds beside it.
+    # With a sweep file a list of values needs no -m.
     if lists and not multirun and not any(word.startswith("sweeps=") for word in words):
         settings = [word for word in words if "=" in word or word.startswith("~")]
         line = f"{program()} {shlex.join(['-m', *flags, *settings])}"
@@ -51,7 +51,7 @@ def check(words: Sequence[str], tree: Tree, *, multirun: bool, flags: Sequence[s
 
 
 def _spaced(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The settings that were typed as several words ("zero = stage2", "zero=stage1, stage2"), and all others."""
+    """Problems for settings typed as several words ("zero = stage2", "zero=stage1, stage2"), and all other words."""
     problems, rest, parts = [], [], list(words)
     while parts:
         typed = [parts.pop(0)]
@@ -130,12 +130,13 @@ def _check_scalar(key: str, text: str, hint: Any) -> str | None:
 def _wanted(hint: Any, text: str) -> str:
     try:
         return wanted(hint, scalar(text))
-    except ValueError:  # more digits than Python reads
+    except ValueError:  # more digits than Python converts
         return describe(hint)
 
 
 def elements(value: str) -> Iterator[str]:
-    """The single values of a plain one, of a list "a,b" and of choice(a,b). Other sweeps are left to Hydra."""
+    """The single values in a plain value, in a list "a,b" or in choice(a,b). Other sweep functions yield nothing here:
+    Hydra checks them."""
     text = value.strip()
     if text.startswith("choice(") and text.endswith(")"):
         text = text[len("choice(") : -1]
@@ -147,7 +148,7 @@ def elements(value: str) -> Iterator[str]:
 
 
 def scalar(text: str) -> object:
-    """A value as Hydra's grammar reads it: quoted text, null, true, false, numbers, else text."""
+    """The value as Hydra's grammar reads it: quoted text, null, true, false, a number, else text."""
     if _unquote(text) != text:
         return _unquote(text)
     if text.lower() in ("null", "true", "false"):
@@ -163,12 +164,12 @@ def _is_sweep(value: str) -> bool:
 
 
 def _is_list(text: str) -> bool:
-    """Whether the text is one value that is a list, "[a,b]"."""
+    """Whether the text is a single value that is itself a list, "[a,b]"."""
     return text.startswith("[") and len(list(_split_commas(text))) == 1
 
 
 def _split_commas(text: str) -> Iterator[str]:
-    """Parts between the commas that stand in no bracket and no quotes."""
+    """The parts of the text between commas, except commas inside brackets or quotes."""
     depth, quote, part = 0, "", ""
     for sign in text:
         if quote:

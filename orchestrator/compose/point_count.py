@@ -1,4 +1,4 @@
-"""How many points a sweep has, by its axes alone: a product that nobody can want is refused before it is made."""
+"""Counts the points of a sweep from its axes, so that an unreasonable product is refused before it is expanded."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ FLAG = "--max-points"
 
 
 class TooManyPoints(ValueError):
-    """A sweep with more points than were asked for, in one line."""
+    """A sweep has more points than are allowed; the message is one line."""
 
 
 def check(counts: Mapping[str, int], limit: int, more: int = 0) -> None:
-    """counts: the number of values of each axis. more: points that stand next to their product."""
+    """Raises TooManyPoints above `limit` points.
+
+    counts: the number of values of each axis. more: the number of points in addition to the product of the axes.
+    """
     points = math.prod(counts.values()) + more
     if points <= limit:
         return
@@ -27,9 +30,9 @@ def check(counts: Mapping[str, int], limit: int, more: int = 0) -> None:
 
 
 def of_range(start: float, stop: float, step: float) -> int:
-    """The number of values of range(start,stop,step). ValueError where that is no number."""
+    """The number of values of range(start,stop,step). ValueError if an argument is not finite or the step is 0."""
     if not all(map(math.isfinite, (start, stop, step))) or step == 0:
         raise ValueError(f"range({start},{stop},{step}): expected finite numbers and a step that is not 0")
     if isinstance(start, int) and isinstance(stop, int) and isinstance(step, int):
-        return max(0, -((start - stop) // step))  # `len` of a range knows no number above 2^63
+        return max(0, -((start - stop) // step))  # `len` of a range fails above 2^63
     return max(0, math.ceil((stop - start) / step))

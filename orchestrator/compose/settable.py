@@ -1,4 +1,4 @@
-"""What the words of a command line may set: option groups with their files, and keys with their types."""
+"""The settings that a command line may change: option groups with their files, and keys with their types."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import hints_of
 
 WHOLE_FILES = ("experiment", "sweeps")  # groups whose files change the whole configuration
-# Mappings whose keys are not ours: the architecture's, known from the files of conf/model, and torch.optim's.
+# Mappings with keys of other programs: the architecture's (from the files of conf/model), torch.optim's and sbatch's.
 ARCHITECTURE = "model.config"
 OPEN_KEYS = (ARCHITECTURE, "optimizer.arguments", "cluster.additional")
 
 
 @dataclass(frozen=True)
 class Tree:
-    """What may be set: `groups` with their options, and the dotted `keys` with their types."""
+    """The settings: `groups` with their options, and the dotted `keys` with their types."""
 
     groups: dict[str, tuple[str, ...]]
     keys: dict[str, Any]
 
 
 def read_tree(added: str | None = None) -> Tree:
-    """The tree of all configuration folders; `added` is that of --config-dir."""
+    """The settings of all configuration folders; `added` is the folder given with --config-dir."""
     folders = config_folders(added)
     hints = hints_of(RunConfig)
     names = [name for name, hint in hints.items() if is_dataclass(hint)] + [WHOLE_FILES[0]]
@@ -54,7 +54,7 @@ def _architecture_keys(folders: Iterable[Path]) -> Iterator[str]:
 
 
 def _config_of(file: Path) -> Iterable[object]:
-    """Nothing for a broken file: composing it tells what is wrong."""
+    """The keys of the file's `config`; empty for a broken file, whose problem composing it reports."""
     try:
         yaml_bounds.check(file)
         return list(yaml.safe_load(file.read_text(encoding="utf-8"))["config"])

@@ -1,4 +1,4 @@
-"""What a wrong word of the command line probably means: other programs' names for ours, else the nearest spelling."""
+"""Suggestions for wrong words of a command line: our name for another program's, or the most similar spelling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.compose.settable import Tree
 from orchestrator.config.strict import describe, nearest
 from orchestrator.text.paths import expanded, program
 
-# Names that other programs have for our keys and values. A spelling that happens to be near would mislead.
+# Other programs' names for our keys and values, for which the most similar spelling would mislead.
 KEYS = {
     "epochs": "measure.steps",
     "num_epochs": "measure.steps",
@@ -34,27 +34,27 @@ KEYS = {
     "dtype": "precision",
 }
 VALUES = {"gpu": "cuda", "float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
-# The key that a number given to a group is meant for.
+# The key to suggest if a group is given a number.
 NUMBERED = {
     "batch": "batch.micro",
     "measure": "measure.steps",
     "resources": "resources.ranks",
     "optimizer": "optimizer.lr",
 }
-# The option and the key that a file or folder given to a group is meant for.
+# The option and the key to suggest if a group is given a file or folder.
 FILED = {"data": "data=text data.path", "model": "model=pretrained model.path"}
-# A run and a sweep have no verb: what else the line needs.
+# Words taken for verbs, though a run and a sweep have none, and the flags that the command needs instead.
 NOT_VERBS = {"run": (), "train": (), "start": (), "plan": ("--plan",), "sweep": ("-m",), "help": ("--help",)}
 
 
 def near_value(text: str, words: Sequence[str]) -> str | None:
-    """The one of `words` that is meant by a value; None where nothing is near."""
+    """The one of `words` that a value probably means; None if none is similar."""
     meant = VALUES.get(text.lower())
     return meant if meant in words else nearest(text, words)
 
 
 def option(group: str, text: str, options: Sequence[str]) -> str:
-    """What an unknown option of a group means, with the options that it has."""
+    """The suggestion for an unknown option of a group, followed by the group's options."""
     numbered = NUMBERED.get(group)
     if numbered and re.fullmatch(r"[\d.e+-]+", text):
         hint = f" Did you mean '{numbered}={text}'?"
@@ -68,7 +68,7 @@ def option(group: str, text: str, options: Sequence[str]) -> str:
 
 
 def key(name: str, value: str | None, tree: Tree) -> str:
-    """What an unknown key means. It is also found by its last part: micro is batch.micro."""
+    """The suggestion for an unknown key. The last part of a key is sufficient: micro is batch.micro."""
     group, _, last = name.rpartition(".")
     tails = {one.rpartition(".")[2]: one for one in reversed(list(tree.keys))}
     siblings = [one.rpartition(".")[2] for one in tree.keys if group and one.startswith(f"{group}.")]
@@ -89,12 +89,12 @@ def _kind(hint: Any) -> str:
 
 
 def word(text: str, others: Sequence[str], tree: Tree) -> str:
-    """What a word without an = means. `others`: the rest of the line."""
+    """The suggestion for a word without an =. `others`: the other words of the command line."""
     wrong = f"'{text}' is not key=value"
     if text in NOT_VERBS:
         line = [program(), *NOT_VERBS[text], shlex.join(others)]
         return f"{wrong}: a line of settings needs no verb. Did you mean '{' '.join(filter(None, line))}'?"
-    named = Path(text).name.removesuffix(".yaml")  # a file is chosen by its name
+    named = Path(text).name.removesuffix(".yaml")  # a file is chosen by its name, without folder and suffix
     homes = [f"{group}={named}" for group, options in tree.groups.items() if named in options]
     if homes:
         return f"{wrong}. Did you mean '{homes[0]}'?"

@@ -1,16 +1,18 @@
-"""Declared sweeps: one YAML file a question, expanded to the lines of overrides that its points are made of. Pure.
+"""Reads declared sweeps, one YAML file for each question, and expands them to one line of overrides per point.
 
-A file of sweeps/ has these keys, all optional but one of axes, zip and concat:
+A file of sweeps/ has these keys. All are optional, but one of axes, zip, concat and seeds is needed:
 
-    base: {model: llama_tiny}                  what every point has
+    base: {model: llama_tiny}                  settings of every point
     axes: {zero: [stage0, stage1]}             the product of these lists
-    zip: [{batch.micro: [1, 2], batch.accumulation: [2, 1]}]   lists that advance together, one more axis each
-    concat: [{zero: stage3, offload: optimizer_nvme}]          points beside the product
+    zip: [{batch.micro: [1, 2], batch.accumulation: [2, 1]}]   lists that advance together; each entry is one more axis
+    concat: [{zero: stage3, offload: optimizer_nvme}]          points in addition to the product
     exclude: [{zero: stage0, offload: [optimizer_cpu]}]        points of the product that are left out
-    when: [{if: {zero: stage3}, set: {resources.ranks: 4}}]    what some points have beside
-    seeds: [1, 2]                              an axis of seed, the last
+    when: [{if: {zero: stage3}, set: {resources.ranks: 4}}]    additional settings of the points that match
+    seeds: [1, 2]                              values of seed, the last axis
     rank_by: tokens_per_second                 a name of report.METRICS
     prune: safe | off                          whether points that cannot fit are left out
+
+Apart from `read`, which reads through the `load` that its caller passes, nothing here touches files.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ import yaml
 
 from orchestrator.config.strict import nearest
 
-Line = dict[str, str]  # for each key its override, "zero=stage1", in order
+Line = dict[str, str]  # the override of each key, such as "zero=stage1", in order
 _PLAIN = re.compile(r"^[\w./+\-]+$")
 _NUMBER_LIKE = re.compile(r"^[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?$", re.I)
 _RESERVED = ("null", "true", "false", "inf", "nan")
 
 
 class SweepFileError(ValueError):
-    """What a sweep file says that cannot be meant, with the file's name."""
+    """A sweep file is not valid; the message names the file and says why."""
 
 
 @dataclass(frozen=True)
 class SweepFile:
-    """A file as it was read; see the module's docstring for the keys."""
+    """The contents of a sweep file; the module's docstring describes the keys."""
 
     base: dict[str, Any] = field(default_factory=dict)
     axes: dict[str, list[Any]] = field(default_factory=dict)
@@ -53,16 +55,16 @@ class SweepFile:
 
 @dataclass(frozen=True)
 class Expansion:
-    """The lines of a sweep, and the keys that vary in it, in the order of the sweep."""
+    """The lines of a sweep (one per point), and the keys that vary in it, in the order of the sweep."""
 
     lines: tuple[Line, ...]
     axes: tuple[str, ...]
 
 
 def read(path: Path, load: Callable[[Path], Any]) -> SweepFile | None:
-    """None for a file in Hydra's own form, which Hydra composes. SweepFileError for one that cannot be meant.
+    """The sweep in a file; None for a file in Hydra's own form, which Hydra composes. SweepFileError if it is invalid.
 
-    `load`: reads a file as Hydra does. Plain YAML would read 1e-3 as text, and the last of two equal keys.
+    `load`: reads a file as Hydra does. PyYAML would read 1e-3 as text, and accept duplicate keys.
     """
     try:
         data = load(path)
@@ -81,7 +83,7 @@ def read(path: Path, load: Callable[[Path], Any]) -> SweepFile | None:
 
 
 def yaml_problem(error: yaml.MarkedYAMLError, path: Path | None = None) -> str:
-    """What is wrong with a YAML file, in one line with the file and the line of it."""
+    """The problem of a YAML file in one line, with the file's name and the number of its line."""
     mark = error.problem_mark or error.context_mark
     name = path or Path(mark.name if mark else "")
     where = f"{name.parent.name}/{name.name}" + (f", line {mark.line + 1}" if mark else "")
@@ -104,7 +106,7 @@ def _unknown(data: Mapping[str, Any]) -> list[str]:
 
 
 def _misshapen(data: Mapping[str, Any]) -> list[str]:
-    """One line for each key whose value has another shape than the docstring's."""
+    """One line for each key whose value does not have the shape that the module's docstring shows."""
     wanted = {
         "base": ("a mapping of settings", _is_mapping),
         "axes": ("a mapping of keys to lists that are not empty", _is_axes),
@@ -124,7 +126,7 @@ def _misshapen(data: Mapping[str, Any]) -> list[str]:
 
 
 def _as_lists(axes: Any) -> str:
-    """The axes that were written as one text, as they are meant."""
+    """The correct spelling of the axes that were written as a text instead of a list."""
     texts = axes.items() if _is_mapping(axes) else ()
     meant = [f"{key}: [{', '.join(value.replace(',', ' ').split())}]" for key, value in texts if isinstance(value, str)]
     return f"; write {' '.join(meant)}" if meant else ""
@@ -151,9 +153,10 @@ def _all(value: Any, holds: Any) -> bool:
 
 
 def expand(sweep: SweepFile, typed: Mapping[str, Sequence[str]]) -> Expansion:
-    """The lines. `typed`: for each key of the command line its overrides; they win over everything in the file.
+    """Expands a sweep to its lines.
 
-    A typed key that is an axis replaces that axis, and a typed list is an axis more.
+    `typed`: the overrides of each key of the command line, which take precedence over everything in the file. A typed
+    key that is an axis of the file replaces that axis; other typed keys with a list of values are additional axes.
     """
     axes: list[list[Line]] = []
     for key, values in sweep.axes.items():
@@ -170,24 +173,27 @@ def expand(sweep: SweepFile, typed: Mapping[str, Sequence[str]]) -> Expansion:
     lines = [_joined([base, *parts]) for parts in itertools.product(*filter(None, axes))]
     _check_patterns(sweep, set(itertools.chain(*lines)))
     lines = [line for line in lines if not any(_matches(line, one) for one in sweep.exclude)]
+    # exclude and typed lists, which are axes, apply to the product only, so concat comes after them.
     plain = {key: words[0] for key, words in typed.items() if len(words) == 1}
     for point in sweep.concat:
         lines.append(_joined([base, {key: override(key, value) for key, value in point.items()}, plain]))
     lines = [_with_conditions(line, sweep.when, typed) for line in lines]
     varying = [key for key in dict.fromkeys(itertools.chain(*lines)) if len({line.get(key) for line in lines}) > 1]
-    # What follows from another key by a condition says nothing that the other does not.
+    # A key that `when` sets follows from another key, so it does not help to tell points apart.
     implied = {key for rule in sweep.when for key in rule["set"]}
     return Expansion(tuple(lines), tuple(key for key in varying if key not in implied))
 
 
 def counts(sweep: SweepFile, typed: Mapping[str, int]) -> dict[str, int]:
-    """The number of values of each axis that `expand` makes the product of, by the axis's keys, from the numbers of
-    values that are typed."""
+    """The number of values of each axis whose product `expand` builds, by the keys of the axis.
+
+    `typed`: the number of values of each key of the command line.
+    """
     found = {key: typed.get(key, len(values)) for key, values in sweep.axes.items()}
     for number, group in enumerate(sweep.zip, 1):
         free = [key for key in group if key not in typed]
         if free:
-            name = "+".join(free)  # two groups of the same keys are two axes
+            name = "+".join(free)  # two entries of zip with the same keys are two axes
             found[name if name not in found else f"{name} (zip {number})"] = len(group[free[0]])
     found |= {key: count for key, count in typed.items() if key not in sweep.axes}
     if sweep.seeds and "seed" not in typed:
@@ -196,7 +202,10 @@ def counts(sweep: SweepFile, typed: Mapping[str, int]) -> dict[str, int]:
 
 
 def patterns(sweep: SweepFile) -> list[tuple[str, list[str]]]:
-    """What exclude and when say, as overrides, each with its place: a misspelled option would match no point."""
+    """The patterns of exclude and when as overrides, each with the name of its place.
+
+    They have to be checked, because a misspelled option would silently match no point.
+    """
     found = [("exclude", _choices(one)) for one in sweep.exclude]
     for rule in sweep.when:
         found.append(("when: if", _choices(rule["if"])))
@@ -205,12 +214,12 @@ def patterns(sweep: SweepFile) -> list[tuple[str, list[str]]]:
 
 
 def _choices(pattern: Mapping[str, Any]) -> list[str]:
-    """Every override that the pattern allows."""
+    """All overrides that match the pattern."""
     return [override(key, value) for key, wanted in pattern.items() for value in _listed(wanted)]
 
 
 def _check_patterns(sweep: SweepFile, keys: set[str]) -> None:
-    """A pattern with a key that no point has would never match, without a word."""
+    """Raises SweepFileError for a pattern with a key that no point has, since it would silently never match."""
     found = [("exclude", one) for one in sweep.exclude] + [("when: if", one["if"]) for one in sweep.when]
     for where, pattern in found:
         for key in pattern.keys() - keys:
@@ -235,22 +244,22 @@ def _with_conditions(line: Line, rules: Sequence[Mapping[str, Any]], typed: Mapp
 
 
 def _matches(line: Line, pattern: Mapping[str, Any]) -> bool:
-    """Whether the line has, for each key of the pattern, its value or one of its list of values."""
+    """Whether the line has, for each key of the pattern, the pattern's value or one of its values."""
     return all(line.get(key) in [override(key, value) for value in _listed(wanted)] for key, wanted in pattern.items())
 
 
 def _listed(value: Any) -> list[Any]:
-    """The values that a pattern allows a key."""
+    """The values that a pattern allows for a key, as a list."""
     return value if isinstance(value, list) else [value]
 
 
 def override(key: str, value: Any) -> str:
-    """ "key=value" as it would be typed."""
+    """The override "key=value", as it would be typed."""
     return f"{key}={spelled(value)}"
 
 
 def spelled(value: Any) -> str:
-    """A value of YAML in the grammar of overrides; text is quoted where it would be read as something else."""
+    """A YAML value in Hydra's grammar of overrides; text is quoted if it would be read as something else."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):

@@ -1,5 +1,6 @@
-"""What a YAML file must be before it is read: a regular file of a bounded size, whose aliases stand for a bounded
-number of values. Readers write out what an alias stands for: ten lines may be more than any memory holds.
+"""Checks a YAML file before it is read: it must be a regular file of bounded size, with a bounded number of values.
+
+Readers expand aliases, so a file of ten lines may need more memory than any machine has.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from pathlib import Path
 
 import yaml
 
-MOST_BYTES = 4 << 20  # a sweep of 10,000 points, each in a line of its own, has a quarter
+MOST_BYTES = 4 << 20  # four times a sweep of 10,000 points with one line each
 MOST_VALUES = 200_000
 
 
 def check(path: Path) -> None:
-    """ValueError, or YAML's own error, for a file that no reader may be given. Nothing where there is no file."""
+    """Raises ValueError, or PyYAML's own error, for a file that must not be read. A missing file passes."""
     where = f"{path.parent.name}/{path.name}"
     if not path.exists():
         return
-    if not path.is_file():  # a pipe has no end
+    if not path.is_file():  # reading a pipe may never end
         raise ValueError(f"{where}: expected a file of settings, found {'a folder' if path.is_dir() else 'no file'}")
     if (size := path.stat().st_size) > MOST_BYTES:
         raise ValueError(f"{where}: expected settings of at most {MOST_BYTES >> 20} MiB, found {size >> 20} MiB")
@@ -27,7 +28,7 @@ def check(path: Path) -> None:
     try:
         node = yaml.compose(data.decode("utf-8"), yaml.SafeLoader)
     except UnicodeDecodeError:
-        return  # the reader says so
+        return  # the reader reports it
     if node is not None and (count := _values(node, {})) > MOST_VALUES:
         raise ValueError(
             f"{where}: expected at most {MOST_VALUES:,} values, found aliases that stand for {_told(count)}; "
@@ -36,7 +37,7 @@ def check(path: Path) -> None:
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values it stands for, aliases written out. RecursionError where one is inside what it stands for."""
+    """The number of values of a node with its aliases expanded. RecursionError if an alias is inside its own value."""
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:

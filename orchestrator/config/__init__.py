@@ -1,1 +1,1 @@
-"""The configuration as frozen dataclasses: its types and limits, without a machine or another group."""
+"""The configuration as frozen dataclasses: types and limits that depend on neither the machine nor another group."""

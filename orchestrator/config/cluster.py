@@ -1,4 +1,4 @@
-"""Where jobs are sent: this machine, or a cluster with what its scheduler is told."""
+"""The settings that decide where jobs run: on this machine, or on a SLURM cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.config.strict import Limits, Word
 
-# What the launcher itself says to sbatch: saying it twice would contradict what the records hold.
+# Options that the launcher itself passes to sbatch. A second value would contradict the records.
 OURS = (
     *("array", "chdir", "error", "export", "job-name", "mem", "nodes", "ntasks"),
     *("ntasks-per-node", "open-mode", "output", "requeue", "signal", "time"),
@@ -23,13 +23,16 @@ class ClusterKind(Word):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the jobs are sent. exclusive: one point of a sweep at a time, or on nodes of its own, so that none disturbs
-    another's numbers. The rest is for slurm; null leaves a choice to the site's defaults.
+    """Where the jobs run.
 
-    setup: shell lines of the job before its ranks start ("module load cuda"). throttle: points of one sweep that run
-    at once. memory_gib: of each node. cpus_per_rank: null = resources.threads. signal_delay_s: how long before the time
-    limit SLURM asks the ranks to save; sites may send the signal up to a minute earlier. usd_per_gpu_hour: for the cost
-    that a plan tells. additional: any other option of sbatch, by its long name.
+    `exclusive`: run the points of a sweep one at a time (local), or each on nodes that it does not share (slurm), so
+    that no point disturbs the measurements of another. `usd_per_gpu_hour`: the price for the cost estimate of a plan.
+
+    The other keys are for slurm, and null leaves them to the defaults of the site. `setup`: shell lines that the job
+    runs before its ranks start, such as "module load cuda". `throttle`: the most points of one sweep that run at the
+    same time. `memory_gib`: memory of each node. `cpus_per_rank`: null = resources.threads. `signal_delay_s`: seconds
+    before the time limit at which SLURM asks the ranks to save; the signal may arrive up to a minute earlier.
+    `additional`: any other option of sbatch, by its long name.
     """
 
     kind: ClusterKind = ClusterKind.local
@@ -61,7 +64,7 @@ class Cluster:
 
 
 def _one_line(text: str) -> bool:
-    """A second line would be a line of its own in the job's script."""
+    """Whether the text is a single line; a second one would become a separate line of the job's script."""
     return bool(text) and text.isprintable()
 
 

@@ -1,4 +1,4 @@
-"""The optimizer's and the schedule's settings, and which of them each kind uses; null is what a kind does not use."""
+"""The settings of optimizers and learning-rate schedules, and the keys that each kind uses; unused keys are null."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WarmupType(Word):
     log = "log"
 
 
-# The keys that a kind uses beside those that all do, each with a value to put where it is missing.
+# The keys that a kind uses in addition to the common ones, each with a value to suggest if it is missing.
 _MOMENTS: dict[str, object] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 OPTIMIZER_KEYS: dict[OptimizerKind, dict[str, object]] = {
     OptimizerKind.adamw: _MOMENTS,
@@ -59,15 +59,18 @@ SCHEDULER_KEYS: dict[SchedulerKind, dict[str, object]] = {
     SchedulerKind.lr_range_test: {"interval_steps": 5, "interval_rate": 1.0, "staircase": False},
 }
 SCHEDULER_ALL = ("kind",)
-# Used by one_cycle, and null there means something: as long down as up; no decay after; a momentum that rests.
+# Keys of one_cycle that may be null: as many steps down as up, no decay after the cycle, a constant momentum.
 CYCLE_OPTIONAL = ("fall_steps", "decay_steps", "decay_rate", "momentum_min", "momentum_max")
 _PAIRS = (("decay_steps", "decay_rate"), ("momentum_min", "momentum_max"))
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`no_decay` spares norms and biases the weight decay; `clip_norm` null switches clipping off. Kind torch is an
-    element-wise optimizer of torch.optim by its class `name`, with its `arguments`."""
+    """The update rule and its constants.
+
+    `no_decay`: do not apply weight decay to norms and biases. `clip_norm`: null disables clipping. Kind torch is an
+    element-wise optimizer of torch.optim, given by its class `name` and its `arguments`.
+    """
 
     kind: OptimizerKind = OptimizerKind.adamw
     lr: float = 3e-3
@@ -94,7 +97,7 @@ class Optimizer:
 
     @property
     def has_momentum(self) -> bool:
-        """Whether a schedule can cycle it."""
+        """Whether the optimizer has a momentum that a schedule can cycle."""
         if self.kind is OptimizerKind.torch:
             return torch_has_momentum(self.name or "", self.arguments)
         return self.kind is not OptimizerKind.sgd or bool(self.momentum)
@@ -102,9 +105,12 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Ratios are of optimizer.lr: `start_lr_ratio` where a rise begins, `min_lr_ratio` where a fall ends. Steps are
-    updates. One cycle goes up in `rise_steps` and down in `fall_steps`, the momentum the other way; the range test
-    adds `interval_rate` x optimizer.lr every `interval_steps`."""
+    """The learning rate over the steps, which are optimizer updates.
+
+    Ratios are relative to optimizer.lr: a rise begins at `start_lr_ratio`, and a fall ends at `min_lr_ratio`. Kind
+    one_cycle raises the rate over `rise_steps` and lowers it over `fall_steps`, while the momentum moves in the
+    opposite direction. Kind lr_range_test adds `interval_rate` x optimizer.lr every `interval_steps`.
+    """
 
     kind: SchedulerKind = SchedulerKind.cosine
     warmup_steps: int | None = 5
@@ -123,7 +129,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "scheduler")
-        least = 0 if self.kind is SchedulerKind.cosine else 1  # the published warm-ups begin with one step
+        least = 0 if self.kind is SchedulerKind.cosine else 1  # DeepSpeed's warm-ups have at least one step
         limits.at_least(least, warmup_steps=least)
         limits.at_least(1, rise_steps=10, fall_steps=None, decay_steps=10, interval_steps=5)
         limits.at_least(0, decay_rate=0.1, interval_rate=1.0)
@@ -135,7 +141,7 @@ class Scheduler:
 
 
 def optimizer_problem(optimizer: Optimizer) -> Broken | None:
-    """A key that the kind does not use, one that it needs, or two that do not fit."""
+    """The first broken rule: a key that the kind does not use, a missing key, or values that do not fit together."""
     used = OPTIMIZER_KEYS[optimizer.kind]
     return (
         _keys_problem("optimizer", vars(optimizer), used, OPTIMIZER_ALL)
@@ -145,7 +151,8 @@ def optimizer_problem(optimizer: Optimizer) -> Broken | None:
 
 
 def scheduler_problem(scheduler: Scheduler) -> Broken | None:
-    """A key that the kind does not use, one that it needs, or one without the other of its pair."""
+    """The first broken rule: a key that the kind does not use, a missing key, a key without the other of its pair, or a
+    momentum_min above momentum_max."""
     optional = CYCLE_OPTIONAL if scheduler.kind is SchedulerKind.one_cycle else ()
     values = vars(scheduler)
     broken = _keys_problem("scheduler", values, SCHEDULER_KEYS[scheduler.kind], (*SCHEDULER_ALL, *optional))
@@ -161,7 +168,7 @@ def scheduler_problem(scheduler: Scheduler) -> Broken | None:
 
 
 def momentum_problem(optimizer: Optimizer, scheduler: Scheduler) -> Broken | None:
-    """A cycle of the momentum that the optimizer does not have."""
+    """The broken rule if the schedule cycles a momentum that the optimizer does not have."""
     if scheduler.momentum_max is None or optimizer.has_momentum:
         return None
     own = ("optimizer.momentum=0.9",) if optimizer.kind is OptimizerKind.sgd else ()

@@ -1,4 +1,4 @@
-"""A local folder of weights as the command line sees it: its config.json, read without torch or transformers."""
+"""Checks of a local folder of pretrained weights by its config.json, without importing torch or transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.text.paths import expanded
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER = "tokenizer.json"
-# Files that belong to a tokenizer or to generation, not to the weights; an export takes them along.
+# Files for the tokenizer or for generation, not weights. An export copies them.
 COMPANIONS = (
     TOKENIZER,
     "tokenizer_config.json",
@@ -29,9 +29,12 @@ COMPANIONS = (
 
 
 def completed(model: Model) -> Model:
-    """With a path alone: the folder's name, model type and configuration filled in, where they can be read."""
+    """The model with name, model type and configuration filled in from its folder.
+
+    Unchanged if no path is given, if model type or configuration is given as well, or if config.json cannot be read.
+    """
     if model.path is None or model.model_type is not None or model.config:
-        return model  # what is given beside a path is refused by `problem`
+        return model  # `problem` refuses a model type or configuration that is given in addition to a path
     path = expanded(model.path).absolute()
     config = read_config(path)
     if config is None or not isinstance(config.get("model_type"), str):
@@ -40,17 +43,17 @@ def completed(model: Model) -> Model:
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """What config.json says; None where there is none that can be read."""
+    """The contents of config.json; None if it is missing or cannot be read."""
     file = path / CONFIG
     try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None  # a pipe has no end
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None  # reading a pipe may never end
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
 
 def problem(model: Model) -> Broken | None:
-    """What is wrong with `model.path`, or with a model that needs it."""
+    """What is wrong with `model.path`, or with a model that needs a path and has none; None if nothing is."""
     if model.path is None:
         if model.model_type is not None:
             return None

@@ -71,7 +71,8 @@ class TrackingKind(Word):
 
 @dataclass(frozen=True)
 class Batch:
-    """Counts are sequences, `seq` is tokens; global_size = micro x accumulation x ranks."""
+    """`micro` and `global_size` are numbers of sequences, `seq` is the number of tokens in a sequence;
+    global_size = micro x accumulation x ranks."""
 
     micro: int = 4
     accumulation: int | None = None
@@ -87,8 +88,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Model:
-    """A transformers architecture (`model_type`) and the arguments of its configuration, with random weights; or the
-    folder `path`, as save_pretrained writes it, with its own of all three."""
+    """A transformers architecture (`model_type`), with the arguments of its configuration (`config`) and random
+    weights; or the folder `path`, as written by save_pretrained, which contains all three."""
 
     name: str
     model_type: str | None = None
@@ -98,8 +99,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA (arXiv 2106.09685): the model is frozen, and products of two matrices of this rank, times alpha / rank, are
-    trained beside its linear layers: those whose names end in one of `targets`, or all but the head where it is empty.
+    """LoRA (arXiv 2106.09685): the model is frozen, and a product of two matrices of rank `rank`, times alpha / rank,
+    is trained next to each of its linear layers whose names end in one of `targets`. An empty `targets` means all
+    linear layers except the head.
     """
 
     kind: AdapterKind = AdapterKind.none
@@ -116,9 +118,10 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Data:
-    """What is read; `path` belongs to kind text alone.
+    """The text or tokens that the model is trained on.
 
-    `tokenizer`: bytes makes one token of each byte, model takes that of `model.path`, auto is model where there is one.
+    `path`: a file or folder, for kind text only. `tokenizer`: bytes makes one token of each byte, model uses the
+    tokenizer in `model.path`, and auto is model if there is one, else bytes.
     """
 
     kind: DataKind = DataKind.stdlib
@@ -135,9 +138,12 @@ class Data:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Activation checkpointing: full keeps only each block's input and runs its forward again in backward, every_nth
-    does so to the last of every `every` blocks, by_operation keeps the outputs of matrix products too. `offload` cpu:
-    what blocks keep rests in the host's memory until backward; on a CPU that is where it is."""
+    """Activation checkpointing.
+
+    `kind`: full keeps only the input of each block and runs the block's forward again in backward, every_nth does the
+    same for the last of every `every` blocks, and by_operation also keeps the outputs of matrix products. `offload`:
+    cpu stores the activations that the blocks keep in host memory until backward; on a CPU they are there already.
+    """
 
     kind: RecomputeKind = RecomputeKind.none
     every: int = 2
@@ -151,7 +157,8 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Loss:
-    """The cross entropy of all logits at once, or of `tile` tokens' logits at a time, made again in backward."""
+    """The cross entropy of all logits at once (full), or of the logits of `tile` tokens at a time, which are recomputed
+    in backward (tiled)."""
 
     kind: LossKind = LossKind.full
     tile: int = 1024
@@ -163,18 +170,19 @@ class Loss:
 
     @property
     def tile_tokens(self) -> int | None:
-        """Tokens whose logits exist at a time; None for all."""
+        """The number of tokens whose logits exist at the same time; None for all."""
         return self.tile if self.kind is LossKind.tiled else None
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Saving of the model states, and going on from what was saved.
+    """Saving model states, and resuming from a checkpoint.
 
-    Saved after every `every` steps (null: at the end alone); the last `keep_last` stay, and each `keep_every`-th step.
-    `background`: training goes on while the files are written. `resume`: none starts anew, auto goes on from the newest
-    good checkpoint of the same point where there is one, a folder goes on from that checkpoint, whatever its world.
-    `weights`: bf16 or fp16 gathers the trained weights at the end and leaves them as a Hugging Face folder.
+    A checkpoint is saved after every `every` steps (null: only at the end). The last `keep_last` are kept, and those of
+    every `keep_every`-th step. `background`: training continues while the files are written. `resume`: none starts from
+    the beginning; auto resumes from the newest good checkpoint of the same point, if there is one; a folder resumes
+    from that checkpoint, whatever the number of ranks that saved it. `weights`: bf16 or fp16 gathers the trained
+    weights at the end and writes them as a Hugging Face folder.
     """
 
     kind: CheckpointKind = CheckpointKind.none
@@ -194,11 +202,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Resources:
-    """`ranks` null = the GPUs there, else 2; `threads` null = cores // ranks; the limit is of one run.
+    """The processes of a run, where they compute, and how long they may take.
 
-    nodes: machines that the ranks are spread over, as many on each.
-    stuck_s: how long a rank may keep the others waiting in a collective before the run is ended, in every step. While
-    ranks load and compile before the first step it is 300, where stuck_s is less.
+    `ranks`: null = the number of GPUs, or 2 on a CPU. `threads`: null = cores // ranks. `time_limit_min`: the limit of
+    one run in minutes. `nodes`: the number of machines, each with the same number of ranks. `stuck_s`: how many seconds
+    a rank may keep the others waiting in a collective of a step before the run is ended. Before the first step, while
+    ranks load and compile, the limit is at least 300 seconds.
     """
 
     device: Device = Device.auto
@@ -218,7 +227,8 @@ class Resources:
 
 @dataclass(frozen=True)
 class Measure:
-    """Steps left out of the numbers, steps counted, and batches of the validation after them."""
+    """`warmup_steps`: steps left out of the measurements. `steps`: the measured steps after them. `validation_batches`:
+    batches of the validation that follows."""
 
     warmup_steps: int = 5
     steps: int = 25
@@ -233,7 +243,8 @@ class Measure:
 
 @dataclass(frozen=True)
 class Tracking:
-    """`uri` null = an SQLite file beside the outputs; `experiment` null = a name of the project's."""
+    """Where a run is tracked. `uri`: null = an SQLite file next to the outputs. `experiment`: the name of an MLflow
+    experiment; null = a name made from the model's."""
 
     kind: TrackingKind = TrackingKind.mlflow
     uri: str | None = None
@@ -242,7 +253,7 @@ class Tracking:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One point. After rules.resolve() nothing about ranks, threads, the batch or the device is left open."""
+    """The configuration of one point. rules.resolve() fills in ranks, threads, batch and device if they are open."""
 
     seed: int = 1234
     output: str = "outputs"
@@ -268,7 +279,7 @@ class RunConfig:
 
 
 def root_limits(values: Mapping[str, Any]) -> Limits:
-    """What is out of range among the values that belong to no group."""
+    """Checks the values that belong to no group; those out of range are in `broken` of the result."""
     limits = Limits(values)
     limits.must("seed", lambda value: 0 <= value < 2**32, "from 0 to 2^32 - 1", 1234)
     limits.must("output", bool, "the name of a folder", "outputs")
@@ -276,12 +287,12 @@ def root_limits(values: Mapping[str, Any]) -> Limits:
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """Plain data, ready for JSON: enums become their names."""
+    """The configuration as plain data for JSON; enums become their names."""
     return {key: _plain(value) for key, value in asdict(config).items()}
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
-    """The inverse of to_dict. ConfigError tells every unknown key, wrong type and bad value at once."""
+    """The inverse of to_dict. Raises one ConfigError with every unknown key, wrong type and bad value."""
     config, broken = build(RunConfig, data)
     if broken:
         raise ConfigError(broken)

@@ -1,4 +1,4 @@
-"""The groups that say what model states are: how they are sharded, in which dtypes, and where they rest."""
+"""The groups that describe model states: how they are sharded, in which dtypes, and where they are stored."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ class StepTime(Word):
 
 @dataclass(frozen=True)
 class Zero:
-    """`prefetch` counts the units gathered ahead of the one in use; it changes time, never bits.
+    """How model states are sharded.
 
-    `shard_ranks`: shard over groups of so many ranks and replicate across them; null shards over all.
-    `reduce_at_boundary`: keep gradients whole over the micro-batches and reduce them once, also in stages 2 and 3.
-    `unit_numel`: the elements that are gathered and reduced together; null makes one unit of each block.
+    `prefetch`: number of units that are gathered ahead of the one in use; it affects the time of a step, never the bits
+    of its result. `shard_ranks`: shard over groups of this many ranks and replicate across the groups; null shards over
+    all ranks. `reduce_at_boundary`: in stages 2 and 3 too, keep full gradients over the micro-batches and reduce them
+    once. `unit_numel`: the most elements of a unit, which is gathered and reduced together; only a unit that cannot be
+    split is larger. null makes one unit of each block.
     """
 
     stage: int = 2
@@ -56,11 +58,14 @@ class Zero:
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes: of parameters, of gradients on the wire, of their sum, of the master weights, and of the computation.
+    """The dtypes of parameters, of gradients on the wire (`reduce`), of their sum (`accumulate`), of the master weights
+    and of the computation.
 
-    `compute` auto is `param`, but fp32 on a CPU without matrix instructions for it. The rest is for fp16 alone:
-    `loss_scale` null scales losses dynamically, by the keys after it; a number fixes the scale.
-    Parameters whose names match a pattern of `keep_dtype` stay in the dtype that they are built with (fp32).
+    `compute`: auto is the dtype of `param`, or fp32 on a CPU without matrix instructions for that dtype. `keep_dtype`:
+    parameters whose names match one of these patterns keep the dtype that they are built with (fp32).
+
+    The loss scale is for fp16 only. `loss_scale`: a number is a fixed scale; null scales the losses dynamically, as set
+    by `initial_scale_power`, `loss_scale_window`, `hysteresis`, `consecutive_hysteresis` and `min_loss_scale`.
     """
 
     param: DType = DType.bf16
@@ -88,12 +93,16 @@ class Precision:
 
 @dataclass(frozen=True)
 class Offload:
-    """Where the shards of the parameters, and masters and optimizer states, rest between their uses.
+    """Where parameter shards (`params`), and master weights and optimizer states (`optimizer`), are stored between
+    their uses.
 
-    `ratio`: the share of the trained elements whose unit rests elsewhere. `step`: whether units are updated when the
-    norm is known, or during backward, which is undone where the norm says so. The rest is for nvme alone: `folder` of
-    the scratch files (null: in the output folder), the size of a request, how many are in flight, how many units are
-    read ahead and written behind, and whether what comes back is compared with the checksum of what was written.
+    `ratio`: the share of the trained elements whose units are offloaded. `step`: after_backward updates the units once
+    the gradient norm is known; speculative updates them during backward, and undoes the updates if the norm requires
+    it.
+
+    The other keys are for nvme only. `folder`: the folder of the scratch files; null is a folder in the output folder.
+    `block_mib`: size of an I/O request. `requests`: the number of requests in flight. `ahead`: the number of units that
+    are read ahead and written behind. `verify`: compare the data read back with the checksum of the data written.
     """
 
     params: OffloadDevice = OffloadDevice.device

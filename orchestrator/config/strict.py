@@ -1,4 +1,4 @@
-"""Builds frozen dataclasses from plain data: what does not fit is refused, and all of it is told at once."""
+"""Builds frozen dataclasses from plain data, and reports all unknown keys, wrong types and bad values together."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from enum import Enum
 from types import MappingProxyType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-MOST_BITS = 64  # of a whole number: no library holds more, and no file of records either
+MOST_BITS = 64  # of an integer: neither the libraries nor the record files hold larger ones
 
 
 class Word(str, Enum):
-    """An enum whose members are their own spelling in conf/, so that a resolved config is plain JSON."""
+    """An enum whose members are strings, spelled as in conf/, so that a resolved configuration is plain JSON."""
 
     def __str__(self) -> str:
         return str(self.value)
 
 
 class Broken(NamedTuple):
-    """One broken rule. Each of `fix` is a list of overrides, "a=1 b=2", that alone makes the rule hold."""
+    """One broken rule. Each entry of `fix` is a list of overrides, such as "a=1 b=2", that is enough to satisfy it."""
 
     rule: str
     found: str = ""
@@ -35,7 +35,7 @@ class Broken(NamedTuple):
 
 
 class ConfigError(ValueError):
-    """Everything wrong with a configuration."""
+    """A configuration breaks rules; `broken` has all of them."""
 
     def __init__(self, broken: list[Broken]) -> None:
         super().__init__("\n".join(str(one) for one in broken))
@@ -43,7 +43,7 @@ class ConfigError(ValueError):
 
 
 class Refusal(ValueError):
-    """Nothing can be started; every problem of what was typed."""
+    """Nothing can be started; `problems` lists everything that is wrong with the command line."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -51,7 +51,7 @@ class Refusal(ValueError):
 
 
 class Limits:
-    """Collects what is out of range in one group, so that all of it is told at once."""
+    """Collects the values of one group that are out of range, so that they are reported together."""
 
     def __init__(self, values: Mapping[str, Any], name: str = "") -> None:
         self._values = values
@@ -59,7 +59,10 @@ class Limits:
         self.broken: list[Broken] = []
 
     def must(self, key: str, holds: Callable[[Any], bool], rule: str, fix: object) -> None:
-        """None means "not set" and is always in range, also as a `fix`."""
+        """Records a broken rule if the value of `key` does not satisfy `holds`.
+
+        None means "not set": it is always in range, and as `fix` it is written as null.
+        """
         value = self._values.get(key)
         if value is not None and not holds(value):
             full = self._prefix + key
@@ -67,7 +70,7 @@ class Limits:
             self.broken.append(Broken(f"{full} must be {rule}", str(value), (f"{full}={fixed}",)))
 
     def at_least(self, low: int, **keys: object) -> None:
-        """Each keyword is a key with the value that repairs it."""
+        """Requires values of at least `low`. Each keyword argument is a key and the value to suggest for it."""
         for key, fix in keys.items():
             self.must(key, lambda value: value >= low, f"at least {low}", fix)
 
@@ -77,21 +80,21 @@ class Limits:
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The word most like this one, whatever its case; None when nothing is near."""
+    """The most similar of `words`, ignoring case; None if none is similar."""
     known = list(words)
     found = difflib.get_close_matches(word.lower(), [one.lower() for one in known], n=1, cutoff=0.6)
     return next((one for one in known if found and one.lower() == found[0]), None)
 
 
 def type_of(hint: Any) -> tuple[Any, bool]:
-    """The type under an Optional, and whether null is allowed."""
+    """The type inside an Optional (or the type itself), and whether null is allowed."""
     if get_origin(hint) in (Union, UnionType):
         return next(arg for arg in get_args(hint) if arg is not type(None)), True
     return hint, False
 
 
 def describe(hint: Any) -> str:
-    """What a value of this type looks like, for a person."""
+    """A description of the type's values for messages, such as "a whole number, or null"."""
     kind, optional = type_of(hint)
     if isinstance(kind, type) and issubclass(kind, Enum):
         text = "one of " + ", ".join(str(member.value) for member in kind)
@@ -105,7 +108,7 @@ def describe(hint: Any) -> str:
 
 
 def wanted(hint: Any, value: object) -> str:
-    """What a value of this type looks like, and what no value may hold where this one holds it."""
+    """`describe`, with the limit on integers and nested values added if `value` exceeds it."""
     text = describe(hint)
     if _is_plain(hint, value):
         return text
@@ -114,15 +117,15 @@ def wanted(hint: Any, value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """The value in a message, where Python can write it."""
+    """The value for a message; a description if it is too long for Python to print."""
     try:
         return repr(value)
-    except ValueError:  # a number of thousands of digits
+    except ValueError:  # an integer of thousands of digits
         return f"one of type {type(value).__name__}, too long to show"
 
 
 def _is_plain(hint: Any, value: object) -> bool:
-    """Whether JSON and every library can hold it, unless it becomes a float or text."""
+    """Whether JSON and all libraries can hold the value. Always true if it is to become a float or text."""
     return type_of(hint)[0] in (float, str) or _is_held(value)
 
 
@@ -137,7 +140,10 @@ def _is_held(value: object) -> bool:
 
 
 def convert(hint: Any, value: object) -> Any:
-    """The value as this type; else ValueError. Whole numbers pass as numbers, numbers as text."""
+    """The value converted to the type of `hint`; ValueError if it does not fit.
+
+    Integers are accepted as floats, and numbers as text.
+    """
     kind, optional = type_of(hint)
     if not _is_plain(hint, value):
         raise ValueError(f"expected {wanted(hint, value)}, found {shown(value)}")
@@ -161,19 +167,19 @@ def convert(hint: Any, value: object) -> Any:
 def _is_finite(value: int | float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number beyond the largest float
+    except OverflowError:  # an integer beyond the largest float
         return False
 
 
-@functools.cache  # every point of a sweep asks, for each group
+@functools.cache  # called for each group of every point of a sweep
 def hints_of(cls: type) -> Mapping[str, Any]:
-    """The types of a dataclass's fields, in their order."""
+    """The types of a dataclass's fields by name, in the order of the fields."""
     known = get_type_hints(cls)
     return MappingProxyType({one.name: known[one.name] for one in fields(cls)})
 
 
 def build(cls: type, data: object, path: str = "") -> tuple[Any, list[Broken]]:
-    """An instance and nothing broken, or None and everything broken."""
+    """An instance and no broken rules, or None and all broken rules."""
     if not isinstance(data, Mapping):
         return None, [Broken(f"{path} must be a mapping", shown(data))]
     parts, broken = build_parts(cls, data, path)
@@ -186,7 +192,7 @@ def build(cls: type, data: object, path: str = "") -> tuple[Any, list[Broken]]:
 
 
 def build_parts(cls: type, data: Mapping[Any, object], path: str = "") -> tuple[dict[str, Any], list[Broken]]:
-    """The fields that could be built, by name, and everything broken in the others."""
+    """The fields that could be built, by name, and all rules that the others break."""
     hints = hints_of(cls)
     prefix = f"{path}." if path else ""
     broken = [_unknown(prefix, str(key), hints) for key in data if key not in hints]
@@ -200,7 +206,7 @@ def build_parts(cls: type, data: Mapping[Any, object], path: str = "") -> tuple[
 def _fill(parts: dict[str, Any], one: Field[Any], hint: Any, data: Mapping[Any, object], prefix: str) -> list[Broken]:
     key = prefix + one.name
     if one.name not in data:
-        # A group is never filled in silently: who removes it with ~group is told.
+        # A missing group is never filled in silently: ~group on a command line is reported.
         optional = not is_dataclass(hint) and (one.default is not MISSING or one.default_factory is not MISSING)
         return [] if optional else [Broken(f"{key} is missing")]
     if isinstance(hint, type) and is_dataclass(hint):

@@ -1,1 +1,1 @@
-"""This computer: what it has, who uses it, and how processes of ours start on it."""
+"""This computer: its hardware, the slots that runs occupy, and the processes that we start on it."""

@@ -1,14 +1,15 @@
-"""How Python processes of ours start: with our code on their path, and without the folder that somebody stands in.
+"""Starts Python child processes with our code on their import path, and without the current folder.
 
-`python -m` puts the current folder first: a `queue.py` or `torch.py` there, of a data set or of a stranger, would be
-imported in place of the real one. So children are started as `python .../machine/children.py MODULE WORDS`, which puts
-the path right before it imports anything, and then runs the module as `python -m` does.
+`python -m` puts the current folder first on the path, so that a file such as `queue.py` or `torch.py` there, from a
+data set or another user, would be imported instead of the real module. Children are therefore started as
+`python .../machine/children.py MODULE WORDS`, which corrects the path before it imports anything, and then runs the
+module as `python -m` does.
 """
 
 import sys
 
 if __name__ == "__main__":
-    # Python put this file's own folder first, unless it was asked not to (PYTHONSAFEPATH).
+    # Python has put this file's folder first on the path, unless PYTHONSAFEPATH tells it not to.
     sys.path[:] = sys.path[0 if getattr(sys.flags, "safe_path", False) else 1 :]
     if (root := __file__.rsplit("/", 3)[0]) not in sys.path:
         sys.path.insert(0, root)
@@ -22,24 +23,30 @@ PYTHONPATH = "PYTHONPATH"
 
 
 def words(module: str, *arguments: str, flags: tuple[str, ...] = ()) -> list[str]:
-    """The command that runs a module of ours, or of a library, in a process of its own; give it `environment`."""
+    """The command that runs a module of ours or of a library as a child; start it with the result of `environment`."""
     return [sys.executable, *flags, os.path.abspath(__file__), module, *arguments]
 
 
 def environment(base: Mapping[str, str]) -> dict[str, str]:
-    """`base` for a child: an empty entry of PYTHONPATH, as `PYTHONPATH=$PYTHONPATH:/mine` easily has, would be the
-    current folder. What somebody named there stays, the current folder too where it was named."""
+    """`base` for a child process, with the empty entries of PYTHONPATH removed.
+
+    An empty entry, which `PYTHONPATH=$PYTHONPATH:/mine` easily produces, means the current folder. Explicit entries
+    stay, even if one of them names the current folder.
+    """
     return {**base, **({PYTHONPATH: named(base)} if PYTHONPATH in base else {})}
 
 
 def named(base: Mapping[str, str]) -> str:
-    """PYTHONPATH less its empty entries."""
+    """The value of PYTHONPATH without its empty entries."""
     return os.pathsep.join(filter(None, base.get(PYTHONPATH, "").split(os.pathsep)))
 
 
 def forget_current_folder() -> None:
-    """Takes what `python -m` and an empty entry of PYTHONPATH put there out of this process's path. For programs: in a
-    notebook the path is its owner's. Ends the program where the current folder was deleted."""
+    """Removes the current folder from this process's path, where `python -m` or an empty entry of PYTHONPATH put it.
+
+    Only for our own programs: in a notebook the path belongs to the user. Exits the program if the current folder was
+    deleted.
+    """
     try:
         here = os.getcwd()
     except FileNotFoundError:
@@ -47,7 +54,7 @@ def forget_current_folder() -> None:
         sys.exit(2)
     entries = os.environ.get(PYTHONPATH, "").split(os.pathsep)
     stays = {ROOT, *map(os.path.abspath, filter(None, entries))}
-    standard = os.path.dirname(os.__file__)  # what comes after it is installed
+    standard = os.path.dirname(os.__file__)  # entries after it are installed packages
     end = sys.path.index(standard) if standard in sys.path else len(sys.path)
     first = [one for one in sys.path[:end] if one in stays or os.path.abspath(one) != here]
     sys.path[:] = [*first, *sys.path[end:]]

@@ -1,4 +1,4 @@
-"""What this machine offers, learned without importing torch: GPUs, CPU cores, and a short name of either."""
+"""Detects the hardware of this machine without importing torch: GPUs, CPU cores, memory, and short names for them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Hardware:
-    """`gpus` are those this process may use with the installed torch; `idle_gpus` are there but out of its reach.
+    """The hardware of this machine that this process can use.
 
-    `cpu_dtypes` are the 16-bit dtypes that the CPU has matrix instructions for. `slurm`: jobs can be sent to a cluster
-    from here.
+    `gpus`: number of GPUs that the installed torch can use. `idle_gpus`: number of visible GPUs that it cannot use.
+    `cpu_dtypes`: the 16-bit dtypes that the CPU has matrix instructions for. `slurm`: whether jobs can be submitted to
+    a SLURM cluster from here.
     """
 
     cores: int
@@ -38,12 +39,12 @@ class Hardware:
     slurm: bool = False
 
     def name(self, device: Device) -> str:
-        """Short, for the identity of a point: numbers of one name may be compared."""
+        """A short name for the identity of a point. Measurements on hardware of the same name can be compared."""
         return self.gpu if device is Device.cuda else f"{self.cpu}/{self.cores}-cores"
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Hardware:
-    """This machine as a process with this environment sees it."""
+    """The hardware that a process with this environment (None: our own) can use."""
     models = visible(gpu_models(), (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES"))
     usable = models if torch_has_cuda() else []
     return Hardware(
@@ -59,7 +60,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Hardware:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that this process may use; `visible` is its entry of CUDA_VISIBLE_DEVICES. No memory: nobody told."""
+    """A GPU that this process may use; `visible` is its entry of CUDA_VISIBLE_DEVICES, unknown memory is None."""
 
     visible: str
     uuid: str = ""
@@ -67,7 +68,7 @@ class Gpu:
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
-    """The GPUs of `detect`, one by one, in their order."""
+    """The GPUs that `detect` counts, in the same order."""
     environ = os.environ if environ is None else environ
     models = gpu_models()
     setting = environ.get("CUDA_VISIBLE_DEVICES")
@@ -79,12 +80,12 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
 
 
 def gpu_processes() -> list[tuple[str, str, str]]:
-    """(UUID of the GPU, pid, memory) of everything that computes on a GPU of this machine now."""
+    """(UUID of the GPU, pid, memory) of every process that now computes on a GPU of this machine."""
     return [(uuid, pid, used) for uuid, pid, used in _smi("--query-compute-apps=gpu_uuid,pid,used_memory")]
 
 
 def _smi(query: str) -> list[list[str]]:
-    """The rows that nvidia-smi answers; none where it is not there."""
+    """The rows that nvidia-smi prints for a query of three columns; empty if it is missing or fails."""
     try:
         line = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
         answer = subprocess.run(line, capture_output=True, encoding="utf-8", errors="replace", timeout=20, check=True)
@@ -94,14 +95,14 @@ def _smi(query: str) -> list[list[str]]:
 
 
 def memory_bytes() -> int:
-    """What this machine, or the container that we are in, gives to processes."""
+    """The memory in bytes that this machine, or our container on it, has for processes."""
     total: int = psutil.virtual_memory().total
     limit = cgroups.memory_limit()
     return total if limit is None else min(total, limit)
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on: its affinity, and the share that a container grants."""
+    """The number of cores that this process may use, limited by its affinity and by the CPU share of its container."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:
@@ -111,7 +112,7 @@ def usable_cores() -> int:
 
 
 def visible(models: list[str], setting: str | None) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES leaves of the GPUs. As CUDA does, it counts up to the first entry that is not there."""
+    """The GPUs that CUDA_VISIBLE_DEVICES selects. As in CUDA, entries after the first invalid one are ignored."""
     if setting is None:
         return models
     left = []
@@ -126,13 +127,13 @@ def visible(models: list[str], setting: str | None) -> list[str]:
 
 
 def gpu_models() -> list[str]:
-    """The short name of each NVIDIA GPU. The driver's files answer at once; nvidia-smi where they are hidden."""
+    """The short name of each NVIDIA GPU, from the driver's files, or from the slower nvidia-smi if they are hidden."""
     found = [_model_in(folder / "information") for folder in sorted(PROC_GPUS.glob("*"))]
     return [short_name(model) for model in found] if found else _ask_nvidia_smi()
 
 
 def short_name(model: str) -> str:
-    """ "NVIDIA A100-SXM4-80GB" and "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz" without the noise."""
+    """The model's name without filler: "Intel-Xeon-Gold" for "Intel(R) Xeon(R) Gold CPU @ 2.70GHz"."""
     quiet = re.sub(r"\(R\)|\(TM\)|\bNVIDIA\b|\bCPU\b|\bProcessor\b|@.*$", " ", model)
     return "-".join(quiet.split()) or "unknown"
 
@@ -149,7 +150,7 @@ def cpu_model() -> str:
 
 
 def cpu_dtypes() -> frozenset[str]:
-    """bf16 and fp16, where the CPU multiplies matrices of them natively (5 to 100 times faster than without)."""
+    """The dtypes among bf16 and fp16 for which the CPU has matrix instructions, which are 5 to 100 times faster."""
     try:
         found = re.search(
             r"^(?:flags|Features)\s*:\s*(.+)$", CPU_INFO.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
@@ -162,7 +163,7 @@ def cpu_dtypes() -> frozenset[str]:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch was built for CUDA, read from its version file instead of importing it."""
+    """Whether the installed torch was built with CUDA, according to its version file, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

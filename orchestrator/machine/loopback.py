@@ -1,4 +1,4 @@
-"""The loopback address of this machine."""
+"""The loopback address of this machine, in IPv4 or IPv6."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ADDRESSES = ("127.0.0.1", "::1")
 
 
 def loopback(addresses: Sequence[str] = ADDRESSES) -> str:
-    """127.0.0.1, or ::1 where the machine has IPv6 alone. OSError where it has neither."""
+    """127.0.0.1, or ::1 if the machine has only IPv6. Raises OSError if it has neither."""
     found = next((address for address in addresses if _binds(address)), None)
     if found is None:
         raise OSError(f"neither {' nor '.join(addresses)} can be bound; `ip link set lo up` brings the loopback up")
@@ -26,10 +26,10 @@ def _binds(address: str) -> bool:
 
 
 def family(address: str) -> socket.AddressFamily:
-    """AF_INET6 for an address with colons."""
+    """AF_INET6 for an address with colons, else AF_INET."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def in_url(address: str) -> str:
-    """As it is written before a port: ::1 in brackets."""
+    """The address as written before a port: an IPv6 address in brackets."""
     return f"[{address}]" if ":" in address else address

@@ -1,4 +1,4 @@
-"""Processes of the operating system: who is alive, whose session they belong to, and how to end them all."""
+"""Operating system processes: whether one is alive, stop signals, and ending all processes of a session."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def started(pid: int) -> str | None:
-    """A token of the process, the same for as long as it lives; None when there is none, or only a zombie.
+    """A token that identifies the process for as long as it lives; None if there is no such process, or only a zombie.
 
-    A pid alone is used again by others. No step of the clock moves the token: process_identity [Note: clock steps].
+    The pid alone is not enough, since pids are reused. The token does not change when the clock is set: see
+    process_identity [Note: clock steps].
     """
     if process_identity.has_proc():
         return process_identity.started(pid)
@@ -35,19 +36,21 @@ def started(pid: int) -> str | None:
 
 
 def is_alive(pid: int, token: object) -> bool:
-    """Whether the process with this token of `started` still runs. Records of before have no token but a float, which
-    no process has: their processes count as gone."""
+    """Whether the process with this token of `started` still runs.
+
+    Records of earlier versions have a float instead of a token, which no process has: their processes count as gone.
+    """
     found = started(pid)
     return found is not None and found == token
 
 
 class StoppedBySignal(KeyboardInterrupt):
-    """Somebody asked the command to stop with a signal that is not Ctrl-C."""
+    """The command was asked to stop by a signal other than Ctrl-C."""
 
 
 @contextlib.contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """A polite end of the terminal or from `kill` unwinds as Ctrl-C does. For the main thread."""
+    """Makes SIGTERM and SIGHUP raise StoppedBySignal, so that they unwind like Ctrl-C. Only for the main thread."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise StoppedBySignal(signal.Signals(number).name)
@@ -61,10 +64,10 @@ def signals_interrupt() -> Iterator[None]:
 
 
 def die_with_parent(parent: int) -> None:
-    """From now on this process is killed when its parent ends, however that ends. Linux; elsewhere no effect.
+    """From now on, this process is killed when its parent ends, for whatever reason. Linux only.
 
-    `parent` is the expected parent: when it is gone already, the call ends this process.
-    The kernel watches the parent's thread that made this process: start such children from the main thread.
+    `parent`: pid of the expected parent; if it has ended already, the call ends this process. The kernel watches the
+    thread that started this process, so such children must be started from the main thread of their parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -73,7 +76,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def redirect_output(log: Path) -> None:
-    """Everything that this process writes from here on, libraries in C too, goes to its log."""
+    """Appends all further output of this process to the log, including output of C libraries."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -81,21 +84,22 @@ def redirect_output(log: Path) -> None:
 
 
 def session_members(session: int) -> list[int]:
-    """Pids of the processes of a session, less zombies."""
+    """The pids of the processes of a session, without zombies."""
     return [pid for pid in psutil.pids() if _session_of(pid) == session and started(pid) is not None]
 
 
 def _session_of(pid: int) -> int | None:
     try:
         return os.getsid(pid)
-    except OSError:  # it ended meanwhile
+    except OSError:  # the process has ended
         return None
 
 
 def end_session(session: int, *, patience_s: float = 5.0) -> bool:
-    """Kills every process of the session; True when none is left. The caller still reaps the leader, its child.
+    """Kills every process of the session; True if none is left. The caller still has to reap the leader, its child.
 
-    The leader goes last: it reaps its children, and without it they would stay zombies where pid 1 reaps nothing.
+    The leader is killed last, because it reaps its children. In a container where pid 1 reaps no processes, they would
+    otherwise stay zombies.
     """
     deadline = time.monotonic() + patience_s
     alone_since: float | None = None
@@ -107,7 +111,7 @@ def end_session(session: int, *, patience_s: float = 5.0) -> bool:
             alone_since = alone_since or time.monotonic()
             if started(session) is None:
                 return True
-            if time.monotonic() - alone_since > 0.5:
+            if time.monotonic() - alone_since > 0.5:  # the leader has had time to reap them
                 _kill(session)
         if time.monotonic() > deadline:
             _kill(session)

@@ -1,4 +1,4 @@
-"""Which code, packages and settings made an attempt's numbers: recorded beside them, and never part of their id."""
+"""The code, packages and settings that produced an attempt's numbers. Recorded next to them, never part of their id."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from typing import Any, NamedTuple
 from orchestrator.text.paths import CODE
 
 PACKAGES = ("zero-lab", "torch", "transformers", "hydra-core", "submitit", "mlflow", "safetensors", "peft", "triton")
-# Settings of the libraries below that change what is measured. No other variable is copied: some hold secrets.
+# Variables of the underlying libraries that affect what is measured. No others are recorded: some contain secrets.
 PREFIXES = ("CUDA_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "OMP_", "MKL_", "GLIBC_TUNABLES", "ZLAB_", "SLURM_JOB_ID")
 LONGEST_DIFF_BYTES = 1 << 20
 
 
 class Code(NamedTuple):
-    """The checkout that the code ran from; no commit where it is installed. `diff`: of its files to that commit."""
+    """The checkout that the code runs from. `commit`: empty if there is none, as in an installed package.
+
+    `diff`: changes of tracked files since that commit. `untracked`: files that git neither tracks nor ignores.
+    """
 
     commit: str
     diff: str
@@ -30,7 +33,7 @@ class Code(NamedTuple):
 
 @functools.cache
 def code() -> Code:
-    """Asked once a process."""
+    """The checkout of this process's code, read once."""
     if not (CODE / ".git").exists():
         return Code("", "", ())
     diff = _git(CODE, "diff", "HEAD")[:LONGEST_DIFF_BYTES]
@@ -40,7 +43,7 @@ def code() -> Code:
 
 
 def facts() -> dict[str, Any]:
-    """JSON for provenance.json."""
+    """The contents of provenance.json as plain data."""
     found = code()
     return {
         "commit": found.commit or None,
@@ -56,7 +59,7 @@ def facts() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """None where it is not installed."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,8 @@
-"""The slots of this machine: GPUs, or CPU cores, each held by one run at a time, whoever started it.
+"""The slots of this machine: GPUs or CPU cores, each held by one run at a time across all commands of a user.
 
-[Note: locks] A slot is held by an flock on a file in a folder that all of this user's commands share, so a lease ends
-with the process that has it, however that ends. Two sweeps on one machine take turns instead of disturbing each other.
+[Note: locks] A slot is held by an flock on a file in a folder that all commands of the user share, so a lease ends
+with the process that holds it, for whatever reason that ends. Two sweeps on one machine take turns instead of
+disturbing each other.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ FIX = f"set {LOCKS} to a folder of yours, or unset it"
 
 
 class LocksError(OSError):
-    """There is no folder for the locks of slots; the message says why and what to do."""
+    """The folder for the locks of slots cannot be used; the message says why and what to do."""
 
 
 def locks_folder() -> Path:
-    """This user's; ZLAB_LOCKS names another. LocksError where it cannot be used."""
+    """The user's folder for locks, or the one given in ZLAB_LOCKS. LocksError if it cannot be used."""
     folder = Path(os.environ.get(LOCKS) or Path(tempfile.gettempdir()) / f"zlab-locks-{os.getuid()}")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -50,7 +51,7 @@ class Slot:
 
 
 class Lease:
-    """Slots that are held until `release`, or until this process ends."""
+    """Slots that this process holds until `release` or until it ends."""
 
     def __init__(self, slots: Sequence[Slot], files: Sequence[IO[str]]) -> None:
         self.slots = tuple(slots)
@@ -58,7 +59,7 @@ class Lease:
 
     @property
     def gpus(self) -> list[str] | None:
-        """The CUDA_VISIBLE_DEVICES of who holds it; None where its slots are cores."""
+        """The entries of CUDA_VISIBLE_DEVICES for the holder; None if the slots are cores."""
         return [slot.visible for slot in self.slots] if self.slots[0].visible else None
 
     def release(self) -> None:
@@ -82,9 +83,9 @@ class SlotPool:
         self._folder = folder or locks_folder()
 
     def take(self, count: int) -> Lease | None:
-        """`count` free slots, neighbours where there are enough; None, and none held, where fewer are free.
+        """Leases `count` free slots, neighbours if possible; returns None and holds none if fewer are free.
 
-        More than there are is all of them: CPU ranks may be more than cores.
+        A count above the number of slots means all of them, since there may be more CPU ranks than cores.
         """
         count = min(count, len(self.slots))
         held: dict[int, IO[str]] = {}
@@ -99,7 +100,7 @@ class SlotPool:
         return Lease([self.slots[index] for index in chosen], [held[index] for index in chosen])
 
     def holders(self) -> list[str]:
-        """Who holds slots now: "core0: pid 17"."""
+        """The slots that are held now and by which process, such as "core0: pid 17"."""
         told = []
         for slot in self.slots:
             file = self._lock(slot)
@@ -125,7 +126,7 @@ class SlotPool:
 
 
 def _neighbours(free: Sequence[int], count: int) -> list[int]:
-    """The first run of `count` consecutive numbers, else the first `count`; empty where there are fewer."""
+    """The first `count` consecutive numbers, else the first `count` numbers; empty if there are fewer."""
     for start in range(len(free) - count + 1):
         if free[start + count - 1] - free[start] == count - 1:
             return list(free[start : start + count])
@@ -133,20 +134,20 @@ def _neighbours(free: Sequence[int], count: int) -> list[int]:
 
 
 def wanted(resources: Resources) -> int:
-    """The slots that a run takes: a GPU a rank, or its ranks' threads in cores."""
+    """The number of slots that a run needs: one GPU per rank, or one core per thread of its ranks."""
     ranks = resources.ranks or 1
     return ranks if resources.device is Device.cuda else ranks * (resources.threads or 1)
 
 
 def pool_of(device: Device) -> SlotPool:
-    """The slots of one kind on this machine, as this process may see them."""
+    """The slots of this machine, GPUs or cores, that this process may use."""
     if device is Device.cuda:
         return SlotPool([Slot(f"gpu-{one.uuid or one.visible}", one.visible) for one in hardware.visible_gpus()])
     return SlotPool([Slot(f"core{number}") for number in range(hardware.usable_cores())])
 
 
 def busy_gpus(slots: Sequence[Slot]) -> list[str]:
-    """One line for each GPU among the slots on which another's process computes."""
+    """One line for each process that computes on a GPU among the slots."""
     names = {slot.name for slot in slots}
     return [
         f"GPU {uuid}: process {pid} uses {used}"

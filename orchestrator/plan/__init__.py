@@ -1,1 +1,1 @@
-"""What becomes of each point before anything starts: rules, predicted memory, run, keep, leave out or refuse."""
+"""Plans a sweep before anything starts: checks the rules, predicts memory, and decides which points to run."""

@@ -1,5 +1,7 @@
-"""What becomes of each point before anything starts: run, keep the answer that is there, leave out, refuse. Pure but
-for reading the records."""
+"""Decides about each point before anything starts: run it, keep its existing answer, prune it, or refuse it.
+
+Apart from its arguments, a decision depends only on the records and on the contents of the files that a point reads.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ from zero_runtime.memory.model import StateBytes, step_floor_bytes
 
 @dataclass(frozen=True)
 class Wishes:
-    """fresh: run everything anew. retry: run those again whose last answer is one of these. prune: leave out what
-    cannot fit."""
+    """What the user asks for. fresh: run all points again. retry: run points again whose kept answer is one of these
+    states. prune: leave out points that cannot fit into memory."""
 
     fresh: bool = False
     retry: frozenset[RunState] = frozenset()
@@ -36,7 +38,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Refused:
-    """A point that breaks rules."""
+    """A point that breaks rules, and the rules that it breaks."""
 
     label: str
     overrides: tuple[str, ...]
@@ -45,11 +47,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes on one rank, and what a rank, or all of them together, may hold at most.
+    """The predicted memory of one rank in bytes, and the limit for a rank or for all ranks together.
 
-    whole_bytes: what of the states is whole beside the shards at the worst moment, at most. activations: None where
-    they cannot be counted, and `unknown` says why. remedies: settings with which it fits, where somebody asked
-    (`advised`).
+    limit_bytes: None if it is not known. whole_bytes: upper bound on the full parameters and gradients of units that
+    exist at the same time, in addition to the shards. activations: None if they cannot be counted; `unknown` says why.
+    remedies: overrides with which the point fits, if they were searched for (`advised`).
     """
 
     states: StateBytes
@@ -64,13 +66,14 @@ class Prediction:
 
     @property
     def needed_bytes(self) -> int:
-        """What a rank holds at least at the worst moment of a step."""
+        """Lower bound on the bytes that a rank holds at the peak of a step."""
         peak = self.activations.peak if self.activations else 0
         return step_floor_bytes(self.states, peak, micro_batches=self.micro_batches)
 
     @property
     def ceiling_bytes(self) -> int | None:
-        """What it holds at most, kernels' and collectives' own buffers apart; None without a count of activations."""
+        """Upper bound on the bytes of a rank, without the buffers of kernels and collectives; None if the activations
+        are not counted."""
         return self.states.total + self.whole_bytes + self.activations.peak if self.activations else None
 
     @property
@@ -78,7 +81,7 @@ class Prediction:
         return self.limit_bytes is not None and self.needed_bytes * self.ranks_share > self.limit_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for records and programs."""
+        """The prediction as plain data, for records and other programs."""
         states = {name: size for name, size in asdict(self.states).items() if name != "padding"}
         return {
             **states,
@@ -92,7 +95,7 @@ class Prediction:
 
 
 def retry_states(text: str) -> frozenset[RunState]:
-    """The states of "error,oom". ValueError tells those that can be retried."""
+    """The states in a text such as "error,oom". ValueError names the states that can be retried."""
     words = [word.strip() for word in text.split(",")]
     if unknown := [word for word in words if word not in RETRIED]:
         raise ValueError(f"--retry {','.join(unknown)}: expected some of {','.join(RETRIED)}")
@@ -108,7 +111,7 @@ def decide(
 ) -> list[Planned]:
     """The plan, in the order of the points.
 
-    name_of: what the hardware is called that a point is measured on. predictions: by label, where there is one.
+    name_of: the name of the hardware that a configuration is measured on. predictions: by label; points may lack one.
     """
     planned = []
     known: contents.Known = {}
@@ -148,7 +151,7 @@ def _decided(plan: Planned, output: Path, wishes: Wishes, prediction: Prediction
 
 
 def cannot_fit(prediction: Prediction) -> str:
-    """The arithmetic by which a point is left out, and what would fit."""
+    """The reason why a point is pruned: its predicted bytes and the limit, and settings that would fit."""
     share = f"{prediction.ranks_share} x " if prediction.ranks_share > 1 else ""
     states, limit, found = prediction.states, size(prediction.limit_bytes), prediction.activations
     text = f"the model states alone, {share}{size(states.total)}, are more than {limit}"
@@ -168,7 +171,7 @@ def cannot_fit(prediction: Prediction) -> str:
 
 
 def _kept(output: Path, identity: str) -> tuple[AttemptPaths, RunState] | None:
-    """The newest measurement of the point that can be believed, else the newest other answer."""
+    """The newest valid measurement of the point, else its newest other answer; None if there is neither."""
     found = [(attempt, settle(attempt)) for attempt in attempts_at(output, identity)]
     measured = (one for one in found if one[1].measured and is_answer(one[0]))
     answers = (one for one in found if one[1].kept and not one[1].measured)
@@ -176,7 +179,7 @@ def _kept(output: Path, identity: str) -> tuple[AttemptPaths, RunState] | None:
 
 
 def _why_again(plan: Planned, output: Path) -> str:
-    """Why a measurement of the same configuration is no answer; empty where there is none."""
+    """Why an earlier measurement of the same configuration is not reused; empty if there is none."""
     for attempt in all_attempts(output, plan.point) if plan.contents else ():
         facts = read_or_warn(attempt.state, STATE)
         if facts is None or not settle(attempt).measured:
@@ -205,19 +208,19 @@ def _when(attempt: AttemptPaths, state: RunState) -> str:
 
 
 def family(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What points of one family share: all but the size of what is computed at a time, and what follows from it."""
+    """The settings that points of one family share: all but the batch, that is, the amount computed at a time."""
     return {key: value for key, value in config.items() if key != "batch"}
 
 
 def is_larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether `one` computes at least as much at a time as `other`, and not the same."""
+    """Whether `one` has a larger micro-batch or sequence length than `other`, and neither is smaller."""
     left, right = one["batch"], other["batch"]
     pairs = [(left[key], right[key]) for key in ("micro", "seq")]
     return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
 
 def outgrown(planned: Planned, failed: Mapping[str, Any]) -> bool:
-    """Whether the point is of the family of the configuration `failed`, and larger."""
+    """Whether the point is a larger one of the same family as the configuration `failed`."""
     return bool(planned.config) and is_larger(planned.config, failed) and family(planned.config) == family(failed)
 
 
@@ -233,10 +236,10 @@ def _pruned_by_family(planned: Sequence[Planned]) -> list[Planned]:
 
 
 def smaller_failed(label: str) -> str:
-    """Why a point is left out after one of its family."""
+    """The reason why a point is pruned after a smaller point of its family was out of memory."""
     return f"{label}, which is smaller, was out of memory; --prune off runs it all the same"
 
 
 def summary(planned: Sequence[Planned]) -> dict[RunState, list[Planned]]:
-    """The points by what was decided, in the order of the states."""
+    """The points by decision, in the order of RunState."""
     return {state: found for state in RunState if (found := [one for one in planned if one.decision is state])}

@@ -1,5 +1,8 @@
-"""What the memory of models was predicted from, kept in the user's cache by what decides it, and asked of a child
-process where it is not there: the child imports torch, this process does not."""
+"""A cache of the shapes and counts that memory is predicted from, computed by a child process if they are missing.
+
+The child imports torch, so that this process does not have to. Answers are stored in the user's cache, with a key made
+of the settings that they depend on.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +26,24 @@ from orchestrator.records.record_file import read_cached, write_cached
 from orchestrator.text.paths import CODE
 from zero_runtime.kernels.cpu.build import BuildError, cache_folder
 
-# What decides a model's units and the optimizer's states. Anything else only decides what is made of them.
+# The groups that a model's units and the optimizer's states depend on, next to unit_numel and ratio in `units_key`.
 DECIDING = ("model", "adapter", "optimizer", "precision")
-SILENCE_S = 120.0  # for which the child may work at one answer
+SILENCE_S = 120.0  # that the child may take for one answer
 TELL_S = 2.0
-LIBRARIES = ("torch", "transformers", "peft")  # whose code decides what is kept
+LIBRARIES = ("torch", "transformers", "peft")  # whose code affects the answers
 Tell = Callable[[str], None]
 
 
 def units_key(config: RunConfig) -> str:
-    """Of the units of a model and the costs of its optimizer."""
+    """The key of the units of a model and the costs of its optimizer."""
     plain = to_dict(config)
     parts = {name: plain[name] for name in DECIDING}
     return _hash(parts | {"unit_numel": config.zero.unit_numel, "ratio": config.offload.ratio})
 
 
 def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
-    """Of what a micro-batch keeps. `any_micro`: of the family of those that differ in its size alone."""
+    """The key of the activations of a micro-batch. `any_micro`: the key of all configurations that differ only in its
+    size."""
     plain, precision = to_dict(config), config.precision
     parts = {name: plain[name] for name in ("model", "adapter", "recompute", "loss")}
     parts |= {"compute": str(precision.compute), "keep": precision.keep_dtype, "seq": config.batch.seq}
@@ -52,7 +56,10 @@ def _hash(parts: Mapping[str, Any]) -> str:
 
 
 def folder() -> Path:
-    """The user's alone, and of this version of the code that makes what lies there. OSError where there is none."""
+    """The folder of the cache, private to the user and separate for each version of the code behind the answers.
+
+    OSError if it cannot be created.
+    """
     try:
         found = cache_folder() / f"shapes-{_code()}"
     except BuildError as error:
@@ -63,7 +70,7 @@ def folder() -> Path:
 
 @functools.cache
 def _code() -> str:
-    """Of all that an answer follows from beside its question; read once a process, since every question asks."""
+    """A hash of the code and the versions of libraries that answers depend on; computed once per process."""
     rooms = ("zero_runtime", "orchestrator/worker", "orchestrator/workloads")
     parts = [file for room in rooms for file in sorted((CODE / room).rglob("*.py"))]
     source = b"".join(one.read_bytes() for one in parts) + " ".join(map(_version, LIBRARIES)).encode()
@@ -78,14 +85,14 @@ def _version(library: str) -> str:
 
 
 def stored(key: str) -> Any | None:
-    """The answer, where it is there and can be believed."""
+    """The stored answer; None if it is missing or damaged."""
     with suppress(OSError):
         return read_cached(folder() / f"{key}.json", key)
     return None
 
 
 def store(key: str, answer: Any) -> None:
-    """Keeps the answer, where there is a folder for it: without one it is found again the next time."""
+    """Stores the answer. If there is no folder for it, the answer is computed again next time."""
     with suppress(OSError):
         write_cached(folder() / f"{key}.json", key, answer)
 
@@ -93,11 +100,14 @@ def store(key: str, answer: Any) -> None:
 def answers(
     units: Sequence[RunConfig], activations: Sequence[RunConfig], tell: Tell | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Of each distinct configuration by its key: from the cache or from the child; none for what could not be built,
-    or where the child failed. `tell` hears every two seconds how far the child is."""
+    """The answer for each distinct configuration by its key, from the cache or from the child.
+
+    Configurations for which the child fails have none. `tell` is called at most every two seconds with its progress.
+    """
     wanted = {units_key(one): one for one in units}
     counted = {activations_key(one): one for one in activations}
     found = {key: answer for key in (*wanted, *counted) if (answer := stored(key)) is not None}
+    # The child gets the configurations that differ only in the micro-batch as one group.
     families: dict[str, dict[str, Any]] = {}
     for key, config in counted.items():
         if key not in found:
@@ -115,12 +125,13 @@ def answers(
 
 
 def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Iterator[tuple[str, Any]]:
-    """Its answers as they come; it is ended when it is silent for too long."""
+    """The child's answers as they arrive. The child is killed if it is silent for SILENCE_S."""
     lines: SimpleQueue[str | None] = SimpleQueue()
     try:
         child = _start_child()
     except OSError:
         return
+    # The thread blocks on the child's pipes, so that this one can check for silence.
     threading.Thread(target=_talk, args=(child, json.dumps(asked), lines), daemon=True).start()
     done, heard, told = 0, time.monotonic(), (-1, time.monotonic())
     try:
@@ -144,7 +155,7 @@ def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Itera
 
 
 def _answer_in(line: str) -> tuple[str, Any] | None:
-    """None for a line that some library printed among the answers."""
+    """The key and the answer in a line; None for a line that a library printed between the answers."""
     try:
         key, answer = json.loads(line)
     except (ValueError, TypeError, RecursionError):
@@ -174,5 +185,5 @@ def _talk(child: subprocess.Popen[str], asked: str, lines: SimpleQueue[str | Non
         for line in child.stdout:
             lines.put(line)
     except (OSError, ValueError):
-        pass  # it has ended, or was ended
+        pass  # the child has ended or was killed
     lines.put(None)

@@ -1,4 +1,4 @@
-"""One point of an experiment: a checked, resolved configuration and the short name that people read."""
+"""One point of an experiment: a checked and resolved configuration, with a short name for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from orchestrator.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Point:
-    """`label` is short and made of what varies ("stage2-bf16"); `overrides` are the words that made it."""
+    """A configuration to run. `label`: a short name made of the values that vary, such as "stage2-bf16". `overrides`:
+    the arguments that compose the configuration."""
 
     label: str
     config: RunConfig

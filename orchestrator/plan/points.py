@@ -1,4 +1,4 @@
-"""From a composition to points: each checked against the rules and resolved for this machine, or refused."""
+"""Turns a composition into points: each is checked against the rules, then resolved for this machine or refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused], list[str]]:
-    """The points, resolved or refused, and every broken rule with the number of points that it hits."""
+    """The points, resolved or refused, and one line for each broken rule with the number of points that break it."""
     found: dict[str, Point | Refused] = {}
     hits: Counter[Broken] = Counter()
     for composed in composition.points:
@@ -33,7 +33,7 @@ def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused
             found[f"refused {name} {composed.overrides}"] = Refused(name, composed.overrides, tuple(broken))
         else:
             config = rules.resolve(RunConfig(**parts), scene)
-            # Two ways to say one configuration are one point: it is measured once.
+            # Different overrides with the same configuration are one point, which is measured once.
             found.setdefault(json.dumps(to_dict(config), sort_keys=True), Point(name, config, composed.overrides))
     many = len(composition.points)
     lines = [f"{one}" + (f"      ({count} of {many} points)" if many > 1 else "") for one, count in hits.items()]
@@ -41,7 +41,7 @@ def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused
 
 
 def distinct(points: Sequence[Point | Refused]) -> list[Point | Refused]:
-    """The same points with labels of their own: words that two share are told apart by a number."""
+    """The points with unique labels: a number is added to a label that occurs again."""
     seen: Counter[str] = Counter()
     told = []
     for point in points:
@@ -52,6 +52,6 @@ def distinct(points: Sequence[Point | Refused]) -> list[Point | Refused]:
 
 
 def checked_points(composition: Composition, scene: Scene) -> tuple[list[Point], list[str]]:
-    """The points that break no rule, and the lines of `judged`."""
+    """The points that break no rule, and the lines of `judged` about the others."""
     found, lines = judged(composition, scene)
     return [one for one in found if isinstance(one, Point)], lines

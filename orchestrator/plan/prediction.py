@@ -1,4 +1,4 @@
-"""Predicts the memory of points before they run, by zero_runtime's own memory model and counts of activations."""
+"""Predicts the memory of points before they run, with zero_runtime's memory model and its counts of activations."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 
 NOT_ASKED = "the process that counts them ended early"
-ADVISED = 4  # points that are told what would fit: each costs counts of its own
+ADVISED = 4  # most points for which remedies are searched: each needs further counts
 
 
 def predict(points: Sequence[Point], tell: Tell | None = None) -> dict[str, Prediction]:
-    """By label; a point whose model the child could not build has none, and its run will say why."""
+    """The predictions by label. A point whose model the child cannot build has none; its run reports the reason.
+
+    `tell` is called with messages about the progress.
+    """
     first = _predictions([point.config for point in points], tell)
     named = {point.label: one for point, one in zip(points, first, strict=True) if one is not None}
     lacking = [point for point in points if point.label in named and named[point.label].cannot_fit][:ADVISED]
@@ -40,21 +43,21 @@ def predict(points: Sequence[Point], tell: Tell | None = None) -> dict[str, Pred
         then = [next(told) for _ in several]
         fits = [one for one, found in zip(several, then, strict=True) if found is not None and not found.cannot_fit]
         smaller = [one for one in fits if one.config.batch != point.config.batch]
-        chosen = tuple(one.overrides for one in fits if one not in smaller[1:])  # of sizes that fit, the largest
+        chosen = tuple(one.overrides for one in fits if one not in smaller[1:])  # of batches, the largest that fits
         named[point.label] = replace(named[point.label], remedies=chosen, advised=True)
     return named
 
 
 def needs(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
-    """What a rank needs at least; None where the model cannot be built."""
+    """Lower bounds on the memory of a rank; None if the model cannot be built."""
     found = _predictions(configs, None)
     return [None if one is None else PredictedPeak(one.needed_bytes, one.activations is not None) for one in found]
 
 
 def problems(points: Sequence[Point]) -> dict[str, str]:
-    """By label, what is wrong with a model that cannot be built, in the words of the job that would try.
+    """By label, the problems of models that cannot be built, in the words that a job would use.
 
-    Models that ship are known to be right, so that for them alone no child is asked.
+    Models that ship with zero-lab are known to be valid; if there are no others, no child process is started.
     """
     if all(_ships(point.config) for point in points):
         return {}
@@ -64,7 +67,7 @@ def problems(points: Sequence[Point]) -> dict[str, str]:
 
 
 def _ships(config: RunConfig) -> bool:
-    """Whether the model is an unchanged one of conf/, without adapters."""
+    """Whether the model is an unchanged one from conf/, without adapters."""
     return config.adapter.kind is AdapterKind.none and to_dict(config)["model"] in _shipped_models()
 
 
@@ -95,7 +98,7 @@ def _prediction(config: RunConfig, answers: Mapping[str, dict[str, Any]], gpu_by
     activations = ActivationBytes(**counted["bytes"]) if "bytes" in counted else None
     limit, share = gpu_bytes, 1
     if config.cluster.kind is ClusterKind.slurm:
-        limit = None  # nobody here knows the memory of a node
+        limit = None  # the memory of the cluster's nodes is not known here
     elif config.resources.device is not Device.cuda:
         limit, share = hardware.memory_bytes(), ranks
     return Prediction(

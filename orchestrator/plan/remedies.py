@@ -1,7 +1,8 @@
-"""What would fit, or would have fitted: settings near one that does not, and the bytes that each frees on a rank.
+"""Finds settings that fit near one that is out of memory, and the bytes that each of them frees on a rank.
 
-What a setting needs is predicted, activations included where they can be counted. Where they cannot, what was held and
-is neither states nor buffers is taken to be activations, in proportion to the micro-batch: an estimate, and called so.
+The needed bytes are predicted, including activations if they can be counted. If they cannot, all bytes that were held
+and are neither model states nor buffers are taken for activations, in proportion to the micro-batch. The result is then
+marked as an estimate.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "Ti
 
 
 class PredictedPeak(NamedTuple):
-    """Predicted bytes of a rank at the worst moment of a step; `complete` where activations are counted in."""
+    """Predicted bytes of a rank at the peak of a step; `complete` if they include activations."""
 
     bytes: int
     complete: bool
@@ -30,14 +31,14 @@ Needs = Callable[[Sequence[RunConfig]], list[PredictedPeak | None]]
 
 
 class Neighbour(NamedTuple):
-    """A setting that may need less, by the overrides that lead to it."""
+    """A configuration that may need less memory, and the overrides that lead to it."""
 
     overrides: str
     config: RunConfig
 
 
 class Remedy(NamedTuple):
-    """Overrides, and the bytes that they free; `estimated` where activations are among them."""
+    """Overrides and the bytes that they free; `estimated` if the bytes of activations are estimated."""
 
     overrides: str
     freed_bytes: int
@@ -45,7 +46,7 @@ class Remedy(NamedTuple):
 
 
 def bytes_of(text: str | None) -> int | None:
-    """Of an allocator's words: "2.00 GiB", "1024 bytes"."""
+    """The bytes in a message of an allocator, such as "2.00 GiB" or "1024 bytes"; None for any other text."""
     found = re.fullmatch(r"([\d.]+) ?(\w+)?", (text or "").strip())
     if found is None or (found[2] or "bytes") not in UNITS:
         return None
@@ -53,7 +54,10 @@ def bytes_of(text: str | None) -> int | None:
 
 
 def remedies(config: RunConfig, memory: Mapping[str, Any], needs: Needs) -> list[Remedy]:
-    """The settings that free at least what was wanted, those that change least first."""
+    """The settings that free at least the bytes that the failed allocation wanted, smallest changes first.
+
+    memory: what a rank recorded when it was out of memory, with "wanted" and, by kind, the bytes "held".
+    """
     wanted = bytes_of(memory.get("wanted"))
     if wanted is None:
         return []
@@ -64,7 +68,7 @@ def remedies(config: RunConfig, memory: Mapping[str, Any], needs: Needs) -> list
 
 
 def told(config: RunConfig, memory: Mapping[str, Any], needs: Needs) -> str:
-    """What was held, and what would free enough, in one line each."""
+    """The bytes that were held, and the settings that would free enough, separated by a semicolon."""
     held = {name: count for name, count in (memory.get("held") or {}).items() if count}
     lines = [f"held {', '.join(f'{name} {size(count)}' for name, count in held.items())}"] if held else []
     found = remedies(config, memory, needs)
@@ -77,7 +81,7 @@ def told(config: RunConfig, memory: Mapping[str, Any], needs: Needs) -> str:
 
 
 def neighbours(config: RunConfig) -> list[Neighbour]:
-    """The settings worth a try, those that change least first: none of them changes what is learned."""
+    """The settings to try, smallest changes first. None of them changes what the model learns."""
     halves = [config.batch.micro >> power for power in range(1, config.batch.micro.bit_length())]
     found = [_smaller(config, micro) for micro in halves]
     if config.loss.kind is LossKind.full:
@@ -96,7 +100,7 @@ def neighbours(config: RunConfig) -> list[Neighbour]:
 
 
 def _smaller(config: RunConfig, micro: int) -> Neighbour:
-    """The same work in more micro-batches, where they divide."""
+    """A smaller micro-batch, with more accumulation for the same global size if it divides that evenly."""
     whole = config.batch.micro * (config.batch.accumulation or 1)
     divides = whole % micro == 0
     accumulation = whole // micro if divides else config.batch.accumulation
@@ -108,7 +112,7 @@ def _smaller(config: RunConfig, micro: int) -> Neighbour:
 def _remedy(
     config: RunConfig, other: Neighbour, now: PredictedPeak | None, then: PredictedPeak | None, held: Mapping[str, int]
 ) -> Remedy | None:
-    """None where nobody can say what it frees."""
+    """The bytes that a neighbour frees; None if they can be neither predicted nor estimated."""
     if now is None or then is None:
         return None
     if now.complete and then.complete:

@@ -1,1 +1,1 @@
-"""Files on disk and nothing else: what a run and a sweep record, and how records are read back."""
+"""The records of runs and sweeps: files on disk, how they are written, and how they are read back."""

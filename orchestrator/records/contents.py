@@ -1,10 +1,10 @@
-"""What is in the files that a point reads: the text of data.path, the weights and the tokenizer of model.path.
+"""Hashes the contents of the files that a point reads: the text of data.path, the weights and tokenizer of model.path.
 
 [Note: hashed once]
-A file is read when it is new or has changed, and its SHA-256 is kept in the user's cache by path, inode, size and both
-times. The time of the inode's change cannot be set, so a file that was overwritten and given its old modification time
-is read again too. A file that changed a moment ago is not kept: it could change once more within one tick of the file
-system's clock.
+A file is read if it is new or has changed. Its SHA-256 is kept in the user's cache, together with its path, device,
+inode, size, modification time and change time. Programs cannot set the change time, so a file that was overwritten and
+given its old modification time is read again too. The hash of a file that changed a moment ago is not kept, because
+the file could change again within one tick of the file system's clock.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from orchestrator.records.record_file import read_cached, write_cached
 from orchestrator.workloads.text_files import is_text, text_files
 from zero_runtime.kernels.cpu.build import BuildError, cache_folder
 
-# How a message calls them, and the key of the configuration that names their place.
+# The kinds of contents: their name in messages, and the configuration key of their path.
 PLACES = {
     "data": ("data", ("data", "path")),
     "model": ("weights", ("model", "path")),
     "tokenizer": ("tokenizer", ("model", "path")),
 }
 BLOCK_BYTES = 1 << 20
-READERS = 4  # files read at a time: hashing one takes a core, and lets others run
-SETTLED_NS = 2 * 10**9  # no file system's clock is coarser
+READERS = 4  # files read at the same time; hashing takes a core per file and releases the GIL
+SETTLED_NS = 2 * 10**9  # the coarsest clock of a file system
 NO_TEXT = "no text"
 
 Stamp = list[int]
@@ -38,10 +38,10 @@ Known = dict[tuple[str, str], str]
 
 
 def of(config: Mapping[str, Any], known: Known | None = None) -> dict[str, str]:
-    """A hash of what each of PLACES holds, of those that the configuration reads. Reads what changed since last time.
+    """A hash of the contents of each of PLACES that the configuration reads. Only files that changed are read.
 
-    known: answers of earlier calls, taken and added to; whoever asks for many points of one moment gives the same.
-    A file that cannot be read is a content too: the run that needs it says what is wrong.
+    known: answers of earlier calls, used and extended; pass the same one for all points of a plan. Files that cannot be
+    read get a text that says so instead of a hash: the run that needs them reports the problem.
     """
     known = {} if known is None else known
     found = {}
@@ -53,7 +53,7 @@ def of(config: Mapping[str, Any], known: Known | None = None) -> dict[str, str]:
 
 
 def place(name: str, config: Mapping[str, Any]) -> str:
-    """ "the data at /here/text.txt"."""
+    """A name for messages, such as "the data at /here/text.txt"."""
     words, (group, key) = PLACES[name]
     return f"the {words} at {config[group][key]}"
 
@@ -74,7 +74,7 @@ def _files(name: str, path: Path) -> list[Path]:
 
 
 def _hash_of(name: str, path: Path) -> str:
-    """16 hexadecimal digits of the files' hashes in their order; for weights and tokenizers of their names too."""
+    """16 hexadecimal digits: a hash of the files' hashes in order, for weights and tokenizers of their names too."""
     try:
         files = _files(name, path)
         digests = _digests(name, path, files)
@@ -87,13 +87,13 @@ def _hash_of(name: str, path: Path) -> str:
 
 
 def _digests(name: str, path: Path, files: Sequence[Path]) -> list[str]:
-    """See [Note: hashed once]."""
-    from concurrent.futures import ThreadPoolExecutor  # here: a typo is answered without its import
+    """The hash of each file, from the cache if the file has not changed; see [Note: hashed once]."""
+    from concurrent.futures import ThreadPoolExecutor  # here: a typo is reported without this import
 
     cache = _cache_file(name, path)
     kept = _read(cache)
     begun = time.time_ns()
-    # A file that is named itself is read whatever it holds; of a folder only texts are.
+    # A file that data.path names directly is always read; in a folder only text files are.
     skips = name == "data" and files != [path]
 
     def digest(file: Path) -> tuple[Stamp, str]:
@@ -115,7 +115,7 @@ def _stamp(file: Path | int) -> Stamp:
 
 
 def _read_digest(path: Path, *, skips: bool) -> tuple[Stamp, str]:
-    """The hash of a file and the stamp that it had before it was read."""
+    """The hash of a file, or NO_TEXT, and the stamp that the file had before it was read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         stamp = _stamp(file.fileno())
@@ -130,7 +130,7 @@ def _read_digest(path: Path, *, skips: bool) -> tuple[Stamp, str]:
 
 
 def _cache_file(name: str, path: Path) -> Path | None:
-    """None where this user has no folder for caches."""
+    """The cache for a path; None if this user has no folder for caches."""
     try:
         folder = cache_folder()
     except BuildError:
@@ -147,7 +147,7 @@ def _read(cache: Path | None) -> dict[str, tuple[Stamp, str]]:
 
 
 def _write(cache: Path | None, found: Mapping[str, tuple[Stamp, str]]) -> None:
-    """Where it cannot be kept, files are read each time."""
+    """Stores the hashes. If that fails, the files are read again next time."""
     if cache is None:
         return
     with contextlib.suppress(OSError):

@@ -1,9 +1,10 @@
-"""The one door to records on disk: written whole and sealed, read whole and judged, set aside where they are bad.
+"""Reads and writes all record files: written atomically with a checksum, checked when read, renamed if they are bad.
 
 [Note: sealed]
-A record ends with a checksum over everything else in it, so a digit that a bad disk changed is found and not believed.
-It is of the contents and not of the bytes: whoever reads a record with another program and writes it again in another
-order or indentation has to leave the checksum out. A record without one is of an earlier version, and is read.
+A record ends with a checksum over the rest of its contents, so that a digit changed by a bad disk is detected. The
+checksum covers the parsed contents, with their keys in order, and not the bytes of the file: indentation may change,
+but a program that rewrites a record with other values or another order of keys has to leave the checksum out. A record
+without a checksum comes from an earlier version and is accepted.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from orchestrator.records.record_shapes import METRICS, Events, Shape, misfit
 from zero_runtime.process_identity import mark, remove_left_behind
 
 CHECKSUM = "checksum"
-MOST_BYTES = 1 << 28  # a plan of 10,000 points has a quarter
+MOST_BYTES = 1 << 28  # four times a plan of 10,000 points
 LINE_BYTES = 1 << 20
-UNENDED_BYTES = 1 << 26  # of what is no line: nobody reads on in a file that a bad disk made a terabyte of
+UNENDED_BYTES = 1 << 26  # reading stops after so many bytes without the end of a line: a bad disk may add a terabyte
 END_BYTES = 1 << 16
-TOLD_BYTES = 200  # of a message of the JSON reader
+TOLD_BYTES = 200  # of the JSON reader's message that are quoted
 DEEP = "lists or objects nested too deeply"
 OBJECT: Shape = {}
 logger = logging.getLogger(__name__)
 
 
 class BadRecord(Exception):
-    """A record that is there and cannot be used; the message names it and says what is wrong and what to do."""
+    """A record cannot be used; the message names it and says what is wrong and what to do."""
 
     def __init__(self, path: Path, wrong: str) -> None:
         super().__init__(
@@ -47,7 +48,7 @@ class BadRecord(Exception):
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Says it once in this process: on stderr, or wherever a handler of this module's logger takes it."""
+    """Logs the warning once per process: on stderr, or to the handlers of this module's logger."""
     logger.warning("warning: %s", text)
 
 
@@ -55,13 +56,13 @@ def warn_once(text: str) -> None:
 
 
 def read_json(path: Path, shape: Shape = OBJECT) -> dict[str, Any] | None:
-    """None where there is no such file. BadRecord where it is not what was written, or has not that shape."""
+    """The record's contents; None if there is no such file. BadRecord if it is damaged or does not have the shape."""
     data = loaded(path)
     return None if data is None else judged(path, data, shape)
 
 
 def require_json(path: Path, shape: Shape = OBJECT) -> dict[str, Any]:
-    """The same; that there is no such file is a BadRecord too."""
+    """Like `read_json`, but raises BadRecord for a missing file too."""
     found = read_json(path, shape)
     if found is None:
         raise BadRecord(path, "no such file")
@@ -69,7 +70,8 @@ def require_json(path: Path, shape: Shape = OBJECT) -> dict[str, Any]:
 
 
 def read_or_warn(path: Path, shape: Shape = OBJECT) -> dict[str, Any] | None:
-    """The same for who can answer without it: what is bad, or may not be read, is told once and counts as missing."""
+    """Like `read_json`, for callers that can do without the record: one that is bad or cannot be opened is reported
+    once and counts as missing."""
     try:
         return read_json(path, shape)
     except (BadRecord, OSError) as error:
@@ -78,8 +80,10 @@ def read_or_warn(path: Path, shape: Shape = OBJECT) -> dict[str, Any] | None:
 
 
 def read_cached(path: Path, key: str) -> Any | None:
-    """What `write_cached` kept there for this key. None where there is none, or none that can be believed: a cache is
-    made again without a word."""
+    """The value that `write_cached` stored for this key; None if there is none, or if the file is damaged.
+
+    Nothing is reported, since a cache can be built again.
+    """
     with contextlib.suppress(BadRecord, OSError):
         data = loaded(path)
         if isinstance(data, dict) and CHECKSUM in data and judged(path, data, OBJECT).get("key") == key:
@@ -88,13 +92,13 @@ def read_cached(path: Path, key: str) -> Any | None:
 
 
 def write_cached(path: Path, key: str, kept: object) -> None:
-    """Keeps it where that can be done; where not, it is found again the next time."""
+    """Stores the value for `read_cached`. If that fails, nothing is raised: it is computed again next time."""
     with contextlib.suppress(OSError):
         write_json_atomic(path, {"key": key, "kept": kept})
 
 
 def judged(path: Path, data: Any, shape: Shape) -> dict[str, Any]:
-    """The contents without the checksum. BadRecord where that or the shape does not hold."""
+    """The contents without the checksum. BadRecord if the checksum or the shape does not match."""
     try:
         wrong = misfit(data, OBJECT) or _unsealed(data) or misfit(data, shape)
     except RecursionError:
@@ -106,19 +110,19 @@ def judged(path: Path, data: Any, shape: Shape) -> dict[str, Any]:
 
 
 def _unsealed(data: dict[str, Any]) -> str:
-    """Takes the checksum off; what is wrong where it does not hold."""
+    """Removes the checksum; what is wrong if it does not match, else an empty text."""
     found = data.pop(CHECKSUM, None)
     return "" if found is None or found == checksum(data) else "contents that do not match their checksum"
 
 
 def checksum(data: Mapping[str, Any]) -> str:
-    """See [Note: sealed]. The same for what was written and for what is read again."""
+    """The checksum of contents, see [Note: sealed]; equal before writing and after reading."""
     text = json.dumps(data, separators=(",", ":"))
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def parsed(path: Path, text: bytes) -> Any:
-    """BadRecord where it is no JSON."""
+    """The data in a JSON text; BadRecord if it is not valid JSON."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -130,7 +134,7 @@ def parsed(path: Path, text: bytes) -> Any:
 
 
 def loaded(path: Path) -> Any:
-    """Whatever JSON is there, not yet judged; None where there is no such file."""
+    """The file's JSON data, not yet checked; None if there is no such file. BadRecord if it is too large or no JSON."""
     with _regular(path) as file:
         if file is None:
             return None
@@ -145,7 +149,10 @@ def loaded(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _regular(path: Path) -> Iterator[IO[bytes] | None]:
-    """None where there is no such file. BadRecord for what is none: to open a FIFO would wait for ever."""
+    """Opens a regular file; yields None if there is no such file.
+
+    Raises BadRecord for anything else: opening a FIFO, for example, could block forever.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -175,15 +182,16 @@ def _no_file(mode: int) -> str:
 
 
 def write_json_atomic(path: Path, data: Mapping[str, Any]) -> None:
-    """A reader sees the old record or the whole new one; on return the new one survives a crash of the machine.
+    """Replaces a record atomically: readers see the old record or the complete new one.
 
-    A failure leaves the old one alone, and raises OSError with the record's path.
+    The new data is on the disk before the old record is replaced, so that a crash of the machine leaves one of them
+    complete. A failure leaves the old record unchanged and raises OSError with the record's path.
     """
     write_text_atomic(path, json.dumps(sealed(data), indent=2, ensure_ascii=False) + "\n")
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """The same of any text."""
+    """Replaces a text file atomically, as `write_json_atomic` does."""
     temporary = path.with_name(f".{path.name}.{mark()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
@@ -203,23 +211,23 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def clear_leftovers(folder: Path) -> list[Path]:
-    """Remove what processes that have ended began to write in the folder and could not finish; what went."""
+    """Removes the temporary files in the folder whose writers have ended, and returns their paths."""
     return remove_left_behind(folder.glob(".*.tmp"))
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """With the checksum of its contents; see [Note: sealed]."""
+    """The data with the checksum of its contents added; see [Note: sealed]."""
     bare = {key: value for key, value in data.items() if key != CHECKSUM}
     return {**bare, CHECKSUM: checksum(bare)}
 
 
 def _named(error: OSError, path: Path) -> OSError:
-    """A failure of writing knows no path by itself."""
+    """The error with the path of the record, which errors of read and write calls do not have."""
     return OSError(error.errno, error.strerror or str(error), str(path))
 
 
 def set_aside(path: Path, wrong: str) -> None:
-    """Renames what cannot be used where a run needs the place, and says so. Nothing is deleted."""
+    """Renames a bad record whose path is needed, and logs a warning. Nothing is deleted."""
     if not os.path.lexists(path):
         return
     number, aside = 1, path.with_name(f"{path.name}.bad")
@@ -231,13 +239,13 @@ def set_aside(path: Path, wrong: str) -> None:
 
 
 def make_way(path: Path) -> None:
-    """Sets aside what is no file."""
+    """Sets aside whatever exists at the path, unless it is a regular file."""
     if os.path.lexists(path) and (wrong := _no_file(path.stat().st_mode if path.exists() else 0)):
         set_aside(path, wrong)
 
 
 def make_room(path: Path, shape: Shape = OBJECT) -> None:
-    """Sets the record aside where it is bad; leaves a good one, none, and one that may not be read as it is."""
+    """Sets the record aside if it is bad. A good record, and one that cannot be opened, are left as they are."""
     with contextlib.suppress(OSError):
         try:
             read_json(path, shape)
@@ -258,7 +266,7 @@ _ADVICE = {
 
 
 def told(error: BadRecord | OSError) -> str:
-    """What went wrong with a file, and what to do, in one line."""
+    """One line that says what went wrong with a file and what to do about it."""
     if isinstance(error, BadRecord) or error.errno is None:
         return str(error)
     words = [f"{error.filename}: " if error.filename else "", error.strerror or str(error)]
@@ -270,9 +278,9 @@ def told(error: BadRecord | OSError) -> str:
 
 
 def append_event(path: Path, event: Mapping[str, object]) -> None:
-    """Adds one line in one write, so that a reader never sees half of one followed by another.
+    """Appends one line in a single write, so that readers never see half a line followed by another one.
 
-    The half line that a full disk left is ended first: it is lost, and this one is not.
+    If a full disk has left half a line at the end, that line is ended first: it is lost, but the new one is not.
     """
     line = json.dumps(sealed(event), ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
     try:
@@ -304,16 +312,16 @@ def _for_appending(path: Path) -> int:
 
 
 class EventTail:
-    """Reads a growing file of events; each event is given out once. A bad line is left out, and told once."""
+    """Reads a growing file of events and returns each event once. Bad lines are skipped and reported once."""
 
     def __init__(self, path: Path, events: Events = METRICS) -> None:
         self._path, self._events = path, events
         self._offset = 0
-        self._lines: int | None = 0  # that were read; None where nobody counted those before
+        self._lines: int | None = 0  # number of lines read; None if it is unknown
 
     @classmethod
     def of_the_end(cls, path: Path, events: Events = METRICS) -> EventTail:
-        """The same from somewhere near the end on: for who looks again and again at what may have grown large."""
+        """A tail that starts near the end of a large file, for callers that check many files again and again."""
         tail = cls(path, events)
         with contextlib.suppress(BadRecord, OSError), _regular(path) as file:
             if file is not None and (size := os.fstat(file.fileno()).st_size) > END_BYTES:
@@ -323,7 +331,7 @@ class EventTail:
         return tail
 
     def read_new(self) -> list[dict[str, Any]]:
-        """The events since the last call. A last line without its end is left for the next call."""
+        """The events since the last call. An incomplete last line is left for the next call."""
         found: list[dict[str, Any]] = []
         bad = ""
         try:
@@ -334,13 +342,14 @@ class EventTail:
                     found += [] if event is None else [event]
         except (BadRecord, OSError) as error:
             warn_once(str(error))
-        if bad:  # the first of this call: a file of another kind is a thousand of them
+        if bad:  # only the first one of this call: a file of another kind may have thousands
             warn_once(f"{self._path}: {bad}")
         return found
 
     def _whole(self, file: IO[bytes]) -> Iterator[bytes]:
         file.seek(self._offset)
         unended = 0
+        # Long lines are read in pieces, since a line without an end may be larger than memory.
         while (line := file.readline(LINE_BYTES)).endswith(b"\n") or len(line) == LINE_BYTES:
             self._offset += len(line)
             self._lines = None if self._lines is None else self._lines + line.endswith(b"\n")
@@ -356,7 +365,7 @@ class EventTail:
         return "a line near its end" if self._lines is None else f"line {self._lines}"
 
     def _event(self, line: bytes) -> tuple[dict[str, Any] | None, str]:
-        """The event, or what is wrong with the line."""
+        """The event in the line and an empty text, or None and what is wrong with the line."""
         try:
             event = judged(self._path, parsed(self._path, line), {self._events.key: str})
             return judged(self._path, event, self._events.shapes.get(event[self._events.key], OBJECT)), ""

@@ -1,4 +1,4 @@
-"""What each record must hold for its readers, as plain data, and how far a value is from that. Pure."""
+"""The shapes of all records: the keys and types that their readers need, and the check of a value against a shape."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 
 from orchestrator.records.run_state import RunState
 
-# A type or a tuple of types; an Enum class: the value of one of its members; a list of one shape: a list of such; a
-# mapping: an object that has at least these keys.
+# A shape is a type or a tuple of types; an Enum class, for the value of one of its members; a list with one shape, for
+# a list of such values; or a mapping, for an object with at least these keys.
 Shape = Any
 
 
 class Maybe(NamedTuple):
-    """Of a key: may be missing or null."""
+    """The shape of a key that may be missing or null."""
 
     shape: Shape
 
 
 class Each(NamedTuple):
-    """An object whose every value has one shape, whatever its keys."""
+    """An object with any keys, whose values all have the same shape."""
 
     shape: Shape
 
@@ -91,7 +91,7 @@ EXITS = Each({"code": int, "time": NUMBER, "monotonic": Maybe(NUMBER)})
 JOB = {"job": str, "log": Maybe(str)}
 HEARTBEAT = {"time": NUMBER}
 NOTE = {"attempt": str, "command": {**PROCESS, "host": str}, "tries": int}
-SEEN = {"value": object, "since": NUMBER}  # what a machine saw in a record, and since when
+SEEN = {"value": object, "since": NUMBER}  # a value that a machine has seen in a record, and since when
 
 SWEEP = {"id": str, "command": Maybe([str]), "folder": Maybe(str), "rank_by": Maybe(str)}
 POINT = {
@@ -110,7 +110,7 @@ CONTROLLER = PROCESS
 
 
 class Events(NamedTuple):
-    """What the lines of a file may be: the key that names a line's kind, and each kind's shape; others are let by."""
+    """The lines of an event file: the key with a line's kind, and the shape of each kind. Other kinds are accepted."""
 
     key: str
     shapes: Mapping[str, Shape]
@@ -151,7 +151,7 @@ METRICS = Events(
 
 
 def misfit(value: object, shape: Shape, at: str = "") -> str | None:
-    """What is wrong with the value, in words that follow "found"; None where it has the shape."""
+    """What is wrong with the value, in words that follow "found"; None if it has the shape."""
     where = f" at '{at}'" if at else ""
     if isinstance(shape, list):
         if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The records of a run on disk: the only speller of file names, and a run's identity."""
+"""The records of a run on disk: the names of its files, which are spelled only here, its identity and its state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from orchestrator.records.record_shapes import PROCESS, RESULT, STATE, misfit
 from orchestrator.records.run_state import MOVES, RunState
 
 SCHEMA = 1
-# What may differ between two runs that measure the same thing.
+# Settings that may differ between two runs of the same measurement.
 IGNORED_KEYS = (
     "output",
     "tracking",
@@ -45,7 +45,7 @@ IGNORED_KEYS = (
 
 @dataclass(frozen=True)
 class AttemptPaths:
-    """The files of one attempt at one point."""
+    """The files of one attempt at a point."""
 
     root: Path
 
@@ -59,12 +59,12 @@ class AttemptPaths:
 
     @property
     def provenance(self) -> Path:
-        """Which code, packages and settings made it."""
+        """The code, packages and settings that produced the attempt."""
         return self.root / "provenance.json"
 
     @property
     def diff(self) -> Path:
-        """What the code's checkout had that no commit has."""
+        """The uncommitted changes in the checkout of the code."""
         return self.root / "git.diff"
 
     @property
@@ -86,27 +86,27 @@ class AttemptPaths:
 
     @property
     def job(self) -> Path:
-        """The scheduler's id of the job that this attempt was sent out as, its script and its log."""
+        """The scheduler's id of the job that runs this attempt, with its script and its log."""
         return self.root / "job.json"
 
     @property
     def heartbeat(self) -> Path:
-        """Written every few seconds by rank 0 of an attempt whose processes the command cannot see."""
+        """Written every few seconds by rank 0 if the command cannot see the attempt's processes."""
         return self.root / "heartbeat.json"
 
     @property
     def denied(self) -> Path:
-        """For how long the scheduler has denied the job while its heartbeat stood still; gone when it knows it."""
+        """Since when the scheduler has not known the job while its heartbeat has not changed; removed once it does."""
         return self.root / "denied.json"
 
     @property
     def failing(self) -> Path:
-        """For how long the first error of a cluster's attempt has been seen."""
+        """Since when the first error of an attempt on a cluster has been seen."""
         return self.root / "failing.json"
 
     @property
     def checkpoints(self) -> Path:
-        """What the attempts at one point save and go on from."""
+        """The checkpoints that all attempts at the point save and resume from."""
         return self.root.parent.parent / "checkpoints"
 
     @property
@@ -130,7 +130,7 @@ class AttemptPaths:
 
 
 def store_path(output: str | Path) -> Path:
-    """The SQLite file of the tracking store that lies beside the outputs."""
+    """The SQLite file of the default tracking store, next to the outputs."""
     return Path(output) / "mlflow.db"
 
 
@@ -139,7 +139,7 @@ def artifacts_path(output: str | Path) -> Path:
 
 
 def tracking_path(output: str | Path) -> Path:
-    """A file for each run that the tracking store does not have completely."""
+    """The folder with a file for each run that is not yet complete in the tracking store."""
     return Path(output) / "tracking"
 
 
@@ -148,12 +148,12 @@ def tracker_log_path(output: str | Path) -> Path:
 
 
 def scratch_path(output: str | Path) -> Path:
-    """Where scratch files lie when no offload.folder is given. It is ours to make; any other folder is the user's."""
+    """The folder for scratch files if offload.folder is not set. We create this one; any other belongs to the user."""
     return Path(output) / "scratch"
 
 
 def make_output(output: str | Path) -> None:
-    """The folder, made where it is missing. OSError where it cannot be made or written to."""
+    """Creates the output folder if it is missing. OSError if it cannot be created or written to."""
     folder = Path(output).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -161,12 +161,12 @@ def make_output(output: str | Path) -> None:
 
 
 def joins_path(output: str | Path) -> Path:
-    """Where ranks that another launcher started tell each other the attempt's folder."""
+    """The folder where ranks that were started by another launcher exchange the attempt's folder."""
     return Path(output) / "joins"
 
 
 def without_ignored(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The configuration less IGNORED_KEYS."""
+    """The configuration without IGNORED_KEYS."""
     kept: dict[str, Any] = {}
     for key, value in config.items():
         if prefix + key not in IGNORED_KEYS:
@@ -175,16 +175,17 @@ def without_ignored(config: Mapping[str, Any], prefix: str = "") -> dict[str, An
 
 
 def identity(config: Mapping[str, Any], world: int, hardware: str) -> dict[str, Any]:
-    """What makes two runs the same measurement: everything here, and nothing else."""
+    """The identity of a measurement, without the contents of its files: equal for two runs that measure the same."""
     return {"schema": SCHEMA, "world": world, "hardware": hardware, "config": without_ignored(config)}
 
 
 def point_id(config: Mapping[str, Any], world: int, hardware: str, held: Mapping[str, str] | None = None) -> str:
-    """The same for the same measurement, whatever the order of the keys: ten hexadecimal digits of the configuration,
-    and of a point that reads files a dash and ten digits of what they hold (`held`, by contents.of).
+    """The id of a point, which is equal for equal measurements, whatever the order of the keys.
 
-    The first ten name the point's folder. So checkpoints stay with the configuration when its files change, and a run
-    that would go on from them is refused by the hash of the data.
+    It is ten hexadecimal digits of a hash of `identity`. If the point reads files, a dash and ten digits of a hash of
+    their contents follow (`held`, by contents.of). The first ten digits name the point's folder. So when the files
+    change, the checkpoints stay with the configuration, and a run that would resume from them is refused by the hash of
+    the data.
     """
     digits = _ten_digits(identity(config, world, hardware))
     return f"{digits}-{_ten_digits(held)}" if held else digits
@@ -200,7 +201,7 @@ def _point_folder(output: str | Path, point: str) -> Path:
 
 
 class Attempt:
-    """One try at a point, whose state only its owner moves. The command's process owns it, ranks never do."""
+    """One attempt at a point. Only its owner changes its state: the process of the command, never a rank."""
 
     def __init__(
         self,
@@ -218,8 +219,10 @@ class Attempt:
 
     @classmethod
     def reopen(cls, paths: AttemptPaths) -> Attempt:
-        """An attempt whose owner is gone, or is a scheduler: whoever calls this is its owner now. BadRecord where its
-        state cannot be read."""
+        """Opens an attempt whose owner has ended or is a scheduler; the caller is its new owner.
+
+        BadRecord if its state cannot be read.
+        """
         facts = require_json(paths.state, STATE)
         state, label, point = RunState(facts.pop("state")), str(facts.pop("label")), str(facts.pop("point"))
         facts.pop("time")
@@ -227,44 +230,45 @@ class Attempt:
 
     @property
     def message(self) -> str:
-        """Why it stands as it does; empty where there is nothing to say."""
+        """The reason for the state; empty if there is none."""
         return str(self._facts.get("message") or "")
 
     @property
     def owner_is_gone(self) -> bool:
-        """Whether the process that moves this attempt ran on this machine and has ended."""
+        """Whether the process that owns this attempt ran on this machine and has ended."""
         owner = self._facts.get("owner")
         if not isinstance(owner, dict) or owner.get("host") != socket.gethostname() or misfit(owner, PROCESS):
             return False
         return not is_alive(owner["pid"], owner["started"])
 
     def move(self, state: RunState, **facts: object) -> None:
-        """Goes to `state` and writes it, with all `facts` so far beside it. An illegal move is our mistake."""
+        """Changes the state and writes it, with `facts` and all earlier facts. The transition must be in MOVES."""
         assert state in MOVES[self.state], f"{self.paths.root}: no way from {self.state.value} to {state.value}"
         self.state = state
         self._facts |= facts
         self.write()
 
     def write(self) -> None:
-        """Puts down how it stands."""
+        """Writes the state and the facts to state.json."""
         state = {"state": self.state.value, "time": time.time(), "label": self.label, "point": self.point}
         write_json_atomic(self.paths.state, {**state, **self._facts})
 
 
 def this_process() -> dict[str, object]:
-    """Who this is, for records: see processes.is_alive."""
+    """This process as records describe it, for processes.is_alive."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": started(os.getpid())}
 
 
 def settle(paths: AttemptPaths) -> RunState:
-    """How the attempt stands; see `settled`."""
+    """The state of `settled`."""
     return settled(paths).state
 
 
 def settled(paths: AttemptPaths) -> Attempt:
-    """The attempt as it stands. One whose owner died in the middle becomes `lost`, or what its result says.
+    """The attempt with its current state. If its owner died while it ran, it becomes `ok` if it has a valid result,
+    else `lost`.
 
-    BadRecord where its state cannot be read. Where it cannot be written, as for another user, it is told all the same.
+    BadRecord if its state cannot be read. A new state that cannot be written, as by another user, is returned anyway.
     """
     attempt = Attempt.reopen(paths)
     if attempt.state.final or not attempt.owner_is_gone:
@@ -282,12 +286,12 @@ def settled(paths: AttemptPaths) -> Attempt:
 
 
 def result_of(attempt: AttemptPaths) -> dict[str, Any]:
-    """What was measured. BadRecord where there is no result, or one that cannot be believed."""
+    """The result of an attempt. BadRecord if it is missing or damaged."""
     return require_json(attempt.result, RESULT)
 
 
 def is_answer(attempt: AttemptPaths) -> bool:
-    """Whether the result can be believed; one that cannot is told once."""
+    """Whether the attempt has a valid result; a damaged one is reported once."""
     try:
         result_of(attempt)
     except (BadRecord, OSError) as error:
@@ -297,7 +301,7 @@ def is_answer(attempt: AttemptPaths) -> bool:
 
 
 def attempts_at(output: str | Path, point: str) -> list[AttemptPaths]:
-    """The attempts at a point whose state can be read, the newest first."""
+    """The attempts at a point whose state can be read, newest first."""
     return [one for one in all_attempts(output, point) if _point_of(one) == point]
 
 
@@ -306,14 +310,14 @@ def _point_of(attempt: AttemptPaths) -> str | None:
 
 
 def all_attempts(output: str | Path, point: str) -> list[AttemptPaths]:
-    """The attempts at a point whatever its files held then, the newest first."""
+    """The attempts at a point, whatever the contents of its files were at the time, newest first."""
     folder = _point_folder(output, point) / "attempts"
     found = [one for one in folder.iterdir() if one.name.isdigit()] if folder.is_dir() else []
     return [AttemptPaths(one) for one in sorted(found, key=lambda one: -int(one.name)) if (one / "state.json").exists()]
 
 
 def clear_point(output: str | Path, point: str) -> None:
-    """Removes what processes that have ended began to write at a point and could not finish."""
+    """Removes the temporary files of a point and its attempts whose writers have ended."""
     folder = _point_folder(output, point)
     for place in (folder, *folder.glob("attempts/*")):
         clear_leftovers(place)
@@ -326,9 +330,9 @@ def new_attempt(
     hardware: str,
     owner: Mapping[str, object] | None = None,
 ) -> Attempt:
-    """A folder of its own under the point's, with the resolved configuration in it; state queued.
+    """Creates a queued attempt, in a new folder in the point's, with the resolved configuration.
 
-    `owner`: who moves it; this process, unless a scheduler has it.
+    `owner`: the process that owns it, if it is not this one but a scheduler.
     """
     world = int(config["resources"]["ranks"])
     held = contents.of(config)
@@ -339,11 +343,12 @@ def new_attempt(
     write_json_atomic(folder / "config.json", config)
     hashed = {"point": folder.name, "ignored": IGNORED_KEYS, **identity(config, world, hardware)}
     write_json_atomic(folder / "identity.json", hashed)
+    # Bad records of earlier attempts are set aside, and attempts whose command was killed get their final state.
     for one in all_attempts(output, point):
         make_room(one.state, STATE)
         make_room(one.result, RESULT)
         with contextlib.suppress(BadRecord, OSError):
-            settle(one)  # a run whose command was killed is looked at by nobody else
+            settle(one)  # nothing else updates the state of a run whose command was killed
     paths = AttemptPaths(_next_folder(folder / "attempts"))
     write_json_atomic(paths.config, config)
     write_json_atomic(paths.provenance, provenance.facts())
@@ -360,7 +365,7 @@ def _next_folder(attempts: Path) -> Path:
     while True:
         folder = attempts / f"{number:02d}"
         try:
-            folder.mkdir()  # exclusive: two commands at the same moment get two numbers
+            folder.mkdir()  # fails if it exists, so two commands at the same moment get two numbers
             return folder
         except FileExistsError:
             number += 1

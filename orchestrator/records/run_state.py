@@ -1,4 +1,4 @@
-"""How a point stands and how it ends: one enum, the moves between its members, and what each end means."""
+"""The states of a point, the transitions between them, and what each final state means."""
 
 from __future__ import annotations
 
@@ -6,48 +6,48 @@ from enum import Enum
 
 
 class RunState(str, Enum):
-    """Where a point, or one attempt at it, stands. Each member's comment is what a person is told."""
+    """The state of a point or of one attempt at it. The comments say what each state means to the user."""
 
-    queued = "queued"  # waits for its slots, or in a scheduler's queue; a requeued job waits again
-    starting = "starting"  # its processes are started
-    running = "running"  # all its ranks said so
+    queued = "queued"  # waits for its slots, or in the queue of a scheduler, to which a requeued job returns
+    starting = "starting"  # its processes are being started
+    running = "running"  # all its ranks have reported that they run
     ok = "ok"  # measured
-    tight = "tight"  # measured, so close to the memory's end that the allocator had to free and try again
-    oom = "oom"  # the device's memory was not enough
-    oom_host = "oom_host"  # the machine's memory was not enough: the kernel or the scheduler killed a rank
-    error = "error"  # a rank raised, or ended without finishing
+    tight = "tight"  # measured, but so close to the limit of memory that the allocator had to free and retry
+    oom = "oom"  # the memory of the device was not enough
+    oom_host = "oom_host"  # the memory of the machine was not enough: the kernel or the scheduler killed a rank
+    error = "error"  # a rank raised an exception, or exited before it had finished
     hang = "hang"  # a rank kept the others waiting in a collective
-    timeout = "timeout"  # its time limit passed
-    preempted = "preempted"  # the scheduler took the machine back; it goes on from its checkpoint when started again
-    cancelled = "cancelled"  # somebody stopped it
-    refused = "refused"  # breaks a rule: it was never started
-    pruned = "pruned"  # cannot fit by the arithmetic, or by what a smaller one of its family met: never started
-    cached = "cached"  # measured before under the same identity
-    lost = "lost"  # whoever watched it is gone, and nothing tells how it ended
+    timeout = "timeout"  # it reached its time limit
+    preempted = "preempted"  # the scheduler took the machine back; the next start resumes from the checkpoint
+    cancelled = "cancelled"  # stopped by the user
+    refused = "refused"  # breaks a rule, so it was never started
+    pruned = "pruned"  # cannot fit, as predicted or as shown by a smaller point of its family; never started
+    cached = "cached"  # already measured under the same identity
+    lost = "lost"  # the process that watched it is gone, and nothing records how it ended
 
     @classmethod
     def _missing_(cls, value: object) -> RunState | None:
-        """Records of before this enum say "killed" of what nobody could tell more of."""
+        """Reads the "killed" of records older than this enum as `lost`."""
         return cls.lost if value == "killed" else None
 
     @property
     def final(self) -> bool:
-        """Whether nothing more will come of it by itself."""
+        """Whether the state is final: no transition leads out of it."""
         return not MOVES[self]
 
     @property
     def measured(self) -> bool:
-        """Whether it has a result."""
+        """Whether there is a result."""
         return self in (RunState.ok, RunState.tight, RunState.cached)
 
     @property
     def answered(self) -> bool:
-        """Whether it answers its question. Not to fit in memory is an answer too."""
+        """Whether the point's question is answered. That it does not fit into memory is an answer too."""
         return self.measured or self in (RunState.oom, RunState.oom_host, RunState.refused, RunState.pruned)
 
     @property
     def kept(self) -> bool:
-        """Whether the same command again leaves it as it is; `--retry` names those to try once more."""
+        """Whether repeating the command keeps this outcome; `--retry` names outcomes to run again."""
         return self in ENDS_OF_A_RUN and self not in (RunState.preempted, RunState.cancelled, RunState.lost)
 
 
@@ -56,7 +56,7 @@ ENDS_OF_A_RUN = frozenset(RunState) - DECIDED - {RunState.queued, RunState.start
 RETRIED = tuple(one.value for one in RunState if one in ENDS_OF_A_RUN and not one.measured)
 MOVES: dict[RunState, frozenset[RunState]] = {
     RunState.queued: frozenset({RunState.starting, RunState.error, RunState.cancelled, RunState.lost}),
-    # A requeued job is queued again; one that ended between two looks was never seen running.
+    # A requeued job is queued again. A job that ended between two checks was never seen running.
     RunState.starting: ENDS_OF_A_RUN | {RunState.running, RunState.queued},
     RunState.running: ENDS_OF_A_RUN | {RunState.queued},
     **dict.fromkeys(ENDS_OF_A_RUN | DECIDED, frozenset()),

@@ -1,4 +1,4 @@
-"""The records of a sweep on disk: what was planned, what its controller did, and how each point stands now."""
+"""The records of a sweep on disk: its plan, the events of its controller, and the current state of each point."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from orchestrator.records.record_shapes import CONTROLLER, POINT, SWEEP, SWEEP_E
 from orchestrator.records.run_record import SCHEMA, AttemptPaths, clear_point, result_of, settled
 from orchestrator.records.run_state import RunState
 
-TAKEN = 75  # exit code of a controller that finds another one at its sweep; EX_TEMPFAIL of sysexits.h
+TAKEN = 75  # exit code of a controller whose sweep already has one; EX_TEMPFAIL of sysexits.h
 
 
 @dataclass(frozen=True)
@@ -47,32 +47,32 @@ class SweepPaths:
 
     @property
     def sweep(self) -> Path:
-        """What was typed, where, and the policies."""
+        """The command, the folder where it was typed, and the policies of the sweep."""
         return self.root / "sweep.json"
 
     @property
     def plan(self) -> Path:
-        """The points, and what was decided of each."""
+        """The points, with the decision about each."""
         return self.root / "plan.json"
 
     @property
     def events(self) -> Path:
-        """What the controller did."""
+        """What the controller did, one event a line."""
         return self.root / "events.jsonl"
 
     @property
     def requests(self) -> Path:
-        """What other commands ask of the controller."""
+        """What other commands ask the controller to do."""
         return self.root / "requests.jsonl"
 
     @property
     def controller(self) -> Path:
-        """Who the controller is, by its own word."""
+        """The process of the controller, written by the controller itself."""
         return self.root / "controller.json"
 
     @property
     def claim(self) -> Path:
-        """Who the controller will be, by the word of the command that started it a moment ago."""
+        """The process that will be the controller, written by the command that has just started it."""
         return self.root / "claim.json"
 
     @property
@@ -94,11 +94,11 @@ class SweepPaths:
 
 @dataclass(frozen=True)
 class Planned:
-    """A point of a sweep as it was decided: `decision` is queued (to run), or a state that needs no run.
+    """A point of a sweep and the decision about it: queued if it is to run, else a state that needs no run.
 
-    point: its id; empty where it was refused. attempt: the folder of the answer that is kept. predicted_bytes: of one
-    rank, by the memory model, model states alone; None where nobody predicted. predicted: all of the prediction.
-    contents: hashes of what its files held then, by contents.of.
+    point: its id; empty if it was refused. attempt: the folder of the attempt whose answer is kept. predicted_bytes:
+    the model states of one rank according to the memory model; None without a prediction. predicted: the complete
+    prediction. contents: hashes of the contents of its files at that time, by contents.of.
     """
 
     label: str
@@ -122,8 +122,11 @@ class Planned:
 
 @dataclass(frozen=True)
 class Standing:
-    """How a point of a sweep stands now. `attempt`: the folder of what runs, or of the answer. `measured`: its result,
-    there exactly where the state says that it was measured."""
+    """The current state of a point of a sweep.
+
+    `attempt`: the attempt that runs or that has the answer. `measured`: its result, present exactly if the state says
+    that the point was measured.
+    """
 
     planned: Planned
     state: RunState
@@ -142,9 +145,9 @@ class Standing:
 
 
 def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts: Mapping[str, Any]) -> SweepPaths:
-    """The folder of this sweep: a new one, or that of the same name and points, so that the same command goes on. For
-    who is the `only_starter`."""
-    for point in {one.point for one in planned if one.point}:  # also of those whose answers are kept
+    """The folder of this sweep: the existing one with the same name and points, so that the same command resumes it,
+    else a new one. The caller must be the `only_starter`."""
+    for point in {one.point for one in planned if one.point}:  # including points whose answers are kept
         clear_point(output, point)
     identity = sweep_id(name, planned)
     sweeps = Path(output).absolute() / "sweeps"
@@ -158,7 +161,7 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
                 plan_of(paths)
             except BadRecord as bad:
                 set_aside(paths.plan, bad.wrong)
-            # What its last controller did and was asked is over; the attempts tell what came of it.
+            # The events and requests of the last controller are over; the attempts record their outcome.
             for file in (paths.events, paths.requests, paths.controller, paths.claim, paths.log):
                 make_way(file)
             for file in (paths.events, paths.requests, paths.controller, paths.claim):
@@ -172,16 +175,16 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
 
 
 def _clear_unrecorded(sweeps: Path) -> None:
-    """Removes the folders of sweeps whose commands were killed before they had recorded anything."""
+    """Removes the folders of sweeps whose command was killed before it had recorded anything."""
     for sweep in map(SweepPaths, sweeps.iterdir()):
         if sweep.root.is_dir() and not os.path.lexists(sweep.sweep):
             clear_leftovers(sweep.root)
-            with contextlib.suppress(OSError):  # what somebody else put there stays
+            with contextlib.suppress(OSError):  # a folder with other files stays
                 sweep.root.rmdir()
 
 
 def is_sweep(sweep: SweepPaths, name: str, identity: str) -> bool:
-    """Whether the folder is of the sweep of this name and identity; by its plan, where its own record is bad."""
+    """Whether the folder belongs to the sweep of this name and identity. Decided by the plan if sweep.json is bad."""
     facts = read_or_warn(sweep.sweep, SWEEP)
     if facts is not None:
         return bool(facts["id"] == identity)
@@ -192,7 +195,7 @@ def is_sweep(sweep: SweepPaths, name: str, identity: str) -> bool:
 
 
 def sweep_id(name: str, planned: Sequence[Planned]) -> str:
-    """The same for the same points in the same order, wherever they are sent to."""
+    """The identity of a sweep: the same for the same name and points in the same order, wherever they run."""
     text = json.dumps([name, [[one.label, one.point or list(one.overrides)] for one in planned]])
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
@@ -211,7 +214,7 @@ def _new_folder(sweeps: Path, name: str) -> Path:
 
 
 def all_sweeps(output: str | Path) -> list[SweepPaths]:
-    """Every sweep of an output folder, the newest first."""
+    """All sweeps of an output folder, newest first."""
     try:
         folders = list((Path(output).absolute() / "sweeps").iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -221,7 +224,7 @@ def all_sweeps(output: str | Path) -> list[SweepPaths]:
 
 
 def _made(sweep: SweepPaths) -> float | None:
-    """When its record was written; None for a folder that is no sweep, or may not be looked into."""
+    """When the record of the sweep was written; None for a folder without one, or one that may not be opened."""
     try:
         return sweep.sweep.stat().st_mtime
     except (FileNotFoundError, NotADirectoryError):
@@ -235,11 +238,11 @@ PLAN = {"points": [POINT]}
 
 
 def plan_of(sweep: SweepPaths) -> list[Planned]:
-    """BadRecord where it cannot be read, or is not there."""
+    """The points of a sweep. BadRecord if the plan is missing or cannot be read."""
     found = loaded(sweep.plan)
     if found is None:
         raise BadRecord(sweep.plan, "no such file")
-    # Earlier versions wrote the points alone; no sweep has none.
+    # Earlier versions wrote only the list of points, which is never empty.
     plan = judged(sweep.plan, {"points": found} if isinstance(found, list) and found else found, PLAN)
     try:
         return [Planned.from_dict(one) for one in plan["points"]]
@@ -248,9 +251,9 @@ def plan_of(sweep: SweepPaths) -> list[Planned]:
 
 
 def standings(sweep: SweepPaths) -> list[Standing]:
-    """How every point stands, from the plan, the controller's events and the attempts themselves.
+    """The state of every point, from the plan, the controller's events and the attempts themselves.
 
-    BadRecord where there is no plan. A point whose own records cannot be read is lost, and its message says why.
+    BadRecord if there is no plan. A point whose own records cannot be read is `lost`, and its message says why.
     """
     told: dict[str, dict[str, Any]] = {}
     for event in EventTail(sweep.events, SWEEP_EVENTS).read_new():
@@ -284,25 +287,27 @@ def _with_result(one: Standing) -> Standing:
 
 
 def tell(sweep: SweepPaths, event: str, **facts: object) -> None:
-    """The controller notes down what it did."""
+    """Records an event of the controller."""
     append_event(sweep.events, {"event": event, "time": time.time(), **facts})
 
 
 def ask(sweep: SweepPaths, what: str, **facts: object) -> None:
-    """Asks the controller for something; it looks several times a second."""
+    """Sends a request to the controller, which checks for requests several times a second."""
     append_event(sweep.requests, {"do": what, "time": time.time(), **facts})
 
 
 def controller_pid(sweep: SweepPaths) -> int | None:
-    """The process that runs the sweep, while it lives."""
+    """The pid of the process that controls the sweep; None if it does not run."""
     found = filter(None, (read_or_warn(path, CONTROLLER) for path in (sweep.controller, sweep.claim)))
     return next((int(who["pid"]) for who in found if is_alive(who["pid"], who["started"])), None)
 
 
 @contextlib.contextmanager
 def only_starter(output: str | Path) -> Iterator[None]:
-    """Commands that start a sweep of this output do it one after the other, so that the second of two finds the sweep
-    of the first. Blocks while another one is at it."""
+    """A lock for starting a sweep of this output, so that the second of two commands sees the sweep of the first.
+
+    Blocks while another command holds it.
+    """
     sweeps = Path(output).absolute() / "sweeps"
     sweeps.mkdir(parents=True, exist_ok=True)
     with (sweeps / ".lock").open("wb") as file:
@@ -312,7 +317,7 @@ def only_starter(output: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_controller(sweep: SweepPaths) -> Iterator[bool]:
-    """False where another controller has this sweep."""
+    """A lock for controlling the sweep; yields False if another controller holds it."""
     with (sweep.root / ".lock").open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

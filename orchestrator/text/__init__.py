@@ -1,1 +1,1 @@
-"""Text for people: numbers with units, streams that take any text, paths and commands as they are shown."""
+"""Text for people: numbers with units, output streams that accept any text, and paths and commands for messages."""

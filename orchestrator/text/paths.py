@@ -1,4 +1,4 @@
-"""Paths and commands as they are shown to a person."""
+"""Paths and commands as they are shown in messages, ready to be pasted."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 OUTPUT, DEFAULT_OUTPUT = "ZLAB_OUTPUT", "outputs"
 SCRIPT, ZLAB = "run.py", "zlab"
-CODE = Path(__file__).resolve().parents[2]  # the folder that holds our packages: a checkout, or site-packages
-STARTED_IN = Path.cwd()  # a sweep is gone on with in the folder where it was typed
+CODE = Path(__file__).resolve().parents[2]  # the folder with our packages: a checkout, or site-packages
+STARTED_IN = Path.cwd()  # resuming a sweep changes to the folder where it was typed
 
 
 def expanded(text: str) -> Path:
-    """The path with ~ written out; as it was typed where nobody has that name, so that it is missed as any other."""
+    """The path with ~ expanded. Unchanged if ~NAME is not a known user: then it is missing like any other path."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -23,7 +23,7 @@ def expanded(text: str) -> Path:
 
 
 def shown(path: Path) -> str:
-    """The path as short as it can be typed from here."""
+    """The path relative to the current folder if it is inside it, else unchanged."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -31,7 +31,7 @@ def shown(path: Path) -> str:
 
 
 def verb(name: str, sweep: Path) -> str:
-    """The command that asks for something of a sweep, which may lie in another output folder than the default."""
+    """The command that applies a verb to a sweep, with --output if the sweep is not in the default output folder."""
     output = sweep.parent.parent
     there = (
         ""
@@ -42,7 +42,7 @@ def verb(name: str, sweep: Path) -> str:
 
 
 def dashboard(output: Path) -> str:
-    """The command that opens the dashboard on an output folder."""
+    """The command that opens the dashboard for an output folder."""
     there = (
         "" if output == Path(os.environ.get(OUTPUT, DEFAULT_OUTPUT)).absolute() else f" {shlex.quote(shown(output))}"
     )
@@ -50,9 +50,9 @@ def dashboard(output: Path) -> str:
 
 
 def program() -> str:
-    """The words that call this command again from here: `zlab`, or an interpreter and run.py, as it was called.
+    """The words that call this program from the current folder as it was called: `zlab`, or an interpreter and run.py.
 
-    They work when they are pasted: where `python` or `zlab` on the PATH is another one, the path stands instead.
+    They work when pasted: if `python` or `zlab` on the PATH is a different program, its full path is used instead.
     """
     called = Path(sys.argv[0])
     if called.name == ZLAB:
@@ -68,9 +68,9 @@ def program() -> str:
 
 
 def _typed(wanted: Path, name: str) -> str:
-    """`name` where the shell finds `wanted` under it, else its path. An activated environment is one such case."""
+    """`name` if the shell finds `wanted` under that name, as in an activated environment; else the path of `wanted`."""
     known = Path(shutil.which(name) or os.devnull)
-    # The folder too: the python of each environment is a link to the same interpreter.
+    # The folders must be equal too, since the python of every environment is a link to the same interpreter.
     if known.parent.resolve() == wanted.parent.resolve() and known.resolve() == wanted.resolve():
         return name
     return shlex.quote(shown(wanted))

@@ -1,5 +1,5 @@
-"""stdout and stderr that take any text: a sign that the terminal's encoding lacks is spelled out, and so is one that a
-terminal would obey."""
+"""Makes stdout and stderr accept any text, by spelling out characters that the encoding lacks, and control characters
+in messages."""
 
 from __future__ import annotations
 
@@ -13,37 +13,39 @@ from orchestrator.exit_codes import BAD_USAGE
 
 SPELLED = {"Ψ": "Psi", "Φ": "Phi", "×": "x", "·": "*", "…": "...", "–": "-", "²": "^2", "µ": "u", "≤": "<=", "≥": ">="}
 HANDLER = "zlab-spelled"
-MOST_SIGNS = 3000  # of a message: what was typed, or a file's text, may be as long as it likes
-MOST_MESSAGES = 50  # of one kind: a file may be wrong in every line
+MOST_SIGNS = 3000  # most characters of a message, which may quote a command line or a file of any length
+MOST_MESSAGES = 50  # most messages of one kind, since every line of a file may be wrong
 
 
 def take_any_text() -> None:
-    """From here on no print fails because of its encoding, as under LC_ALL=C with Python's UTF-8 mode off, or because
-    its stream was closed before the program began (`>&-`)."""
+    """From now on, no print fails because of the stream's encoding, or because the stream was closed at the start.
+
+    The encoding lacks characters for example under LC_ALL=C with Python's UTF-8 mode off; `>&-` closes a stream.
+    """
     _open_closed()
     codecs.register_error(HANDLER, _spelled)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a test's or a notebook's own may be anything
+        if isinstance(stream, io.TextIOWrapper):  # tests and notebooks replace the streams by other classes
             stream.reconfigure(errors=HANDLER)
 
 
 def complain(text: str) -> None:
-    """One line on stderr, whatever the text holds: it may quote what a stranger's file says."""
+    """Prints the text as one line on stderr, with control characters spelled out, since it may quote any file."""
     print(one_line(text), file=sys.stderr)
 
 
 def few(messages: Sequence[str]) -> list[str]:
-    """The first of them, and how many more there are."""
+    """The first MOST_MESSAGES messages, and a line with the number of the others if there are more."""
     more = len(messages) - MOST_MESSAGES
     return [*messages[:MOST_MESSAGES], *([f"and {more:,} more"] if more > 0 else [])]
 
 
 def refuse(problems: Sequence[str]) -> int:
-    """Tells every problem on stderr; the exit code of bad usage."""
+    """Prints the problems on stderr and returns the exit code of bad usage."""
     word = "error:"
     if sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
         word = f"\033[31m{word}\033[0m"
-    # Started by torchrun or srun, every rank finds the same: one tells it.
+    # Under torchrun or srun every rank finds the same problems, so only rank 0 prints them.
     for problem in few(problems) if os.environ.get("RANK", "0") == "0" else ():
         print(f"{word} {one_line(problem)}", file=sys.stderr)
     print(f"nothing was started (exit {BAD_USAGE})", file=sys.stderr)
@@ -51,7 +53,7 @@ def refuse(problems: Sequence[str]) -> int:
 
 
 def one_line(text: str) -> str:
-    """The text with line breaks and other signs that steer a terminal spelled out; of a long one both ends."""
+    """The text with line breaks and other control characters spelled out; only both ends of a long text."""
     if len(text) > MOST_SIGNS:
         first, last = MOST_SIGNS * 2 // 3, MOST_SIGNS // 3
         text = f"{text[:first]} ... ({len(text) - first - last} more characters) ... {text[-last:]}"
@@ -59,10 +61,13 @@ def one_line(text: str) -> str:
 
 
 def _open_closed() -> None:
-    """Also the descriptors: the next file that is opened would be the stdout of our children."""
+    """Opens the standard streams that are closed, with os.devnull as their descriptors.
+
+    Otherwise the next file that is opened would get the descriptor and become, for example, the stdout of our children.
+    """
     for number in (0, 1, 2):
         if not os.path.exists(f"/dev/fd/{number}"):
-            os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            os.open(os.devnull, os.O_RDWR)  # open returns the lowest free descriptor
             os.set_inheritable(number, True)
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  as long as the process lives
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115

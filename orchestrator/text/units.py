@@ -1,4 +1,4 @@
-"""Numbers as people read them: sizes in powers of 1024, counts in words, shares in percent."""
+"""Formats numbers for people: sizes in powers of 1024, counts, durations, percentages, ranges of steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ABSENT = "-"
 
 
 def size(count_bytes: float | None) -> str:
-    """ "1.50 GiB", "12.3 MiB", "640 KiB": GiB = 2^30."""
+    """A size such as "1.50 GiB", "12.3 MiB" or "640 KiB", with 1 GiB = 2^30 bytes."""
     if count_bytes is None:
         return ABSENT
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -19,7 +19,7 @@ def size(count_bytes: float | None) -> str:
 
 
 def digits(value: float | None) -> str:
-    """Three significant digits or all before the point: 1.23, 12.3, 123, 1,234."""
+    """A number with three significant digits, or all digits before the point: 1.23, 12.3, 123, 1,234."""
     if value is None:
         return ABSENT
     if not math.isfinite(value):
@@ -29,7 +29,7 @@ def digits(value: float | None) -> str:
 
 
 def count(number: float | None) -> str:
-    """ "124.4 M", "1.24 B", "6,400"."""
+    """A count such as "124.40 M", "1.24 B" or "6,400"."""
     if number is None:
         return ABSENT
     for unit, factor in (("B", 1e9), ("M", 1e6)):
@@ -43,7 +43,10 @@ def loss(value: float | None) -> str:
 
 
 def difference(measured: float | None, predicted: float | None) -> str:
-    """How far `measured` lies from `predicted`, in percent of it; "exact" when they are equal."""
+    """The difference of `measured` from `predicted`, in percent of `predicted`.
+
+    "exact" if they are equal, "new" if `predicted` is 0, ABSENT if one is missing.
+    """
     if measured is None or predicted is None:
         return ABSENT
     if measured == predicted:
@@ -56,7 +59,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """ "4.2 s", "3 min 05 s"."""
+    """A duration such as "4.2 s" or "3 min 05 s"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -64,7 +67,7 @@ def duration(seconds: float) -> str:
 
 
 def spans(numbers: Iterable[int]) -> list[list[int]]:
-    """[1, 2, 3, 7] as [[1, 3], [7, 7]]; the numbers are in order."""
+    """The numbers, which must be sorted, as ranges: [[1, 3], [7, 7]] for [1, 2, 3, 7]."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][1] + 1:
@@ -75,12 +78,12 @@ def spans(numbers: Iterable[int]) -> list[list[int]]:
 
 
 def steps_text(rows: Sequence[Sequence[int]]) -> str:
-    """ "steps 1 to 3 and 7", "step 7"."""
+    """The ranges of `spans` in words: "steps 1 to 3 and 7", "step 7"."""
     told = [str(low) if low == high else f"{low} to {high}" for low, high in rows]
     text = " and ".join([*([", ".join(told[:-1])] if told[1:] else []), *told[-1:]])
     return f"step{'' if len(rows) == 1 and rows[0][0] == rows[0][1] else 's'} {text}"
 
 
 def many(number: int, what: str) -> str:
-    """ "1 point", "2 points"."""
+    """A count with its noun: "1 point", "2 points"."""
     return f"{number} {what}" + ("" if number == 1 else "s")

@@ -1,1 +1,1 @@
-"""The rules between the groups of a configuration, and between it and the machine."""
+"""The rules between the groups of a configuration, and between a configuration and the machine."""

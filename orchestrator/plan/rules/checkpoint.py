@@ -1,4 +1,4 @@
-"""What must hold of checkpoints: what is gone on from, and what is saved."""
+"""Rules for checkpoints: the one to resume from, and those to save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def checkpoint_is_there(scene: Scene, checkpoint: Checkpoint) -> Broken | None:
     path = expanded(checkpoint.resume)
     if path.is_dir():
         return None
-    if path.exists():  # a file; the checkpoint is the folder that it lies in, if any
+    if path.exists():  # a file, possibly inside the folder of a checkpoint
         near = path.parent if path.parent.name.startswith("step-") else None
     else:
         found = nearest(

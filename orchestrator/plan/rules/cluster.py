@@ -1,4 +1,4 @@
-"""What must hold between the cluster and the other groups."""
+"""Rules between the cluster and the other groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orchestrator.config.schema import Device, Resources
 from orchestrator.config.strict import Broken
 from orchestrator.plan.rules.scene import Scene
 
-# A signal may come so much before the time that was asked for, and a run shorter than this does no work before it.
+# A signal may arrive up to EARLY_S before the requested time. A run needs at least WORK_S of work before it.
 EARLY_S, WORK_S = 60, 60
 EXAMPLE_RANKS = 2
 ANYWHERE = ("kind", "exclusive", "usd_per_gpu_hour")
@@ -34,7 +34,7 @@ def jobs_are_not_sent_from_ranks(scene: Scene, cluster: Cluster) -> Broken | Non
 
 
 def local_keys_are_used(scene: Scene, cluster: Cluster) -> Broken | None:
-    """A price and being alone mean something anywhere."""
+    """Keys of slurm must keep their defaults with cluster=local; `exclusive` and the price apply to both."""
     if is_slurm(cluster):
         return None
     plain = Cluster()
@@ -54,7 +54,7 @@ def one_machine_is_one_node(scene: Scene, resources: Resources, cluster: Cluster
 
 
 def slurm_is_told_what_to_ask_for(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:
-    """The machine that this is typed on is not the one that trains: nothing can be read off it."""
+    """With cluster=slurm the device and the ranks cannot be detected, since another machine does the training."""
     if not is_slurm(cluster):
         return None
     if resources.device is not Device.auto and resources.ranks is not None:
@@ -76,7 +76,7 @@ def ranks_spread_over_the_nodes(scene: Scene, resources: Resources) -> Broken | 
 
 
 def the_limit_leaves_time_before_the_signal(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:
-    """Else the job is asked to save as soon as it starts, again and again."""
+    """Otherwise the job would be asked to save as soon as it starts, again after every requeue."""
     least_s = cluster.signal_delay_s + EARLY_S + WORK_S
     if not is_slurm(cluster) or 60 * resources.time_limit_min >= least_s:
         return None

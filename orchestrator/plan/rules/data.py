@@ -1,4 +1,4 @@
-"""What must hold between the model, its adapters, the data and the batch."""
+"""Rules between the model, its adapters, the data and the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 
 
 def tokenizer_of(model: Model, data: Data) -> Tokenizer:
-    """bytes or model: what `auto` comes to."""
+    """The tokenizer, bytes or model: auto is model if the model's folder has one and data are not synthetic."""
     if data.tokenizer is not Tokenizer.auto:
         return data.tokenizer
     has_one = model.path is not None and (expanded(model.path) / pretrained.TOKENIZER).exists()
@@ -40,7 +40,7 @@ def text_is_there(scene: Scene, data: Data) -> Broken | None:
     if data.kind is not DataKind.text or data.path is None:
         return None
     path = expanded(data.path)
-    if path.is_file() or path.is_dir():  # a device or a pipe has no end, and cannot be read twice
+    if path.is_file() or path.is_dir():  # a device or a pipe may never end, and cannot be read twice
         return None
     beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
     near = nearest(path.name, [] if path.exists() else beside)
@@ -99,5 +99,5 @@ def validation_has_data(scene: Scene, data: Data, measure: Measure) -> Broken | 
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported, without importing it."""
+    """Whether the package is installed, found out without importing it."""
     return importlib.util.find_spec(package) is not None

@@ -1,4 +1,4 @@
-"""What must hold between offload and the other groups."""
+"""Rules between offload and the other groups."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def optimizer_can_rest(scene: Scene, offload: Offload, optimizer: Optimizer, res
 
 
 def guesses_need_a_tier(scene: Scene, offload: Offload, resources: Resources) -> Broken | None:
-    """A step during backward works on second copies of what rests elsewhere."""
+    """The speculative step updates second copies of offloaded states, so the optimizer must be offloaded."""
     if offload.step is not StepTime.speculative or _moves(scene, offload.optimizer, resources):
         return None
     on_cuda = scene.device(resources) is Device.cuda
@@ -56,7 +56,7 @@ def guesses_need_a_tier(scene: Scene, offload: Offload, resources: Resources) ->
 
 
 def _moves(scene: Scene, place: OffloadDevice, resources: Resources) -> bool:
-    """Whether what rests there is moved: on a CPU the host's memory is the device's."""
+    """Whether states stored there must be moved for their use. On a CPU, host memory is the memory of the device."""
     on_cuda = scene.device(resources) is Device.cuda
     return place is OffloadDevice.nvme or (place is OffloadDevice.cpu and on_cuda)
 
@@ -71,9 +71,9 @@ def offload_keys_are_used(scene: Scene, offload: Offload) -> Broken | None:
 
 
 def folder_is_there(scene: Scene, output: str, offload: Offload, cluster: Cluster) -> Broken | None:
-    """A folder of the user's is never made: a mistyped mount point would put the files on the root drive.
+    """A folder that the user names is never created: with a mistyped mount point the files would be on the root disk.
 
-    On a cluster it may exist on the nodes alone, and the ranks refuse it there (offload/preflight.py).
+    On a cluster the folder may exist only on the nodes, where the ranks check it (offload/preflight.py).
     """
     if not offload.uses_nvme or offload.folder is None or is_slurm(cluster):
         return None

@@ -1,4 +1,4 @@
-"""What must hold of the output folder: nobody else decides what lies in it, and its path is one that all can take."""
+"""Rules for the output folder: only its user controls its contents, and all programs involved accept its path."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ INSIDE = ("points", "sweeps", "joins", "scratch", "artifacts")
 
 
 def output_is_the_user_s(scene: Scene, output: str) -> Broken | None:
-    """Records steer what a run does and where it writes; in a folder of somebody else's they would be his."""
+    """Records control what a run does and where it writes, so no other user may be able to write them."""
     try:
         typed = Path(output).expanduser().absolute()
         places = dict.fromkeys((typed, typed.resolve()))
         above = [trouble_of_parents(place) for place in places]
         troubles = [*above, *(trouble_of_own(one) for one in (typed, *(typed / name for name in INSIDE)))]
-    except (OSError, RuntimeError, ValueError):  # told by the rule that it can be written to
+    except (OSError, RuntimeError, ValueError):  # reported by the rule that it can be written to
         return None
     trouble = next(filter(None, troubles), None)
     if trouble is None:
@@ -33,7 +33,7 @@ def output_is_the_user_s(scene: Scene, output: str) -> Broken | None:
 
 
 def output_can_be_written_down(scene: Scene, output: str) -> Broken | None:
-    """Records and MLflow hold it as text."""
+    """Records and MLflow store the path as text."""
     try:
         output.encode()
     except UnicodeEncodeError:
@@ -45,7 +45,7 @@ def output_can_be_written_down(scene: Scene, output: str) -> Broken | None:
 
 
 def slurm_takes_the_output(scene: Scene, output: str, cluster: Cluster) -> Broken | None:
-    """sbatch replaces %j and the like in the names of logs, wherever they stand, and its script has lines."""
+    """sbatch replaces patterns such as %j anywhere in the path of a log, and a line break would split its script."""
     if not cluster_rules.is_slurm(cluster):
         return None
     odd = sorted({char for char in str(expanded(output).absolute()) if char == "%" or not char.isprintable()})
@@ -56,7 +56,7 @@ def slurm_takes_the_output(scene: Scene, output: str, cluster: Cluster) -> Broke
 
 
 def place_problems(output: str) -> list[str]:
-    """What is wrong with the places that a run on this machine writes to: its outputs and the locks of slots."""
+    """The problems of the folders that a run on this machine writes to: the output folder and the locks of slots."""
     problems = []
     try:
         make_output(output)

@@ -1,4 +1,4 @@
-"""What must hold inside the precision group and between it and the device, and what computes in which dtype."""
+"""Rules for dtypes and the device, the dtype that `compute` auto stands for, and the rule for shard groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ SCALE_KEYS = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecu
 
 
 def computed_in(precision: Precision, scene: Scene, resources: Resources) -> Compute:
-    """What `auto` comes to: the parameters' dtype, but fp32 on a CPU that has no matrix instructions for it."""
+    """The dtype of the computation. auto is that of the parameters, but fp32 on a CPU without matrix instructions for
+    it."""
     if precision.compute is not Compute.auto:
         return precision.compute
     on_cpu = scene.device(resources) is Device.cpu
@@ -43,7 +44,7 @@ def compute_is_param_or_fp32(scene: Scene, precision: Precision) -> Broken | Non
 
 
 def scale_keys_are_used(scene: Scene, precision: Precision) -> Broken | None:
-    """Only fp16 gradients are scaled, and a fixed scale follows no rule."""
+    """The loss scale is only for fp16, and the keys of a dynamic scale are not used with a fixed one."""
     usual = Precision()
     changed = [key for key in SCALE_KEYS if vars(precision)[key] != vars(usual)[key]]
     if precision.param is not DType.fp16:

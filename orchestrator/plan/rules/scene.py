@@ -1,4 +1,4 @@
-"""Where a configuration is judged: this machine, and the world of torchrun or srun where one started this process."""
+"""The environment in which a configuration is checked: this machine, and the world of torchrun or srun, if any."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ CPU_RANKS = 2
 
 @dataclass(frozen=True)
 class Scene:
-    """Where a configuration is judged. `world` and `local_world` are set by torchrun or srun, else None."""
+    """The environment in which a configuration is checked.
+
+    `world`, `local_world`: the number of ranks that torchrun or srun has started, in all and on this machine; None if
+    this process was started by neither.
+    """
 
     hardware: Hardware
     world: int | None = None
     local_world: int | None = None
 
     def device(self, resources: Resources) -> Device:
-        """cpu or cuda: what `auto` comes to here."""
+        """The device: cpu or cuda, where auto is cuda if this machine has a GPU."""
         if resources.device is not Device.auto:
             return resources.device
         return Device.cuda if self.hardware.gpus else Device.cpu
 
     def ranks(self, resources: Resources) -> int:
-        """How many processes will run."""
+        """The number of processes that a run will have."""
         if self.world is not None:
             return self.world
         on_gpus = self.device(resources) is Device.cuda and self.hardware.gpus
@@ -37,7 +41,7 @@ class Scene:
 
 
 def here() -> Scene:
-    """This machine as it is found; Refusal where a launcher's environment makes no sense."""
+    """The scene of this process. Refusal if the environment variables of a launcher are not valid."""
     try:
         return scene_of(os.environ)
     except ConfigError as error:
@@ -45,7 +49,7 @@ def here() -> Scene:
 
 
 def scene_of(environ: Mapping[str, str]) -> Scene:
-    """This machine, and the world that torchrun or srun started, where one did."""
+    """The scene of a process with this environment. ConfigError if a launcher's variables are not valid."""
     found = hardware.detect(environ)
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return Scene(found)

@@ -1,4 +1,4 @@
-"""What must hold between the groups of a configuration, and the filling in of what it leaves open."""
+"""The table of all rules between the groups of a configuration, and `resolve`, which fills in open settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from orchestrator.text.paths import expanded
 
 
 def resolve(config: RunConfig, scene: Scene) -> RunConfig:
-    """Ranks, threads, batch, device and paths filled in. Asks for a configuration that breaks no rule."""
+    """The configuration with ranks, threads, batch, device and paths filled in. It must not break a rule."""
     device, ranks = scene.device(config.resources), scene.ranks(config.resources)
     threads = config.resources.threads or _threads(config.cluster, ranks, scene)
     batch, data, model = config.batch, config.data, pretrained.completed(config.model)
@@ -63,14 +63,14 @@ def resolve(config: RunConfig, scene: Scene) -> RunConfig:
 
 
 def _threads(cluster: Cluster, ranks: int, scene: Scene) -> int:
-    """The cores of this machine shared out, or what a rank of a cluster's job is given."""
+    """The threads of a rank: an equal share of this machine's cores, or the cores that the cluster gives to a rank."""
     if cluster_rules.is_slurm(cluster):
         return cluster.cpus_per_rank or 1
     return max(1, scene.hardware.cores // (scene.local_world or ranks))
 
 
 def _with_folder(config: RunConfig) -> Offload:
-    """Scratch files lie where they are told to, else in the output folder."""
+    """Fills in the folder for scratch files, which is in the output folder if it is not given."""
     if not config.offload.uses_nvme:
         return config.offload
     folder = config.offload.folder or str(scratch_path(config.output))
@@ -84,12 +84,12 @@ def _with_absolute_path(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def check_rules(config: RunConfig, scene: Scene) -> list[Broken]:
-    """Every rule that this configuration breaks."""
+    """All rules that the configuration breaks."""
     return check_parts(vars(config), scene)
 
 
 def check_parts(parts: Mapping[str, Any], scene: Scene) -> list[Broken]:
-    """Every rule broken by the groups that are there: those that could not be built spare only their own rules."""
+    """All rules broken by the groups in `parts`. Only rules that need a missing group are skipped."""
     broken = []
     if "model" in parts:
         parts = {**parts, "model": pretrained.completed(parts["model"])}
@@ -155,7 +155,7 @@ def _one_reduction_has_micro_batches(scene: Scene, zero: Zero, batch: Batch, res
 
 
 def _divisible(batch: Batch, ranks: int) -> tuple[str, ...]:
-    """Another global size, and where there is one, the nearest micro batch that divides this one."""
+    """Fixes: a divisible global size, and if there is one, the nearest micro-batch that divides the present one."""
     assert batch.global_size is not None
     one = batch.micro * ranks
     fixes = [f"batch.global_size={one * math.ceil(batch.global_size / one)}"]
@@ -199,7 +199,11 @@ def _output_can_be_written(scene: Scene, output: str) -> Broken | None:
 
 
 def _in_the_way(folder: str) -> str | None:
-    """Why the folder cannot be made or written to. A folder is made next to it: rights do not tell all, as in /proc."""
+    """Why the folder cannot be created or written to; None if it can.
+
+    A probe folder is created and removed in it or in its first existing parent, because permissions alone are not
+    conclusive, for example in /proc.
+    """
     try:
         place = Path(folder).expanduser().absolute()
         while not place.exists() and not place.is_symlink():
@@ -211,14 +215,14 @@ def _in_the_way(folder: str) -> str | None:
         probe = place / f".zlab-{os.getpid()}-{time.monotonic_ns()}"
         probe.mkdir()
         probe.rmdir()
-    # RuntimeError: ~nobody names no home folder. ValueError: a zero byte, or what is no UTF-8.
+    # RuntimeError: ~NAME of an unknown user. ValueError: a zero byte, or text that cannot be encoded in UTF-8.
     except (OSError, RuntimeError, ValueError) as error:
         return f"and no folder can be made there ({getattr(error, 'strerror', None) or error})"
     return None
 
 
 class Rule(NamedTuple):
-    """A check and the groups that it is given, in this order."""
+    """A check, and the groups that are passed to it in this order. The check returns a broken rule or None."""
 
     check: Callable[..., Broken | None]
     groups: tuple[str, ...]
