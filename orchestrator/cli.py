@@ -35,7 +35,7 @@ def _end_quietly() -> int:
 
 
 def _told(error: BadRecord | OSError) -> str:
-    """One line for the error. Errors of a stream carry no file name; errors on our own files always do."""
+    """One line for the error. Errors on our files name the file; for errors of standard output the name is added."""
     if isinstance(error, BadRecord) or error.filename is not None:
         return told(error)
     return f"standard output: {told(error)}" if error.errno in _OF_STREAMS else told(error)

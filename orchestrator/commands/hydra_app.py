@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         return refuse(problems)
     os.umask(0o077)  # only the user can read what the runs write
-    from orchestrator.compose import compose  # imported here: it imports Hydra, and the refusals above are faster so
+    from orchestrator.compose import compose  # imported here so that the refusals above do not wait for Hydra
 
     if not asked.shows and not {"--help", "--version"} & asked.flags.keys():
         asked.flags["--multirun"] = None

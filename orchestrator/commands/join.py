@@ -86,7 +86,7 @@ def _pause(deadline: float, complaint: str) -> None:
 
 
 def join(point: Point, entry: str = ENTRY) -> int:
-    """Runs this process as one rank: 0, or 1 if it failed. Rank 0 records and shows the run as for a launched run."""
+    """Runs this process as one rank: 0, or 1 if it failed. Rank 0 records and shows it like a launched run."""
     rank = rank_in_world(os.environ, "env://")
     assert rank is not None, "join asks for RANK and WORLD_SIZE"
     # torch reads these variables at import, and the entry imports torch.

@@ -89,6 +89,7 @@ def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) 
             screen.say(f"error: {problem}", "bold red")
         screen.say("nothing was sent (exit 2)")
         return BAD_USAGE, None
+    # Starters of one output take turns, so that the second of two equal commands joins the sweep of the first.
     with sweep_record.only_starter(_output(request)):
         running = _running(request, planned)
         if running is None and _on_cluster(_runnable(request)):
@@ -275,7 +276,7 @@ def _output(request: SweepRequest) -> Path:
 
 
 def _start(request: SweepRequest, planned: Sequence[Planned]) -> tuple[SweepPaths, subprocess.Popen[bytes] | None]:
-    """Opens the sweep's folder and starts its controller; None if no point needs a run."""
+    """Opens the sweep's folder and starts its controller. The controller is None if no point needs a run."""
     sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, _runnable(request)))
     is_needed = any(one.decision is RunState.queued for one in planned)
     return sweep, _start_controller(sweep, request) if is_needed else None
@@ -337,7 +338,7 @@ def _start_controller(sweep: SweepPaths, request: SweepRequest) -> subprocess.Po
             stderr=log,
             start_new_session=True,
         )
-    # The controller writes its own record a moment later. Until then the claim marks the sweep as one that has one.
+    # The controller records itself a moment later. Until then this claim shows that the sweep has a controller.
     write_json_atomic(sweep.claim, {"pid": process.pid, "started": started(process.pid)})
     return process
 

@@ -31,7 +31,7 @@ from orchestrator.report import ranking
 
 @dataclass(frozen=True)
 class Asked:
-    """Settings of every batch. rank_by: a name of report.METRICS. retry: states to run again, as for `--retry`.
+    """Settings of every batch. rank_by: a name in ranking.METRICS. retry: states to run again, as for `--retry`.
 
     flags: `--config-dir`, if the lines were composed with it. fixed: overrides that are the same in every line of every
     batch and are therefore left out of a point's short name.
@@ -122,7 +122,7 @@ def _composed(lines: Sequence[Sequence[str]], asked: Asked) -> list[Composition]
             continue
         if len(composition.points) > 1:
             wrong.append("a line that is proposed must be one point, and this is a sweep: leave out sweeps=")
-        # A cluster's points are sent and the command exits, so that no process would wait for the results.
+        # With a cluster the command sends the points and exits, so no process would wait for the results.
         elif composition.points[0].values.get("cluster", {}).get("kind") == ClusterKind.slurm.value:
             wrong.append("a sweeper waits for its answers, and cluster=slurm sends and leaves      fix: cluster=local")
         found.append(composition)
@@ -143,7 +143,7 @@ def _key(point: Point) -> str:
 
 
 def _run(points: Sequence[Point], name: str, asked: Asked, scene: Scene) -> dict[str, Standing]:
-    """The state of each point after the sweep, by label. The caller can ask again, so that no command is recorded."""
+    """The state of each point after the sweep, by label. The caller can ask again, so no command is recorded."""
     wishes = Wishes(retry=retry_states(asked.retry) if asked.retry else frozenset())
     request = sweep_command.SweepRequest(name, tuple(points), (), wishes, asked.rank_by)
     paths = sweep_command.run_quietly(request, scene.hardware)

@@ -13,8 +13,8 @@ GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"
 
 
 def job_environment(config: RunConfig, base: Mapping[str, str], gpus: Sequence[str] | None = None) -> dict[str, str]:
-    """The full environment of the ranks. Values that the user set are kept, except those in `fixed`: thread counts,
-    PYTHONPATH, and CUDA_VISIBLE_DEVICES.
+    """The full environment of the ranks. Values that the user set are kept, except thread counts, PYTHONPATH and
+    CUDA_VISIBLE_DEVICES.
 
     `gpus`: the subset of the user's GPUs assigned to this job, as entries of CUDA_VISIBLE_DEVICES.
     """

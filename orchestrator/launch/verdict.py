@@ -105,7 +105,7 @@ def judge(sights: Sequence[Sight], *, has_result: bool, controller_alive: bool) 
 
 
 def _accused(culprit: Sight, accuser: Sight) -> Verdict:
-    """The verdict if the ranks compared their state (zero_runtime.watch.watch) and blame one rank for all errors."""
+    """Blames one rank: the ranks compared their state (zero_runtime.watch.watch), so other errors are effects."""
     found = accuser.error.splitlines()[0].partition(": ")[2]
     if culprit.failed and culprit.state is RunState.error and not culprit.blamed:
         return Verdict(culprit.outcome, culprit.rank, describe(culprit))

@@ -64,7 +64,7 @@ def markdown(sweep: SweepPaths) -> str:
 
 
 def exit_code(found: list[Standing]) -> int:
-    """0: every point has an answer. 1: at least one failed. 3: some are not done. 4: no point fits in memory."""
+    """0: every point has an answer. 1: at least one failed. 3: some are not done. 4: nothing fits."""
     return exit_code_of({one.state for one in found})
 
 

@@ -27,7 +27,7 @@ CALL_S = 60.0
 
 
 class BatchExecutor(submitit.SlurmExecutor):
-    """submitit's SLURM executor, for calls that determine themselves where their ranks' output and records go.
+    """submitit's SLURM executor, for ranks that choose the files of their output and records themselves.
 
     It differs from the base class in three ways: the command that starts the ranks, files that only their owner can
     read, and a time limit on every SLURM call.

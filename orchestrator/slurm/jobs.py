@@ -25,7 +25,7 @@ from zero_runtime.kernels.ownership import for_the_owner_alone
 Sent = tuple[AttemptPaths, RunConfig]
 AT_ONCE = 500  # job ids on one command line
 FEW = 16  # single-job queries in one look
-ALL = 1 << 20  # without a value, submitit throttles to 256
+ALL = 1 << 20  # no throttle: without a value, submitit takes 256
 
 
 # ---- sending --------------------------------------------------------------------------------------------------------
@@ -175,6 +175,7 @@ class SlurmQueue:
         left = [job for job in ids if job not in kept or not _has_ended_for_good(kept[job])]
         now = _from_controller(left) if left else {}
         seen = {job: sight for job, sight in now.items() if sight not in (UNSEEN, DENIED)}
+        # The controller's answers come first, then those of sacct, then UNSEEN and DENIED.
         best = {**now, **kept, **seen}
         return {job: best.get(job, UNSEEN) for job in ids}
 

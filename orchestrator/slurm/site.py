@@ -162,6 +162,7 @@ def file_system(path: Path) -> str:
     for line in lines:
         _, folder, found, *_ = line.split()
         where = folder.replace("\\040", " ")
+        # The longest mount point that contains the path counts; of equal ones the later, which hides the earlier.
         if real.is_relative_to(where) and len(where) >= best:
             best, kind = len(where), found
     return kind
@@ -171,7 +172,7 @@ def hardware_name(config: RunConfig) -> str:
     """The name of the hardware in the point's identity: the GPU if the partition has one kind.
 
     Numbers under one name are comparable. Nodes of a CPU partition, or with mixed GPUs, are named by the partition and
-    by the nodes that `constraint` selects.
+    by `constraint`, which selects nodes of it.
     """
     kinds = read_sinfo(ask(["sinfo", "--noheader", "--exact", "--format", SINFO_FIELDS]))
     chosen = config.cluster.partition

@@ -44,7 +44,7 @@ def names() -> Callable[[RunConfig], str]:
 
 
 def send(sweep: SweepPaths, planned: Sequence[Planned], entry: str = ENTRY) -> list[str]:
-    """Sends the points that need a run. Returns their job ids. If SLURM refuses one, none is sent and it raises."""
+    """Sends the points that need a run. Returns their job ids. If SLURM refuses one, cancels all and raises."""
     name = names()
     queued = [one for one in planned if one.decision is RunState.queued]
     attempts = [

@@ -46,9 +46,9 @@ MEMORY = re.compile(r"exceeded (job )?memory limit|oom[-_]kill|Out Of Memory|Out
 
 
 def verdict(attempt: AttemptPaths, world: int, sight: JobSight, now: float | None = None) -> Verdict | None:
-    """The verdict, or None while nothing is decided. A job that the scheduler does not know is not ended by that.
+    """The verdict, or None while nothing is decided. A job that the scheduler does not know is undecided.
 
-    now: a value of time.monotonic, for tests.
+    now: a value of time.monotonic(); None reads the clock.
     """
     records = [read_or_warn(attempt.rank_record(rank), RANK) for rank in range(world)]
     log = Path((read_or_warn(attempt.job, JOB) or {}).get("log") or "")

@@ -46,7 +46,7 @@ def left_behind(output: Path) -> list[dict[str, Any]]:
 
 
 def count_try(output: Path, message: Mapping[str, Any]) -> None:
-    """Counts an attempt to complete the run, before it is made."""
+    """Records one more try to complete the run, before the try is made."""
     write_json_atomic(_path(output, message["attempt"]), {**message, "tries": message["tries"] + 1})
 
 

@@ -5,8 +5,8 @@
 The difference, as a share of the cores that the ranks may use and of the elapsed time, is what others took. This
 includes a hypervisor that runs another machine on a core (steal). In a container /proc/stat lists all cores of the
 machine, so only the cores in the ranks' affinity, those of the cpuset, are counted. The command's own processes
-(screen, controller, tracker) also count as others, but sleep most of the time while a run is measured; so does the
-work of the kernel's own threads.
+(screen, controller, tracker) also count as others, although they sleep most of the time while a run is measured, and so
+do the kernel's own threads.
 """
 
 from __future__ import annotations

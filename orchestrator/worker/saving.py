@@ -62,7 +62,7 @@ class Saving:
         self.first_update = 0  # updates that another library made before this run began
         self.curve: list[float] = []  # losses of the steps before the resumed one, on rank 0
         self.missing_steps: list[list[int]] = []  # first and last step of each range that the curve lacks
-        self.earlier_result: dict[str, Any] | None = None  # of a run of this point that made and saved every step
+        self.earlier_result: dict[str, Any] | None = None  # result of a run that made and saved every step of this one
 
     # ---- resuming ----------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class Saving:
             )
 
     def _result_in(self, path: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
-        """The result of the run that saved its last step here, if that run had the same point. Else CheckpointError."""
+        """The result of the run that saved its last step here, if it is a run of this point; else CheckpointError."""
         is_own = path.parent == self._attempt.checkpoints
         if trainer["step"] > self._steps or not is_own or "result" not in trainer:
             raise CheckpointError(

@@ -143,7 +143,7 @@ def build_deferred(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
 
 
 def _offload(offload: Offload, output: str) -> OffloadPlan:
-    """State offloaded to the host stays in place on CPU ranks. Creates the folder of `output`; others must exist."""
+    """The plan; on CPU ranks, host offload moves nothing. Creates the folder of `output`; any other must exist."""
     tiers = {OffloadDevice.device: Tier.DEVICE, OffloadDevice.cpu: Tier.HOST, OffloadDevice.nvme: Tier.NVME}
     scratch = None
     if offload.uses_nvme:

@@ -114,7 +114,8 @@ class RankRun:
         # The census walks all of Python's objects, so it is taken in a step that is not counted, if there is one, and
         # preferably not in the first one, in which nothing has been gathered yet.
         self._census_step = min(self._first + max(self._config.measure.warmup_steps - 1, 0), self._steps - 1)
-        # The model is built, loaded and compiled: from here on a rank may keep the others waiting for stuck_s only.
+        # The model is built, loaded and compiled: from here on resources.stuck_s limits how long a rank may keep the
+        # others waiting.
         self._runtime.collectives.journal.end_start()
         self._runtime.clock.lap()
         for step in range(self._first, self._steps):
@@ -126,7 +127,7 @@ class RankRun:
             self._saving.after_step(self._progress)
             if report.stop and step + 1 < self._steps:
                 return Stopped(self._progress.step, self._saving.stop(self._progress))
-            self._runtime.clock.lap()  # the time of saving is recorded separately
+            self._runtime.clock.lap()  # keeps the time of saving out of the next step's
         self._used = self._load.end()
         self._readings.validation_loss = self._validate()
         self._saving.finish(self._progress, self._result)
@@ -157,7 +158,7 @@ class RankRun:
             with clock.phase("optimizer"):
                 return runtime.step(rates), rates.lr
         except NonFiniteError as error:
-            # Nothing was updated, so repeating the backward passes gives the same numbers and locates the value.
+            # Nothing was updated, so the repeated backward passes give the same numbers and show where they arise.
             verdict = runtime.find_non_finite(lambda: self._backwards(batches, tokens, counting=False))
             raise NonFiniteError(f"{error}\n{verdict}") from None
 

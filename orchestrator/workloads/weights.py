@@ -15,7 +15,7 @@ _NEEDED_BY_NONE = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.att
 def weights_of(folder: WeightsFolder, model: nn.Module) -> Renamed:
     """The folder's weights under the names of `model`, an architecture of transformers or PEFT's wrapper of one.
 
-    A folder may use any name of a tied weight, may hold the bare model without the prefix that the head adds, and
+    A folder may use any name of a tied weight, may hold the bare model, whose names lack the head model's prefix, and
     contains no adapters, which get no values. The model's persistent buffers are filled here. CheckpointError if a
     weight is missing or left over.
     """
@@ -24,6 +24,7 @@ def weights_of(folder: WeightsFolder, model: nn.Module) -> Renamed:
     names: dict[int, list[str]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         if "lora_" not in name and not _is_dropped(model, name):
+            # The names under which a folder may store this tensor.
             plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
             names.setdefault(id(tensor), []).extend([name, plain, plain.removeprefix(prefix), f"{prefix}{plain}"])
     own = {aliases[0]: aliases for aliases in names.values()}
