@@ -1,4 +1,4 @@
-"""From one command line to checked points, each run as a job of real processes, and a report of the numbers.
+"""Turns one command line into checked points, runs each as a job of real processes, and reports the measurements.
 
 From Python: `orchestrator.run("zero=stage2")` and `orchestrator.sweep("zero=stage1,stage2")`.
 """
@@ -14,7 +14,7 @@ __all__ = ["Record", "run", "sweep"]
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily: the command line and the ranks import this package for its parts, and want no more than those.
+    # Imported on first use: the command line and the ranks import submodules of this package and need nothing of api.
     if name in __all__:
         from orchestrator import api
 

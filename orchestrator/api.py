@@ -1,4 +1,4 @@
-"""The same from Python, for a notebook: `sweep("zero=stage1,stage2")` and `run("zero=stage2")` return records."""
+"""The Python interface for notebooks: `run("zero=stage2")` and `sweep("zero=stage1,stage2")` return records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Record", "Refusal", "run", "sweep"]
 
 @dataclass(frozen=True)
 class Record:
-    """One point and its answer. `result` is what result.json holds; None where nothing was measured."""
+    """One point of a sweep and its outcome. `result` is the content of result.json; None if nothing was measured."""
 
     label: str
     state: RunState
@@ -29,22 +29,22 @@ class Record:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The median over the counted steps, of all ranks."""
+        """The median over the counted steps, summed over all ranks."""
         return self.result["throughput"]["tokens_per_second"]["median"] if self.result else None
 
 
 def run(*overrides: str) -> Record:
-    """Measures one configuration. Returns when it has ended; other commands may have it watched meanwhile."""
+    """Measures one configuration and blocks until it has ended. Other commands can watch it in the meantime."""
     (record,) = sweep(*overrides)
     return record
 
 
 def sweep(*words: str) -> list[Record]:
-    """Measures every point, or takes the answer that is there, as the command line does: the best first.
+    """Measures every point, or takes its recorded result as the command line does. Returns the records, best first.
 
-    `words` are overrides and flags as they would be typed ("zero=stage1,stage2", "--fresh"). Points run in processes
-    of their own, so nothing of the caller's state is theirs. What is written is the user's alone, so that until it
-    returns this process's umask is 077. Raises `Refusal`, whose message tells all that is wrong.
+    `words` are overrides and flags as typed on the command line ("zero=stage1,stage2", "--fresh"). Points run in
+    separate processes and share no state with the caller. Files are written so that only the user can read them: this
+    process's umask is 077 until the call returns. Raises `Refusal`, whose message lists every problem.
     """
     line = [word for word in words if word not in ("-m", "--multirun")]
     request, hardware = sweep_request(["-m", *line])

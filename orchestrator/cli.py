@@ -1,4 +1,4 @@
-"""The command line: from the words that were typed to an exit code. Whatever is wrong with them is told at once."""
+"""The command line: turns the typed arguments into an exit code. Errors in them are reported before anything starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_STREAMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def _drop_unshown() -> None:
-    """What cannot be printed, as on a full disk under stdout, is dropped: Python would complain again at its end."""
+    """Discards output that cannot be printed, as on a full disk. Python would report the error again at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -29,20 +29,20 @@ def _drop_unshown() -> None:
 
 
 def _end_quietly() -> int:
-    """Whoever read our output has enough, as `| head` has. Python would complain once more at its end."""
+    """Handles a closed pipe, as with `| head`. Python would report the error again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def _told(error: BadRecord | OSError) -> str:
-    """One line; also of an error without a file's name, though every file of ours is named where it fails."""
+    """One line for the error. Errors on our files name the file; for errors of standard output the name is added."""
     if isinstance(error, BadRecord) or error.filename is not None:
         return told(error)
     return f"standard output: {told(error)}" if error.errno in _OF_STREAMS else told(error)
 
 
 def main(argv: Sequence[str]) -> int:
-    """0: every point has a result. 1: at least one failed. 2: nothing was started, the words were wrong."""
+    """0: every point has a result. 1: at least one failed. 2: the arguments were wrong, nothing was started."""
     take_any_text()
     try:
         code = _carried_out(argv)
@@ -67,12 +67,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _carried_out(argv: Sequence[str]) -> int:
     if "--version" in argv:
-        from orchestrator.machine import provenance  # here: it imports what only a run needs
+        from orchestrator.machine import provenance  # imported here: it imports modules that only a run needs
 
         print(f"zero-lab {provenance.version_of('zero-lab') or '(not installed: no version)'}")
         return 0
     if argv and argv[0] in VERBS:
         module = importlib.import_module(f"orchestrator.commands.{VERBS[argv[0]]}")
-        # What reads and steers sweeps shares one parser; the others have their own.
+        # The verbs that read and control sweeps share one parser; every other command has its own.
         return int(module.main(argv if VERBS[argv[0]] == "verbs" else argv[1:]))
     return line.answer(arguments.split(argv))

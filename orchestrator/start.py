@@ -7,6 +7,6 @@ from orchestrator.machine.children import forget_current_folder
 
 def console() -> None:
     forget_current_folder()
-    from orchestrator.cli import main  # here: its imports must not come from the current folder
+    from orchestrator.cli import main  # imported here so that its imports do not come from the current folder
 
     sys.exit(main(sys.argv[1:]))

@@ -1,1 +1,1 @@
-"""One file for each command, and what they share."""
+"""The commands of the command line, one file each, and the helpers that they share."""

@@ -1,4 +1,4 @@
-"""`zlab doctor`: what this machine has, what therefore works, and what to type."""
+"""`zlab doctor`: reports this machine's hardware and software, what works on it, and which commands to try."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLURM_GPUS = "SLURM GPUs"
 
 
 class Finding(NamedTuple):
-    """One line: what was looked at, what is there, and what to do where something is in the way."""
+    """One line of the report: the item that was checked, its state, and advice if it is a problem."""
 
     name: str
     text: str
@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the findings; 0, or 1 where something is in the way of every run."""
+    """Prints the findings. Returns 0, or 1 if a problem affects every run."""
     asked = parser().parse_args(argv)
     found = findings(Path(asked.output))
     if asked.json:
@@ -57,13 +57,13 @@ def parser() -> VerbParser:
 
 
 def findings(output: Path) -> list[Finding]:
-    """Everything that was looked at, in the order in which it matters."""
+    """All checks, in order of importance."""
     machine = [_python(), *_packages(), _processor(), _memory(), *_gpus()]
     return [*machine, *_slurm(), _disk(output), _compiler(), _loopback()]
 
 
 def what_works(found: Sequence[Finding]) -> list[Row]:
-    """The commands worth typing on this machine."""
+    """The commands worth trying on this machine."""
     in_the_way = {one.name for one in found if one.advice}
     machine = hardware.detect()
     ranks = f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cores} cores, gloo: its speed says nothing of GPUs"
@@ -173,7 +173,7 @@ def _compiler() -> Finding:
 
 
 def _loopback() -> Finding:
-    """Ranks of one machine meet over it."""
+    """The loopback interface, over which the ranks of one machine rendezvous."""
     try:
         address = loopback()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`zlab export-weights CKPT OUT`: the weights of a checkpoint as a Hugging Face folder, adapters as a PEFT folder."""
+"""`zlab export-weights CKPT OUT`: exports weights of a checkpoint as a Hugging Face folder, adapters for PEFT."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = ("bf16", "fp32")
 
 
 def main(words: Sequence[str]) -> int:
-    """0: OUT is there and whole. 1: it could not be written. Refusal: the words were wrong, nothing was written."""
+    """0: OUT is complete. 1: it could not be written. Refusal: the arguments were wrong, nothing was written."""
     asked = parser().parse_args(words)
     checkpoint, out, dtype = asked.checkpoint, asked.out, asked.dtype
     print(f"reading {checkpoint}", flush=True)
@@ -46,7 +46,7 @@ def parser() -> VerbParser:
 
 
 def _export(path: Path, out: Path, dtype: str) -> None:
-    from zero_runtime.checkpoint.load import CheckpointReader  # here: it imports torch
+    from zero_runtime.checkpoint.load import CheckpointReader  # imported here: it imports torch
 
     with CheckpointReader.open(path) as checkpoint:
         config = checkpoint.index.trainer.get("config")
@@ -71,7 +71,7 @@ def _export_model(checkpoint: CheckpointReader, out: Path, dtype: str, config: d
 
 
 def _export_of_engine(checkpoint: CheckpointReader, out: Path, dtype: str) -> None:
-    """A checkpoint of `engine.save_checkpoint`, which knows the model's configuration where the model did."""
+    """A checkpoint of `engine.save_checkpoint`; it holds the model's configuration if the model had one."""
     from zero_runtime.checkpoint.hugging_face.folder import write_weights
     from zero_runtime.dtypes import TORCH_DTYPE
 

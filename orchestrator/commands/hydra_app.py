@@ -1,4 +1,4 @@
-"""Hydra's own main over our configuration, for its sweepers: each batch of theirs is run by the launcher `zlab`.
+"""Runs Hydra's own main on the zero-lab configuration for Hydra's sweepers; the launcher `zlab` runs each batch.
 
 `python -m orchestrator.commands.hydra_app hydra/sweeper=optuna hydra.sweeper.direction=maximize
 'batch.micro=choice(1,2,4)'`
@@ -25,7 +25,7 @@ OURS = (*arguments.SWEEPING, "--retry", "--prune")
 
 
 def main(argv: Sequence[str]) -> int:
-    """0: the sweeper ended. 1: it gave up. 2: the words were wrong, and nothing was started. 130: interrupted."""
+    """0: the sweeper ended. 1: it failed. 2: the arguments were wrong, nothing was started. 130: interrupted."""
     take_any_text()
     asked = arguments.split(argv)
     problems = [*asked.problems]
@@ -38,12 +38,12 @@ def main(argv: Sequence[str]) -> int:
     problems += [f"{word} would call a function that is not there: only {LAUNCHER}=zlab runs points" for word in others]
     if problems:
         return refuse(problems)
-    os.umask(0o077)  # what runs write is the user's alone
-    from orchestrator.compose import compose  # here: it imports Hydra, and the answers above are quicker without
+    os.umask(0o077)  # only the user can read what the runs write
+    from orchestrator.compose import compose  # imported here so that the refusals above do not wait for Hydra
 
     if not asked.shows and not {"--help", "--version"} & asked.flags.keys():
         asked.flags["--multirun"] = None
-    # In front, so that a folder that was typed wins.
+    # Placed first, so that a folder given on the command line overrides it.
     folder = f"hydra.sweep.dir=${{output}}/studies/{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     words = [word for word in asked.overrides if not word.startswith(f"{LAUNCHER}=")]
     asked.overrides = [f"{LAUNCHER}=zlab", folder, *compose.added_folders(asked), *words]

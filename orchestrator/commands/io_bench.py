@@ -1,4 +1,4 @@
-"""`zlab io-bench FOLDER`: how fast scratch files are there, and the settings to use."""
+"""`zlab io-bench FOLDER`: measures the speed of scratch files in a folder and prints the settings to use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero_runtime.errors import missing_folder
 
 
 def main(words: Sequence[str]) -> int:
-    """0: measured. 1: the folder cannot be used. Refusal: the words were wrong."""
+    """0: measured. 1: the folder cannot be used. Refusal: the arguments were wrong."""
     asked = parser().parse_args(words)
     folder = Path(asked.folder).expanduser().absolute()
     if not os.path.isdir(folder):
@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
         complain(f"error: {error}")
         return FAILED
     best = max(found, key=lambda speed: speed.both)
-    # The smallest setting that is nearly as fast: fewer threads, and less memory for what is in flight.
+    # The smallest setting that is nearly as fast: it needs fewer threads and less memory for requests in flight.
     near = [speed for speed in found if speed.both >= 0.95 * best.both]
     pick = min(near, key=lambda speed: (speed.requests * speed.block_mib, speed.requests))
     if not pick.direct:

@@ -1,4 +1,4 @@
-"""Joins the ranks that another launcher started (torchrun, srun, by hand): same records, same screen, no launching."""
+"""Joins ranks that another launcher started (torchrun, srun, by hand): same records and screen, but no launching."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ KEYS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "
 
 
 class Meeting:
-    """Tells every rank the folder that rank 0 made, over the file system that they share.
+    """Gives every rank the attempt folder that rank 0 created, through the file system that they share.
 
-    Each rank leaves a hello with a word of its own and waits for the answer to that word, then removes both; rank 0
-    answers until no hello is left. What an earlier command with the same names left lying is answered in vain.
+    Every other rank writes a hello file with a random word, waits for the answer to that word, then removes both files.
+    Rank 0 answers until no hello file is left. It also answers stale files of an earlier command with the same names,
+    which has no effect.
     """
 
     def __init__(self, output: Path, world: int, environ: Mapping[str, str]) -> None:
@@ -46,7 +47,7 @@ class Meeting:
         self._world = world
 
     def tell(self, attempt: Path) -> None:
-        """Rank 0: returns when every other rank has the folder."""
+        """Called by rank 0. Returns when every other rank has read the folder."""
         waiting = set(range(1, self._world))
         answered: set[int] = set()
         deadline = time.monotonic() + MEET_S
@@ -61,7 +62,7 @@ class Meeting:
             _pause(deadline, f"ranks {sorted(waiting)} did not come to {self._folder}")
 
     def hear(self, rank: int) -> Path:
-        """Any other rank: the folder that rank 0 made."""
+        """Called by every other rank. Returns the folder that rank 0 created."""
         word = uuid.uuid4().hex
         write_json_atomic(self._hello(rank), {"word": word})
         deadline = time.monotonic() + MEET_S
@@ -85,10 +86,10 @@ def _pause(deadline: float, complaint: str) -> None:
 
 
 def join(point: Point, entry: str = ENTRY) -> int:
-    """Runs this process as its rank: 0, or 1 when it failed. Rank 0 records and shows as a launched run does."""
+    """Runs this process as one rank: 0, or 1 if it failed. Rank 0 records and shows it like a launched run."""
     rank = rank_in_world(os.environ, "env://")
     assert rank is not None, "join asks for RANK and WORLD_SIZE"
-    # torch reads them when it is imported, which the entry does.
+    # torch reads these variables at import, and the entry imports torch.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(point.config.resources.threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -96,8 +97,8 @@ def join(point: Point, entry: str = ENTRY) -> int:
     meeting = Meeting(output, rank.world, os.environ)
     if rank.rank == 0:
         if rank.world > 1:
-            # torchrun sends it to all as soon as one rank failed; rank 0 still has to record that, and ends by
-            # itself, since its next collective fails.
+            # torchrun sends SIGTERM to all ranks as soon as one has failed. Rank 0 still has to record the failure, and
+            # it ends without the signal because its next collective fails.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return _lead(point, rank, meeting, output, entry)
     return 0 if run_recorded(AttemptPaths(meeting.hear(rank.rank)), rank, entry) is None else 1
@@ -127,7 +128,7 @@ def _lead(point: Point, rank: RankInfo, meeting: Meeting, output: Path, entry: s
 def _run_shown(
     point: Point, rank: RankInfo, attempt: Attempt, screen: Screen, entry: str
 ) -> BaseException | Stopped | None:
-    """Runs the rank in this thread and shows its events from another."""
+    """Runs the rank in this thread and shows its events from another thread."""
     done = threading.Event()
     tail = EventTail(attempt.paths.metrics)
 
@@ -151,16 +152,16 @@ def _run_shown(
 
 
 def verdict_of(attempt: Attempt, world: int, failure: BaseException | Stopped | None) -> Verdict:
-    """What the ranks recorded; others' processes may be on other machines, so only their records are asked."""
+    """The verdict from the ranks' records. Other ranks may be on other machines, so their processes are not checked."""
     if isinstance(failure, Stopped):
         return Verdict(RunState.preempted, 0, str(failure))
     if isinstance(failure, KeyboardInterrupt):
         return Verdict(RunState.cancelled, 0, "the command was stopped")
     if failure is not None:
-        time.sleep(GRACE_S)  # the rank that caused it may be writing its record
+        time.sleep(GRACE_S)  # the rank that caused the failure may still be writing its record
         records = [read_or_warn(attempt.paths.rank_record(one), RANK) or {} for one in range(world)]
         root = min((one for one in records if "error" in one), key=lambda one: one["time"], default=None)
-        if root is None:  # none can be read
+        if root is None:  # no record can be read
             return Verdict(RunState.error, 0, f"rank 0: {type(failure).__name__}: {failure}")
         return Verdict(RunState.error, root["rank"], f"rank {root['rank']}: {root['error']}")
     if not attempt.paths.result.exists():

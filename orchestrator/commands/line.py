@@ -1,4 +1,4 @@
-"""Carries out a line of overrides: help, what Hydra shows, one run, a sweep, or a rank of another launcher."""
+"""Executes a command line of overrides: help, Hydra's listings, one run, a sweep, or a rank of another launcher."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def answer(asked: Arguments) -> int:
 
 
 def _run(composition: Composition, asked: Arguments) -> int:
-    os.umask(0o077)  # what runs write is the user's alone
+    os.umask(0o077)  # only the user can read what the runs write
     scene = here()
-    # A cluster is sent points and left: one is a sweep of one.
+    # The command sends points to a cluster and exits, so that even a single point is handled as a sweep.
     on_cluster = composition.points[0].values.get("cluster", {}).get("kind") == ClusterKind.slurm.value
     if composition.is_sweep or "--plan" in asked.flags or (on_cluster and scene.world is None):
         request = _sweep_request(composition, asked, scene)
@@ -77,7 +77,7 @@ def _run(composition: Composition, asked: Arguments) -> int:
 
 
 def sweep_request(argv: Sequence[str]) -> tuple[SweepRequest, hardware.Hardware]:
-    """A sweep as the words of a command line ask for it, and this machine. Refusal tells what is wrong with them."""
+    """The sweep that a command line describes, and this machine. Refusal: lists everything wrong with the arguments."""
     asked = arguments.split(argv)
     scene = here()
     return _sweep_request(composed(asked), asked, scene), scene.hardware
@@ -116,7 +116,7 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: Scene) -> 
 
 
 def _check_fault(points: Sequence[Point]) -> None:
-    """Refusal where ZLAB_FAULT cannot be read, or can act in none of the points: its run would seem to pass a test."""
+    """Refuses a ZLAB_FAULT that cannot be parsed or acts in no point: such a run would seem to pass its test."""
     try:
         fault = Faults.from_env()
     except ValueError as error:
@@ -128,7 +128,7 @@ def _check_fault(points: Sequence[Point]) -> None:
 
 
 def _places_problem(points: Sequence[Point]) -> str | None:
-    """A sweep has one folder and one scheduler."""
+    """The problem if the points differ in output folder or scheduler: a sweep has one of each."""
     for key, values in (
         ("cluster", {str(one.config.cluster.kind) for one in points}),
         ("output", {one.config.output for one in points}),

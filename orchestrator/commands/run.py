@@ -1,4 +1,4 @@
-"""One run of one point in the foreground: started, shown step by step, recorded and told."""
+"""Runs one point in the foreground: starts it, shows it step by step, records it and reports its result."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ LOOK_S = 0.2
 
 
 def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None, as_json: bool = False) -> int:
-    """Runs one point. Call it from the main thread. `as_json`: prints its record on stdout, and all else on stderr.
+    """Runs one point. Call it from the main thread. `as_json`: prints its record to stdout and all else to stderr.
 
-    Returns the exit code of `comparison.exit_code_of`, 130 when it was stopped; in every case no process of ours is
+    Returns the exit code of `comparison.exit_code_of`, or 130 if it was stopped. In every case none of its processes is
     left.
     """
     config = point.config
     output = Path(config.output).absolute()
     screen = screen or Screen(make_console(on_stderr=as_json))
-    if config.tracking.kind is TrackingKind.none:  # else the tracker does it
+    if config.tracking.kind is TrackingKind.none:  # otherwise the tracker does it
         complete_left_behind(output)
     tracker = start_tracker(config, output)
     name = hardware.detect().name(config.resources.device)
@@ -66,7 +66,7 @@ def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None,
 
 
 def _document(point: Point, attempt: Attempt) -> str:
-    """The run as one JSON document, with the names that a sweep's has for a point."""
+    """The run as one JSON document, with the same keys as a point in a sweep's document."""
     told = {
         "label": point.label,
         "state": attempt.state.value,
@@ -81,7 +81,7 @@ def _document(point: Point, attempt: Attempt) -> str:
 
 @contextmanager
 def _slots(point: Point, screen: Screen) -> Iterator[slots.Lease]:
-    """The GPUs or cores that the run takes, once no other command of this user's has them."""
+    """The GPUs or cores of the run. Waits while another command of this user holds them."""
     pool = slots.pool_of(point.config.resources.device)
     count = slots.wanted(point.config.resources)
     lease = pool.take(count)
@@ -97,7 +97,7 @@ def _slots(point: Point, screen: Screen) -> Iterator[slots.Lease]:
 def _followed(
     point: Point, attempt: Attempt, entry: str, screen: Screen, tracker: Tracker, lease: slots.Lease
 ) -> Verdict:
-    """Shows what the ranks record until there is a verdict; however it ends, none of their processes is left."""
+    """Shows what the ranks record until there is a verdict. However it ends, none of their processes is left."""
     screen.begin(point.config)
     try:
         run = PointRun(point, attempt, entry, lease.gpus)
@@ -131,7 +131,7 @@ def tell(screen: Screen, point: Point, attempt: Attempt, verdict: Verdict) -> No
 
 
 def _close(point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> None:
-    """Where everything lies, and what to type next."""
+    """Shows the paths of the records and the next command to type, and closes the tracker."""
     rows = [Row("records", shown(attempt.paths.root))]
     if point.config.tracking.kind is not TrackingKind.none:
         rows.append(Row("dashboard", dashboard(Path(point.config.output))))
@@ -142,7 +142,7 @@ def _close(point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> 
 
 
 def next_rows(point: Point, attempt: Attempt) -> list[Row]:
-    """What to type next. Who stopped a run knows what to type, unless the same would go on where it was."""
+    """The next command to type. A cancelled run gets one only if the command would resume from its checkpoint."""
     if attempt.state.measured:
         return [Row("next", summary.next_after_run(point.overrides))]
     again = summary.run_command(point.overrides)

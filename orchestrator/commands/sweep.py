@@ -1,4 +1,4 @@
-"""The sequence of a sweep's command: decide, show the plan, start the controller, watch, compare."""
+"""Runs the command of a sweep: decide, show the plan, start the controller, watch, compare."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from orchestrator.tracking.feed import complete_left_behind
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """A sweep as it was asked for; one point at least is to be run. `command`: the words that go on with it."""
+    """A requested sweep with at least one point to run. `command`: the arguments that resume it."""
 
     name: str
     points: tuple[Point | Refused, ...]
@@ -60,7 +60,7 @@ class SweepRequest:
 
 
 def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> int:
-    """The exit code; see `comparison.exit_code`. 130 where it was stopped."""
+    """Returns the exit code of `comparison.exit_code`, or 130 if it was stopped."""
     screen = screen or Screen(make_console(on_stderr=request.as_json))
     if request.predicts and not request.as_json:
         screen.say(
@@ -83,12 +83,13 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
 
 
 def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths | None]:
-    """Runs, sends or joins the sweep: the exit code, and its records; none where the cluster can never run it."""
+    """Runs, sends or joins the sweep. Returns the exit code and the records; None if the cluster can never run it."""
     if problems := _problems_of_cluster(request, planned):
         for problem in problems:
             screen.say(f"error: {problem}", "bold red")
         screen.say("nothing was sent (exit 2)")
         return BAD_USAGE, None
+    # Starters of one output take turns, so that the second of two equal commands joins the sweep of the first.
     with sweep_record.only_starter(_output(request)):
         running = _running(request, planned)
         if running is None and _on_cluster(_runnable(request)):
@@ -110,7 +111,7 @@ def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) 
 
 
 def _joined(running: SweepPaths, screen: Screen) -> int:
-    """Shows the sweep that another command started."""
+    """Shows a sweep that another command started."""
     on_cluster = slurm_sweep.is_on_cluster(running)
     where = "with the cluster" if on_cluster else "running"
     screen.say(f"this sweep is {where} already: {sweep_table.counts(sweep_record.standings(running))}")
@@ -121,7 +122,7 @@ def _joined(running: SweepPaths, screen: Screen) -> int:
 
 
 def _problems_of_cluster(request: SweepRequest, planned: Sequence[Planned]) -> list[str]:
-    """What the cluster can never run of a sweep that it would be sent. Asked before anything is written."""
+    """Reasons why the cluster can never run the points that it would be sent. Checked before anything is written."""
     configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
     if not configs or not _on_cluster(_runnable(request)) or _running(request, planned) is not None:
         return []
@@ -129,7 +130,7 @@ def _problems_of_cluster(request: SweepRequest, planned: Sequence[Planned]) -> l
 
 
 def _send(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths]:
-    """Sends what is to run to the cluster, and returns."""
+    """Sends the points that need a run to the cluster, and returns."""
     points = [one for one in _runnable(request) if one.config.cluster.kind is ClusterKind.slurm]
     configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
     for caution in slurm_site.cautions(configs):
@@ -149,7 +150,7 @@ def _send(request: SweepRequest, planned: list[Planned], screen: Screen) -> tupl
 
 
 def _cost_rows(planned: Sequence[Planned]) -> list[Row]:
-    """What the points that are to run take: of this machine's slots, or of a cluster's time."""
+    """The cost of the points that need a run: slots of this machine, or time of a cluster."""
     configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
     if not configs:
         return []
@@ -169,7 +170,7 @@ def _cost_rows(planned: Sequence[Planned]) -> list[Row]:
 
 
 def _cost(configs: Sequence[RunConfig]) -> str:
-    """What the points may take at most, by their time limits."""
+    """An upper bound on the cost of the points, from their time limits."""
     node_h = sum(one.resources.nodes * one.resources.time_limit_min for one in configs) / 60
     text = f"at most {node_h:.1f} node-hours"
     gpu_h = sum((one.resources.ranks or 0) * one.resources.time_limit_min for one in configs) / 60
@@ -181,7 +182,7 @@ def _cost(configs: Sequence[RunConfig]) -> str:
 
 
 def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
-    """The same without a screen: returns when the sweep has ended. An interrupt cancels it and is raised again."""
+    """Runs a sweep without a screen and returns when it has ended. An interrupt cancels it and is raised again."""
     planned = _plan(request, hardware)
     _check_places(request)
     if problems := _problems_of_cluster(request, planned):
@@ -193,7 +194,7 @@ def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
             sweep = _sent(request, planned)
         elif running is None:
             sweep, process = _start(request, planned)
-    if running is not None:  # another terminal's: its records are not ours to begin anew
+    if running is not None:  # another terminal's sweep: its records must not be started again
         _await(running)
         return running
     if on_cluster:
@@ -211,7 +212,7 @@ def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
 
 
 def _sent(request: SweepRequest, planned: list[Planned]) -> SweepPaths:
-    """Sends what is to run."""
+    """Sends the points that need a run to the cluster. Returns the records."""
     configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
     sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, _runnable(request)))
     if configs:
@@ -220,7 +221,7 @@ def _sent(request: SweepRequest, planned: list[Planned]) -> SweepPaths:
 
 
 def _await_cluster(sweep: SweepPaths) -> SweepPaths:
-    """Looks until all has ended. An interrupt cancels it and is raised again."""
+    """Polls until all points have ended. An interrupt cancels the sweep and is raised again."""
     try:
         _await(sweep)
     except KeyboardInterrupt:
@@ -231,13 +232,13 @@ def _await_cluster(sweep: SweepPaths) -> SweepPaths:
 
 
 def _check_places(request: SweepRequest) -> None:
-    """Refusal before anything starts that could not write what it finds."""
+    """Raises Refusal if outputs or slot locks cannot be written, before anything starts."""
     if problems := place_problems(str(_output(request))):
         raise Refusal(problems)
 
 
 def _await(sweep: SweepPaths) -> None:
-    """Returns when nothing of the sweep can come by itself any more."""
+    """Returns when the sweep makes no more progress without a new command."""
     if slurm_sweep.is_on_cluster(sweep):
         view = slurm_sweep.ClusterView(sweep)
         while not all(one.state.final for one in view.look()):
@@ -251,7 +252,7 @@ def _plan(request: SweepRequest, hardware: Hardware, screen: Screen | None = Non
     tell = None if screen is None or request.as_json else partial(screen.say, style="dim")
     predicted = prediction.predict(points, tell) if request.predicts else {}
     wrong = prediction.problems(points) if request.predicts else {}
-    some = len(wrong) < len(points)  # else it is an error, and told as one
+    some = len(wrong) < len(points)  # otherwise it is raised as an error
     for problem, count in Counter(wrong.values()).items() if some else ():
         complain(f"refused: {problem}      ({count} of {len(request.points)} points)")
     judged = [
@@ -275,14 +276,14 @@ def _output(request: SweepRequest) -> Path:
 
 
 def _start(request: SweepRequest, planned: Sequence[Planned]) -> tuple[SweepPaths, subprocess.Popen[bytes] | None]:
-    """The sweep's folder, and its controller where there is something to run."""
+    """Opens the sweep's folder and starts its controller. The controller is None if no point needs a run."""
     sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, _runnable(request)))
     is_needed = any(one.decision is RunState.queued for one in planned)
     return sweep, _start_controller(sweep, request) if is_needed else None
 
 
 def _facts(request: SweepRequest, points: Sequence[Point]) -> dict[str, Any]:
-    """What a later command needs to go on with the sweep, and what the controller needs of the policies."""
+    """The facts that a later command needs to resume the sweep, and the policies that the controller needs."""
     cluster = points[0].config.cluster
     return {
         "command": list(request.command),
@@ -310,7 +311,7 @@ def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Scree
 
 
 def _running(request: SweepRequest, planned: Sequence[Planned]) -> SweepPaths | None:
-    """The same sweep, where somebody's controller or a cluster has it."""
+    """The same sweep if another controller or a cluster is running it, else None."""
     identity = sweep_record.sweep_id(request.name, planned)
     for sweep in sweep_record.all_sweeps(_output(request)):
         if not sweep_record.is_sweep(sweep, request.name, identity):
@@ -324,7 +325,7 @@ def _running(request: SweepRequest, planned: Sequence[Planned]) -> SweepPaths | 
 
 
 def _start_controller(sweep: SweepPaths, request: SweepRequest) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C is this terminal's, and what it means is asked first."""
+    """Starts the controller in a separate session: Ctrl-C reaches only this command, which asks what to do."""
     line = children.words("orchestrator.launch.controller", str(sweep.root), "--entry", request.entry)
     if not request.detach:
         line += ["--viewer", str(os.getpid())]
@@ -337,7 +338,7 @@ def _start_controller(sweep: SweepPaths, request: SweepRequest) -> subprocess.Po
             stderr=log,
             start_new_session=True,
         )
-    # It says so itself a moment later: until then nobody else may take the sweep for one without a controller.
+    # The controller records itself a moment later. Until then this claim shows that the sweep has a controller.
     write_json_atomic(sweep.claim, {"pid": process.pid, "started": started(process.pid)})
     return process
 
@@ -345,10 +346,10 @@ def _start_controller(sweep: SweepPaths, request: SweepRequest) -> subprocess.Po
 def watch(
     sweep: SweepPaths, screen: Screen, process: subprocess.Popen[bytes] | None = None, *, attached: bool = True
 ) -> int:
-    """Shows the sweep until it has ended or the person leaves; then the comparison, where it has ended.
+    """Shows the sweep until it has ended or the user leaves; then the comparison, if it has ended.
 
-    `process`: the controller, where this command started it. `attached`: leaving is a question; without it the sweep
-    is another's, and goes on.
+    `process`: the controller, if this command started it. `attached`: Ctrl-C asks what to do with the sweep. If False,
+    the sweep belongs to another command and continues.
     """
     alive = (lambda: process.poll() is None) if process else None
     view = SweepWatch(sweep, screen, alive, attached=attached)
@@ -364,7 +365,7 @@ def watch(
             choice = watch_sweep.ask_at_interrupt(sweep_record.standings(sweep))
             if choice is Choice.DETACH:
                 sweep_record.ask(sweep, "detach")
-                time.sleep(2 * watch_sweep.LOOK_S)  # it must have heard before this process ends
+                time.sleep(2 * watch_sweep.LOOK_S)  # the controller must have read the request before this process ends
                 screen.closing(_left_running(sweep))
                 return INTERRUPTED
             interrupted = choice is not Choice.GO_ON
@@ -381,7 +382,7 @@ def watch(
 
 
 def _last_line(log: Path) -> str:
-    """To be followed by more; empty where the log is, or cannot be read."""
+    """The last line of the log and a separator for more text; empty if the log is empty or cannot be read."""
     try:
         return "".join(f"{line}; " for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:])
     except OSError:
@@ -393,7 +394,7 @@ def _left_running(sweep: SweepPaths) -> list[Row]:
 
 
 def _next(sweep: SweepPaths) -> list[Row]:
-    """Where things lie and what to type next."""
+    """The paths of the results and the next command to type."""
     rows = [Row("report", shown(sweep.report)), Row("numbers", shown(sweep.results))]
     if (read_or_warn(sweep.sweep) or {}).get("tracked"):
         rows.append(Row("dashboard", dashboard(sweep.output)))

@@ -1,6 +1,6 @@
-"""Points that somebody else proposes, such as a sweeper of Hydra's: lines of overrides in, a measured number each out.
+"""Measures points that a program proposes, such as a Hydra sweeper: lines of overrides in, one number per line out.
 
-A batch of lines is one sweep, so its points have slots, records and answers that are kept like those of any other.
+Each batch of lines is one sweep, so its points get slots, records and cached results like those of any other sweep.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from orchestrator.report import ranking
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of every batch. rank_by: a name of report.METRICS. retry: ends to run again, as `--retry` has them.
+    """Settings of every batch. rank_by: a name in ranking.METRICS. retry: states to run again, as for `--retry`.
 
-    flags: `--config-dir`, where the lines were made with it. fixed: words that say the same in every line of every
-    batch, and are therefore no part of a point's short name.
+    flags: `--config-dir`, if the lines were composed with it. fixed: overrides that are the same in every line of every
+    batch and are therefore left out of a point's short name.
     """
 
     rank_by: str = ranking.DEFAULT_METRIC
@@ -45,7 +45,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of one line. `value` is there exactly where the metric was measured; else `message` says why not."""
+    """The outcome of one line. `value` is set exactly if the metric was measured; else `message` says why not."""
 
     label: str
     state: RunState
@@ -55,12 +55,12 @@ class Trial:
 
     @property
     def fits_not(self) -> bool:
-        """Whether the point has its answer, and the answer is that it cannot run: out of memory, or refused."""
+        """Whether it is known that the point cannot run: out of memory, or refused."""
         return self.state.answered and not self.state.measured
 
 
 def problems(asked: Asked) -> list[str]:
-    """What is wrong with what is asked of every batch; nothing is started."""
+    """Problems of the settings of every batch. Starts nothing."""
     found = []
     if problem := ranking.metric_problem(asked.rank_by):
         found.append(problem)
@@ -72,7 +72,7 @@ def problems(asked: Asked) -> list[str]:
 
 
 def wrong_way(metric: str, direction: object) -> list[str]:
-    """A search for the worst of a metric, told before it starts. `direction`: Optuna's sweeper's, None for others."""
+    """Problems of a search direction, before the search. `direction`: that of Optuna's sweeper, None for others."""
     if direction is not None and not isinstance(direction, (str, Enum)):
         return [f"hydra.sweeper.direction={direction}: one metric goes back, so a study here has one direction"]
     name = direction.name if isinstance(direction, Enum) else direction
@@ -85,9 +85,9 @@ def wrong_way(metric: str, direction: object) -> list[str]:
 
 
 def measure(lines: Sequence[Sequence[str]], asked: Asked) -> list[Trial]:
-    """One trial a line, in the order of the lines; returns when all have ended. Two lines may be one point.
+    """One trial per line, in the order of the lines; returns when all have ended. Several lines may be the same point.
 
-    An interrupt cancels the batch and is raised again. Refusal: a line is no point, or nothing runs from here.
+    An interrupt cancels the batch and is raised again. Refusal: a line is not one point, or nothing can run from here.
     """
     scene = here()
     if scene.world is not None:
@@ -105,13 +105,13 @@ def measure(lines: Sequence[Sequence[str]], asked: Asked) -> list[Trial]:
 
 
 def _axes(lines: Sequence[Sequence[str]], fixed: Sequence[str]) -> tuple[str, ...]:
-    """The keys that every line sets, and that not every batch sets to the same."""
+    """The keys that every line sets, except those with a fixed value in every batch."""
     keys = [[word.partition("=")[0].lstrip("+~") for word in line if word not in fixed] for line in lines]
     return tuple(key for key in dict.fromkeys(keys[0]) if all(key in others for others in keys))
 
 
 def _composed(lines: Sequence[Sequence[str]], asked: Asked) -> list[Composition]:
-    """Each line as one point, not yet judged. Refusal tells of every line that says none: a mistake of the study's."""
+    """Each line as one point, not yet checked. Refusal: lists every line that is not one point."""
     found: list[Composition] = []
     wrong: list[str] = []
     for line in lines:
@@ -122,7 +122,7 @@ def _composed(lines: Sequence[Sequence[str]], asked: Asked) -> list[Composition]
             continue
         if len(composition.points) > 1:
             wrong.append("a line that is proposed must be one point, and this is a sweep: leave out sweeps=")
-        # Sending and leaving is what a cluster is for; nobody would be here to hear the answer.
+        # With a cluster the command sends the points and exits, so no process would wait for the results.
         elif composition.points[0].values.get("cluster", {}).get("kind") == ClusterKind.slurm.value:
             wrong.append("a sweeper waits for its answers, and cluster=slurm sends and leaves      fix: cluster=local")
         found.append(composition)
@@ -132,18 +132,18 @@ def _composed(lines: Sequence[Sequence[str]], asked: Asked) -> list[Composition]
 
 
 def _judged(composition: Composition, axes: tuple[str, ...], scene: Scene) -> Point | Refused:
-    """The point of one line, resolved; or the rules that it breaks."""
+    """The resolved point of one line, or the rules that it breaks."""
     (found,), _ = judged(replace(composition, axes=axes), scene)
     return found
 
 
 def _key(point: Point) -> str:
-    """The same for two ways to say one configuration."""
+    """The same key for lines that describe the same configuration."""
     return json.dumps(to_dict(point.config), sort_keys=True)
 
 
 def _run(points: Sequence[Point], name: str, asked: Asked, scene: Scene) -> dict[str, Standing]:
-    """How each point stands after the sweep, by its label. Whoever made the batch can ask again; a command cannot."""
+    """The state of each point after the sweep, by label. The caller can ask again, so no command is recorded."""
     wishes = Wishes(retry=retry_states(asked.retry) if asked.retry else frozenset())
     request = sweep_command.SweepRequest(name, tuple(points), (), wishes, asked.rank_by)
     paths = sweep_command.run_quietly(request, scene.hardware)

@@ -1,4 +1,4 @@
-"""Opens MLflow's own server on the store of an output folder, on the loopback interface, without telemetry."""
+"""`zlab ui`: runs MLflow's server on the store of an output folder, on the loopback interface, without telemetry."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOG, LINES_SHOWN = "dashboard.log", 5
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code of `zlab ui`, which otherwise ends with the server."""
+    """The exit code of `zlab ui`. Returns when the server has ended."""
     asked = parser().parse_args(argv)
     return serve(asked.output, asked.port)
 
@@ -39,7 +39,7 @@ def parser() -> VerbParser:
 
 
 def serve(output: Path, port: int | None) -> int:
-    """Runs the server until Ctrl-C, which is 0; 1 where it ends by itself, 2 where there is no store yet."""
+    """Runs the server until Ctrl-C. 0: Ctrl-C. 1: the server ended unexpectedly. 2: there is no readable store."""
     screen = Screen()
     store = store_path(output.absolute())
     if not store.exists():
@@ -60,16 +60,16 @@ def serve(output: Path, port: int | None) -> int:
     log = output.absolute() / LOG
     screen.say(f"The page answers after about 10 s. Ctrl-C ends it. What the server says is in {shown(log)}.")
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
-    quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # a process more, for things that we do not use
+    quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # starts another process, for features that are not used
     return _until_interrupt(server_command(output.absolute(), chosen, host), quiet, log, screen)
 
 
 def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, screen: Screen) -> int:
-    """The server in a session of its own: Ctrl-C is ours alone, so that its tracebacks reach no terminal."""
+    """Runs the server in a separate session: only this process gets Ctrl-C, so no traceback reaches the terminal."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
-            cwd="/",  # the server's own children import from where they stand, and nobody puts files there
+            cwd="/",  # the server's child processes import from this folder, where nobody puts files
             env=children.environment({**os.environ, **environ}),
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -91,7 +91,7 @@ def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, 
 
 
 def server_command(output: Path, port: int, host: str) -> list[str]:
-    """What runs the dashboard."""
+    """The command that runs the dashboard."""
     stores = ["--backend-store-uri", names.local_uri(output)]
     artifacts = ["--default-artifact-root", artifacts_path(output).as_uri()]
     where = ["--host", host, "--port", str(port), "--workers", "1"]
@@ -99,7 +99,7 @@ def server_command(output: Path, port: int, host: str) -> list[str]:
 
 
 def links(store: Path, port: int, host: str) -> list[tuple[str, str]]:
-    """Each experiment and the address of its chart page, newest first. Read without importing mlflow."""
+    """Each experiment with the address of its chart page, newest first. Read without importing mlflow."""
     asked = "SELECT experiment_id, name FROM experiments WHERE lifecycle_stage = 'active' ORDER BY experiment_id DESC"
     with closing(sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True)) as connection:
         found = [(number, name) for number, name in connection.execute(asked) if name != "Default"]
@@ -108,7 +108,7 @@ def links(store: Path, port: int, host: str) -> list[tuple[str, str]]:
 
 
 def free_port(host: str) -> int:
-    """The first port from FIRST_PORT on that nobody listens on."""
+    """The first port at or above FIRST_PORT on which nothing listens."""
     for port in range(FIRST_PORT, FIRST_PORT + 100):
         with socket.socket(family(host)) as probe:
             if probe.connect_ex((host, port)) != 0:

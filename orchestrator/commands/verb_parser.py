@@ -1,4 +1,4 @@
-"""The parser of a verb: its usage under the name that was typed, wrong words refused in one line, --json answered."""
+"""The argument parser of a verb: usage under the typed program name, errors refused in one line, and --json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrator.text.paths import program
 
 
 class VerbParser(argparse.ArgumentParser):
-    """Raises Refusal for words that are wrong; --help prints the usage and raises SystemExit with code 0."""
+    """Raises Refusal for wrong arguments; --help prints the usage and raises SystemExit with code 0."""
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().split())
@@ -19,7 +19,7 @@ class VerbParser(argparse.ArgumentParser):
 
 
 class _NoJson(argparse.Action):
-    """Says why the verb has no --json. `const`: the reason."""
+    """Rejects --json with a reason, stored in `const`."""
 
     def __call__(
         self,
@@ -32,12 +32,12 @@ class _NoJson(argparse.Action):
 
 
 def verb_parser(name: str, text: str) -> VerbParser:
-    """The parser of a verb that is alone in its module."""
+    """The parser of a verb that has a separate module."""
     return VerbParser(prog=f"{program()} {name}", description=text)
 
 
 def add_json(parser: argparse.ArgumentParser, why_not: str = "") -> None:
-    """--json prints one document on stdout. `why_not`: why this verb refuses it."""
+    """Adds --json, which prints one document to stdout. `why_not`: the reason why this verb rejects it."""
     if why_not:
         parser.add_argument("--json", action=_NoJson, nargs=0, const=why_not, help=argparse.SUPPRESS)
     else:

@@ -1,6 +1,6 @@
-"""What may be asked of sweeps from any terminal: list, status, watch, logs, report, cancel, resume, retry.
+"""The verbs that read and control sweeps from any terminal: list, status, watch, logs, report, cancel, resume, retry.
 
-Reads records only. A sweep is `last`, its folder's name, or a part of the name that no other has.
+Everything is read from records. A sweep is named by `last`, its folder's name, or a unique part of that name.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from orchestrator.text.units import many
 from orchestrator.tracking.feed import complete_left_behind
 
 FOLLOW_S = 0.3
-LOG_BYTES = 64 << 20  # of a log that has more, the end is shown
-PROPOSED = "(a batch that a program proposed)"  # the sweep of no command
+LOG_BYTES = 64 << 20  # of a larger log, only the end is shown
+PROPOSED = "(a batch that a program proposed)"  # shown for a sweep that has no command
 
 
 class VerbError(ValueError):
-    """What was asked for is not there; the message says what is."""
+    """The request cannot be carried out, for example an unknown sweep; the message names the alternatives."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> VerbParser:
-    """Of all verbs of this module."""
+    """The parser of all verbs of this module."""
     parser = VerbParser(prog=program())
     verbs = parser.add_subparsers(required=True)
 
@@ -86,7 +86,7 @@ def parser() -> VerbParser:
 
 
 def find_sweep(output: str, name: str) -> SweepPaths:
-    """VerbError where there is none, or several."""
+    """The sweep with this name. VerbError if no sweep or several match."""
     sweeps = sweep_record.all_sweeps(output)
     if not sweeps:
         single = " (the records of single runs lie in its folder points/)" if (Path(output) / "points").is_dir() else ""
@@ -107,7 +107,7 @@ def find_sweep(output: str, name: str) -> SweepPaths:
 
 
 def find_point(found: Sequence[Standing], label: str | None) -> Standing:
-    """The point of this label; without one, the point that a person would look at."""
+    """The point with this label; without a label the running one, else the first without an answer, else the first."""
     if label is None:
         order = (lambda one: one.state is RunState.running, lambda one: not one.state.answered, lambda one: True)
         tried = [one for one in found if one.attempt is not None]
@@ -123,7 +123,7 @@ def find_point(found: Sequence[Standing], label: str | None) -> Standing:
 
 
 def _standings(sweep: SweepPaths) -> list[Standing]:
-    """How the points stand now: of a cluster's sweep, after asking the scheduler."""
+    """The current state of the points; for a sweep on a cluster, the scheduler is asked first."""
     if slurm_sweep.is_on_cluster(sweep):
         return slurm_sweep.ClusterView(sweep).look()
     return sweep_record.standings(sweep)
@@ -187,7 +187,7 @@ def _report(asked: argparse.Namespace) -> int:
     from orchestrator.report.screen import Screen
 
     sweep, screen = find_sweep(asked.output, asked.sweep), Screen()
-    found = _standings(sweep)  # of a cluster's sweep this brings the records up to date
+    found = _standings(sweep)  # for a sweep on a cluster, this updates the records
     if asked.json:
         comparison.write(sweep)
         print(sweep_table.document(sweep, found, runs=slurm_sweep.still_runs(sweep, found)))
@@ -209,7 +209,7 @@ def _logs(asked: argparse.Namespace) -> int:
     if not log.is_file() and not asked.follow:
         of_job = slurm_sweep.log_of(one.attempt)
         if of_job is not None and of_job.is_file():
-            log = of_job  # no rank came to write: what SLURM and the setup lines said is all there is
+            log = of_job  # no rank has written a log: only SLURM and the setup lines have
     if not log.is_file() and not asked.follow:
         there = sorted(path.name for path in one.attempt.root.glob("rank*.log"))
         raise VerbError(f"'{one.label}' has no log of rank {rank}; there are: {' '.join(there) or 'none'}")
@@ -219,7 +219,7 @@ def _logs(asked: argparse.Namespace) -> int:
 
 
 def _print_log(log: Path, attempt: AttemptPaths, *, follow: bool) -> None:
-    """The log, or the end of a huge one; with `follow`, what comes until the attempt has ended."""
+    """Prints the log, or the end of a huge one; with `follow`, also new output until the attempt has ended."""
     size = log.stat().st_size if log.is_file() else 0
     read = max(0, size - LOG_BYTES)
     if read:
@@ -262,7 +262,7 @@ def _cancel(asked: argparse.Namespace) -> int:
 
 
 def _say(asked: argparse.Namespace, sweep: SweepPaths, text: str) -> None:
-    """The text, or with --json how the sweep stands now."""
+    """Prints the text, or with --json the current state of the sweep."""
     found = _standings(sweep) if asked.json else []
     print(sweep_table.document(sweep, found, runs=slurm_sweep.still_runs(sweep, found)) if asked.json else text)
 
@@ -281,8 +281,8 @@ def _retry(asked: argparse.Namespace) -> int:
 
 
 def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
-    """The command that made the sweep, where it was typed."""
-    from orchestrator.commands import line  # here: a table of sweeps needs nothing of what runs them
+    """Runs the command that created the sweep, in the folder where it was typed."""
+    from orchestrator.commands import line  # imported here: a table of sweeps needs none of the modules that run them
 
     facts = require_json(sweep.sweep, SWEEP)
     folder, command = facts.get("folder") or "", facts.get("command")

@@ -1,4 +1,4 @@
-"""Watches a sweep from any terminal: a live table on a terminal, else a line for each change. Reads records only."""
+"""Watches a sweep from any terminal: a live table, or without a terminal one line per change. Reads records only."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from orchestrator.slurm import sweep as slurm_sweep
 from orchestrator.text.units import ABSENT
 
 LOOK_S, CLUSTER_LOOK_S = 0.5, 5.0
-START_S = 30.0  # until a controller that was just started must have said so
+START_S = 30.0  # time in which a controller that was just started must have recorded itself
 SAY_EVERY_S = 30.0
 
 
 class Choice(Enum):
-    """What Ctrl-C may mean."""
+    """The user's choices at Ctrl-C."""
 
     DETACH = "d"
     WAIT = "w"
@@ -41,12 +41,12 @@ class SweepWatch:
     def __init__(
         self, sweep: SweepPaths, screen: Screen, alive: Callable[[], bool] | None = None, *, attached: bool = True
     ) -> None:
-        """`alive`: whether the controller of a sweep on this machine is still there. `attached`: see
+        """`alive`: whether the controller of a sweep on this machine still runs. `attached`: see
         `sweep_command.watch`."""
         self._leaving = "detach, wait or cancel" if attached else "leave it running"
         self._sweep, self._screen = sweep, screen
         self._alive = alive or (lambda: controller_pid(sweep) is not None)
-        # A cluster's sweep has no controller: whoever looks asks the scheduler, and not too often.
+        # A sweep on a cluster has no controller: every watching command asks the scheduler, so it must not ask often.
         self._view = slurm_sweep.ClusterView(sweep) if slurm_sweep.is_on_cluster(sweep) else None
         self._every_s = CLUSTER_LOOK_S if self._view else LOOK_S
         self._events = EventTail(sweep.events, SWEEP_EVENTS)
@@ -55,7 +55,7 @@ class SweepWatch:
         self._ended = False
 
     def until_end(self) -> None:
-        """Returns when the controller is done or gone. KeyboardInterrupt is the caller's to answer."""
+        """Returns when the controller has ended. The caller handles KeyboardInterrupt."""
         if not self._screen.live:
             while self._look() is not None:
                 time.sleep(self._every_s)
@@ -66,11 +66,11 @@ class SweepWatch:
                 time.sleep(self._every_s)
 
     def _look(self) -> list[Standing] | None:
-        """How the points stand; None when it is over."""
-        # Before the records: what a controller that is gone left is all there will be.
+        """The state of each point; None when the sweep has ended."""
+        # Checked before the records are read: a controller that has ended writes nothing more.
         over = self._view is None and (self._ended or not self._alive())
         events = self._events.read_new()
-        is_past = not self._shown and any(event["event"] == "end" for event in events)  # it had ended before we looked
+        is_past = not self._shown and any(event["event"] == "end" for event in events)  # it ended before the first look
         for event in events:
             if event["event"] == "warning" and not is_past:
                 self._screen.warn(event["text"])
@@ -103,7 +103,7 @@ class SweepWatch:
             table.add_column(name, justify="right" if index in (3, 4, 5) else "left", no_wrap=index < 6)
         rows = found
         room = max(5, self._screen.console.height - 6)
-        if len(rows) > room:  # those that move first, then those that ended last
+        if len(rows) > room:  # running points first, then queued ones, then those that have ended
             rows = sorted(found, key=lambda one: (one.state.final, one.state is RunState.queued))[:room]
         for one in rows:
             table.add_row(*[Text(cell, style=sweep_table.STYLES.get(one.state, "red")) for cell in _row(one)])
@@ -115,7 +115,7 @@ def _row(one: Standing) -> tuple[str, ...]:
 
 
 def _line(one: Standing) -> str:
-    """One change of one point for a log: no numbers that move."""
+    """One state change of one point as a log line, without numbers that keep changing."""
     row = sweep_table.standing_row(one)
     if one.state.measured:
         return f"{one.label}: {one.state.value}  {row[5]} tokens/s, peak {row[4]} a rank"
@@ -126,7 +126,7 @@ def _line(one: Standing) -> str:
 
 
 def ask_at_interrupt(found: list[Standing]) -> Choice:
-    """On a terminal the person chooses; without one an interrupt cancels, so that nothing is left behind."""
+    """Asks the user on a terminal. Without one an interrupt cancels the sweep, so that nothing is left running."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return Choice.CANCEL
     print(f"\n{sweep_table.counts(found)}.")
@@ -141,7 +141,7 @@ def ask_at_interrupt(found: list[Standing]) -> Choice:
 
 
 def conclude(sweep: SweepPaths, screen: Screen) -> int:
-    """The comparison and the reasons; the exit code of the whole."""
+    """Shows the comparison and the reasons of failures. Returns the exit code of the sweep."""
     comparison.write(sweep)
     found = standings(sweep)
     screen.comparison(comparison.ranked(sweep))

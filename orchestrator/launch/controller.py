@@ -1,6 +1,6 @@
-"""Runs a sweep on this machine: a process of its own, so that the terminal that started it may go.
+"""Runs a sweep on this machine in a separate process, so that the terminal that started it can be closed.
 
-`python -m orchestrator.launch.controller FOLDER` reads the plan in the sweep's folder and records there what it does.
+`python -m orchestrator.launch.controller FOLDER` reads the plan in the sweep's folder and records its progress there.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from orchestrator.report import comparison
 from orchestrator.tracking.feed import Tracker, experiment_name, start_tracker
 
 LOOK_S = 0.2
-# A point that failed the same way as so many before it: whatever it is, the next will meet it too.
+# After this many consecutive failures with the same message, the next point is expected to fail the same way.
 SAME_FAILURES = 3
 
 
 class Controller:
-    """Takes the points from the plan as slots become free. All it knows is on disk, so it may die at any time."""
+    """Starts the points of the plan as slots become free. Its state is on disk, so it may be killed at any time."""
 
     def __init__(self, sweep: SweepPaths, entry: str, viewer: tuple[int, str] | None) -> None:
         self._sweep, self._entry, self._viewer = sweep, entry, viewer
@@ -54,7 +54,7 @@ class Controller:
         self._tracker = Tracker()
 
     def run(self) -> None:
-        """Until nothing waits and nothing runs. None of its processes is left then, nor when it is interrupted."""
+        """Returns when no point waits or runs. No process of the sweep is left then, nor after an interrupt."""
         if self._waiting:
             self._tracker = start_tracker(self._configs[self._waiting[0].label], self._sweep.output)
             self._tracker.wait_for_store()
@@ -70,7 +70,7 @@ class Controller:
             self._conclude()
 
     def _conclude(self) -> None:
-        """The tracker is closed also where nothing can be written any more."""
+        """Ends the sweep. The tracker is closed even if nothing can be written anymore."""
         try:
             self._cancel("the sweep's controller was stopped")
             files = comparison.write(self._sweep)
@@ -86,7 +86,7 @@ class Controller:
         configs = [one.config for one in plan_of(self._sweep) if one.config]
         return experiment_name(from_dict(configs[0])) if configs else ""
 
-    # ---- what others ask ---------------------------------------------------------------------------------------
+    # ---- requests from other commands ---------------------------------------------------------------------------
 
     def _hear_requests(self) -> None:
         for request in self._requests.read_new():
@@ -100,9 +100,9 @@ class Controller:
             self._cancel("the terminal that it ran in was closed")
 
     def _cancel(self, why: str, labels: Sequence[str] | None = None) -> None:
-        """Ends what runs and what waits, or the points of these labels alone."""
+        """Cancels the running and waiting points; with `labels`, only those points."""
         dropped = [one for one in self._waiting if labels is None or one.label in labels]
-        with contextlib.ExitStack() as ends:  # where one's end cannot be recorded, as on a full disk, all end
+        with contextlib.ExitStack() as ends:  # if one end cannot be recorded, as on a full disk, the others still end
             for label in [label for label in self._running if labels is None or label in labels]:
                 ends.callback(self._stop, label, why)
             ends.callback(self._drop, dropped, why)
@@ -119,7 +119,7 @@ class Controller:
             self._waiting.remove(one)
             tell(self._sweep, "decided", label=one.label, state=state.value, reason=why)
 
-    # ---- what runs ---------------------------------------------------------------------------------------------
+    # ---- running points ----------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         for label, (planned, run, lease) in list(self._running.items()):
@@ -134,7 +134,7 @@ class Controller:
             self._learn(planned, verdict.state, verdict.message)
 
     def _learn(self, planned: Planned, state: RunState, message: str) -> None:
-        """What one point's end says of those that wait."""
+        """Drops waiting points after a failure: larger points after out of memory, all after repeated failures."""
         if state in (RunState.oom, RunState.oom_host) and self._prune:
             larger = [one for one in self._waiting if decision.outgrown(one, planned.config)]
             self._drop(larger, decision.smaller_failed(planned.label), RunState.pruned)
@@ -143,8 +143,8 @@ class Controller:
             self._drop(self._waiting, f"{SAME_FAILURES} points in a row failed alike: {message}")
 
     def _start(self) -> None:
-        """Every waiting point whose slots are free, in the order of the plan; in exclusive mode one at a time."""
-        too_many: dict[Device, int] = {}  # so many slots were not free a moment ago
+        """Starts every waiting point whose slots are free, in plan order; in exclusive mode, one at a time."""
+        too_many: dict[Device, int] = {}  # per device, a number of slots that was not free in this call
         for planned in list(self._waiting):
             if self._exclusive and self._running:
                 return
@@ -172,7 +172,7 @@ class Controller:
         return self._pools[device]
 
     def _tell_waiting(self, pool: slots.SlotPool) -> None:
-        """Once for each set of holders that are not ours: a sweep that waits for another must say so."""
+        """Warns that the sweep waits for slots of another command; once for each set of holders."""
         told = "; ".join(pool.holders()) if not self._running else ""
         if told and told != self._told_waiting:
             tell(self._sweep, "warning", text=f"waiting for slots that another command holds: {told}")
@@ -190,7 +190,7 @@ class Controller:
         tell(self._sweep, "started", **where)
         try:
             run = PointRun(point, attempt, self._entry, lease.gpus)
-        except Exception as error:  # the point is lost, the others are not
+        except Exception as error:  # this point is lost, the others continue
             attempt.move(RunState.error, rank=0, message=f"could not be started: {type(error).__name__}: {error}")
             self._tracker.end(attempt)
             lease.release()
@@ -200,7 +200,7 @@ class Controller:
 
 
 class _Warnings(logging.Handler):
-    """Warnings about records go to who watches the sweep, and not to the controller's log."""
+    """Sends warnings about records to the viewers of the sweep instead of the controller's log."""
 
     def __init__(self, sweep: SweepPaths) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def main(argv: Sequence[str]) -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    os.umask(0o077)  # what it writes is the user's alone, also where a notebook started it
+    os.umask(0o077)  # only the user can read the files, also if a notebook started the controller
     signal.signal(signal.SIGTERM, stop)
     with only_controller(sweep) as alone:
         if not alone:

@@ -1,4 +1,4 @@
-"""The environment that the ranks of a job start in."""
+"""The environment variables that the ranks of a job start with."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"
 
 
 def job_environment(config: RunConfig, base: Mapping[str, str], gpus: Sequence[str] | None = None) -> dict[str, str]:
-    """What a careful person sets by hand for such a job. What the user set stays, but for the thread counts.
+    """The full environment of the ranks. Values that the user set are kept, except thread counts, PYTHONPATH and
+    CUDA_VISIBLE_DEVICES.
 
-    `gpus`: those of the user's that this job has, as entries of CUDA_VISIBLE_DEVICES.
+    `gpus`: the subset of the user's GPUs assigned to this job, as entries of CUDA_VISIBLE_DEVICES.
     """
     given = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return {**base, **job_settings(config, base), **given}
 
 
 def job_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
-    """The part of the job's environment that we decide."""
+    """The variables that zero-lab sets, without those of `base` that it keeps."""
     on_cuda = config.resources.device is Device.cuda
     threads = str(config.resources.threads)
     wanted = {
@@ -32,11 +33,11 @@ def job_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONFAULTHANDLER": "1",
-        # The allocator reads it when the process starts: freed blocks stay, and the next gather takes no page faults.
+        # The allocator reads this at process start: freed blocks are kept, so the next gather takes no page faults.
         TUNABLES: GLIBC,
     }
     if config.resources.nodes == 1:
-        # All ranks are on one machine; without it gloo resolves the host name, which may lead nowhere.
+        # All ranks are on one machine. Without this, gloo resolves the host name, which may fail.
         wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     if on_cuda and "PYTORCH_CUDA_ALLOC_CONF" not in base:
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -1,7 +1,7 @@
-"""Starts the ranks of a point on this machine, through submitit: one session of processes.
+"""Starts the ranks of a point on this machine through submitit, as one session of processes.
 
-It is also the program of those processes: `controller FOLDER` and `rank ATTEMPT ENTRY`. A rank gets two strings on its
-command line and no pickle, which would be code for whoever may write where it lies.
+This file is also the program of those processes: `controller FOLDER` and `rank ATTEMPT ENTRY`. A rank receives two
+strings on its command line and no pickle: anyone who can write to a pickle's folder could run code through it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from orchestrator.records.run_state import RunState
 
 PARENT = "ZLAB_PARENT_PID"
 TUNABLES_OF_RANKS = "ZLAB_GLIBC_TUNABLES"
-# Beyond the run's own limit, which the command watches: the controller's is for when that fails.
+# Extra time after the run's own limit, which the command enforces: the controller's limit applies if that fails.
 BACKSTOP_MIN = 2.0
 
 
 class _SessionExecutor(submitit.LocalExecutor):
     """submitit's local executor with a controller that leads its own session and dies with the command.
 
-    It leaves CUDA_VISIBLE_DEVICES as it is: the plain executor replaces it, and cannot write GPUs by UUID.
+    It leaves CUDA_VISIBLE_DEVICES unchanged: the base class replaces it and cannot handle GPU UUIDs.
     """
 
     def __init__(self, attempt: AttemptPaths, entry: str, environment: Mapping[str, str]) -> None:
@@ -52,7 +52,7 @@ class _SessionExecutor(submitit.LocalExecutor):
         return shlex.join(children.words("orchestrator.launch.local_executor", *words, flags=("-u",)))
 
     def start(self) -> subprocess.Popen[bytes]:
-        """The controller of the ranks, in place of `submit`, which pickles a call."""
+        """Starts the controller of the ranks. Replaces `submit`, which pickles a call."""
         self._submit_command(self._submitit_command_str)
         assert self.controller is not None
         return self.controller
@@ -72,8 +72,8 @@ class _SessionExecutor(submitit.LocalExecutor):
             PARENT: str(os.getpid()),
             TUNABLES_OF_RANKS: self._environment[TUNABLES],
         }
-        # Up to 2.38 glibc cuts its variable at the first colon in the process that reads it, and a child of that
-        # process would inherit the rest: the controller must not read it (see _controller_main).
+        # glibc up to 2.38 truncates this variable at the first colon in the process that reads it, and a child of that
+        # process would inherit the truncated value. The controller must therefore not read it (see _controller_main).
         environment = {key: value for key, value in self._environment.items() if key != TUNABLES}
         with self._attempt.controller_log.open("ab") as log:
             self.controller = subprocess.Popen(
@@ -89,7 +89,7 @@ class _SessionExecutor(submitit.LocalExecutor):
 
 
 class Job:
-    """A submitted point: the controller and the ranks, which are one session."""
+    """A submitted point: its controller and ranks, which form one session."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -99,14 +99,14 @@ class Job:
         return self._process.poll() is None
 
     def end(self) -> None:
-        """Returns when no process of the job is left. Ending twice is no error."""
+        """Returns when no process of the job is left. May be called more than once."""
         end_session(self.session)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
 
 
 def submit(attempt: AttemptPaths, config: RunConfig, entry: str, gpus: Sequence[str] | None = None) -> Job:
-    """Starts the ranks; call it from the main thread (see processes.die_with_parent). Never blocks on them."""
+    """Starts the ranks without waiting for them. Call it from the main thread (see processes.die_with_parent)."""
     attempt.submitit.mkdir(exist_ok=True)
     executor = _SessionExecutor(attempt, entry, job_environment(config, os.environ, gpus))
     limit_min = config.resources.time_limit_min + BACKSTOP_MIN
@@ -115,14 +115,14 @@ def submit(attempt: AttemptPaths, config: RunConfig, entry: str, gpus: Sequence[
 
 
 class _Watcher(Controller):
-    """submitit's controller, which tells at once how each rank's process ended."""
+    """submitit's controller, which also records immediately how each rank's process ended."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._exits = AttemptPaths(folder.parent).exits
 
     def wait(self, freq: int = 20) -> Sequence[int | None]:
-        """Until all ranks ended or the time is over. Sends no signal: submitit's would requeue a slow rank 0."""
+        """Waits until all ranks ended or the time is up. Sends no signal: submitit's would requeue a slow rank 0."""
         deadline = time.monotonic() + self.timeout_s
         exits: dict[str, dict[str, float]] = {}
         while len(exits) < len(self.tasks) and time.monotonic() < deadline:
@@ -153,7 +153,7 @@ def _rank_main(attempt_dir: str, entry: str) -> None:
 
 
 def _say_place(place: submitit.JobEnvironment) -> None:
-    """The names that torch and everything around it read."""
+    """Sets the rank variables that torch and related libraries read."""
     os.environ["RANK"] = str(place.global_rank)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(place.num_tasks)
     os.environ["LOCAL_RANK"] = str(place.local_rank)

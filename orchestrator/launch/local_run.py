@@ -1,4 +1,4 @@
-"""One attempt on this machine, from its processes' start to its recorded end. Never blocks but to end them."""
+"""Runs one attempt on this machine and records how it ended. Blocks only while it ends the processes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from orchestrator.records.run_state import RunState
 
 
 class PointRun:
-    """Started by its making, from the main thread (see processes.die_with_parent); `look` until there is a verdict.
+    """A running attempt. The constructor starts it, from the main thread (see processes.die_with_parent).
 
-    `gpus`: the CUDA_VISIBLE_DEVICES of the ranks; None leaves it as it is.
+    Call `look` until it returns a verdict. `gpus`: the CUDA_VISIBLE_DEVICES of the ranks; None leaves it unchanged.
     """
 
     def __init__(self, point: Point, attempt: Attempt, entry: str, gpus: Sequence[str] | None = None) -> None:
@@ -41,13 +41,13 @@ class PointRun:
         self._watch = Watch(attempt.paths, self._world, limit_s, self._job.controller_alive)
 
     def new_events(self) -> list[dict[str, Any]]:
-        """What the ranks noted down since the last call."""
+        """The events that the ranks recorded since the last call."""
         events = self._tail.read_new()
         self._step = next((event["step"] for event in reversed(events) if "step" in event), self._step)
         return events
 
     def look(self) -> Verdict | None:
-        """None while it goes on. With the verdict none of its processes is left, and its state is written."""
+        """None while the run continues. With a verdict, its processes have ended and its state is recorded."""
         verdict = self._watch.look()
         if self.attempt.state is RunState.starting and (self._watch.all_running or verdict is not None):
             self.attempt.move(RunState.running)
@@ -61,7 +61,7 @@ class PointRun:
         return record(self.attempt, verdict)
 
     def cancel(self, why: str) -> None:
-        """Ends its processes and writes that it was stopped. What was measured by then is kept."""
+        """Ends the processes and records the cancellation. Measurements made so far are kept."""
         self._end()
         if self.attempt.state.final:
             return
@@ -75,7 +75,7 @@ class PointRun:
             self._job.end()
 
     def _with_stack(self, verdict: Verdict) -> Verdict:
-        """Every rank's log now ends with where it stood."""
+        """Makes every rank dump its stack to its log, and names the rank that the others wait for if it is clear."""
         stuck = watch.ask_where(self.attempt.paths, self._world)
         if stuck is None:
             return verdict
@@ -83,9 +83,9 @@ class PointRun:
 
 
 def record(attempt: Attempt, verdict: Verdict) -> Verdict:
-    """Writes how the attempt ended; of a failure also the last lines of the log that tells why.
+    """Writes how the attempt ended; for a failure, also the last lines of the log that shows the cause.
 
-    Returns what was written: a run that fitted may have been tight.
+    Returns the verdict as written: a successful run may be recorded as `tight`.
     """
     if verdict.state is RunState.ok:
         try:
@@ -108,7 +108,7 @@ def record(attempt: Attempt, verdict: Verdict) -> Verdict:
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """For the moments in which a second Ctrl-C would leave processes behind."""
+    """Ignores signals while a second Ctrl-C would leave processes behind."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {one: signal.signal(one, signal.SIG_IGN) for one in signals}
     try:

@@ -1,4 +1,4 @@
-"""One rank's part of a job: who it is, the call that runs on it, and the record that it leaves."""
+"""One rank of a job: its place in the world, the call of its entry function, and the record that it writes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from orchestrator.records.run_state import RunState
 from zero_runtime.errors import RankError, RankMemoryError
 
 ENTRY = "orchestrator.worker.train:run_rank"
-# Asks a rank to write in its log where it is, as the same signal does of a Java or Go program.
+# Asks a rank to write its current stack to its log, as SIGQUIT does for a Java or Go program.
 WHERE_SIGNAL = signal.SIGQUIT
-# Asks a rank to stop at the next step that all ranks can agree on. SLURM is told to send this one; not USR1, which NCCL
-# may take.
+# Asks a rank to stop at the next step that all ranks agree on. SLURM is configured to send this signal; SIGUSR1 is
+# avoided because NCCL may use it.
 STOP_SIGNAL = signal.SIGUSR2
 _STDERR = 2
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A rank's place in the world; `meeting` is where the ranks find each other, as `join_world` takes it.
+    """A rank's place in the world. `meeting` is where the ranks rendezvous, as `join_world` takes it.
 
-    `restarts`: how often this attempt was begun before, by a scheduler that put its job back into the queue.
+    `restarts`: how often a scheduler requeued the job of this attempt and started it again.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Stopped:
-    """What an entry returns where it was asked to stop: after which step, and whether a checkpoint holds that step."""
+    """Returned by an entry that was asked to stop: its last step, and whether a checkpoint holds that step."""
 
     step: int
     saved: bool
@@ -59,12 +59,12 @@ Entry = Callable[[AttemptPaths, RankInfo], Stopped | None]
 
 
 def rank_in_world(environ: Mapping[str, str], meeting: str | Path) -> RankInfo | None:
-    """The place that torchrun, srun or our own launcher gave this process; None where none did."""
+    """The place that torchrun, srun or our own launcher gave this process; None if it was started by none of them."""
     restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
     if "RANK" in environ and "WORLD_SIZE" in environ:
         local = environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", environ["RANK"]))
         return RankInfo(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(local), meeting, restarts)
-    # A batch script has SLURM_PROCID too; only the processes of a step are ranks.
+    # A batch script also has SLURM_PROCID; only the processes of a job step are ranks.
     if environ.get("SLURM_STEP_ID", "").isdigit() and "SLURM_PROCID" in environ:
         rank, world, place = (int(environ[f"SLURM_{key}"]) for key in ("PROCID", "NTASKS", "LOCALID"))
         return RankInfo(rank, world, place, meeting, restarts)
@@ -72,26 +72,26 @@ def rank_in_world(environ: Mapping[str, str], meeting: str | Path) -> RankInfo |
 
 
 def load_entry(entry: str) -> Entry:
-    """The function that "module:function" names."""
+    """Imports and returns the function that "module:function" names."""
     module, _, name = entry.partition(":")
     function: Entry = getattr(importlib.import_module(module), name)
     return function
 
 
 class RankRecord:
-    """What one rank tells of itself: who it is, since when, and how it ended. Only that rank writes it."""
+    """The record of one rank: its process, when it started, and how it ended. Only that rank writes it."""
 
     def __init__(self, attempt: AttemptPaths, rank: int) -> None:
         self._path = attempt.rank_record(rank)
         self._facts = {"rank": rank, "pid": os.getpid(), "started": started(os.getpid())}
 
     def write(self, state: RunState, **facts: Any) -> None:
-        # `monotonic` is the same clock for all processes of a machine, and nobody sets it: order is judged by it.
+        # Events are ordered by `monotonic`: all processes of a machine share that clock, and nobody can set it.
         now = {"time": time.time(), "monotonic": time.monotonic()}
         write_json_atomic(self._path, {**self._facts, "state": state.value, **now, **facts})
 
     def write_error(self, error: BaseException) -> None:
-        """`outcome` is what the run's becomes where this error is its root."""
+        """Records a failure. `outcome` is the state of the run if this error is its root cause."""
         facts: dict[str, Any] = {"traceback": "".join(traceback.format_exception(error)), "blamed": []}
         outcome = RunState.error
         if isinstance(error, RankMemoryError):
@@ -105,13 +105,13 @@ class RankRecord:
 
 
 def run_recorded(attempt: AttemptPaths, rank: RankInfo, entry: str) -> BaseException | Stopped | None:
-    """Runs the entry and records how it ended. Returns the failure, its traceback already in the log, or the stop."""
+    """Runs the entry and records how it ended. Returns the failure (its traceback is in the log) or the stop."""
     record = RankRecord(attempt, rank.rank)
     record.write(RunState.running)
     faulthandler.register(WHERE_SIGNAL, file=_STDERR, all_threads=False)
     try:
         stopped = load_entry(entry)(attempt, rank)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt are no successes either
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
         record.write_error(error)
         traceback.print_exc()
         sys.stderr.flush()
@@ -124,7 +124,7 @@ def run_recorded(attempt: AttemptPaths, rank: RankInfo, entry: str) -> BaseExcep
 
 
 def run_as_rank(attempt: AttemptPaths, entry: str) -> None:
-    """The whole of a rank of our own launcher; it ends the process where the entry fails."""
+    """Main function of a rank started by our own launcher. Ends the process if the entry fails."""
     rank = rank_in_world(os.environ, attempt.rendezvous.absolute())
     assert rank is not None, "the launcher did not say which rank this is"
     if isinstance(run_recorded(attempt, rank, entry), BaseException):
@@ -132,6 +132,6 @@ def run_as_rank(attempt: AttemptPaths, entry: str) -> None:
 
 
 def leave_failed() -> NoReturn:
-    """Ends a failed rank's process. No collective, no destructor: either could wait for a rank that is gone."""
+    """Ends the process of a failed rank. Runs no collective or destructor, which could wait for a rank that is gone."""
     sys.stdout.flush()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Decides how a run stands from what its ranks left: result.json before rank records before exit codes."""
+"""Decides how a run ended from what its ranks left: result.json first, then rank records, then exit codes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from orchestrator.records.record_shapes import EXITS, RANK
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
 
-GRACE_S = 0.6  # after the first sign of failure: the rank that caused it may not have been seen yet
-STRAGGLER_S = 10.0  # what ranks have to end in after the result is there
-START_S = 120.0  # until every rank must have said that it started
+GRACE_S = 0.6  # wait after the first sign of failure: the rank that caused it may not have been seen yet
+STRAGGLER_S = 10.0  # time that ranks have to end after the result was written
+START_S = 120.0  # time in which every rank must have recorded that it started
 LOG_LINES = 15
 VMSTAT = Path("/proc/vmstat")
 _STACK = "(most recent call first):"
@@ -28,9 +28,9 @@ _STACK = "(most recent call first):"
 
 @dataclass(frozen=True)
 class Sight:
-    """What is known of one rank. `exit_code` is None while its process runs or when nobody saw it end.
+    """The known state of one rank. `exit_code` is None while its process runs or if its end was not observed.
 
-    time, exit_time: of its last word and of its end, by one clock for all ranks of a run.
+    time, exit_time: when it last wrote its record and when it ended, on one clock for all ranks of a run.
     """
 
     rank: int
@@ -40,8 +40,8 @@ class Sight:
     alive: bool = True
     exit_code: int | None = None
     exit_time: float = 0.0
-    blamed: tuple[int, ...] = ()  # the ranks that this one's error names; others' where it is an effect
-    outcome: RunState = RunState.error  # what this one's error makes of the run
+    blamed: tuple[int, ...] = ()  # the ranks that this rank's error names: other ranks if the error is only an effect
+    outcome: RunState = RunState.error  # the state of the run if this rank's error is the root cause
 
     @property
     def ended(self) -> bool:
@@ -55,12 +55,13 @@ class Sight:
     def failure_time(self) -> float:
         if self.state is RunState.error:
             return self.time
-        # Others' errors may be written before this death is seen; SIGKILL comes from outside and is never an effect.
+        # Other ranks may write their errors before this death is seen. SIGKILL comes from outside and is never an
+        # effect, so that a killed rank is dated earlier.
         return self.exit_time - (2.0 if self.exit_code == -signal.SIGKILL else 0.0)
 
 
 def kernel_kills() -> int:
-    """How many processes the kernel of this machine has killed for want of memory; 0 where it does not say."""
+    """The number of processes that this machine's kernel has killed because it was out of memory; 0 if unknown."""
     try:
         found = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
@@ -69,7 +70,7 @@ def kernel_kills() -> int:
 
 
 class Verdict(NamedTuple):
-    """How the run ended; `rank` is the root cause's, and `note` a blemish on a success."""
+    """How the run ended. `rank` is the rank of the root cause; `note` is a problem that did not prevent success."""
 
     state: RunState
     rank: int = 0
@@ -78,7 +79,7 @@ class Verdict(NamedTuple):
 
 
 def judge(sights: Sequence[Sight], *, has_result: bool, controller_alive: bool) -> Verdict | None:
-    """None while nothing is decided."""
+    """The verdict, or None while the outcome is not decided."""
     failures = [sight for sight in sights if sight.failed]
     over = not controller_alive or all(sight.ended for sight in sights)
     if has_result:
@@ -104,23 +105,23 @@ def judge(sights: Sequence[Sight], *, has_result: bool, controller_alive: bool) 
 
 
 def _accused(culprit: Sight, accuser: Sight) -> Verdict:
-    """The ranks compared notes (zero_runtime.watch.watch), so the others' errors and ends are effects of one rank's."""
+    """Blames one rank: the ranks compared their state (zero_runtime.watch.watch), so other errors are effects."""
     found = accuser.error.splitlines()[0].partition(": ")[2]
     if culprit.failed and culprit.state is RunState.error and not culprit.blamed:
         return Verdict(culprit.outcome, culprit.rank, describe(culprit))
-    # gloo aborts ranks that receive more than they expect: no death, but how the ranks' difference shows.
+    # gloo aborts ranks that receive more than they expect: an effect of the ranks' difference, not a cause.
     if culprit.failed and _by_signal(culprit) and culprit.exit_code != -signal.SIGABRT:
         return Verdict(culprit.outcome, culprit.rank, f"{describe(culprit)}; {found}")
     return Verdict(accuser.outcome, culprit.rank, found)
 
 
 def _ended_unseen(sight: Sight) -> bool:
-    """It said nothing wrong, and nobody was there to see how it ended."""
+    """True if the rank recorded no error and its exit was not observed."""
     return sight.state is not RunState.error and sight.exit_code is None and not sight.alive
 
 
 def describe(sight: Sight) -> str:
-    """One sentence on how a rank failed."""
+    """Describes in one sentence how a rank failed."""
     if sight.state is RunState.error:
         named = sight.error.startswith(f"rank {sight.rank}: ")
         return sight.error if named else f"rank {sight.rank}: {sight.error}"
@@ -136,7 +137,7 @@ def _by_signal(sight: Sight) -> bool:
 
 
 class Watch:
-    """Looks at one attempt again and again until it is decided."""
+    """Polls one attempt until its outcome is decided."""
 
     def __init__(
         self,
@@ -155,8 +156,8 @@ class Watch:
         self.sights: list[Sight] = []
 
     def look(self) -> Verdict | None:
-        """The verdict, or None while the run goes on. Never blocks."""
-        alive = self._controller_alive()  # before the files: what a dead controller left is all there will be
+        """The verdict, or None while the run continues. Never blocks."""
+        alive = self._controller_alive()  # read before the files: after the controller's death no new files appear
         now = self._clock()
         self.sights = look_at_ranks(self._attempt, self._world)
         has_result = self._attempt.result.exists()
@@ -164,12 +165,12 @@ class Watch:
         if verdict is not None and verdict.state is not RunState.ok:
             self._failing_since = now if self._failing_since is None else self._failing_since
             return self._with_kernel(verdict) if not alive or now - self._failing_since >= GRACE_S else None
-        # A rank may end between the reading of its record and of the process table; the next look sees it right.
+        # A rank may end between the reads of its record and of the process table; the next look sees its final state.
         self._failing_since = None
         return verdict or self._too_late(now, has_result)
 
     def _with_kernel(self, verdict: Verdict) -> Verdict:
-        """A rank that got SIGKILL while the kernel killed for want of memory was one of those it killed."""
+        """Reports out of memory if a rank got SIGKILL and the kernel has killed processes for memory during the run."""
         by_kill = self.sights[verdict.rank].exit_code == -signal.SIGKILL
         if not by_kill or verdict.state is not RunState.error or kernel_kills() == self._kills:
             return verdict
@@ -199,18 +200,18 @@ class Watch:
 
 
 def success(result: Mapping[str, Any]) -> RunState:
-    """ok, or tight: it fits, and the allocator had to give memory back and ask again, which is slow."""
+    """ok, or tight: the run fits, but the allocator had to free memory and retry, which is slow."""
     return RunState.tight if result["memory"].get("alloc_retries") else RunState.ok
 
 
 def look_at_ranks(attempt: AttemptPaths, world: int) -> list[Sight]:
-    """What the files and the process table say of each rank now."""
+    """The state of each rank, from its files and the process table."""
     exits = read_or_warn(attempt.exits, EXITS) or {}
     return [_look_at(attempt, rank, exits.get(str(rank))) for rank in range(world)]
 
 
 def _look_at(attempt: AttemptPaths, rank: int, ended: dict[str, Any] | None) -> Sight:
-    """A record that cannot be read tells that the rank began: its process's exit tells the rest, or its next record."""
+    """An unreadable record shows only that the rank started; its exit code or its next record gives the rest."""
     try:
         return _sight(rank, read_json(attempt.rank_record(rank), RANK), ended)
     except (BadRecord, OSError) as error:
@@ -232,10 +233,10 @@ def _sight(rank: int, record: dict[str, Any] | None, ended: dict[str, Any] | Non
 
 
 def ask_where(attempt: AttemptPaths, world: int, *, wait_s: float = 0.5) -> int | None:
-    """Has every rank write its stack into its log; returns the one that the others wait for, where that is clear."""
+    """Makes every rank write its stack to its log. Returns the rank that the others wait for; None if unclear."""
     for rank in range(world):
         record = read_or_warn(attempt.rank_record(rank), RANK)
-        # Before `running` the signal's handler is not there yet, and the signal would kill.
+        # The signal's handler is installed only in state `running`; before that the signal would kill the rank.
         if record and record["state"] == RunState.running.value and is_alive(record["pid"], record["started"]):
             os.kill(record["pid"], WHERE_SIGNAL)
     time.sleep(wait_s)
@@ -249,7 +250,7 @@ def _is_waiting(log: Path) -> bool:
 
 
 def last_words(attempt: AttemptPaths, rank: int) -> tuple[list[str], Path]:
-    """The end of a rank's log, or of its traceback where its output went elsewhere; and the file it is from."""
+    """The end of a rank's log, or of its traceback if its output went elsewhere, and the file that it is from."""
     log, record = attempt.rank_log(rank), attempt.rank_record(rank)
     if log.is_file():
         return excerpt(log), log
@@ -257,7 +258,7 @@ def last_words(attempt: AttemptPaths, rank: int) -> tuple[list[str], Path]:
 
 
 def excerpt(log: Path, lines: int = LOG_LINES) -> list[str]:
-    """The last lines of a log; of a log that ends with a dumped stack, its innermost calls."""
+    """The last lines of a log; if the log ends with a dumped stack, the innermost calls of that stack."""
     if not log.is_file():
         return []
     with log.open("rb") as file:

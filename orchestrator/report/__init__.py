@@ -1,1 +1,1 @@
-"""What the terminal and report.md show, from records alone."""
+"""Builds the text of the terminal and of report.md from records alone."""

@@ -1,4 +1,4 @@
-"""The comparison of a sweep, from its records: what the terminal shows, report.md and results.csv."""
+"""The comparison of a sweep, computed from its records for the terminal, report.md and results.csv."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.report.ranking import Entry, Ranked
 
 
 def entries(found: list[Standing]) -> list[Entry]:
-    """One for each point of a sweep."""
+    """One entry for each point of a sweep."""
     return [_entry(one) for one in found]
 
 
@@ -32,18 +32,18 @@ def _entry(one: Standing) -> Entry:
 
 
 def _ended_at(one: Standing) -> float | None:
-    """Results of before they said when they were measured."""
+    """The end of the attempt, for older results that do not record when they were measured."""
     return (read_or_warn(one.attempt.state) or {}).get("time") if one.attempt is not None else None
 
 
 def ranked(sweep: SweepPaths) -> list[Ranked]:
-    """The points in the order of the sweep's metric."""
+    """The points, ordered by the sweep's metric."""
     metric = (read_or_warn(sweep.sweep, SWEEP) or {}).get("rank_by")
     return ranking.rank(entries(standings(sweep)), metric if metric in ranking.METRICS else ranking.DEFAULT_METRIC)
 
 
 def write(sweep: SweepPaths) -> list[str]:
-    """report.md and results.csv, and the names of those that could be written: a full disk hides no comparison."""
+    """Writes report.md and results.csv. Returns the names of the files written; a full disk must not hide the rest."""
     found = ranked(sweep)
     texts = {sweep.report: ranking.report_md(sweep.name, found), sweep.results: ranking.results_csv(found)}
     return [str(path) for path, text in texts.items() if _is_written(path, text)]
@@ -59,17 +59,17 @@ def _is_written(path: Path, text: str) -> bool:
 
 
 def markdown(sweep: SweepPaths) -> str:
-    """The table, for a page of markdown."""
+    """The table in Markdown."""
     return ranking.markdown(ranking.table(ranked(sweep)))
 
 
 def exit_code(found: list[Standing]) -> int:
-    """0: every point has its answer. 1: one failed. 3: some are left. 4: nothing fits."""
+    """0: every point has an answer. 1: at least one failed. 3: some are not done. 4: nothing fits."""
     return exit_code_of({one.state for one in found})
 
 
 def exit_code_of(states: set[RunState]) -> int:
-    """The same of the states that are met."""
+    """The exit code for a set of states."""
     if states & {RunState.error, RunState.hang, RunState.timeout, RunState.lost}:
         return FAILED
     if not all(state.answered for state in states):

@@ -17,7 +17,7 @@ from orchestrator.text.units import ABSENT, digits, loss, size
 
 
 class Spread(NamedTuple):
-    """A number of a point's result, and the range that its steps spread over."""
+    """A number from a point's result, with the range of its steps: p10, median, p90, or one value three times."""
 
     low: float
     middle: float
@@ -25,7 +25,7 @@ class Spread(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """What points are ranked by."""
+    """A metric by which points are ranked."""
 
     words: str
     higher_first: bool
@@ -53,11 +53,11 @@ def _exact(read: Callable[[dict[str, Any]], float | None]) -> Callable[[dict[str
 
 
 # [Note: a notable load]
-# A run that wants all cores gets 1 - s of them where others take the share s, so the load alone can make one row slower
-# than another by the ratio of what was left to each. Up to a tenth that is within the half width of the p10-p90 range
-# of most rows, by which ties are judged; beyond it the load could decide the order.
+# A run that wants all cores gets 1 - s of them if other processes take the share s. The load alone can therefore make
+# one row slower than another by the ratio of the shares left to each. Up to a tenth, this is within half the width of
+# the p10-p90 range of most rows, by which ties are judged; a larger share could decide the order.
 NOTABLE_SHARE = 0.1
-REUSED_NAMED = 4  # rows whose time is in the line under the table; the table marks all
+REUSED_NAMED = 4  # rows whose time is printed under the table; the table marks all reused rows
 DEFAULT_METRIC = "tokens_per_second"
 METRICS = {
     DEFAULT_METRIC: Metric("median tokens/s of all ranks", True, _of_steps("tokens_per_second")),
@@ -71,7 +71,7 @@ METRICS = {
 
 
 def metric_problem(name: str) -> str | None:
-    """What is wrong with a name of a metric, with the nearest right one."""
+    """The error message for an unknown metric, with the nearest valid name; None for a valid one."""
     if name in METRICS:
         return None
     near = nearest(name, METRICS)
@@ -80,7 +80,7 @@ def metric_problem(name: str) -> str | None:
 
 
 def rule(metric: str) -> str:
-    """How the rows are ordered, in words."""
+    """Describes how the rows are ordered."""
     order = "higher" if METRICS[metric].higher_first else "lower"
     return (
         f"sorted by {METRICS[metric].words}, {order} first; = marks a tie: "
@@ -90,7 +90,7 @@ def rule(metric: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """One point of a sweep and how it ended. `result` is there exactly when it succeeded."""
+    """One point of a sweep and how it ended. `result` is set exactly if it succeeded."""
 
     label: str
     state: str
@@ -102,19 +102,19 @@ class Entry:
 
     @property
     def is_reused(self) -> bool:
-        """Whether it was measured before the sweep, by another command."""
+        """Whether another command measured it before the sweep."""
         return self.state == RunState.cached.value
 
     @property
     def others_share(self) -> float | None:
-        """The share of the cores that other processes took meanwhile; None where nobody knows."""
+        """The share of the cores that other processes took during the measurement; None if unknown."""
         share: float | None = ((self.result or {}).get("load") or {}).get("others_share")
         return share
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """`place` is None for what has no result; `tied` says that the spread does not tell it from its place's first."""
+    """`place` is None without a result. `tied`: its spread overlaps that of the first row with the same place."""
 
     entry: Entry
     place: int | None = None
@@ -123,7 +123,7 @@ class Ranked:
 
 
 def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]:
-    """Best first by `rule(metric)`, then those without a result in their own order."""
+    """Best first by `rule(metric)`, then the entries without a result in their original order."""
     sign = -1 if METRICS[metric].higher_first else 1
     spreads = {id(one): METRICS[metric].read(one.result) if one.result else None for one in entries}
     measured = [one for one in entries if spreads[id(one)] is not None]
@@ -171,7 +171,7 @@ HEADER = (
 
 
 def table(ranked: Sequence[Ranked]) -> Table:
-    """The comparison, one row a point; a failed point's row holds its outcome, its reason is under the table."""
+    """The comparison, one row per point. A failed point's row has its state; the reason is under the table."""
     speeds = [_speed(one.entry)["median"] for one in ranked if one.entry.result]
     best = max(speeds, default=0.0)
     rows = tuple(_cells(one, best) for one in ranked)
@@ -182,7 +182,7 @@ def table(ranked: Sequence[Ranked]) -> Table:
 
 
 def _reused_from(entry: Entry) -> str:
-    """Short, for a table on a terminal; `reused` has the year."""
+    """The time of a reused row, short enough for a table on a terminal; `reused` adds the year."""
     return _clock(entry, "%m-%d %H:%M") if entry.is_reused else ""
 
 
@@ -211,12 +211,12 @@ def _cells(ranked: Ranked, best: float) -> tuple[str, ...]:
 
 
 def states_bytes(result: dict[str, Any]) -> int:
-    """Measured bytes of the model states a rank holds."""
+    """Measured bytes of the model states that a rank holds."""
     return sum(state["measured_bytes"] or 0 for state in result["memory"]["states"])
 
 
 def peak_bytes(result: dict[str, Any]) -> int | None:
-    """What the device's allocator had at most; on a CPU, the process."""
+    """The peak of the device's allocator; on a CPU, of the process."""
     memory = result["memory"]
     found: int | None = memory.get("peak_allocated_bytes")
     return memory.get("peak_rss_bytes") if found is None else found
@@ -227,13 +227,13 @@ def sent_bytes(result: dict[str, Any]) -> int:
 
 
 def failures(ranked: Sequence[Ranked]) -> list[str]:
-    """One line for each point without a result: its outcome and the reason."""
+    """One line for each point without a result: its state and the reason."""
     lost = [one.entry for one in ranked if one.entry.result is None]
     return [f"{entry.label}: {entry.state}: {entry.message or 'no reason known'}" for entry in lost]
 
 
 def reused(ranked: Sequence[Ranked]) -> list[str]:
-    """One line where rows were measured before this sweep: how many, which and when."""
+    """One line if rows were measured before this sweep: how many, which and when."""
     found = [one.entry for one in ranked if one.entry.is_reused]
     if not found:
         return []
@@ -252,7 +252,7 @@ def _curve_warnings(ranked: Sequence[Ranked]) -> list[str]:
 
 
 def _load_warnings(ranked: Sequence[Ranked]) -> list[str]:
-    """See [Note: a notable load]."""
+    """Warnings about load from other processes. See [Note: a notable load]."""
     known = {one.entry.label: one.entry.others_share for one in ranked if one.entry.others_share is not None}
     if not known or max(known.values()) < NOTABLE_SHARE:
         return []
@@ -264,7 +264,7 @@ def _load_warnings(ranked: Sequence[Ranked]) -> list[str]:
 
 
 def load_text(result: Mapping[str, Any]) -> str | None:
-    """A sentence where other processes took a notable share of the cores during one run."""
+    """A sentence if other processes took a notable share of the cores during a run, else None."""
     share = (result.get("load") or {}).get("others_share")
     if share is None or share < NOTABLE_SHARE:
         return None
@@ -272,7 +272,7 @@ def load_text(result: Mapping[str, Any]) -> str | None:
 
 
 def warnings(ranked: Sequence[Ranked]) -> list[str]:
-    """What makes the rows not comparable."""
+    """Reasons why the rows are not comparable."""
     found = [(one.entry.label, one.entry.result) for one in ranked if one.entry.result]
     tokens = {label: f"{result['batch']['tokens_per_step']:,}" for label, result in found}
     checks = (
@@ -295,7 +295,7 @@ def _grouped(values: dict[str, str]) -> str:
 
 
 def conclusion(ranked: Sequence[Ranked]) -> str:
-    """The winner, or that the spread names none."""
+    """Names the best point, or reports a tie if the spreads overlap."""
     if not ranked or ranked[0].place is None:
         return "no point has a result"
     best = ranked[0].entry
@@ -313,25 +313,25 @@ def conclusion(ranked: Sequence[Ranked]) -> str:
 
 
 def _of_how_many(ranked: Sequence[Ranked]) -> str:
-    """Where points have no answer yet, how many have one: who is first among them need not be first of all."""
+    """How many points have an answer, if some do not: the first of these need not be the best of all."""
     left = sum(not RunState(one.entry.state).answered for one in ranked)
     return f" of the {len(ranked) - left} of {len(ranked)} points that have an answer" if left else ""
 
 
 def next_after_sweep(ranked: Sequence[Ranked]) -> str:
-    """The command worth typing after a sweep: the winner measured longer, or the failed point by itself."""
+    """A useful next command after a sweep: measure the best point longer, or run a failed point alone."""
     if not ranked:
         return program()
     entry = ranked[0].entry
     if entry.result is None:
         return run_command(entry.overrides)
-    # Steps that were typed would win over the option's.
+    # Steps given on the command line would override those of measure=standard.
     rest = without_key(entry.overrides, "measure", "measure.steps", "measure.warmup_steps")
     return run_command([*rest, "measure=standard"])
 
 
 def markdown(table_: Table) -> str:
-    """The table for a page of markdown."""
+    """The table in Markdown."""
     lines = [table_.header, tuple("---" if index < table_.names else "---:" for index in range(len(table_.header)))]
     return "\n".join(f"| {' | '.join(_escaped(row))} |" for row in [*lines, *table_.rows])
 
@@ -341,7 +341,7 @@ def _escaped(row: Sequence[str]) -> list[str]:
 
 
 def report_md(name: str, ranked: Sequence[Ranked]) -> str:
-    """The whole report of a sweep."""
+    """The complete report of a sweep."""
     parts = [
         f"# Sweep {name}",
         markdown(table(ranked)),
@@ -358,7 +358,7 @@ def report_md(name: str, ranked: Sequence[Ranked]) -> str:
 
 
 def results_csv(ranked: Sequence[Ranked]) -> str:
-    """One line a point; numbers in full and in plain units, each named by its column."""
+    """One line per point; numbers unrounded and in base units, named by their column."""
     rows = [_csv_row(one) for one in ranked]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["place"])

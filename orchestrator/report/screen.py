@@ -1,4 +1,4 @@
-"""What the person sees: the plan, the progress, the summary and the comparison. Plain lines where no terminal is."""
+"""Prints the plan, the progress, the summary and the comparison; plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from orchestrator.report.ranking import Ranked
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.units import digits, loss, many
 
-PLAIN_WIDTH = 10_000  # of a line in a pipe or file: no table is as wide
+PLAIN_WIDTH = 10_000  # characters of a line in a pipe or file: no table is as wide
 PLAIN_EVERY_S = 2.0
 
 
 def make_console(*, on_stderr: bool = False) -> Console:
-    """A console for stdout, or stderr. Where that is no terminal nothing is cut or broken, whatever COLUMNS says."""
+    """A console for stdout or stderr. Output that is not a terminal is never cut or wrapped, whatever COLUMNS says."""
     console = Console(stderr=on_stderr, highlight=False)
     if not console.file.isatty():
         console.width = PLAIN_WIDTH
@@ -32,7 +32,7 @@ def make_console(*, on_stderr: bool = False) -> Console:
 
 
 class Screen:
-    """Writes to one console; every method returns at once."""
+    """Writes to one console. No method blocks."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or make_console()
@@ -46,7 +46,7 @@ class Screen:
         self.say(f"warning: {text}", "yellow")
 
     def sweep_plan(self, planned: Sequence[Planned], folder: str) -> None:
-        """What becomes of each point, before anything starts."""
+        """Shows the decision about each point before anything starts."""
         self.say(f"{many(len(planned), 'point')}, records in {folder}", "bold")
         self.rows(sweep_table.plan_rows(planned))
 
@@ -54,7 +54,7 @@ class Screen:
         self.console.print(_table(table))
 
     def plan(self, label: str, config: RunConfig, folder: str) -> None:
-        """What will run."""
+        """Shows the configuration of the run that is about to start."""
         rows = summary.plan_rows(config, folder)
         if self.live:
             panel = Panel(_grid(rows), title=f" {label} ", title_align="left", border_style="cyan", expand=False)
@@ -64,7 +64,7 @@ class Screen:
             self.rows(rows)
 
     def begin(self, config: RunConfig) -> None:
-        """Shows progress until `end`."""
+        """Starts the progress display, which `end` stops."""
         measure = config.measure
         self._bar = _Bar(self.console, measure.warmup_steps + measure.steps, live=self.live)
 
@@ -79,7 +79,7 @@ class Screen:
             self._bar = None
 
     def success(self, result: Mapping[str, Any], note: str) -> None:
-        """The summary of one run."""
+        """Prints the summary of one run."""
         self.console.print()
         self.rows(summary.speed_rows(result))
         for table in (summary.phase_table(result), summary.memory_table(result)):
@@ -93,7 +93,7 @@ class Screen:
             self.warn(warning)
 
     def failure(self, label: str, state: str, message: str, log: Sequence[str], path: str) -> None:
-        """How a run failed, with the last lines of the log that tells why."""
+        """Prints how a run failed, with the last lines of the log that shows the cause."""
         self.console.print()
         self.say(f"{label}: {state}: {message}", "bold red")
         if log:
@@ -102,7 +102,7 @@ class Screen:
                 self.say(f"  {line}")
 
     def comparison(self, ranked: Sequence[Ranked]) -> None:
-        """The table of a sweep, the rule of its order, and what to make of it."""
+        """Prints the table of a sweep, its order, and the conclusions."""
         self.console.print()
         self.console.print(_table(ranking.table(ranked)))
         self.say(ranking.rule(ranked[0].metric), "dim")
@@ -115,12 +115,12 @@ class Screen:
         self.say(ranking.conclusion(ranked), "bold")
 
     def closing(self, rows: Sequence[Row]) -> None:
-        """Where things lie and what to type next: a line each, also on a narrow terminal, since they are copied."""
+        """Prints paths and the next command. Lines are never wrapped, so that they can be copied."""
         self.console.print()
         self._lines(rows)
 
     def rows(self, rows: Sequence[Row]) -> None:
-        """Names on the left; without a terminal one line each, however long, for grep and for copying."""
+        """Prints names on the left. Without a terminal each row is one line, however long, for grep and for copying."""
         if self.live:
             self.console.print(_grid(rows))
         else:
@@ -134,7 +134,7 @@ class Screen:
 
 
 class _Bar:
-    """The progress of one run: a bar on a terminal, else a line now and then."""
+    """The progress of one run: a bar on a terminal, else a line every few seconds."""
 
     def __init__(self, console: Console, steps: int, *, live: bool) -> None:
         self._console, self._steps = console, steps
@@ -165,7 +165,7 @@ class _Bar:
             self._say(summary.resumed_text(event))
         elif kind == "passed_over":
             self._say(f"warning: passed over {event['path']}: {event['why']}")
-        elif kind == "step" and not event.get("earlier"):  # a resumed run has the curve before it in its record
+        elif kind == "step" and not event.get("earlier"):  # earlier steps of a resumed run are in its record already
             self._step(event)
         elif kind == "validation":
             self._say(f"validation loss {loss(event['loss'])} at step {event['step']}")

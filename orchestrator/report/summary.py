@@ -1,4 +1,4 @@
-"""What is said of one run, as plain rows of text: before it what will run, after it what was measured. Pure."""
+"""Describes one run in rows of text: its configuration before the run, its measurements after it. Pure."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ STATES = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer"
 
 
 class Row(NamedTuple):
-    """One line: what, and its value."""
+    """One line: a name and its value."""
 
     name: str
     text: str
 
 
 class Table(NamedTuple):
-    """Cells as text; the first `names` columns stand on the left, the numbers after them on the right."""
+    """Cells as text. The first `names` columns are left-aligned; the numbers after them are right-aligned."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -37,7 +37,7 @@ class Table(NamedTuple):
 
 
 def plan_rows(config: RunConfig, folder: str) -> list[Row]:
-    """What will run, with the identity of the batch spelled out."""
+    """The configuration of the run, with the batch size spelled out."""
     precision, batch, resources = config.precision, config.batch, config.resources
     ranks = resources.ranks or 1
     tokens = (batch.global_size or 0) * batch.seq
@@ -98,7 +98,7 @@ def _data_text(config: RunConfig) -> str:
 
 
 def ready_text(event: Mapping[str, Any]) -> str:
-    """What is known once the ranks have built the model and read the data."""
+    """Facts that are known once the ranks have built the model and read the data."""
     states = _states(event.get("predicted"))
     predicted = f", model states predicted {size(_sum(states, 'predicted_bytes'))} a rank" if states else ""
     kept = (event.get("predicted") or {}).get("activations_predicted_bytes")
@@ -117,7 +117,7 @@ def _sum(states: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def speed_rows(result: Mapping[str, Any]) -> list[Row]:
-    """Throughput and step time with their spread."""
+    """Throughput and step time, with their spread."""
     speed = result["throughput"]
     tokens, step = speed["tokens_per_second"], speed["step_ms"]
     counted = f"{speed['steps_counted']} steps counted, {speed['warmup_steps']} of warm-up left out"
@@ -132,7 +132,7 @@ def speed_rows(result: Mapping[str, Any]) -> list[Row]:
 
 
 def phase_table(result: Mapping[str, Any]) -> Table:
-    """Where a step's time goes."""
+    """Time of a step by phase."""
     phases = result["phases_ms"]
     whole = sum(phases[key] or 0 for key, _ in PHASES)
     times = tuple(digits(phases[key]) for key, _ in PHASES)
@@ -146,7 +146,7 @@ def _range(spread: Mapping[str, float]) -> str:
 
 
 def memory_table(result: Mapping[str, Any]) -> Table:
-    """A rank's memory by component: model states predicted beside measured, the rest measured."""
+    """A rank's memory by component: predicted and measured for model states, measured only for most of the rest."""
     memory = result["memory"]
     rows = []
     for state in memory["states"]:
@@ -187,7 +187,7 @@ def _memory_row(name: str, measured: float | None, predicted: float | None) -> t
 
 
 def communication_rows(result: Mapping[str, Any]) -> list[Row]:
-    """Bytes of a steady step by collective, and their elements beside the theory."""
+    """Bytes of a steady step by collective, and the number of elements next to the theoretical one."""
     talk = result["communication"]
     used = {name: one for name, one in talk["data"].items() if one["calls"]}
     total = sum(one["elements"] for one in used.values())
@@ -212,7 +212,7 @@ def communication_rows(result: Mapping[str, Any]) -> list[Row]:
 
 
 def learning_rows(result: Mapping[str, Any]) -> list[Row]:
-    """Loss and data."""
+    """Loss and data set."""
     losses, data = result["loss"], result["data"]
     missing = f"; {missing_text(losses['missing_steps'])}" if losses.get("missing_steps") else ""
     validation = f", validation {loss(losses['validation'])}" if losses.get("validation") is not None else ""
@@ -231,12 +231,12 @@ def learning_rows(result: Mapping[str, Any]) -> list[Row]:
 
 
 def missing_text(missing_steps: Sequence[Sequence[int]]) -> str:
-    """What the learning curve of a resumed run lacks."""
+    """The steps that the learning curve of a resumed run lacks."""
     return f"the losses of {steps_text(missing_steps)} are missing: the record of the attempt before lacks them"
 
 
 def resumed_text(event: Mapping[str, Any]) -> str:
-    """Where a run goes on from."""
+    """The checkpoint and step from which a run resumes."""
     if "kind" not in event:
         missing = event.get("missing_steps")
         lacking = f"; {missing_text(missing)} ({event.get('metrics')})" if missing else ""
@@ -245,7 +245,7 @@ def resumed_text(event: Mapping[str, Any]) -> str:
 
 
 def checkpoint_rows(result: Mapping[str, Any]) -> list[Row]:
-    """What was saved and what it cost; nothing where nothing was saved."""
+    """The saved checkpoints and their cost; empty if none were saved."""
     told = result.get("checkpoints") or {}
     rows = []
     if told.get("resumed_from_step"):
@@ -263,7 +263,7 @@ def checkpoint_rows(result: Mapping[str, Any]) -> list[Row]:
 
 
 def machine_row(result: Mapping[str, Any]) -> Row:
-    """What the numbers were measured on."""
+    """The machine on which the numbers were measured."""
     environment = result.get("environment", {})
     chip = environment.get("gpu") or environment.get("cpu") or "unknown machine"
     warning = "; a CPU's speed says nothing about GPUs" if result["device"] == "cpu" else ""
@@ -274,16 +274,16 @@ def machine_row(result: Mapping[str, Any]) -> Row:
 
 
 def without_key(overrides: Sequence[str], *keys: str) -> list[str]:
-    """The overrides, less those that set one of these keys."""
+    """The overrides without those that set one of these keys."""
     return [one for one in overrides if one.lstrip("+~").partition("=")[0] not in keys]
 
 
 def next_after_run(overrides: Sequence[str]) -> str:
-    """The command worth typing after one run: the same under every stage."""
+    """A useful next command after one run: the same run under every stage."""
     rest = without_key(overrides, "zero", "zero.stage", "sweeps")
     return f"{program()} {shlex.join(['-m', 'zero=stage0,stage1,stage2,stage3', *rest])}"
 
 
 def run_command(overrides: Sequence[str]) -> str:
-    """What to type to run one point."""
+    """The command that runs one point."""
     return " ".join([program(), shlex.join(without_key(overrides, "sweeps"))]).strip()

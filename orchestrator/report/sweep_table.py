@@ -1,4 +1,4 @@
-"""A sweep as rows of text: its plan before anything starts, and how each point stands after. Pure."""
+"""A sweep as rows of text: its plan before anything starts, and the state of each point afterwards. Pure."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ REASONS_SHOWN = 60
 PLAN_REASONS = 8
 STATES = ("params", "grads", "optimizer")
 PLAN_HEADER = ("point", "decision", *STATES, "activations", "needs/rank")
-NAMED = 4  # points of a decision that are named
+NAMED = 4  # points of a decision that are listed by name
 
 
 def plan_table(planned: Sequence[Planned]) -> Table:
-    """Every point with what was decided of it; the reasons are in `plan_rows`."""
+    """Every point with its decision. The reasons are in `plan_rows`."""
     return Table(PLAN_HEADER, tuple(_plan_row(one) for one in planned), names=2)
 
 
@@ -48,12 +48,12 @@ def _plan_row(one: Planned) -> tuple[str, ...]:
 
 
 def word(state: RunState) -> str:
-    """A decision as a person says it."""
+    """The text for a decision."""
     return "to run" if state is RunState.queued else state.value
 
 
 def plan_rows(planned: Sequence[Planned]) -> list[Row]:
-    """How many points have which fate, and why: beside the count where it is one reason, else a row for each."""
+    """Counts the points of each decision, with the reason: next to the count if there is one, else in separate rows."""
     rows = []
     for state in RunState:
         found = [one for one in planned if one.decision is state]
@@ -85,7 +85,7 @@ HEADER = ("point", "state", "slots", "states/rank", "peak/rank", "tokens/s", "no
 
 
 def standing_table(standings: Sequence[Standing]) -> Table:
-    """One row a point, in the order of the sweep."""
+    """One row per point, in the order of the sweep."""
     return Table(HEADER, tuple(standing_row(one) for one in standings), names=3)
 
 
@@ -98,7 +98,7 @@ def standing_row(one: Standing) -> tuple[str, ...]:
 
 
 def note(one: Standing) -> str:
-    """How far it is, or why it stands as it does, in a few words."""
+    """A short note: the progress of a running point, else the reason for its state."""
     if one.state is RunState.running and one.attempt is not None:
         return progress(EventTail.of_the_end(one.attempt.metrics).read_new(), one.planned.config)
     text = " ".join(one.message.split())
@@ -106,7 +106,7 @@ def note(one: Standing) -> str:
 
 
 def progress(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> str:
-    """ "warm-up 3/5" or "measuring 12/25"."""
+    """The progress of a run, such as "warm-up 3/5" or "measuring 12/25"."""
     steps = [event for event in events if event["event"] == "step"]
     if not steps:
         return "building" if not events else "ready"
@@ -120,13 +120,13 @@ def progress(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> 
 
 
 def counts(standings: Sequence[Standing]) -> str:
-    """ "2 ok, 1 oom, 1 running, 2 queued"."""
+    """The number of points in each state, such as "2 ok, 1 oom, 1 running, 2 queued"."""
     found = Counter(one.state for one in standings)
     return ", ".join(f"{found[state]} {state.value}" for state in RunState if state in found) or "no points"
 
 
 def next_row(sweep: SweepPaths, found: Sequence[Standing], *, runs: bool) -> Row:
-    """The command worth typing: watch what runs, go on with what is left, try again what failed, measure the best."""
+    """A useful next command: watch a running sweep, resume one, retry failed points, or measure the best longer."""
     failed = sorted({one.state.value for one in found if not one.state.answered and one.state.kept})
     left = [one for one in found if not one.state.answered and not one.state.kept]
     if runs:
@@ -139,7 +139,7 @@ def next_row(sweep: SweepPaths, found: Sequence[Standing], *, runs: bool) -> Row
 
 
 def document(sweep: SweepPaths, found: Sequence[Standing], *, runs: bool) -> str:
-    """How the sweep stands as one JSON document: the same for every verb and for the sweep's own command."""
+    """The state of the sweep as one JSON document, the same for every verb and for the sweep's own command."""
     ranked = {one.entry.label: one for one in comparison.ranked(sweep)}
     points = [
         {**as_json(one), "place": ranked[one.label].place, "tied": ranked[one.label].tied}
@@ -154,7 +154,7 @@ def document(sweep: SweepPaths, found: Sequence[Standing], *, runs: bool) -> str
 
 
 def as_json(one: Standing) -> dict[str, Any]:
-    """A point for a program to read."""
+    """A point as JSON data."""
     return {
         "label": one.label,
         "state": one.state.value,

@@ -1,1 +1,1 @@
-"""Points as jobs of SLURM."""
+"""Runs points as SLURM jobs."""

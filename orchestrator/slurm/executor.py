@@ -1,7 +1,7 @@
-"""submitit's SLURM executor for our ranks, and the program of each of them: `slurm_executor FOLDER ENTRY`.
+"""submitit's SLURM executor for our ranks, and the program of each rank: `slurm_executor FOLDER ENTRY`.
 
-What travels to a rank is the entry, on its command line, and its attempt's folder, as JSON: no pickle, which would be
-code for whoever may write where it lies.
+A rank gets the entry on its command line and the folder of its attempt as JSON. No pickle is used: anyone who can write
+to a pickle's folder could run code through it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ CALL_S = 60.0
 
 
 class BatchExecutor(submitit.SlurmExecutor):
-    """submitit's SLURM executor, for calls that know by themselves where their ranks' output and records go.
+    """submitit's SLURM executor, for ranks that choose the files of their output and records themselves.
 
-    It differs from the plain one in what the ranks' processes are started with, in that nothing but their owner may
-    read what it writes, and in that no call of SLURM's waits for ever.
+    It differs from the base class in three ways: the command that starts the ranks, files that only their owner can
+    read, and a time limit on every SLURM call.
     """
 
     def __init__(self, folder: Path, entry: str, settings: Mapping[str, str]) -> None:
@@ -39,22 +39,22 @@ class BatchExecutor(submitit.SlurmExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        # A signal that comes before Python has its own handler must not kill a rank that is still importing.
+        # A signal that arrives before Python installs its handler must not kill a rank that is still importing.
         ignoring = f'trap "" {STOP_SIGNAL.name.removeprefix("SIG")}; exec "$@"'
-        # `env` sets them last: glibc cuts GLIBC_TUNABLES short in each process that reads it, and srun is one
+        # `env` sets these variables last: glibc truncates GLIBC_TUNABLES in each process that reads it, srun included
         # (see local_executor.py).
         settings = [f"{key}={value}" for key, value in sorted(self._settings.items())]
         program = children.words("orchestrator.slurm.executor", str(self.folder), self._entry, flags=("-u",))
         return shlex.join(["sh", "-c", ignoring, "rank", "env", *settings, *program])
 
     def send(self, attempts: Sequence[AttemptPaths]) -> list[str]:
-        """One job, or one array of them; their ids in order. Asks for an umask that leaves files to their owner."""
+        """Sends one job, or one array of jobs. Returns their ids in order. The umask must deny access to others."""
         self.folder.mkdir(parents=True, exist_ok=True)
         many = len(attempts) > 1
         if many:
             self.parameters["map_count"] = len(attempts)
         script = self._make_submission_file_text(self._submitit_command_str, "")
-        # By its standard input: between a file's writing and its reading somebody else could have put another there.
+        # Sent on standard input: another user could replace a file between our write and sbatch's read.
         job = ask(["sbatch", "--parsable"], outside_of_jobs(os.environ), text=script).split(";")[0].strip()
         ids = [f"{job}_{index}" for index in range(len(attempts))] if many else [job]
         for one, attempt in zip(ids, attempts, strict=True):
@@ -66,12 +66,12 @@ class BatchExecutor(submitit.SlurmExecutor):
         return JobPaths(self.folder, job).submission_file
 
     def log(self, job: str) -> Path:
-        """What SLURM and the setup lines say of a job."""
+        """The file with the output of SLURM and the setup lines for a job."""
         return JobPaths(self.folder, job).stdout
 
 
 def _call_path(folder: Path, job: str) -> Path:
-    """Which attempt a job is."""
+    """The file that says which attempt a job runs."""
     return folder / f"{job}_submitted.json"
 
 
@@ -79,7 +79,7 @@ def main(folder: str, entry: str) -> None:
     place = submitit.JobEnvironment()
     path = _call_path(Path(folder), place.job_id)
     deadline = time.monotonic() + CALL_S
-    while (call := read_json(path)) is None:  # the job may start before its submission has written it
+    while (call := read_json(path)) is None:  # the job may start before its submission has written the file
         if time.monotonic() > deadline:
             raise RuntimeError(f"{path}: expected the call of this job within {CALL_S:g} s; is it on a shared drive?")
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Points as jobs of SLURM: sent in arrays, looked at with one call, cancelled; nothing here waits for a job."""
+"""Points as SLURM jobs: submits them in arrays, queries them in one call, cancels them. Never waits for a job."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from orchestrator.slurm.tools import DENIED, NO_SUCH_JOB, UNSEEN, JobPhase, JobS
 from zero_runtime.kernels.ownership import for_the_owner_alone
 
 Sent = tuple[AttemptPaths, RunConfig]
-AT_ONCE = 500  # ids on one command line
-FEW = 16  # questions about single jobs in one look
-ALL = 1 << 20  # submitit's own throttle is 256 where it is told none
+AT_ONCE = 500  # job ids on one command line
+FEW = 16  # single-job queries in one look
+ALL = 1 << 20  # no throttle: without a value, submitit takes 256
 
 
 # ---- sending --------------------------------------------------------------------------------------------------------
 
 
 def submit(jobs: Sequence[Sent], folder: Path, *, name: str = "zlab", entry: str = ENTRY) -> list[str]:
-    """Sends each attempt out as a job; their ids, in order. Returns at once.
+    """Sends each attempt as a job without waiting for it. Returns the job ids in order.
 
-    Attempts of one shape are one array, in as many parts as the site's MaxArraySize asks for; cluster.throttle holds
-    for all of them together. Scripts, calls in JSON and SLURM's own logs lie in `folder`, which only their owner may
-    read and which the nodes must see; each attempt's job.json says which are its. Where SLURM refuses one, all are
-    cancelled and SlurmError tells why.
+    Attempts of one shape form one array, split according to the site's MaxArraySize; cluster.throttle applies to all
+    arrays together. Scripts, calls in JSON and SLURM's logs are stored in `folder`, which only its owner can read and
+    which the nodes must see; each attempt's job.json names its files. If SLURM refuses a job, all are cancelled and
+    SlurmError gives the reason.
     """
     ids: dict[int, str] = {}
     waves = Waves()
@@ -59,8 +59,8 @@ def submit(jobs: Sequence[Sent], folder: Path, *, name: str = "zlab", entry: str
 
 
 def _arrays(jobs: Sequence[Sent], largest: int) -> list[list[int]]:
-    """The places of the attempts that share an array, in the order of sending: throttled ones wait for each other, and
-    what asks for most waits longest for its nodes, so that comes last."""
+    """The indices of the attempts in each array, in the order of sending. Throttled arrays wait for each other, so
+    those that ask for the most node time, and wait longest for nodes, come last."""
     shapes: dict[str, list[int]] = {}
     for index, (_, config) in enumerate(jobs):
         shapes.setdefault(shape_of(config), []).append(index)
@@ -76,17 +76,17 @@ def _arrays(jobs: Sequence[Sent], largest: int) -> list[list[int]]:
 
 
 class Waves:
-    """SLURM's throttle is of one array. So that it holds for a sweep of several, arrays that fill it together are a
-    wave, and each wave waits until the one before has ended, however it ended."""
+    """Applies a throttle to several arrays; SLURM's throttle applies to one array only. Arrays that together fill the
+    throttle form a wave, and each wave waits until the previous one has ended, successfully or not."""
 
     def __init__(self) -> None:
         self._before: list[str] = []
         self._wave: list[str] = []
-        self._beside = 0  # points of this wave that may run at once
+        self._beside = 0  # points of this wave that may run at the same time
         self._throttled = False
 
     def before(self, points: int, throttle: int | None) -> list[str]:
-        """The jobs that an array of so many points must wait for."""
+        """The jobs that an array of this many points must wait for."""
         self._throttled = throttle is not None
         if throttle is None:
             return []
@@ -97,13 +97,13 @@ class Waves:
         return self._before
 
     def sent(self, job: str) -> None:
-        """The job that the array of the last question became."""
+        """Reports the job id of the array of the last `before` call."""
         if self._throttled:
             self._wave.append(job)
 
 
 def shape_of(config: RunConfig) -> str:
-    """All that sbatch is told: attempts with one text here can share an array."""
+    """All settings passed to sbatch as one string: attempts with the same string can share an array."""
     resources = config.resources
     told = (resources.device, resources.ranks, resources.nodes, resources.threads, resources.time_limit_min)
     return json.dumps([*map(str, told), to_dict(config)["cluster"]], sort_keys=True)
@@ -121,7 +121,7 @@ def _send(jobs: Sequence[Sent], folder: Path, name: str, entry: str, after: Sequ
 
 
 def parameters(config: RunConfig, name: str, after: Sequence[str] = ()) -> dict[str, Any]:
-    """The configuration in the words of submitit's executor. `after`: jobs that must have ended before it starts."""
+    """The configuration as parameters of submitit's executor. `after`: jobs that must have ended before it starts."""
     resources, cluster = config.resources, config.cluster
     assert resources.ranks is not None
     assert resources.threads is not None
@@ -144,8 +144,8 @@ def parameters(config: RunConfig, name: str, after: Sequence[str] = ()) -> dict[
         "setup": cluster.setup or None,
         "array_parallelism": cluster.throttle or ALL,
         "stderr_to_stdout": True,
-        # One rank that ends badly ends all, else they would wait for it until the time limit. srun no longer takes the
-        # cores of a task from what sbatch was told.
+        # If one rank fails, all end; otherwise they would wait for it until the time limit. srun does not inherit the
+        # cores per task from sbatch.
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}"],
     }
     signal = f"{STOP_SIGNAL.name.removeprefix('SIG')}@{cluster.signal_delay_s}"
@@ -161,20 +161,21 @@ def parameters(config: RunConfig, name: str, after: Sequence[str] = ()) -> dict[
 
 
 class SlurmQueue:
-    """What SLURM says of jobs, with as few questions as possible. Knows after the first look whether sacct answers."""
+    """Queries SLURM for jobs with as few calls as possible. Checks once whether sacct works."""
 
     def __init__(self) -> None:
         self._accounting: bool | None = None
 
     def look(self, ids: Sequence[str]) -> dict[str, JobSight]:
-        """Each id's sight. UNSEEN where no tool answered, DENIED where they know nothing of it: neither is final."""
+        """The state of each job. UNSEEN: no tool answered. DENIED: SLURM does not know the job. Neither is final."""
         kept: dict[str, JobSight] = {}
         if ids and self._has_accounting():
             kept = _told(slurm_tools.sacct_words(ids), slurm_tools.read_sacct) or {}
-        # sacct lags behind by seconds: of what has not ended there, the controller knows better.
+        # sacct lags by seconds: for jobs that have not ended there, the controller has newer information.
         left = [job for job in ids if job not in kept or not _has_ended_for_good(kept[job])]
         now = _from_controller(left) if left else {}
         seen = {job: sight for job, sight in now.items() if sight not in (UNSEEN, DENIED)}
+        # The controller's answers come first, then those of sacct, then UNSEEN and DENIED.
         best = {**now, **kept, **seen}
         return {job: best.get(job, UNSEEN) for job in ids}
 
@@ -186,7 +187,7 @@ class SlurmQueue:
 
 
 def _from_controller(ids: Sequence[str]) -> dict[str, JobSight]:
-    """What squeue says; where it does not know our columns, what scontrol says of a few."""
+    """The states from squeue; if it does not know our columns, from scontrol for at most FEW jobs."""
     queue = _told(slurm_tools.squeue_words(ids), slurm_tools.read_squeue)
     if queue is not None:
         return {job: queue.get(job, DENIED) for job in ids}
@@ -198,7 +199,7 @@ def _from_controller(ids: Sequence[str]) -> dict[str, JobSight]:
 
 
 def _told(words: Sequence[str], read: Callable[[str], dict[str, JobSight]]) -> dict[str, JobSight] | None:
-    """What a tool says of jobs; None where it did not answer, empty where it knows none of them."""
+    """The states that a tool prints; None if it did not answer, empty if it knows none of the jobs."""
     try:
         return read(ask(words))
     except SlurmError as error:
@@ -206,28 +207,28 @@ def _told(words: Sequence[str], read: Callable[[str], dict[str, JobSight]]) -> d
 
 
 def _has_ended_for_good(sight: JobSight) -> bool:
-    """A job that was preempted, or whose node failed, may be back in the queue."""
+    """False for a job that was preempted or whose node failed: it may be back in the queue."""
     return sight.state is JobPhase.ended and sight.slurm_state not in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 
 
 def look(ids: Sequence[str]) -> dict[str, JobSight]:
-    """Looks once, with a new SlurmQueue. A caller that looks repeatedly keeps one."""
+    """Queries once, with a new SlurmQueue. A caller that queries repeatedly should keep one."""
     return SlurmQueue().look(ids)
 
 
 def cancel(ids: Sequence[str]) -> None:
-    """Asks SLURM to end the jobs, running or waiting; those that have ended are no error. Does not wait for them."""
+    """Asks SLURM to end the jobs, running or waiting, and does not wait for it. Ended jobs are ignored."""
     for start in range(0, len(ids), AT_ONCE):
         ask(["scancel", "--quiet", *ids[start : start + AT_ONCE]])
 
 
 def job_of(attempt: AttemptPaths) -> str | None:
-    """The id of the job that an attempt was sent out as."""
+    """The id of the job that an attempt was sent as."""
     return (read_or_warn(attempt.job, JOB) or {}).get("job")
 
 
 def log_paths(attempt: AttemptPaths, world: int) -> list[Path]:
-    """Every log there is of an attempt: its ranks', and what SLURM and the setup lines said."""
+    """All existing logs of an attempt: those of its ranks, and the output of SLURM and the setup lines."""
     log = (read_or_warn(attempt.job, JOB) or {}).get("log")
     wanted = [attempt.rank_log(rank) for rank in range(world)]
     return [path for path in [*wanted, *([Path(log)] if log else [])] if path.is_file()]

@@ -1,4 +1,4 @@
-"""A rank inside a job of SLURM: how it finds the others, tells that it lives, and goes back into the queue."""
+"""A rank inside a SLURM job: how it finds the other ranks, shows that it is alive, and requeues the job."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
 from orchestrator.slurm.tools import SlurmError, ask, environ_job, read_scontrol_job
 
-FIRST_PORT, PORTS = 15000, 15000  # below the ports that kernels hand out by themselves
+FIRST_PORT, PORTS = 15000, 15000  # below the range of ports that kernels assign automatically
 BEAT_S = 10.0
 OTHERS_S = 20.0
 
 
-# ---- finding each other ---------------------------------------------------------------------------------------------
+# ---- rendezvous -----------------------------------------------------------------------------------------------------
 
 
 def say_place(environ: MutableMapping[str, str], hosts: Sequence[str]) -> None:
-    """Says to torch, and to what is around it, what SLURM says: the rank's place, where rank 0 is, which way to it.
+    """Sets the variables of torch and related libraries from SLURM's: the rank, rank 0's address, the interface to use.
 
-    CUDA_VISIBLE_DEVICES stays as SLURM left it: a rank takes the device that its local rank counts.
+    CUDA_VISIBLE_DEVICES stays as SLURM set it: a rank takes the device whose index is its local rank.
     """
     environ["RANK"] = environ["SLURM_PROCID"]
     environ["WORLD_SIZE"] = environ["SLURM_NTASKS"]
@@ -43,7 +43,7 @@ def say_place(environ: MutableMapping[str, str], hosts: Sequence[str]) -> None:
         environ["MASTER_ADDR"] = loopback()
         return
     environ["MASTER_ADDR"] = address_of(hosts[0])
-    # gloo would take the interface that this host's own name resolves to, which may be the loopback.
+    # By default gloo takes the interface that the host's own name resolves to, which may be the loopback.
     on_first = environ.get("SLURM_NODEID", "0") == "0"
     way = interface_to(address_of(hosts[1] if on_first else hosts[0]))
     if way is not None:
@@ -51,12 +51,12 @@ def say_place(environ: MutableMapping[str, str], hosts: Sequence[str]) -> None:
 
 
 def port_of(job: str) -> int:
-    """The same on all ranks without a word between them, and another for each job that may be on the same node."""
+    """A port that all ranks compute without communication, and that differs between jobs that may share a node."""
     return FIRST_PORT + int(job) % PORTS
 
 
 def _addresses(name: str) -> object:
-    return socket.getaddrinfo(name, None)  # of IPv6 too: gethostbyname knows IPv4 alone
+    return socket.getaddrinfo(name, None)  # covers IPv6 too: gethostbyname knows only IPv4
 
 
 def address_of(
@@ -64,7 +64,7 @@ def address_of(
     resolve: Callable[[str], object] = _addresses,
     tell: Callable[[Sequence[str]], str] = ask,
 ) -> str:
-    """Where a node is: its name where that leads anywhere, else the address that SLURM itself uses."""
+    """The address of a node: its name if it resolves, else the address that SLURM itself uses."""
     try:
         resolve(node)
         return node
@@ -80,11 +80,11 @@ def address_of(
 
 
 def interface_to(address: str) -> str | None:
-    """The network interface whose address this machine would send from; None where that cannot be told."""
+    """The network interface from which this machine would send to the address; None if it cannot be determined."""
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing: a datagram socket only looks up the way
+            probe.connect(target)  # sends nothing: on a datagram socket this only selects the route
             own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
     except OSError:
         return None
@@ -101,7 +101,7 @@ def interface_to(address: str) -> str | None:
 
 
 def run_in_job(attempt: AttemptPaths, entry: str) -> None:
-    """The whole of a rank, in an environment where `say_place` has said its place."""
+    """Main function of a rank, in an environment that `say_place` has prepared."""
     os.umask(0o077)
     rank = rank_in_world(os.environ, "env://")
     assert rank is not None, "SLURM did not say which rank this is"
@@ -122,7 +122,7 @@ def run_in_job(attempt: AttemptPaths, entry: str) -> None:
 
 
 class Heartbeat(threading.Thread):
-    """Tells a watcher on another machine, who sees no process, that the job's rank 0 is alive."""
+    """Shows watchers on other machines, which cannot see the process, that rank 0 of the job is alive."""
 
     def __init__(self, attempt: AttemptPaths, node: str) -> None:
         super().__init__(name="heartbeat", daemon=True)
@@ -130,23 +130,24 @@ class Heartbeat(threading.Thread):
 
     def run(self) -> None:
         while True:
-            with contextlib.suppress(OSError):  # a drive that is full or away is no reason to stop training
+            with contextlib.suppress(OSError):  # a full or missing disk must not stop training
                 write_json_atomic(self._attempt.heartbeat, {"time": time.time(), "node": self._node})
             time.sleep(BEAT_S)
 
 
-# ---- back into the queue --------------------------------------------------------------------------------------------
+# ---- requeueing -----------------------------------------------------------------------------------------------------
 
 
 def requeue(job: str, record: Callable[[str], None], tell: Callable[[Sequence[str]], str] = ask) -> str:
-    """Puts the job back into the queue, unless it is being ended for good; what was done, in a sentence.
+    """Requeues the job unless it is being ended for good. Returns one sentence about the outcome.
 
-    `record` is told before, since SLURM ends this process as soon as it is asked, and again where it was not done.
+    `record` is called before the request, because SLURM ends this process right after it, and again if the request
+    failed.
     """
     try:
         sight = read_scontrol_job(tell(["scontrol", "-o", "show", "job", job]))
         if sight.slurm_state != "RUNNING":
-            # Asking now would bring a job back that somebody cancelled.
+            # Requeueing now would bring back a job that was cancelled.
             told = f"not put back into the queue: job {job} is {sight.slurm_state or 'not known'}"
             record(told)
             return told
@@ -165,7 +166,7 @@ def _tell_requeue(attempt: AttemptPaths, stopped: Stopped, requeued: str) -> Non
 
 
 def _wait_for_others(attempt: AttemptPaths, world: int) -> None:
-    """SLURM ends all ranks as soon as the job is put back; each should have said by then how it ended."""
+    """Waits until the other ranks have recorded how they ended: SLURM ends all ranks once the job is requeued."""
     deadline = time.monotonic() + OTHERS_S
     waiting = set(range(1, world))
     while waiting and time.monotonic() < deadline:

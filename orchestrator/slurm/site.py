@@ -1,4 +1,4 @@
-"""What a cluster can give: asked of SLURM before anything is sent, since sbatch queues what can never run."""
+"""Checks a cluster's resources with SLURM before points are sent, because sbatch queues jobs that can never run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orchestrator.config.strict import nearest
 from orchestrator.slurm.tools import ask, read_limit_min
 
 SINFO_FIELDS = "%P|%a|%l|%D|%c|%m|%G"
-# Of /proc/mounts: what several machines can see. Anything else is most likely one machine's own drive.
+# File systems in /proc/mounts that several machines can see. Any other is probably a local disk of one machine.
 SHARED = (
     *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "panfs", "wekafs", "orangefs", "afs", "cifs"),
     *("smb3", "9p", "virtiofs", "pvfs2", "ocfs2", "gfs2"),
@@ -21,7 +21,7 @@ MOUNTS = Path("/proc/mounts")
 
 
 class NodeKind(NamedTuple):
-    """Nodes of a partition that are alike; `gpus` by the type that SLURM calls them, "" where it names none."""
+    """Identical nodes of a partition. `gpus`: count by the type name that SLURM uses, "" if the type has no name."""
 
     partition: str
     is_default: bool
@@ -34,14 +34,14 @@ class NodeKind(NamedTuple):
 
 
 def preflight(configs: Iterable[RunConfig]) -> list[str]:
-    """What this cluster can never give to these points, each with what would do. SlurmError where SLURM is silent."""
+    """Resources that the cluster can never give to these points, with fixes. SlurmError if SLURM does not answer."""
     kinds = read_sinfo(ask(["sinfo", "--noheader", "--exact", "--format", SINFO_FIELDS]))
     told = [problem for config in configs if (problem := problem_of(config, kinds))]
     return list(dict.fromkeys(told))
 
 
 def cautions(configs: Iterable[RunConfig]) -> list[str]:
-    """What may well go wrong and cannot be known from here."""
+    """Possible problems that cannot be checked from this machine."""
     found = {config.output: file_system(Path(config.output)) for config in configs}
     return [
         f"output={output} lies on {kind}, which other nodes may not see: give an output on a shared drive"
@@ -51,14 +51,14 @@ def cautions(configs: Iterable[RunConfig]) -> list[str]:
 
 
 def read_sinfo(text: str) -> list[NodeKind]:
-    """Of sinfo's lines of SINFO_FIELDS."""
+    """Parses sinfo's output of SINFO_FIELDS."""
     kinds = []
     for line in text.splitlines():
         fields = line.strip().split("|")
         if len(fields) != len(SINFO_FIELDS.split("|")):
             continue
         name, up, limit, *counts, gres = fields
-        # "128+" stands for nodes that differ where sinfo was not told to keep them apart.
+        # "128+" stands for nodes with different counts, if sinfo was not asked to list them separately.
         nodes, cpus, memory = (int(re.sub(r"\D.*", "", field) or 0) for field in counts)
         default = name.endswith("*")
         kinds.append(
@@ -68,7 +68,7 @@ def read_sinfo(text: str) -> list[NodeKind]:
 
 
 def _gpus_of(gres: str) -> dict[str, int]:
-    """Of "gpu:h100:8(S:0-1),nvme:1" or "gpu:4"."""
+    """The count of each GPU type, from "gpu:h100:8(S:0-1),nvme:1" or "gpu:4"."""
     found: dict[str, int] = {}
     for kind, count in re.findall(r"\bgpu(?::([A-Za-z][\w.\-]*))?:(\d+)", gres):
         found[kind] = found.get(kind, 0) + int(count)
@@ -76,7 +76,7 @@ def _gpus_of(gres: str) -> dict[str, int]:
 
 
 def problem_of(config: RunConfig, kinds: Sequence[NodeKind]) -> str | None:
-    """The first thing that the cluster lacks for this point; None where it can run."""
+    """The first resource that the cluster lacks for this point; None if the point can run."""
     chosen = config.cluster.partition or next((kind.partition for kind in kinds if kind.is_default), None)
     if chosen is None:
         names = sorted({kind.partition for kind in kinds})
@@ -149,7 +149,7 @@ def _told(key: str, found: str, why: str, fixes: Sequence[str], last: str) -> st
 
 
 def file_system(path: Path) -> str:
-    """The kind of file system that a path lies on, or will; "" where the system does not say."""
+    """The type of the file system that holds a path, which need not exist yet; "" if unknown."""
     try:
         lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -162,16 +162,17 @@ def file_system(path: Path) -> str:
     for line in lines:
         _, folder, found, *_ = line.split()
         where = folder.replace("\\040", " ")
+        # The longest mount point that contains the path counts; of equal ones the later, which hides the earlier.
         if real.is_relative_to(where) and len(where) >= best:
             best, kind = len(where), found
     return kind
 
 
 def hardware_name(config: RunConfig) -> str:
-    """What the point's identity calls the machines that it is measured on: their GPU where the partition has one kind.
+    """The name of the hardware in the point's identity: the GPU if the partition has one kind.
 
-    Numbers of one name may be compared. Nodes of a CPU partition, or of mixed GPUs, go by the partition's name and by
-    what `constraint` picks from it.
+    Numbers under one name are comparable. Nodes of a CPU partition, or with mixed GPUs, are named by the partition and
+    by `constraint`, which selects nodes of it.
     """
     kinds = read_sinfo(ask(["sinfo", "--noheader", "--exact", "--format", SINFO_FIELDS]))
     chosen = config.cluster.partition

@@ -1,6 +1,6 @@
-"""A sweep on a cluster: its points are sent out and the command returns; any terminal later reads how they stand.
+"""Runs a sweep on a cluster: sends its points and returns; any terminal can later read their state.
 
-Nobody watches a cluster's sweep all the time, so whoever looks brings its records up to date first.
+No process watches a cluster's sweep permanently, so every command that reads the state first updates the records.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OWNER = {"scheduler": "slurm"}
 
 
 def names() -> Callable[[RunConfig], str]:
-    """What the machines are called that points will be measured on; SLURM is asked once for each kind of node."""
+    """A function that names the hardware of a point. It asks SLURM once for each kind of node."""
     known: dict[tuple[object, ...], str] = {}
 
     def name(config: RunConfig) -> str:
@@ -44,7 +44,7 @@ def names() -> Callable[[RunConfig], str]:
 
 
 def send(sweep: SweepPaths, planned: Sequence[Planned], entry: str = ENTRY) -> list[str]:
-    """Sends the points that are to run; the ids of their jobs. Where SLURM refuses one it says why, and has none."""
+    """Sends the points that need a run. Returns their job ids. If SLURM refuses one, cancels all and raises."""
     name = names()
     queued = [one for one in planned if one.decision is RunState.queued]
     attempts = [
@@ -68,7 +68,7 @@ def send(sweep: SweepPaths, planned: Sequence[Planned], entry: str = ENTRY) -> l
 
 
 class ClusterView:
-    """Brings a sweep's records up to date, again and again; one look at a time over all terminals."""
+    """Updates a sweep's records repeatedly; across all terminals, one update runs at a time."""
 
     def __init__(self, sweep: SweepPaths) -> None:
         self._sweep = sweep
@@ -76,7 +76,7 @@ class ClusterView:
         self._followers: dict[str, JobFollower] = {}
 
     def look(self) -> list[Standing]:
-        """How every point stands; asks the scheduler once. Where it does not answer, all stands as it stood."""
+        """The state of every point after one query of the scheduler. If it does not answer, no state changes."""
         with (self._sweep.root / ".lock").open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             moving = [one for one in sweep_record.standings(self._sweep) if one.job and not one.state.final]
@@ -87,7 +87,7 @@ class ClusterView:
         return [_with_reason(one, sights.get(one.job)) for one in sweep_record.standings(self._sweep)]
 
     def _move(self, one: Standing, sight: JobSight) -> bool:
-        """Moves the attempt to where it stands now; whether that is its end."""
+        """Updates the state of the attempt. Returns whether it has ended."""
         assert one.attempt is not None
         world = int(one.planned.config["resources"]["ranks"])
         follower = self._followers.setdefault(one.job, JobFollower(one.attempt, world))
@@ -102,7 +102,7 @@ class ClusterView:
         return True
 
     def _track(self, ended: Sequence[AttemptPaths]) -> None:
-        """Takes the runs that have ended into MLflow, from what they recorded."""
+        """Adds the ended runs to MLflow, from their records."""
         stored = read_or_warn(ended[0].config)
         if stored is None:
             return
@@ -117,7 +117,7 @@ class ClusterView:
 
 
 def _with_reason(one: Standing, sight: JobSight | None) -> Standing:
-    """A point that waits says for what, and until when the scheduler thinks."""
+    """Adds to a waiting point its reason and the start time that the scheduler expects."""
     if sight is None or sight.state is not JobPhase.pending:
         return one
     start = f", starts about {time.strftime('%H:%M', time.localtime(sight.est_start))}" if sight.est_start else ""
@@ -125,7 +125,7 @@ def _with_reason(one: Standing, sight: JobSight | None) -> Standing:
 
 
 def _move_along(attempt: Attempt, sight: JobSight) -> None:
-    """A job that waits, or runs, and may have been put back into the queue since."""
+    """Updates a job that waits or runs; it may have been requeued since the last look."""
     if sight.state is JobPhase.pending and attempt.state is not RunState.queued:
         attempt.move(RunState.queued, message=f"back in the queue: {sight.reason}" if sight.reason else "")
     elif sight.state is JobPhase.running and attempt.state is RunState.queued:
@@ -141,7 +141,7 @@ def cancel(sweep: SweepPaths, labels: Sequence[str]) -> None:
 
 
 def still_runs(sweep: SweepPaths, found: Sequence[Standing]) -> bool:
-    """Whether anything of the sweep can still come by itself."""
+    """Whether the sweep can still make progress without a new command."""
     if is_on_cluster(sweep):
         return not all(one.state.final for one in found)
     return sweep_record.controller_pid(sweep) is not None
@@ -152,11 +152,11 @@ def is_on_cluster(sweep: SweepPaths) -> bool:
     facts = read_or_warn(sweep.sweep, SWEEP)
     if facts is not None:
         return bool(facts.get("on_cluster"))
-    # Its own record is bad; what was sent has a job.
+    # The sweep's own record is unreadable; a sweep that was sent has jobs in its events.
     return any(event.get("job") for event in EventTail(sweep.events, SWEEP_EVENTS).read_new())
 
 
 def log_of(attempt: AttemptPaths) -> Path | None:
-    """What SLURM and the setup lines said of the job: all there is where no rank came to write."""
+    """The log of SLURM and the setup lines for the job: the only log if no rank has written one."""
     log = (read_or_warn(attempt.job, JOB) or {}).get("log")
     return Path(log) if log else None

@@ -1,4 +1,4 @@
-"""SLURM's command-line tools: how they are called, and what their text says of jobs. Reading text is pure."""
+"""Calls SLURM's command-line tools and parses what they print about jobs. The parsers are pure functions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NONE = ("", "N/A", "(null)", "None", "Unknown", "None assigned")
 
 
 class SlurmError(RuntimeError):
-    """A tool of SLURM's refused, did not answer or is not there."""
+    """A SLURM tool refused, did not answer or is missing."""
 
 
 class JobPhase(str, Enum):
-    """What a scheduler's state means for us. `unknown` is never final: the tools may not have answered."""
+    """The scheduler's states, in groups. `unknown` is never final: the tools may not have answered."""
 
     pending = "pending"
     running = "running"
@@ -45,11 +45,11 @@ PHASES = {
 
 
 class JobSight(NamedTuple):
-    """What the scheduler says of one job.
+    """The scheduler's description of one job.
 
     reason: why it waits, or how it ended. exit_code: "code:signal" as SLURM writes it, empty while it runs. restarts:
-    how often it went back into the queue. began, est_start: seconds since the epoch, of its newest start and of the
-    start that the scheduler expects.
+    how often it was requeued. began, est_start: seconds since the epoch; its latest start, and the start that the
+    scheduler expects.
     """
 
     state: JobPhase = JobPhase.unknown
@@ -63,7 +63,7 @@ class JobSight(NamedTuple):
 
 
 UNSEEN = JobSight()  # no tool answered
-DENIED = JobSight(reason="SLURM knows no such job")  # they did; it may have ended long ago, or be too new
+DENIED = JobSight(reason="SLURM knows no such job")  # a tool answered; the job may have ended long ago, or be too new
 NO_SUCH_JOB = "Invalid job id"
 
 
@@ -74,8 +74,8 @@ def ask(
     *,
     text: str | None = None,
 ) -> str:
-    """What the tool prints, given `text` on its standard input. SlurmError where it fails, or is silent as clients are
-    of a controller that is down."""
+    """Runs the tool with `text` on its standard input and returns its output. SlurmError if it fails, or if it does not
+    answer within `timeout_s`, as when SLURM's controller is down."""
     tool = words[0]
     try:
         told = subprocess.run(
@@ -92,7 +92,7 @@ def ask(
 
 
 def outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment less what a job of SLURM's put into it: a job that is sent from inside another is its own."""
+    """The environment without the variables of a SLURM job, so that a job sent from inside another is independent."""
     if "SLURM_JOB_ID" not in environ:
         return dict(environ)
     kept = ("SLURM_CONF", "SLURM_CLUSTERS")
@@ -111,14 +111,14 @@ def sacct_words(ids: Sequence[str]) -> list[str]:
 
 
 def squeue_words(ids: Sequence[str]) -> list[str]:
-    """--states=all keeps jobs for some minutes after their end."""
+    """The command line of squeue. --states=all keeps jobs for some minutes after their end."""
     jobs = ",".join(dict.fromkeys(one.partition("_")[0] for one in ids))
     columns = ",".join(f"{name}:|" for name in SQUEUE_FIELDS)
     return ["squeue", "--array", "--states=all", "--noheader", "--Format", columns, "--jobs", jobs]
 
 
 def read_sacct(text: str) -> dict[str, JobSight]:
-    """By job id; tasks of an array that wait share a line."""
+    """Parses sacct's output by job id. Waiting tasks of an array share a line."""
     found = {}
     for line in text.splitlines():
         fields = line.split("|")
@@ -144,7 +144,7 @@ def read_squeue(text: str) -> dict[str, JobSight]:
 
 
 def read_scontrol_job(text: str) -> JobSight:
-    """Of `scontrol -o show job`."""
+    """Parses `scontrol -o show job`."""
     facts = fields_of(text)
     if "JobState" not in facts:
         return UNSEEN
@@ -175,7 +175,7 @@ def _sight(state: str, reason: str, code: str, nodes: str, start: str, restarts:
 
 
 def expand_ids(text: str) -> list[str]:
-    """Ids of jobs that one column names: "7", "7_3", "7_[2-4,9%2]". A step ("7.batch") is no job."""
+    """The job ids in one column: "7", "7_3", "7_[2-4,9%2]". A step ("7.batch") is not a job."""
     match = re.fullmatch(r"(\d+)(?:_(?:(\d+)|\[([\d,\-]+)(?:%\d+)?\]))?", text.strip())
     if match is None:
         return []
@@ -190,7 +190,7 @@ def expand_ids(text: str) -> list[str]:
 
 
 def fields_of(text: str) -> dict[str, str]:
-    """Of scontrol's one-line form: words with "=" begin a field, others go on with the one before."""
+    """Parses scontrol's one-line form. A word with "=" starts a field; other words continue the previous field."""
     fields: dict[str, str] = {}
     last = ""
     for word in text.split():
@@ -204,7 +204,7 @@ def fields_of(text: str) -> dict[str, str]:
 
 
 def read_time(text: str) -> float | None:
-    """Seconds since the epoch: the tools print the time of the machine that they run on."""
+    """Seconds since the epoch. The tools print local time of the machine that they run on."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
@@ -228,19 +228,19 @@ def read_limit_min(text: str) -> float | None:
 
 
 def accounting_works() -> bool:
-    """Whether sacct has anything to ask."""
+    """Whether sacct has a database to query."""
     kind = re.search(r"^AccountingStorageType\s*=\s*(\S+)", ask(["scontrol", "show", "config"]), re.MULTILINE)
     return kind is not None and kind[1] != "accounting_storage/none"
 
 
 def max_array_size() -> int:
-    """The most tasks that one array may have here."""
+    """The largest number of tasks that an array may have on this cluster."""
     size = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask(["scontrol", "show", "config"]), re.MULTILINE)
     return max(int(size[1]), 1) if size else 1001
 
 
 def environ_job(environ: Mapping[str, str] = os.environ) -> str:
-    """The id of the job that this process is a part of, as a person writes it."""
+    """The id of the SLURM job that contains this process, with the array index, as users write it."""
     if "SLURM_ARRAY_JOB_ID" in environ:
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return environ["SLURM_JOB_ID"]

@@ -1,7 +1,8 @@
-"""How a point of a cluster stands: its result before its ranks' records, those before what the scheduler says.
+"""Decides how a point on a cluster stands: from its result, then its ranks' records, then the scheduler's state.
 
-[Note: silence] Clocks of several machines are not compared, and each may be set at any time. How long something has
-stood still is what one machine saw, by a clock of its own that nobody sets; it is on disk for the next command there.
+[Note: silence] Clocks of different machines are not compared, because each may be set at any time. The time for which a
+value has not changed is measured by one machine on its monotonic clock, and stored on disk for the next command on that
+machine.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from orchestrator.records.run_state import RunState
 from orchestrator.slurm.tools import DENIED, UNSEEN, JobPhase, JobSight
 from zero_runtime.process_identity import boot_id
 
-# After the first record of an error: on a shared drive the one that caused it may show later.
+# Wait after the first recorded error: on a shared disk, the error that caused it may become visible later.
 GRACE_S = 5.0
-# Clocks of two machines, and the second that the scheduler's times are rounded to.
+# Allows for the difference between two machines' clocks, and for the scheduler's times being rounded to seconds.
 SKEW_S = 5.0
-# How long SLURM must deny a job, and rank 0 be silent, until it is given up. Heartbeats come every 10 s.
+# How long SLURM must not know the job, and rank 0 be silent, before it is lost. Heartbeats come every 10 s.
 LOST_S = 120.0
-# Ends that the scheduler decides: what ranks raise while they are killed is an effect.
+# Ends that the scheduler decides: errors that ranks raise while they are killed are effects.
 OUTSIDE = {
     "TIMEOUT": RunState.timeout,
     "DEADLINE": RunState.timeout,
@@ -40,14 +41,14 @@ OUTSIDE = {
     "BOOT_FAIL": RunState.error,
 }
 MORE_MEMORY = "give cluster.memory_gib, or more of it"
-# Of the node that was over it, and of the others that SLURM ends for that.
+# Matches the log of the node that exceeded its memory, and of the nodes that SLURM ends because of it.
 MEMORY = re.compile(r"exceeded (job )?memory limit|oom[-_]kill|Out Of Memory|OutOfMemory", re.IGNORECASE)
 
 
 def verdict(attempt: AttemptPaths, world: int, sight: JobSight, now: float | None = None) -> Verdict | None:
-    """None while nothing is decided: also where the scheduler does not know, which is never an end by itself.
+    """The verdict, or None while nothing is decided. A job that the scheduler does not know is undecided.
 
-    now: of time.monotonic.
+    now: a value of time.monotonic(); None reads the clock.
     """
     records = [read_or_warn(attempt.rank_record(rank), RANK) for rank in range(world)]
     log = Path((read_or_warn(attempt.job, JOB) or {}).get("log") or "")
@@ -65,13 +66,13 @@ def verdict(attempt: AttemptPaths, world: int, sight: JobSight, now: float | Non
 
 
 class JobFollower:
-    """One attempt, looked at again and again, by whichever command: also tells when it is lost."""
+    """Follows one attempt over many looks and by different commands; it also decides when the attempt is lost."""
 
     def __init__(self, attempt: AttemptPaths, world: int) -> None:
         self._attempt, self._world = attempt, world
 
     def verdict(self, sight: JobSight, now: float | None = None) -> Verdict | None:
-        """As the function; and lost, where SLURM denies the job again and again while nothing says that it lives.
+        """As the function `verdict`. Also lost, if for LOST_S SLURM has not known the job and no heartbeat has come.
 
         See [Note: silence].
         """
@@ -89,7 +90,7 @@ class JobFollower:
 
 
 def _unchanged_s(kept: Path, value: object, now: float | None = None) -> float:
-    """For how long this machine has seen the value as it is; `kept` is where that is on disk. See [Note: silence]."""
+    """Seconds for which this machine has seen the same value. `kept`: the file that stores it. See [Note: silence]."""
     now = time.monotonic() if now is None else now
     witness = f"{socket.gethostname()} {boot_id()}"
     seen = read_or_warn(kept) or {}
@@ -103,14 +104,14 @@ def _unchanged_s(kept: Path, value: object, now: float | None = None) -> float:
 def decide(
     records: Sequence[Mapping[str, Any] | None], sight: JobSight, *, has_result: bool, error_s: float
 ) -> Verdict | None:
-    """The same without files. `error_s`: for how long the first error has been seen."""
+    """The verdict, from data without files. `error_s`: seconds since the first error was seen."""
     ended = sight.state is JobPhase.ended
     ranks = [_rank(rank, record, sight) for rank, record in enumerate(records)]
     if has_result:
         done = ended or all(rank.state is RunState.ok for rank in ranks)
         return judge(ranks, has_result=True, controller_alive=False) if done else None
     if sight.state is JobPhase.pending:
-        return None  # put back into the queue, or not started: what records there are, are of an earlier life
+        return None  # requeued or not started yet: any records are from before the requeue
     causes = [rank for rank in ranks if rank.state is RunState.error and not rank.blamed]
     if ended and not causes and sight.slurm_state in OUTSIDE:
         return _from_outside(ranks, sight)
@@ -124,13 +125,13 @@ def decide(
 
 
 def _first_error(records: Sequence[Mapping[str, Any] | None], sight: JobSight) -> float | None:
-    """When the first rank failed, by its own clock; None where none has, in this life of the job."""
+    """When the first rank failed, by its own clock; None if no rank has failed since the job's last start."""
     ranks = [_rank(rank, record, sight) for rank, record in enumerate(records)]
     return min((rank.time for rank in ranks if rank.state is RunState.error), default=None)
 
 
 def _of_memory(log: Path) -> str:
-    """The line in which SLURM says that memory was exceeded; empty where there is none."""
+    """The line in which SLURM reports that memory was exceeded; empty if there is none."""
     return next((line for line in _end_of(log) if MEMORY.search(line) and "slurm" in line.lower()), "")
 
 
@@ -144,9 +145,9 @@ def _end_of(log: Path) -> list[str]:
 
 
 def _rank(rank: int, record: Mapping[str, Any] | None, sight: JobSight) -> Sight:
-    """What a rank said in this life of the job; a record of before its newest start counts for nothing.
+    """The state that a rank recorded since the job's last start; older records are ignored.
 
-    Nobody saw its process end: that is later than all that any rank wrote.
+    Nobody observed the end of its process, so that end counts as later than all that any rank wrote.
     """
     stale = record is not None and sight.began is not None and record["time"] < sight.began - SKEW_S
     unseen = Sight(rank, alive=sight.state is not JobPhase.ended, exit_time=math.inf)
@@ -177,7 +178,7 @@ def _from_outside(ranks: Sequence[Sight], sight: JobSight) -> Verdict:
 
 
 def _without_words(ranks: Sequence[Sight], sight: JobSight) -> Verdict:
-    """The job ended, and no rank says why."""
+    """The verdict for a job that has ended without a rank recording the reason."""
     code, _, signal = sight.exit_code.partition(":")
     how = f"exit code {code}" if code not in ("", "0") else f"signal {signal}" if signal not in ("", "0") else ""
     end = f"the job ended as {sight.slurm_state}" + (f", {how}" if how else "")

@@ -1,1 +1,1 @@
-"""MLflow: what is logged of a run, by a process of its own that follows the run's records."""
+"""MLflow tracking: logs runs from a separate process that follows the runs' records."""

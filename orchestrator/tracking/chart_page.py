@@ -1,7 +1,7 @@
 """The prepared chart page of an experiment: speed against memory first, then the histories.
 
-MLflow keeps such a page as JSON in a tag of the experiment. The format is not public: MLflow is pinned, and its own
-page stays one click away.
+MLflow stores such a page as JSON in a tag of the experiment. The format is not public, so MLflow's version is pinned;
+MLflow's default page remains one click away.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TAG = f"mlflow.sharedViewState.{KEY}"
 _SPEED, _STATES, _STEP = "summary/tokens_per_second", "summary/states_measured_mib", "summary/step_ms"
 _HISTORIES = ("train/loss", "throughput/tokens_per_second", "time/step_ms")
 _AXES = ["zero.stage", "precision.param", "batch.micro", "resources.ranks"]
-# What the page itself stores where nothing was chosen. Without the "reordered" flags it sorts by name.
+# The values that the page itself stores for unset options. Without the "reordered" flags it sorts charts by name.
 _UNCHOSEN: dict[str, Any] = {
     **{key: {} for key in ("runsExpanded", "runsVisibilityMap", "groupsExpanded")},
     **{key: [] for key in ("datasetsFilter", "runsPinned", "runsHidden")},
@@ -32,7 +32,7 @@ _LINE: dict[str, Any] = {
 
 
 def view() -> str:
-    """The tag's value."""
+    """The value of the tag."""
     x, y = ({"key": name, "type": "METRIC"} for name in (_STATES, _SPEED))
     charts = [
         _chart("SCATTER", "compare", "speed against model states", xaxis=x, yaxis=y),

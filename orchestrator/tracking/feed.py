@@ -1,4 +1,4 @@
-"""The command's end of the tracker: starts it, tells it what begins and ends, and hears its warnings."""
+"""The command's side of the tracker: starts it, reports the start and end of runs, and collects its warnings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from orchestrator.tracking import names
 from orchestrator.tracking import notes as tracking_notes
 
 CLOSE_S = 30.0  # MLflow waits 20 s for a locked SQLite file
-STARTS = 3  # again, of a tracker that died under one command
+STARTS = 3  # restarts of a tracker that died during one command
 READY_S = 30.0
 ADVICE = (
     "The runs go on and their records stay; tracking=none leaves MLflow out, tracking.uri=... chooses another store"
@@ -28,7 +28,7 @@ ADVICE = (
 
 
 def store_uri(config: RunConfig, output: Path, environ: Mapping[str, str]) -> str:
-    """Where runs go: tracking.uri, else MLFLOW_TRACKING_URI, else an SQLite file beside the outputs."""
+    """The store of the runs: tracking.uri, else MLFLOW_TRACKING_URI, else an SQLite file next to the outputs."""
     return config.tracking.uri or environ.get("MLFLOW_TRACKING_URI") or names.local_uri(output)
 
 
@@ -37,9 +37,9 @@ def experiment_name(config: RunConfig) -> str:
 
 
 class Tracker:
-    """Follows runs from a child process. No method raises for what the child does; trouble comes as warnings.
+    """Follows runs from a child process. The child's failures never raise here; they are returned as warnings.
 
-    A child that dies is started again, up to STARTS times, and hears again of the runs that it had not completed.
+    A child that dies is started again, up to STARTS times, and is sent the runs that it had not completed.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Tracker:
         *,
         makes_store: bool = False,
     ) -> None:
-        """Without `start`: a tracker that does nothing."""
+        """Without `start`, the tracker does nothing."""
         self._output, self._start = output or Path(), start
         self._process = start() if start is not None else None
         self._starts_left = STARTS
@@ -66,8 +66,8 @@ class Tracker:
         self._send(self._opened)
 
     def wait_for_store(self) -> None:
-        """A store that has to be made is there when this returns. One that was there is not waited for:
-        it is opened while the ranks start, and only the tracker writes to it."""
+        """Returns when a new store has been created. An existing store is not waited for: it is opened while the ranks
+        start, and only the tracker writes to it."""
         deadline = time.monotonic() + READY_S
         while not self._ready and time.monotonic() < deadline and self._process is not None:
             self._listen(0.1)
@@ -77,7 +77,7 @@ class Tracker:
         self._ready = True
 
     def begin(self, attempt: Attempt, experiment: str, sweep: str) -> None:
-        """The attempt's configuration is written; its run appears, and its numbers as they come."""
+        """Starts tracking an attempt whose configuration is written: creates its run and logs metrics as they come."""
         if self._start is None:
             return
         message = {"do": "begin", "attempt": str(attempt.paths.root), "label": attempt.label}
@@ -90,7 +90,7 @@ class Tracker:
         self._send(message)
 
     def end(self, attempt: Attempt) -> None:
-        """The attempt's state is final and written."""
+        """Ends the tracking of an attempt whose final state has been written."""
         self._ended.add(str(attempt.paths.root))
         self._send({"do": "end", "attempt": str(attempt.paths.root)})
 
@@ -99,14 +99,14 @@ class Tracker:
         self._send(self._summary)
 
     def warnings(self) -> list[str]:
-        """What went wrong since the last call, in words for the screen. Never blocks."""
+        """Problems since the last call, as text for the screen. Never blocks."""
         self._listen(0)
         self._revive()
         found, self._warnings = self._warnings, []
         return found
 
     def close(self) -> None:
-        """Returns when everything is written, or given up after CLOSE_S."""
+        """Returns when everything has been written, or after CLOSE_S."""
         while True:
             self._revive()
             process = self._process
@@ -115,7 +115,7 @@ class Tracker:
         self._process = None
 
     def _stop(self, process: subprocess.Popen[bytes]) -> bool:
-        """Waits for its end; whether it had to be killed."""
+        """Waits for the process to end. Returns whether it had to be killed."""
         assert process.stdin is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
@@ -131,7 +131,7 @@ class Tracker:
         return is_late
 
     def _revive(self) -> None:
-        """Starts a successor of a child that died, and tells it of what is not complete."""
+        """Replaces a child that died, and sends the new one the runs that are not complete."""
         if self._start is None or self._process is None or self._running():
             return
         code = self._process.returncode
@@ -158,7 +158,7 @@ class Tracker:
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._process is None or self._process.stdin is None:
             return
-        with contextlib.suppress(OSError):  # it is gone: its successor hears all again
+        with contextlib.suppress(OSError):  # the child is gone: its replacement is sent everything again
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -170,7 +170,7 @@ class Tracker:
             return
         chunk = os.read(self._process.stdout.fileno(), 65536)
         if not chunk:
-            time.sleep(wait_s)  # at its end the pipe is always readable
+            time.sleep(wait_s)  # a closed pipe is always readable
         *lines, self._heard = (self._heard + chunk).split(b"\n")
         for line in lines:
             self._take(line)
@@ -180,7 +180,7 @@ class Tracker:
             answer = json.loads(line)
         except ValueError:
             return
-        if not isinstance(answer, dict):  # some library's words
+        if not isinstance(answer, dict):  # printed by some library
             return
         self._ready = self._ready or "ready" in answer
         if "warning" in answer:
@@ -191,15 +191,15 @@ class Tracker:
 
 
 def start_tracker(config: RunConfig, output: Path) -> Tracker:
-    """A tracker for this command; one without a process where tracking=none.
+    """Starts the tracker of this command; with tracking=none, a tracker without a process.
 
-    Its slow import and the making of a new store go on while the command does other things.
+    Its slow import and the creation of a new store run while the command continues.
     """
     if config.tracking.kind is TrackingKind.none:
         return Tracker()
     uri = store_uri(config, output, os.environ)
     output.mkdir(parents=True, exist_ok=True)
-    # Asked before the child can make it.
+    # Checked before the child process can create it.
     makes_store = uri == names.local_uri(output) and not store_path(output).exists()
 
     def child() -> subprocess.Popen[bytes]:
@@ -211,15 +211,15 @@ def start_tracker(config: RunConfig, output: Path) -> Tracker:
 
 
 def complete_left_behind(output: Path) -> subprocess.Popen[bytes] | None:
-    """Has the runs completed that dead commands left in MLflow, by a process that nobody waits for; None where there
-    are none. Cheap where all is well, so every command asks."""
+    """Starts a process that completes the runs that dead commands left in MLflow, and does not wait for it. None if
+    there are no such runs. The check is cheap, so every command makes it."""
     if not tracking_notes.left_behind(output):
         return None
     return _start_child(["complete", str(output)], output, subprocess.DEVNULL)
 
 
 def _start_child(words: list[str], output: Path, stream: int) -> subprocess.Popen[bytes]:
-    """`stream`: what its stdin and stdout are."""
+    """`stream`: used for both stdin and stdout of the child."""
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "OMP_NUM_THREADS": "1"}
     with tracker_log_path(output).open("ab") as log:
         return subprocess.Popen(

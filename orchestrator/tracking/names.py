@@ -1,4 +1,4 @@
-"""What a run is called in MLflow: parameters, metrics with their units in the name, and tags. Pure."""
+"""The names of a run's data in MLflow: parameters, metrics with units in their names, and tags. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARAM_LIMIT = 6000
 OUTCOME, SWEEP, POINT, KIND = "zlab.outcome", "zlab.sweep", "zlab.point", "zlab.kind"
 ATTEMPT, HOST, PID, STARTED = "zlab.attempt", "zlab.host", "zlab.pid", "zlab.pid_started"
 RECONCILED = "zlab.reconciled"
-# MLflow has three ends. What does not fit in memory is an answer, not a failure.
+# MLflow has three final states. A point that does not fit in memory is an answer, not a failure.
 STATUS = {
     **dict.fromkeys(("ok", "tight", "oom", "oom_host"), "FINISHED"),
     **dict.fromkeys(("error", "hang", "timeout"), "FAILED"),
@@ -23,15 +23,16 @@ STATUS = {
 
 
 def local_uri(output: str | Path) -> str:
-    """The tracking store beside the outputs, as MLflow takes it: SQLAlchemy undoes %, and cuts at a ?.
+    """The address of the tracking store next to the outputs. SQLAlchemy decodes "%" and cuts the address at "?".
 
-    Nothing else is quoted: MLflow makes the folders of the address as it stands, empty ones where that is another.
+    No other character is quoted: MLflow creates the folders of the address literally, so that a quoted address would
+    leave empty folders.
     """
     return f"sqlite:///{str(store_path(output)).replace('%', '%25').replace('?', '%3F')}"
 
 
 def params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """The leaves of the configuration with dotted names: zero.stage, precision.param."""
+    """The leaves of the configuration, with dotted names such as zero.stage and precision.param."""
     leaves: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -42,7 +43,7 @@ def params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def step_metrics(event: Mapping[str, Any]) -> dict[str, float]:
-    """The histories: what one event of metrics.jsonl adds to them."""
+    """The values that one event of metrics.jsonl adds to the histories."""
     if event["event"] == "validation":
         return finite({"validation/loss": event["loss"]})
     if event["event"] != "step":
@@ -60,7 +61,7 @@ def step_metrics(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def summary_metrics(result: Mapping[str, Any]) -> dict[str, float]:
-    """Logged once, so that the dashboard draws them as bars."""
+    """Metrics that are logged once, so that the dashboard draws them as bars."""
     speed, memory, losses = result["throughput"], result["memory"], result["loss"]
     found: dict[str, Any] = {
         "tokens_per_second": speed["tokens_per_second"]["median"],
@@ -89,7 +90,7 @@ def summary_metrics(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, float]:
-    """Less what is not there or not finite: an infinity comes back from MLflow as 1.8e308."""
+    """Drops values that are None or not finite: MLflow returns an infinity as 1.8e308."""
     return {name: float(value) for name, value in values.items() if value is not None and isfinite(value)}
 
 

@@ -1,5 +1,5 @@
-"""Which runs MLflow does not have completely: a file for each in the output folder, from the run's begin until the
-tracker has written its end. What a dead tracker or command leaves here, the next command has completed."""
+"""Notes of the runs that MLflow does not have completely: one file per run in the output folder, from the run's start
+until the tracker has written its end. The next command completes runs that a dead tracker or command left here."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from orchestrator.records.record_file import clear_leftovers, read_or_warn, writ
 from orchestrator.records.record_shapes import NOTE
 from orchestrator.records.run_record import this_process, tracking_path
 
-TRIES = 3  # to complete a run; a store that refuses so often is not asked again
+TRIES = 3  # attempts to complete a run; then it is given up
 
 
 def note(output: Path, message: Mapping[str, Any]) -> None:
-    """The run of this message begins, by this process. OSError where it cannot be written."""
+    """Notes that this process begins the run of the message. OSError if the note cannot be written."""
     tracking_path(output).mkdir(mode=0o700, parents=True, exist_ok=True)
     write_json_atomic(_path(output, message["attempt"]), {**message, "command": this_process(), "tries": 0})
 
 
 def is_noted(output: Path, attempt: str) -> bool:
-    """Whether MLflow does not have the attempt's run completely."""
+    """Whether MLflow does not yet have the complete run of the attempt."""
     return _path(output, attempt).exists()
 
 
 def forget(output: Path, attempt: str) -> None:
-    """MLflow has all of it."""
+    """Removes the note: MLflow has the complete run."""
     with suppress(OSError):
         _path(output, attempt).unlink()
 
@@ -46,7 +46,7 @@ def left_behind(output: Path) -> list[dict[str, Any]]:
 
 
 def count_try(output: Path, message: Mapping[str, Any]) -> None:
-    """The run is about to be completed once more."""
+    """Records one more try to complete the run, before the try is made."""
     write_json_atomic(_path(output, message["attempt"]), {**message, "tries": message["tries"] + 1})
 
 

@@ -1,8 +1,8 @@
-"""Writes runs into MLflow, from a process of its own that follows their records: the only importer of mlflow.
+"""Writes runs to MLflow from a separate process that follows their records. The only module that imports mlflow.
 
-`follow` reads one JSON message a line on stdin and answers on stdout; `complete OUTPUT` completes from the records what
-dead commands left.
-Nothing here can end a run: what fails becomes a warning, and the records stay.
+`follow` reads JSON messages from stdin, one per line, and answers on stdout; `complete OUTPUT` completes the runs that
+dead commands left, from their records.
+Nothing here can end a run: failures become warnings, and the records are kept.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from orchestrator.tracking import chart_page, names
 from orchestrator.tracking import notes as tracking_notes
 from orchestrator.tracking.feed import store_uri
 
-# Writing a metric costs about 1 ms. After a busy moment the ranks, which are being measured, are left alone for REST
-# times as long, so that a run of many short steps is not slowed by being shown.
+# Writing a metric takes about 1 ms. After each write the tracker pauses for REST times as long, because the ranks are
+# being measured: tracking must not slow a run of many short steps.
 PERIOD_S, REST, LONGEST_S = 2.0, 30.0, 30.0
 NOTE_LIMIT = 5000
 BATCH = 500
 
 
 class MlflowStore:
-    """MLflow's client with our experiments: each made once, with its chart page, and cleared of dead runs."""
+    """An MLflow client for our experiments. Creates each one once, with its chart page, and closes its dead runs."""
 
     def __init__(self, uri: str, output: Path) -> None:
-        import mlflow  # here: it takes seconds, and `ui` does without
+        import mlflow  # imported here: it takes seconds, and `ui` does not need it
         from mlflow.entities import Metric, Param, RunTag
 
         self._metric, self._param, self._tag = Metric, Param, RunTag
@@ -55,7 +55,7 @@ class MlflowStore:
         self._experiments: dict[str, str] = {}
 
     def experiment(self, name: str) -> str:
-        """The id of the experiment, which exists from then on."""
+        """The id of the experiment, which is created if it does not exist."""
         if name not in self._experiments:
             with _locked(self.output):
                 self._experiments[name] = self._open(name)
@@ -74,7 +74,7 @@ class MlflowStore:
         return experiment
 
     def run_of(self, experiment: str, tags: Mapping[str, str], *, told_apart_by: str) -> str | None:
-        """The id of the newest run with the tags; the query names one of them, whose value needs no quoting."""
+        """The id of the newest run with these tags. The query uses one of them, whose value needs no quoting."""
         asked = f"tags.`{told_apart_by}` = '{tags[told_apart_by]}'"
         found = self.client.search_runs([self.experiment(experiment)], asked)
         return next((str(run.info.run_id) for run in found if tags.items() <= run.data.tags.items()), None)
@@ -84,7 +84,7 @@ class MlflowStore:
         return str(run.info.run_id)
 
     def log_metrics(self, run: str, points: list[tuple[str, float, int, int]]) -> None:
-        """Each is (name, value, step, time in ms)."""
+        """Writes points of (name, value, step, time in ms)."""
         for begin in range(0, len(points), BATCH):
             batch = [self._metric(key, value, when, step) for key, value, step, when in points[begin : begin + BATCH]]
             self.client.log_batch(run, metrics=batch)
@@ -97,15 +97,15 @@ class MlflowStore:
 
 @contextlib.contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """One process at a time makes the store: two that meet a new SQLite file break each other's migration."""
+    """Lets one process at a time create the store: two would break each other's migration of a new SQLite file."""
     with (output / ".mlflow.lock").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def reconcile(store: MlflowStore, experiment: str) -> list[str]:
-    """Ends the runs that say RUNNING though the command that owned them is gone from this host; their ids. Each ends
-    as its records say, and where there are none as lost."""
+    """Ends the runs in state RUNNING whose command on this host has ended. Returns their ids. Each run gets the state
+    in its records; without records it is lost."""
     ended = []
     for run in store.client.search_runs([experiment], "attributes.status = 'RUNNING'"):
         tags = run.data.tags
@@ -123,7 +123,7 @@ def reconcile(store: MlflowStore, experiment: str) -> list[str]:
 
 
 def open_run(store: MlflowStore, message: Mapping[str, Any], tags: Mapping[str, str]) -> FollowedRun:
-    """The run of the attempt that a message begins: a new one, or with `again` the one that an earlier tracker made."""
+    """Opens the run of the attempt in a message: a new run, or with `again` the one that an earlier tracker created."""
     attempt = {names.KIND: "point", names.POINT: message["point"], names.ATTEMPT: message["attempt"]}
     paths = AttemptPaths(Path(message["attempt"]))
     experiment = message["experiment"]
@@ -136,8 +136,8 @@ def open_run(store: MlflowStore, message: Mapping[str, Any], tags: Mapping[str, 
 
 
 class FollowedRun:
-    """One attempt and its run in MLflow; `catch_up` may be called at any time and as often as one likes. What was
-    written before is written again with the same steps and times, which changes nothing there."""
+    """One attempt and its run in MLflow. `catch_up` may be called at any time and any number of times. Values that were
+    already written are written again with the same steps and times, which has no effect in MLflow."""
 
     def __init__(self, store: MlflowStore, run: str, paths: AttemptPaths) -> None:
         self._store, self.run, self._paths = store, run, paths
@@ -145,7 +145,7 @@ class FollowedRun:
         self._waiting: list[tuple[str, float, int, int]] = []
 
     def catch_up(self) -> None:
-        """Writes what the ranks recorded since the last time; what fails is tried again the next time."""
+        """Writes what the ranks recorded since the last call. A write that fails is repeated in the next call."""
         for event in self._tail.read_new():
             when = int(1000 * event.get("time", time.time()))
             metrics = names.step_metrics(event)
@@ -155,10 +155,10 @@ class FollowedRun:
             self._waiting = []
 
     def finish(self) -> None:
-        """The summary, the artifacts and the status that the attempt's state says."""
+        """Writes the summary, the artifacts and the final status, from the attempt's state."""
         self.catch_up()
         state = read_or_warn(self._paths.state, STATE) or {}
-        # Not final: the command died. Its ranks died with it.
+        # A state that is not final means that the command died, and its ranks with it.
         outcome = state["state"] if state.get("state") in names.STATUS else RunState.lost.value
         result = read_or_warn(self._paths.result, RESULT) if RunState(outcome).measured else None
         if result is not None:
@@ -177,13 +177,13 @@ class FollowedRun:
 
 
 def complete(output: Path, stores: dict[str, MlflowStore]) -> None:
-    """Completes from the records the runs that dead commands left. `stores`: those that are open, by their URI. What
-    fails is told on stderr and tried again by a later command."""
+    """Completes the runs that dead commands left, from their records. `stores`: the stores that are open, by URI.
+    Failures are printed to stderr, and a later command tries again."""
     with (output / ".tracking.lock").open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return  # another command's process is at it
+            return  # another command's process is completing them
         for message in tracking_notes.left_behind(output):
             try:
                 _complete_one(output, message, stores)
@@ -195,10 +195,10 @@ def _complete_one(output: Path, message: Mapping[str, Any], stores: dict[str, Ml
     paths = AttemptPaths(Path(message["attempt"]))
     config = read_or_warn(paths.config)
     if config is None or not paths.state.exists():
-        tracking_notes.forget(output, message["attempt"])  # somebody deleted the attempt
+        tracking_notes.forget(output, message["attempt"])  # the attempt was deleted
         return
     if not settle(paths).final:
-        return  # a scheduler has it, and who looks at it later takes it to its end
+        return  # a scheduler has it; the command that next checks the job records its end
     tracking_notes.count_try(output, message)
     uri = store_uri(from_dict(config), output, os.environ)
     if uri not in stores:
@@ -209,7 +209,7 @@ def _complete_one(output: Path, message: Mapping[str, Any], stores: dict[str, Ml
 
 
 class Follower:
-    """Does what the messages say, and turns whatever fails into one warning for each attempt."""
+    """Carries out messages. A failure becomes a warning, at most one per attempt."""
 
     def __init__(self, uri: str, output: Path, parent: int) -> None:
         self._uri, self._output = uri, output
@@ -219,19 +219,19 @@ class Follower:
         self._tags = _command_tags(parent)
 
     def handle(self, message: Mapping[str, Any]) -> None:
-        """Never raises."""
+        """Carries out one message. Never raises."""
         action = {"open": self._open, "begin": self._begin, "end": self._end, "summary": self._summary}
         self._guarded(str(message.get("attempt", "")), lambda: action[message["do"]](message))
 
     def tick(self) -> float:
-        """Writes what is new, and says for how long to leave the processor to the ranks."""
+        """Writes new values. Returns the seconds for which to leave the processor to the ranks."""
         begun = time.monotonic()
         for attempt, run in self._runs.items():
             self._guarded(attempt, run.catch_up)
         return min(LONGEST_S, max(PERIOD_S, REST * (time.monotonic() - begun)))
 
     def finish_all(self) -> None:
-        """The command is gone: what it left unfinished is finished from the records."""
+        """Finishes the open runs from their records, after the command has ended."""
         for attempt in list(self._runs):
             self.handle({"do": "end", "attempt": attempt})
 
@@ -250,7 +250,7 @@ class Follower:
             self._store.experiment(message["experiment"])
         finally:
             _answer({"ready": self._store is not None})
-            # The imports are over, at full speed, before the ranks measure; from here on this can wait.
+            # The imports ran at full speed before the ranks measure. From here on this process has low priority.
             os.nice(10)
         complete(self._output, {self._uri: self._store})
 
@@ -270,7 +270,7 @@ class Follower:
         assert self._store is not None
         experiment, run = message["experiment"], ""
         tags = {**self._tags, names.KIND: "summary", names.SWEEP: message["sweep"]}
-        if message.get("again"):  # an earlier tracker may have been killed at any moment of this
+        if message.get("again"):  # an earlier tracker may have been killed at any point below
             run = self._store.run_of(experiment, tags, told_apart_by=names.PID) or ""
         if not run:
             tags["mlflow.note.content"] = message["table"][:NOTE_LIMIT]
@@ -281,7 +281,7 @@ class Follower:
 
 
 def _command_tags(parent: int) -> dict[str, str]:
-    """Who runs this and from which code; `parent` is the command's process."""
+    """The tags of a run: the command's process `parent`, the user, and the version of the code."""
     tags = {
         names.HOST: socket.gethostname(),
         names.PID: str(parent),
@@ -297,10 +297,10 @@ def _command_tags(parent: int) -> dict[str, str]:
 
 
 def _user() -> str:
-    """The name, or the number where this machine has no name for it, as in many containers."""
+    """The user's name, or the number if this machine has no name for it, as in many containers."""
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # KeyError until Python 3.12
+    except (KeyError, OSError):  # KeyError before Python 3.13
         return str(os.getuid())
 
 
@@ -315,15 +315,15 @@ def _git(root: Path, *words: str) -> str:
 
 
 def _answer(message: Mapping[str, Any]) -> None:
-    # A command that is gone does not listen; what is left to write is written all the same.
+    # A command that has ended cannot read this, but the remaining writes must still be made.
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
 
 
 def follow(uri: str, output: Path) -> NoReturn:
-    """Serves the command on stdin until it closes it or dies; then ends the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's; it tells us what became of the run
+    """Serves the command's messages on stdin until it closes the pipe or dies, then ends the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C and reports how the run ended
     follower = Follower(uri, output, os.getppid())
     rest = b""
     pause_s = PERIOD_S
@@ -339,11 +339,11 @@ def follow(uri: str, output: Path) -> NoReturn:
         for line in lines:
             follower.handle(json.loads(line))
     follower.finish_all()
-    os._exit(0)  # all is written; MLflow's exit hooks would keep the command waiting
+    os._exit(0)  # everything is written; MLflow's exit hooks would delay the command
 
 
 def main(argv: list[str]) -> int:
-    """The command line of this module."""
+    """Runs the command line of this module."""
     parser = argparse.ArgumentParser(prog="python -m orchestrator.tracking.process")
     actions = parser.add_subparsers(dest="action", required=True)
     asked = actions.add_parser("follow", help="used by the command itself")

@@ -1,1 +1,1 @@
-"""What runs on the ranks: the training step, its measuring, and faults put in on purpose."""
+"""Code that runs on the ranks: the training loop, its measurements, and injected faults."""

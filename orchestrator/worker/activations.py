@@ -1,4 +1,4 @@
-"""The activations of a configuration, counted without running it; needs torch, but neither ranks nor a device.
+"""Counts the activations of a configuration without running it. Needs torch, but no ranks and no device.
 
 An answer is plain data: {"bytes": the fields of ActivationBytes}, or {"unknown": why they cannot be counted}.
 """
@@ -22,11 +22,11 @@ from zero_runtime.unit_planner import UnitRules
 
 Answer = dict[str, Any]
 REASON_LENGTH = 200
-SMALLEST = 2  # a batch of one is a case of its own: torch takes dimensions of one for contiguous, and broadcasts them
+SMALLEST = 2  # torch treats a batch of one differently: dimensions of one count as contiguous and broadcast
 
 
 def trace_of(config: RunConfig) -> Trace:
-    """One micro-batch of the configured model, precision, recomputation and loss."""
+    """Traces one micro-batch with the configured model, precision, recomputation and loss."""
     model, _ = build_deferred(config)
     ids = torch.zeros((config.batch.micro, config.batch.seq), dtype=torch.int64)
     return trace_step(
@@ -40,7 +40,7 @@ def trace_of(config: RunConfig) -> Trace:
 
 
 def known(config: RunConfig) -> Answer:
-    """From the cache that predictions fill, or counted here and added to it."""
+    """The answer from the cache that predictions fill; otherwise counted here and added to the cache."""
     key = memory_cache.activations_key(config)
     found: Answer | None = memory_cache.stored(key)
     if found is None:
@@ -50,8 +50,8 @@ def known(config: RunConfig) -> Answer:
 
 
 def answers(family: Sequence[RunConfig]) -> Iterator[tuple[RunConfig, Answer]]:
-    """Of configurations that differ in the micro-batch alone: the smallest and the largest are counted, and those
-    between are worked out where these two allow it (see `activation_bytes.between`)."""
+    """Answers for configurations that differ only in the micro-batch. The smallest and the largest are counted; those
+    between are interpolated if these two allow it (see `activation_bytes.between`)."""
     inner = sorted({one.batch.micro for one in family if one.batch.micro >= SMALLEST})[1:-1]
     ends: list[tuple[int, Trace]] = []
     for config in sorted(family, key=lambda one: (one.batch.micro in inner, one.batch.micro)):
@@ -61,10 +61,10 @@ def answers(family: Sequence[RunConfig]) -> Iterator[tuple[RunConfig, Answer]]:
 
 
 def _counted(config: RunConfig, ends: list[tuple[int, Trace]]) -> Answer:
-    """By counting; what may be an end of a row of micro-batches is added to them."""
+    """Counts the activations, and adds the trace to `ends` if other micro-batches may be interpolated from it."""
     try:
         trace = trace_of(config)
-    except Exception as error:  # whatever a model's code may raise: the run itself does not need this
+    except Exception as error:  # a model's code may raise anything, and the run itself does not need this
         first = (str(error).strip().splitlines() or [""])[0]
         return {"unknown": f"{type(error).__name__}: {first[:REASON_LENGTH]}"}
     if config.batch.micro >= SMALLEST:

@@ -1,4 +1,4 @@
-"""Faults put in on purpose, so that what happens when a rank fails can be tested: ZLAB_FAULT=raise@step3:rank1."""
+"""Injects faults to test what happens when a rank fails: ZLAB_FAULT=raise@step3:rank1."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 VARIABLE = "ZLAB_FAULT"
 KINDS = ("raise", "sigkill", "hang", "oom", "slow")
 SLOW_S = 1.0
-# More than any machine has, so that the allocator itself refuses.
+# More memory than any machine has, so that the allocator itself refuses.
 _TOO_MUCH_BYTES = 1 << 60
 _FORM = re.compile(rf"({'|'.join(KINDS)})@step(\d+):rank(\d+)")
 
 
 class InjectedFault(RuntimeError):
-    """Raised because ZLAB_FAULT asked for it."""
+    """Raised because ZLAB_FAULT requested it."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """At most one fault: what happens, at which step (1-based) and on which rank."""
+    """At most one fault: its kind, its step (1-based) and its rank."""
 
     kind: str | None = None
     step: int = 0
@@ -31,7 +31,7 @@ class Faults:
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] = os.environ) -> Faults:
-        """No fault when the variable is not set."""
+        """The fault that ZLAB_FAULT describes; none if the variable is not set."""
         text = environment.get(VARIABLE, "")
         if not text:
             return cls()
@@ -41,7 +41,7 @@ class Faults:
         return cls(match[1], int(match[2]), int(match[3]))
 
     def problem(self, ranks: int, steps: int) -> str:
-        """Why it can never act in a run of so many ranks and steps; empty where it can."""
+        """Why the fault can never trigger in a run of this many ranks and steps; empty if it can."""
         if self.kind is None or (self.rank < ranks and 1 <= self.step <= steps):
             return ""
         return (
@@ -50,13 +50,13 @@ class Faults:
         )
 
     def at_step(self, step: int, rank: int) -> None:
-        """Raises, dies or never returns when the fault is of this step and rank; a slow rank is late from then on."""
+        """Raises, dies or never returns if the fault is for this step and rank. A slow rank is late from then on."""
         if self.kind == "slow" and rank == self.rank and step >= self.step:
             time.sleep(SLOW_S)
         if self.kind in (None, "slow") or (step, rank) != (self.step, self.rank):
             return
         if self.kind == "oom":
-            import torch  # here: what is tested with a stub for a worker does without
+            import torch  # imported here: tests with a stub worker do not need torch
 
             torch.empty(_TOO_MUCH_BYTES, dtype=torch.uint8)
         if self.kind == "raise":

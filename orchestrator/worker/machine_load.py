@@ -1,11 +1,12 @@
-"""How much of the cores other processes took while a run was measured, from Linux's accounting of processor time.
+"""Measures the share of the cores that other processes took during a run, from Linux's accounting of processor time.
 
 [Note: others' share]
-/proc/stat counts for each core the time in which it worked, whoever it worked for; a machine's ranks know their own
-time. What is left, as a share of the cores that the ranks may use and of the time, is what others took. A hypervisor
-that runs somebody else on a core is one of them (steal). A container sees all cores of its machine there, so only those
-of the ranks' affinity are counted: those of its cpuset. The command's own processes (screen, controller, tracker) are
-others too, which sleep most of the time while a run is measured, and so is the kernel's work in threads of its own.
+/proc/stat counts for each core the time in which it worked for any process; the ranks of a machine know their own time.
+The difference, as a share of the cores that the ranks may use and of the elapsed time, is what others took. This
+includes a hypervisor that runs another machine on a core (steal). In a container /proc/stat lists all cores of the
+machine, so only the cores in the ranks' affinity, those of the cpuset, are counted. The command's own processes
+(screen, controller, tracker) also count as others, although they sleep most of the time while a run is measured, and so
+do the kernel's own threads.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 STAT = Path("/proc/stat")
-_WORKING = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; a guest's time is in user already
+_WORKING = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; guest time is already in user
 
 
 class Used(NamedTuple):
-    """Seconds of processor time on one rank's machine between two moments `wall_s` apart: its own, and by core
-    everybody's. No cores: it cannot be known there."""
+    """Seconds of processor time on one rank's machine during `wall_s`: this rank's own, and per core that of all
+    processes. `busy_s` is empty if it cannot be measured there."""
 
     host: str
     wall_s: float
@@ -32,7 +33,7 @@ class Used(NamedTuple):
 
 
 class LoadMeter:
-    """Begun and ended by one rank."""
+    """Measures processor time on one rank, from `begin` to `end`."""
 
     def __init__(self, stat: Path = STAT) -> None:
         self._stat = stat
@@ -40,11 +41,11 @@ class LoadMeter:
         self.begin()
 
     def begin(self) -> None:
-        """The measured time starts now; a later call takes the place of an earlier one."""
+        """Starts the measured time; a later call restarts it."""
         self._start = self._read()
 
     def end(self) -> Used:
-        """Since the last `begin`."""
+        """The time used since the last `begin`."""
         (wall, own, busy), (wall_then, own_then, busy_then) = self._read(), self._start
         return Used(
             platform.node(),
@@ -58,12 +59,12 @@ class LoadMeter:
 
 
 def usable_cores() -> frozenset[int]:
-    """Of this process; none where the system has no such thing."""
+    """The cores that this process may use; empty if the system has no affinity."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
 def busy_seconds(stat: Path, cores: Collection[int]) -> dict[int, float]:
-    """By core, the time since the start in which it worked; empty where the system does not say."""
+    """Seconds that each core has worked since the machine started; empty if the system does not report it."""
     try:
         lines = stat.read_text(encoding="utf-8").splitlines()
         tick = os.sysconf("SC_CLK_TCK")
@@ -74,18 +75,18 @@ def busy_seconds(stat: Path, cores: Collection[int]) -> dict[int, float]:
 
 
 def others_share(ranks: Sequence[Used]) -> float | None:
-    """See [Note: others' share]; of several machines that on which it was most. None where one cannot be known."""
+    """See [Note: others' share]. The largest share over the machines; None if one of them is unknown."""
     shares = [_on_one([one for one in ranks if one.host == host]) for host in {one.host for one in ranks}]
     return None if None in shares else max(one for one in shares if one is not None)
 
 
 def _on_one(ranks: Sequence[Used]) -> float | None:
-    """Ranks of one machine may be bound to different cores."""
+    """The share on one machine, whose ranks may be bound to different cores."""
     busy: dict[int, float] = {}
     for one in ranks:
         busy |= one.busy_s
     wall_s = max(one.wall_s for one in ranks)
-    # A sandbox may have the file and count nothing in it: our own work at least would be there.
+    # In a sandbox the file may exist but count nothing: at least our own work should be in it.
     if not all(one.busy_s for one in ranks) or not sum(busy.values()) or not wall_s:
         return None
     others = sum(busy.values()) - sum(one.own_s for one in ranks)

@@ -1,4 +1,4 @@
-"""What a rank counted, turned into the result that people compare. Pure but for the reading of process memory."""
+"""Turns one rank's readings into the result that users compare. Pure, except for reading the process's memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PHASES = ("data", "forward", "backward", "communication_exposed", "optimizer", "
 
 @dataclass
 class Readings:
-    """One rank's readings of one run."""
+    """The readings of one rank during one run."""
 
     step_s: list[float] = field(default_factory=list)
     phases_s: list[dict[str, float]] = field(default_factory=list)
@@ -35,26 +35,26 @@ class Readings:
 
 
 def memory_now(device: torch.device) -> tuple[str, float]:
-    """("allocated" | "rss", MiB) of this process now."""
+    """(kind, MiB) of this process: ("allocated", peak so far) on CUDA, ("rss", current value) on a CPU."""
     if device.type == "cuda":
         return "allocated", torch.cuda.max_memory_allocated() / 2**20
     return "rss", psutil.Process().memory_info().rss / 2**20
 
 
 def peaks(device: torch.device) -> dict[str, int | None]:
-    """Peak bytes of this process so far."""
+    """Peak memory of this process so far, in bytes."""
     on_cuda = device.type == "cuda"
     return {
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # Linux counts KiB
         "peak_allocated_bytes": torch.cuda.max_memory_allocated() if on_cuda else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if on_cuda else None,
-        # How often the allocator had to give back what it kept and ask again: it fits, and is slow for it.
+        # How often the allocator had to free its cache and retry: the run fits in memory, but slowly.
         "alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_cuda else None,
     }
 
 
 def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> dict[str, Any]:
-    """Model states by component: bytes on one rank, predicted and, where there is one, measured."""
+    """Model states by component: bytes on one rank, predicted and, if available, measured."""
     predicted, away = runtime.predicted_state_bytes(), runtime.predicted_offload_bytes()
     micro_batches = runtime.settings.micro_batches
     return {
@@ -79,7 +79,7 @@ def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> di
 
 
 def memory(runtime: ZeroRuntime, worst: Mapping[str, int | None]) -> dict[str, Any]:
-    """The result's memory from the largest readings over the ranks (a census, activations and `peaks`)."""
+    """The memory part of the result, from the largest readings over the ranks (census, activations and `peaks`)."""
     states = model_states(runtime, worst)
     components = {"host", *(one["component"] for one in states["states"])}
     rest = {key: value for key, value in worst.items() if key not in components}
@@ -88,7 +88,7 @@ def memory(runtime: ZeroRuntime, worst: Mapping[str, int | None]) -> dict[str, A
 
 
 def predicted_activations(runtime: ZeroRuntime, counted: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an answer of activations.py: what a forward keeps, and what the rank needs at least at its worst moment."""
+    """From an answer of activations.py: the bytes that a forward keeps, and the least that a rank needs at its peak."""
     if "bytes" not in counted:
         return {"activations_unknown": counted["unknown"]}
     found = ActivationBytes(**counted["bytes"])
@@ -98,7 +98,7 @@ def predicted_activations(runtime: ZeroRuntime, counted: Mapping[str, Any]) -> d
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and the 10th and 90th percentile (linear between the order statistics)."""
+    """Median, 10th and 90th percentile (linear interpolation between order statistics)."""
     ordered = sorted(values)
     return {
         "median": statistics.median(ordered),
@@ -115,7 +115,7 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def throughput(readings: Readings, tokens_per_step: int, world: int, warmup_steps: int) -> dict[str, Any]:
-    """Of the steps after the warm-up: time and tokens per second. Tokens count padding and masked ones too."""
+    """Time and tokens per second over the steps after the warm-up. Padding and masked tokens are counted too."""
     steps = readings.step_s[warmup_steps:]
     per_second = spread([tokens_per_step / seconds for seconds in steps])
     return {
@@ -134,7 +134,7 @@ def phases_ms(readings: Readings, warmup_steps: int) -> dict[str, float]:
 
 
 def communication(runtime: ZeroRuntime, ledger: Ledger, *, reduces_at_boundary: bool) -> dict[str, Any]:
-    """One steady step's volumes on one rank beside the theory."""
+    """Communication volumes of one steady step on one rank, with the theoretical ones."""
     world, shard_count = runtime.collectives.world, runtime.collectives.shard_count
     counts = memory_model.CollectiveCounts.of(
         runtime.plan, runtime.settings.micro_batches, reduces_at_boundary=reduces_at_boundary
@@ -155,5 +155,5 @@ def communication(runtime: ZeroRuntime, ledger: Ledger, *, reduces_at_boundary: 
 
 
 def worst_of(per_rank: list[dict[str, int | None]]) -> dict[str, int | None]:
-    """The largest value of each number over the ranks; None where a rank has none."""
+    """The largest value of each number over the ranks; None if no rank has one."""
     return {key: max((one[key] for one in per_rank), key=lambda value: value or 0) for key in per_rank[0]}

@@ -1,4 +1,4 @@
-"""From the optimizer's and the schedule's settings to the runtime's own objects."""
+"""Converts the optimizer and schedule settings to the runtime's own objects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OPTIMIZERS: dict[OptimizerKind, tuple[type[OptimizerConfig], tuple[str, ...]]] 
 
 
 def build_optimizer(optimizer: Optimizer) -> OptimizerConfig:
-    """The optimizer's constants; the rules have seen to it that the kind's keys are there."""
+    """The optimizer's constants. The rules have checked that the keys of its kind are set."""
     if optimizer.kind is OptimizerKind.torch:
         return TorchConfig(
             optimizer.name or "", optimizer.arguments, optimizer.weight_decay, no_decay=optimizer.no_decay
@@ -49,7 +49,7 @@ def build_optimizer(optimizer: Optimizer) -> OptimizerConfig:
 
 
 def build_schedule(scheduler: Scheduler, lr: float, *, total_steps: int) -> LrSchedule:
-    """The learning rate as a function of the updates made; `lr` is its peak, of the range test its start."""
+    """The learning rate as a function of the number of updates. `lr` is its peak, or the start of a range test."""
     return _SCHEDULES[scheduler.kind](scheduler, lr, total_steps)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of one rank of a run: when they are saved, and what a resumed run goes on from."""
+"""Checkpoints of one rank of a run: when they are saved, and which one a run resumes from."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ AUTO, NONE = "auto", "none"
 
 @dataclass
 class Progress:
-    """How far training has come; `samples` is the position in the data, whatever the global batch was."""
+    """How far training has come. `samples` is the position in the data, independent of the global batch size."""
 
     step: int = 0
     samples: int = 0
 
 
 class Saving:
-    """Saves when it is due and once at the end; all ranks call it alike."""
+    """Saves checkpoints when due and once at the end. All ranks must make the same calls."""
 
     def __init__(
         self, attempt: AttemptPaths, config: RunConfig, runtime: ZeroRuntime, data_hash: str, *, restarted: bool = False
@@ -53,21 +53,21 @@ class Saving:
         self._restarted = restarted
         self._rank = runtime.collectives.rank
         retention = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
-        # A base that lies in a folder of its own is not written again with every checkpoint of its adapters.
+        # A base model that was read from a folder is not written again with every checkpoint of its adapters.
         with_frozen = config.adapter.kind is AdapterKind.none or config.model.path is None
         settings = SaveSettings(retention=retention, with_frozen=with_frozen)
         self._saver = BackgroundSaver(attempt.checkpoints, settings)
         self._last = 0  # step of the last save
         self._stalls_s: list[float] = []
-        self.first_update = 0  # updates that another library had made before this run began
-        self.curve: list[float] = []  # losses of the steps before the one that it goes on from, on rank 0
-        self.missing_steps: list[list[int]] = []  # first and last of each row of steps that the curve lacks
-        self.earlier_result: dict[str, Any] | None = None  # of a run that made and saved every step of this one
+        self.first_update = 0  # updates that another library made before this run began
+        self.curve: list[float] = []  # losses of the steps before the resumed one, on rank 0
+        self.missing_steps: list[list[int]] = []  # first and last step of each range that the curve lacks
+        self.earlier_result: dict[str, Any] | None = None  # result of a run that made and saved every step of this one
 
-    # ---- going on ----------------------------------------------------------------------------------------------
+    # ---- resuming ----------------------------------------------------------------------------------------------
 
     def resume(self) -> Progress:
-        """Fill the runtime from the checkpoint that the configuration names, if any, and tell how far it had come."""
+        """Loads the checkpoint that the configuration names, if any, into the runtime. Returns its progress."""
         if self._rank == 0:
             clear_leftovers(self._attempt.checkpoints)
         checkpoint = self._own() if self._restarted else None
@@ -94,7 +94,7 @@ class Saving:
         return progress
 
     def _take_over(self, reader: Callable[[Iterable[str]], ForeignCheckpoint]) -> Progress:
-        """Another library's states; steps, data and schedule begin anew, since it knows nothing of ours."""
+        """Loads another library's states. Steps, data and schedule start again: its checkpoint has none of ours."""
         found = load_foreign(self._runtime, reader)
         self.first_update = self._runtime.updates
         if self._rank == 0:
@@ -102,7 +102,7 @@ class Saving:
         return Progress()
 
     def _check_data(self, path: Path, trainer: Mapping[str, Any]) -> None:
-        """What makes no sense to go on from is refused before anything is read."""
+        """Refuses a checkpoint with other data or other initial weights, before any state is read."""
         if trainer["data_hash"] != self._data_hash:
             raise CheckpointError(
                 f"{path}: expected the data that it was trained on (hash {trainer['data_hash']}), found hash "
@@ -116,7 +116,7 @@ class Saving:
             )
 
     def _result_in(self, path: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
-        """What was measured by the run that saved its last step here, where that run is this one or one like it."""
+        """The result of the run that saved its last step here, if it is a run of this point; else CheckpointError."""
         is_own = path.parent == self._attempt.checkpoints
         if trainer["step"] > self._steps or not is_own or "result" not in trainer:
             raise CheckpointError(
@@ -126,7 +126,7 @@ class Saving:
             )
         found: dict[str, Any] = trainer["result"]
         told = found["checkpoints"]
-        # It could not count itself.
+        # The result was built before this checkpoint was saved, so it does not count it.
         saved = {
             "saved": told["saved"] + 1,
             "folder": str(path.parent),
@@ -135,7 +135,7 @@ class Saving:
         return {**found, "checkpoints": {**told, **saved, "weights": self._weights_folder()}}
 
     def _own(self) -> CheckpointReader | None:
-        """What this attempt saved before its job was put back into the queue, whatever `resume` says of others'."""
+        """The newest checkpoint that this attempt saved before its job was requeued, whatever `resume` says."""
         found = newest_good_together(self._runtime.collectives, self._attempt.checkpoints, self._tell_passed_over)
         return found if found is not None and found.index.trainer["metrics"] == str(self._attempt.metrics) else None
 
@@ -152,10 +152,10 @@ class Saving:
         self._tell("passed_over", path=str(one.path), why=one.why)
 
     def _continue_curve(self, metrics: Path, step: int) -> None:
-        """The learning curve up to the checkpoint goes on in this attempt's record, marked as an earlier attempt's.
+        """Copies the learning curve up to the checkpoint to this attempt's record, marked as an earlier attempt's.
 
-        A job that was killed and put back into the queue has told some steps twice: the last telling counts. Steps
-        whose lines are lost or cannot be believed are `missing_steps`.
+        A job that was killed and requeued has recorded some steps twice: the last record counts. Steps whose lines are
+        missing or invalid are in `missing_steps`.
         """
         steps = {
             event["step"]: event
@@ -171,28 +171,28 @@ class Saving:
     # ---- saving ------------------------------------------------------------------------------------------------
 
     def after_step(self, progress: Progress) -> None:
-        """Save where `every` says so; the last step's is saved by `finish`, which has a result to put in."""
+        """Saves if `every` is due. The last step is saved by `finish`, which adds the result to the checkpoint."""
         every = self._config.every
         if every is not None and progress.step % every == 0 and progress.step < self._steps:
             self._save(progress)
 
     def stop(self, progress: Progress) -> bool:
-        """The state is saved and on the disk; False where the run saves nothing."""
+        """Returns once the state is saved and on disk; False if the run saves nothing."""
         if progress.step > self._last:
             self._save(progress)
         self._saver.wait(self._runtime)
         return self._config.kind is not CheckpointKind.none
 
     def finish(self, progress: Progress, result: Callable[[], dict[str, Any]]) -> None:
-        """The last state is saved with the result, so that an end before that is written loses no number; and
-        everything is on the disk. `result`: a collective; every rank calls it where there is something to save."""
+        """Saves the last state with the result, so that a run that ends before it writes the result loses nothing. Then
+        waits for the disk. `result` is a collective: every rank calls it if the run saves."""
         if self._config.kind is not CheckpointKind.none:
             self._save(progress, {"result": json.loads(json.dumps(result()), parse_constant=lambda _: None)})
         self._saver.wait(self._runtime)
         self.write_weights()
 
     def write_weights(self) -> None:
-        """The trained weights as a Hugging Face folder, where it is asked for."""
+        """Writes the trained weights as a Hugging Face folder, if configured."""
         dtype = str(self._config.weights)
         if self._config.weights is WeightsExport.none:
             return
@@ -229,7 +229,7 @@ class Saving:
         append_event(self._attempt.metrics, {"event": event, "time": time.time(), **values})
 
     def facts(self, resumed_from: int) -> dict[str, Any]:
-        """For the result: how often was saved, what the median save held up, and where this run went on from."""
+        """Facts for the result: the number of saves, the median time that one blocks training, and the resumed step."""
         stalls = self._stalls_s
         return {
             "saved": len(stalls),

@@ -1,4 +1,4 @@
-"""From a resolved RunConfig to the runtime's own objects: the only bridge between their names."""
+"""Builds the runtime's objects from a resolved RunConfig. Only this module maps between the names of the two."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from zero_runtime.watch.watch import RankWatch
 
 
 def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
-    """Threads, seeds and the device of this rank."""
+    """Sets the threads and seeds of this rank. Returns its device."""
     torch.set_num_threads(config.resources.threads or 1)
     torch.manual_seed(config.seed)
     if config.resources.device != "cuda":
         return torch.device("cpu")
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
-    # A launcher may have left only this rank's own GPU visible.
+    # A launcher may have made only this rank's own GPU visible.
     index = local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -63,7 +63,7 @@ def build_data(config: RunConfig) -> TokenData:
 
 
 class TrainingSetup(NamedTuple):
-    """What trains, and which of its blocks recompute what."""
+    """The runtime that trains the model, and the recomputation of the model's blocks."""
 
     runtime: ZeroRuntime
     recomputation: Recomputation
@@ -72,7 +72,7 @@ class TrainingSetup(NamedTuple):
 def build_runtime(
     config: RunConfig, device: torch.device, watch: RankWatch, stop_asked: Callable[[], bool] | None = None
 ) -> TrainingSetup:
-    """The model without weights, taken over by the runtime, which draws or reads them unit by unit.
+    """Builds the model without weights and the runtime, which initializes or reads the weights unit by unit.
 
     Needs the process group.
     """
@@ -112,7 +112,7 @@ def build_runtime(
 
 
 def _compile_kernels(config: RunConfig, device: torch.device) -> None:
-    """While ranks start, and may be slow: in the first step one that compiles would look as if it hung."""
+    """Compiles kernels during startup, where ranks may be slow; in the first step a compiling rank would look hung."""
     on_host = config.offload.optimizer is not OffloadDevice.device or config.offload.params is not OffloadDevice.device
     for one in {device.type, "cpu"} if on_host else {device.type}:
         backend_for(torch.device(one))
@@ -130,7 +130,7 @@ def build_precision(precision: Precision) -> MixedPrecision:
 
 
 def build_deferred(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
-    """The model on the meta device, with its adapters where there are some, and the rule of their first values."""
+    """The model on the meta device, with its adapters if configured, and the rule for their initial values."""
     settings, adapter = config.model, config.adapter
     assert settings.model_type is not None
     model = build_deferred_model(settings.model_type, settings.config, as_saved=settings.path is not None)
@@ -143,7 +143,7 @@ def build_deferred(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
 
 
 def _offload(offload: Offload, output: str) -> OffloadPlan:
-    """On a CPU what rests on the host rests where it is. The folder of `output` is made, any other must exist."""
+    """The plan; on CPU ranks, host offload moves nothing. Creates the folder of `output`; any other must exist."""
     tiers = {OffloadDevice.device: Tier.DEVICE, OffloadDevice.cpu: Tier.HOST, OffloadDevice.nvme: Tier.NVME}
     scratch = None
     if offload.uses_nvme:

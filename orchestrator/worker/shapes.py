@@ -1,8 +1,9 @@
-"""A child process of the command line: what needs the models themselves, so that the command needs no torch.
+"""A child process of the command line for work that needs the models, so that the command itself needs no torch.
 
-Reads {"units": {key: configuration}, "activations": [{key: configuration}, ...]} as JSON on stdin, where those of one
-dictionary differ in the micro-batch alone. Writes a line of JSON for each answer on stdout as it comes: [key, answer],
-of `units_of` (of a model that cannot be built the problem, null where something else went wrong) or of activations.py.
+Reads {"units": {key: configuration}, "activations": [{key: configuration}, ...]} as JSON from stdin; the configurations
+in one dictionary of activations differ only in the micro-batch. Writes [key, answer] as one line of JSON to stdout as
+each answer is ready. The answer is from `units_of` (the problem for a model that cannot be built, null for any other
+failure) or from activations.py.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from zero_runtime.unit_planner import UnitRules, plan_units
 
 
 def units_of(config: RunConfig) -> dict[str, Any]:
-    """Shapes by unit in the order of registration; what the optimizer's states cost an element, and the blocks of
-    elements that they come in."""
+    """Shapes by unit in the order of registration, the bytes of optimizer state per element, and the number of elements
+    per block of that state."""
     model, _ = build_deferred(config)
     rules = UnitRules(build_precision(config.precision), config.zero.unit_numel, tuple(config.precision.keep_dtype))
     specs = plan_units(model, rules)
@@ -47,9 +48,9 @@ def units_of(config: RunConfig) -> dict[str, Any]:
 def _answer(config: RunConfig) -> dict[str, Any] | None:
     try:
         return units_of(config)
-    except ValueError as error:  # the person's mistake, by what is promised of every builder; a job would say the same
+    except ValueError as error:  # the user's mistake, as every builder promises; a job would report the same
         return {"problem": "; ".join(str(error).splitlines())}
-    except Exception as error:  # the others are still wanted, and the run itself will tell what is wrong
+    except Exception as error:  # the other answers are still needed, and the run itself will report the error
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return None
 
@@ -60,7 +61,7 @@ def _tell(out: TextIO, key: str, answer: Any) -> None:
 
 
 def main() -> None:
-    # What libraries print, in C too, is no answer: from here on it goes where their warnings go.
+    # Libraries, C code included, may print to stdout. From here on their output goes to stderr instead.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     asked = json.load(sys.stdin)

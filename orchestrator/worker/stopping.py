@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted by the rank that gets one, acted upon where all agree (StepReport.stop)."""
+"""Signals that ask a run to stop: a rank records its signal, and all ranks stop together (StepReport.stop)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from orchestrator.config.schema import CheckpointKind, RunConfig
 from orchestrator.launch.rank import STOP_SIGNAL
 from zero_runtime.process_identity import own_age_s
 
-# SLURM may send a job's signal so much before the time that was asked for; the process began a little after the job.
+# SLURM may send a job's signal this much before the requested time, and the process starts a little after the job.
 EARLY_S = 60.0
 LATE_START_S = 15.0
 
 
 class StopSignals:
-    """Of one rank: whether it wants training to stop.
+    """Whether one rank wants training to stop.
 
-    A run that saves stops for any of them. One that saves nothing has nothing to gain from stopping before its time
-    limit, and goes on; what it does not reach until then is lost either way.
+    A run that saves checkpoints stops for every signal. A run that saves nothing gains nothing from stopping before its
+    time limit and continues; the steps that it does not reach are lost either way.
     """
 
     @classmethod
     def of(cls, config: RunConfig) -> StopSignals | None:
-        """Installed from here on; None for a local run that saves nothing, whose steps carry no question."""
+        """Installs the handlers. None for a local run that saves nothing: its steps do not ask whether to stop."""
         if config.checkpoint.kind is CheckpointKind.none and config.cluster.kind is not ClusterKind.slurm:
             return None
         signals = cls(config)
@@ -38,14 +38,14 @@ class StopSignals:
         self._saves = config.checkpoint.kind is not CheckpointKind.none
         limit_s = 60 * config.resources.time_limit_min
         self._near_limit_s = limit_s - config.cluster.signal_delay_s - EARLY_S - LATE_START_S
-        self._began = time.monotonic() - own_age_s()  # no step of the clock moves it
+        self._began = time.monotonic() - own_age_s()  # unaffected by changes of the system clock
         self._asked = False
 
     def asked(self) -> bool:
         return self._asked
 
     def note(self, number: int, frame: FrameType | None = None) -> None:
-        """The handler: no more than a flag and a line in the log, since it runs between any two instructions."""
+        """The signal handler: only sets a flag and logs one line, since it runs between any two instructions."""
         name = signal.Signals(number).name
         if number == STOP_SIGNAL and not self._saves and time.monotonic() - self._began >= self._near_limit_s:
             _say(f"{name}: the time limit is near; nothing could be saved (checkpoint=none), so the run goes on")

@@ -1,4 +1,4 @@
-"""One rank of one run: build, train, measure; rank 0 writes the events and the result."""
+"""One rank of one run: builds the model, trains and measures. Rank 0 writes the events and the result."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ IGNORED = -100
 
 
 def run_rank(attempt: AttemptPaths, rank: RankInfo) -> Stopped | None:
-    """Train the attempt's configuration as one of its ranks. Rank 0 leaves result.json when all went well."""
+    """Trains the attempt's configuration as one of its ranks. Rank 0 writes result.json on success."""
     config = from_dict(require_json(attempt.config))
     device = prepare_process(config, rank.local_rank)
     signals = StopSignals.of(config)
@@ -62,7 +62,7 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> Stopped | None:
 
 @contextlib.contextmanager
 def _telling_memory(runtime: ZeroRuntime, watch: RankWatch, rank: int) -> Iterator[None]:
-    """A lack of memory is raised with what was held when it was met."""
+    """Adds the memory held at the time to an out of memory error."""
     try:
         yield
     except Exception as error:
@@ -73,7 +73,7 @@ def _telling_memory(runtime: ZeroRuntime, watch: RankWatch, rank: int) -> Iterat
 
 
 class RankRun:
-    """The training loop of one rank and what it notes down on the way."""
+    """The training loop of one rank and its measurements."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class RankRun:
         self._progress = Progress()
 
     def run(self) -> Stopped | None:
-        """To the last step, or to the one after which all ranks know that one was asked to stop."""
+        """Trains to the last step, or to the step after which all ranks know that one of them was asked to stop."""
         self._tell_ready()
         self._progress = self._saving.resume()
         if self._saving.earlier_result is not None:
@@ -111,10 +111,11 @@ class RankRun:
             return None
         self._first = self._progress.step
         self._readings.losses += self._saving.curve
-        # The census walks all of Python's objects, so it is taken in a step that is not counted, where there is one;
-        # and not in the first, where nothing has been gathered yet.
+        # The census walks all of Python's objects, so it is taken in a step that is not counted, if there is one, and
+        # preferably not in the first one, in which nothing has been gathered yet.
         self._census_step = min(self._first + max(self._config.measure.warmup_steps - 1, 0), self._steps - 1)
-        # Built, loaded and compiled: from here on resources.stuck_s is all that a rank may keep the others waiting.
+        # The model is built, loaded and compiled: from here on resources.stuck_s limits how long a rank may keep the
+        # others waiting.
         self._runtime.collectives.journal.end_start()
         self._runtime.clock.lap()
         for step in range(self._first, self._steps):
@@ -126,7 +127,7 @@ class RankRun:
             self._saving.after_step(self._progress)
             if report.stop and step + 1 < self._steps:
                 return Stopped(self._progress.step, self._saving.stop(self._progress))
-            self._runtime.clock.lap()  # what saving held up is told apart
+            self._runtime.clock.lap()  # keeps the time of saving out of the next step's
         self._used = self._load.end()
         self._readings.validation_loss = self._validate()
         self._saving.finish(self._progress, self._result)
@@ -135,7 +136,7 @@ class RankRun:
 
     @property
     def _warmup_steps(self) -> int:
-        """A resumed run may have fewer steps left than it would warm up."""
+        """The warm-up steps of this run. A resumed run may have fewer steps left than the configured number."""
         return min(self._config.measure.warmup_steps, self._steps - self._first - 1)
 
     # ---- one step ----------------------------------------------------------------------------------------------
@@ -145,8 +146,9 @@ class RankRun:
         with clock.phase("data"):
             batches = self._micro_batches()
             tokens = runtime.sum_over_ranks(sum(_count(labels) for _, labels in batches)).clamp(min=1)
-        # A skipped step does not advance it; what another library had done before this run does not either.
+        # The schedule does not count skipped steps, nor the updates that another library made before this run.
         rates = self._schedule.rates(runtime.updates - self._saving.first_update)
+        # Speculative optimizer steps run during the last backward, so they need the rate before it.
         runtime.expect_rate(rates)
         self._backwards(batches, tokens, counting=step == self._census_step)
         if step == self._census_step:
@@ -156,13 +158,14 @@ class RankRun:
             with clock.phase("optimizer"):
                 return runtime.step(rates), rates.lr
         except NonFiniteError as error:
+            # Nothing was updated, so the repeated backward passes give the same numbers and show where they arise.
             verdict = runtime.find_non_finite(lambda: self._backwards(batches, tokens, counting=False))
             raise NonFiniteError(f"{error}\n{verdict}") from None
 
     def _backwards(
         self, batches: list[tuple[torch.Tensor, torch.Tensor]], tokens: torch.Tensor, *, counting: bool
     ) -> None:
-        """Forward and backward of every micro-batch; with `counting`, the activations of a forward are counted."""
+        """Forward and backward of every micro-batch. With `counting`, also counts the activations of each forward."""
         runtime, clock = self._runtime, self._runtime.clock
         for index, (ids, labels) in enumerate(batches):
             activations = ActivationCensus(runtime) if counting else None
@@ -225,7 +228,7 @@ class RankRun:
     # ---- before and after --------------------------------------------------------------------------------------
 
     def _validate(self) -> float | None:
-        """Mean loss over the unmasked tokens of the first validation samples; the same samples at every world."""
+        """Mean loss over the unmasked tokens of the first validation samples, the same for every world size."""
         per_rank = self._config.batch.micro
         batches = min(
             self._config.measure.validation_batches,
@@ -255,12 +258,12 @@ class RankRun:
         )
 
     def _planned_activations(self) -> dict[str, Any]:
-        """What was predicted of them, where a plan or a run before has counted them: counting now would be measured."""
+        """Predicted activations, if an earlier plan or run counted them; counting now would affect the measurement."""
         counted = memory_cache.stored(memory_cache.activations_key(self._config)) if self._rank.rank == 0 else None
         return {} if counted is None else measure.predicted_activations(self._runtime, counted)
 
     def _compare_data(self) -> None:
-        """Ranks that read different data would train without any sign of it."""
+        """Raises ValueError if ranks read different data, which training would not reveal."""
         hashes = self._runtime.collectives.gather_objects(self._data.hash)
         if len(set(hashes)) > 1:
             raise ValueError(
@@ -276,7 +279,7 @@ class RankRun:
         return sum(unit.layout.numel for unit in self._runtime.units)
 
     def _tell_earlier(self, result: dict[str, Any]) -> None:
-        """The numbers of a run that saved its last step and ended before it could write them; none is of now."""
+        """Writes the result of an earlier run that saved its last step but ended before it wrote the result."""
         self._readings.validation_loss = result["loss"]["validation"]
         self._saving.write_weights()
         self._write(result)
@@ -287,13 +290,13 @@ class RankRun:
         if self._readings.validation_loss is not None:
             self._tell("validation", step=self._steps, loss=self._readings.validation_loss)
         write_json_atomic(self._attempt.result, result)
-        # Not before: what a rank needs to count would be in the peaks that were measured.
+        # Only after the peaks are measured: they would include the memory that counting takes.
         result["memory"] |= measure.predicted_activations(self._runtime, activations.known(self._config))
         write_json_atomic(self._attempt.result, result)
         self._tell("finish")
 
     def _result(self) -> dict[str, Any]:
-        """All that was measured by now; the ranks' readings are put together on rank 0, and others get nothing."""
+        """Everything measured so far. Rank 0 combines the readings of all ranks; other ranks get an empty dict."""
         readings = self._readings
         assert readings.census is not None
         local = {
@@ -360,7 +363,7 @@ def _count(labels: torch.Tensor) -> int:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to know of the machine and the code behind the numbers."""
+    """The facts about the machine and the code that a reader of the numbers needs."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -374,7 +377,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """The commit of this code, with "+" when files differ from it; None outside a checkout."""
+    """The commit of this code, with "+" if files differ from it; None outside a checkout."""
     try:
         told = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--abbrev=10"],

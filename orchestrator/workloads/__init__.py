@@ -1,1 +1,1 @@
-"""What is trained: models built from configuration (`models.py`) and the tokens they read (`data.py`)."""
+"""The models to train, built from configuration (`models.py`), and the tokens that they read (`data.py`)."""

@@ -1,4 +1,4 @@
-"""LoRA through PEFT: a frozen model with trainable adapters, their first values, and their own folder."""
+"""LoRA through PEFT: a frozen model with trainable adapters, their initial values, and their folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zero_runtime.checkpoint.hugging_face.source import Renamed
 from zero_runtime.initial_values import parameters_on_meta
 from zero_runtime.tensor_source import TensorSource
 
-ALL_LINEAR = "all-linear"  # PEFT's word for every linear layer but the head
-ADAPTER = "adapter_model"  # how the file of weights in a PEFT folder begins
-_NAME = ".default."  # PEFT's name for an only adapter, which its files leave out
+ALL_LINEAR = "all-linear"  # PEFT's name for all linear layers except the head
+ADAPTER = "adapter_model"  # start of the name of the weights file in a PEFT folder
+_NAME = ".default."  # PEFT's name for a single adapter, which its files omit
 
 
 def lora_config(rank: int, alpha: float, targets: Sequence[str], base: str | None = None) -> LoraConfig:
-    """PEFT's settings, without dropout. `base`: the folder of the model that is frozen."""
+    """PEFT's settings, without dropout. `base`: the folder of the frozen model."""
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # declared int, used as a factor
@@ -31,7 +31,7 @@ def lora_config(rank: int, alpha: float, targets: Sequence[str], base: str | Non
 
 
 def add_lora(model: nn.Module, config: LoraConfig) -> PeftModel:
-    """`model` frozen, with adapters on the meta device. ValueError where no layer has such a name."""
+    """Freezes `model` and adds adapters on the meta device. ValueError if no layer matches the targets."""
     try:
         with parameters_on_meta():
             return get_peft_model(model, config)
@@ -40,7 +40,7 @@ def add_lora(model: nn.Module, config: LoraConfig) -> PeftModel:
 
 
 def first_values(model: PeftModel) -> Callable[[nn.Module], None]:
-    """Initial values: an adapter's is PEFT's (A uniform, B zero: nothing changes at first), else the model's."""
+    """The rule for initial values: PEFT's for adapters (A uniform, B zero, so no effect at first), else the model's."""
     base_rule: Callable[[nn.Module], None] = model.get_base_model()._init_weights  # type: ignore[assignment]
 
     def initialise(module: nn.Module) -> None:
@@ -54,11 +54,11 @@ def first_values(model: PeftModel) -> Callable[[nn.Module], None]:
 
 
 def adapter_weights(source: TensorSource) -> Renamed:
-    """The adapters alone, by the names that PEFT's files have."""
+    """The adapters' weights only, under the names that PEFT's files use."""
     return Renamed(source, {name.replace(_NAME, "."): name for name in source.names() if "lora_" in name})
 
 
 def save_adapter_config(config: LoraConfig, folder: str | Path) -> None:
-    """adapter_config.json, as PeftModel.from_pretrained reads it."""
+    """Writes adapter_config.json as PeftModel.from_pretrained reads it."""
     config.inference_mode = True
     config.save_pretrained(str(folder))

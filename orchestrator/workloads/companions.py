@@ -1,4 +1,4 @@
-"""What lies beside a run's weights in a Hugging Face folder: the model's configuration and the tokenizer."""
+"""Writes the files next to a run's weights in a Hugging Face folder: the model's configuration and the tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrator.config.pretrained import COMPANIONS, TOKENIZER
 
 
 def write_companions(out: Path, config: Mapping[str, Any], dtype: str) -> str:
-    """What lies beside a run's weights: configuration and tokenizer. Returns what became of the tokenizer."""
+    """Writes configuration and tokenizer next to a run's weights. Returns a description of the tokenizer."""
     from orchestrator.workloads.models import saved_config
     from orchestrator.workloads.tokenizer import save_byte_tokenizer
     from zero_runtime.dtypes import TORCH_DTYPE

@@ -1,10 +1,10 @@
-"""The tokens of a run: disjoint windows of real text or of a seed, and the order in which samples are read.
+"""The tokens of a run: disjoint windows of text or of synthetic tokens, and the order in which samples are read.
 
-[Note: what a sample is] A source is cut into disjoint windows of seq + 1 tokens: seq inputs and, one to the
-right, their targets. Every few windows one is held out for validation, so no token is in both parts. An
+[Note: what a sample is] A source is cut into disjoint windows of seq + 1 tokens: seq inputs and their targets,
+shifted by one. Some windows, evenly spread, are held out for validation, so that no token is in both parts. An
 epoch reads every training window once, in an order that is a function of (seed, epoch) alone. The position
-counts samples since the start; rank r takes the r-th slice of a global batch. So the global batch is the
-same at every world size, and a position is all that a resumed run needs.
+counts samples since the start; rank r takes the r-th slice of a global batch. The global batch is therefore the
+same for every world size, and a resumed run needs only the position.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from orchestrator.workloads.sources import (
     read_text,
 )
 
-LAYOUT_VERSION = 1  # part of the hash: raise it when windows, split or the synthetic rule change
+LAYOUT_VERSION = 1  # part of the hash: increment it if windows, split or the synthetic rule change
 
 
 class TokenBatch(NamedTuple):
-    """`labels[b, i]` is the token after `input_ids[b, i]`; both [count, seq] int64, the caller's own."""
+    """`labels[b, i]` is the token after `input_ids[b, i]`; both are [count, seq] int64 and owned by the caller."""
 
     input_ids: IntArray
     labels: IntArray
@@ -51,9 +51,9 @@ class TokenBatch(NamedTuple):
 class TokenData:
     """Training and validation samples over one source; see [Note: what a sample is].
 
-    `hash` (12 hex of a sha256) covers kind, seq, validation_fraction and every token in a window (synthetic:
-    seed and vocabulary in the tokens' place). The same text at another seq is other data. Where the text
-    lies, and for text the seed, which only orders it, are not in it.
+    `hash` (12 hex digits of a sha256) covers kind, seq, validation_fraction and every token in a window (for synthetic
+    data, the seed and the vocabulary instead of the tokens). The same text with another seq is different data. The hash
+    does not cover the location of a text, nor the seed of a text, which only determines the order.
     """
 
     name: str
@@ -84,7 +84,7 @@ class TokenData:
         return self._batch(self.train_windows[order])
 
     def validation_batch(self, position: int, count: int) -> TokenBatch:
-        """The same for the held-out samples, always in the order of the text, beginning anew after the last."""
+        """Held-out samples position .. position + count - 1 in the order of the text, repeating after the last."""
         if not self.validation_samples:
             raise ValueError(
                 "data.validation_fraction: expected more than 0 for a validation batch, found 0; "
@@ -110,8 +110,8 @@ def load_data(
 ) -> TokenData:
     """The data of `kind` (stdlib, text or synthetic) for a model of `vocab_size`.
 
-    `path` (a file or a folder) belongs to kind text alone. `encode` makes the tokens of a text; None takes its bytes.
-    ValueError when the source cannot give one training and, with a fraction above 0, one validation window.
+    `path` (a file or a folder) is for kind text only. `encode` tokenizes the text; None uses its bytes as tokens.
+    ValueError if the source has too few tokens for one training and, with a fraction above 0, one validation window.
     """
     _check(kind, path, seq, seed, vocab_size, validation_fraction, reads_bytes=encode is None)
     about: dict[str, Any] = {"layout": LAYOUT_VERSION, "seq": seq, "validation_fraction": float(validation_fraction)}
@@ -134,7 +134,7 @@ def load_data(
 
 
 def slice_for_rank(global_size: int, rank: int, world: int) -> tuple[int, int]:
-    """(offset, count) of the r-th contiguous slice of a global batch; ValueError when it does not divide."""
+    """(offset, count) of the r-th contiguous slice of a global batch; ValueError if it is not divisible by `world`."""
     if world < 1 or not 0 <= rank < world:
         raise ValueError(f"rank: expected 0 <= rank < world, found rank {rank} of world {world}")
     if global_size < 1 or global_size % world:
@@ -149,7 +149,7 @@ def slice_for_rank(global_size: int, rank: int, world: int) -> tuple[int, int]:
 def split(count: int, fraction: float) -> tuple[IntArray, IntArray]:
     """The window numbers for training and for validation: disjoint, the held-out ones evenly spread.
 
-    `count` x `fraction` of them (rounded down, at least one unless the fraction is 0) are held out.
+    `count` x `fraction` windows are held out (rounded down, at least one unless the fraction is 0).
     """
     held = min(count - 1, max(1, int(count * fraction))) if fraction else 0
     every = np.arange(count, dtype=np.int64)
@@ -157,18 +157,18 @@ def split(count: int, fraction: float) -> tuple[IntArray, IntArray]:
     return every[~is_held], every[is_held]
 
 
-@lru_cache(maxsize=2)  # a batch may lie on the border of two epochs
+@lru_cache(maxsize=2)  # a batch may span two epochs
 def epoch_order(samples: int, seed: int, epoch: int) -> IntArray:
-    """A permutation of the samples, a function of its arguments alone. Read-only: it is shared."""
-    # numpy promises the raw stream of a bit generator for ever, and Generator.permutation's only within a version.
+    """A permutation of the samples, a function of its arguments alone. Read-only because it is shared."""
+    # numpy keeps the raw stream of a bit generator stable forever, but Generator.permutation's only within a version.
     order = np.argsort(random_bits(samples, seed, ORDER, epoch), kind="stable").astype(np.int64)
     order.flags.writeable = False
     return order
 
 
 def _checked_vocabulary(tokens: NDArray[np.generic], vocab_size: int) -> int:
-    """The model's vocabulary, which every token must be below."""
-    largest = int(tokens.max())  # _cut has seen that there are some
+    """The model's vocabulary size. ValueError if a token is not below it."""
+    largest = int(tokens.max())  # _cut has checked that there are tokens
     if largest >= vocab_size:
         raise ValueError(
             f"data.tokenizer: expected tokens below the model's vocab_size, {vocab_size}, found {largest}; the "
@@ -207,7 +207,7 @@ def _check(
 def _read(kind: str, path: str | None) -> tuple[str, bytearray]:
     if kind == "text" and path is not None:
         return f"text:{Path(path).resolve().name}", read_text(Path(path))
-    # The sources differ between versions: the name tells two reports apart that must not be compared.
+    # The sources differ between Python versions: the name separates reports that must not be compared.
     return f"stdlib-{platform.python_version()}", read_stdlib(STDLIB_BYTES)
 
 

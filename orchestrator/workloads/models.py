@@ -1,4 +1,4 @@
-"""Hugging Face architectures built from configuration: random weights from a seed, nothing fetched."""
+"""Builds Hugging Face architectures from configuration, with random weights from a seed. Downloads nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# Read once, when the libraries are imported: with them no line of this process can reach the hub.
+# The libraries read these at import. With them set, nothing in this process contacts the hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -34,28 +34,28 @@ IGNORED_LABEL = -100
 
 
 def build_model(model_type: str, config: Mapping[str, Any], *, seed: int, attention: str = "sdpa") -> nn.Module:
-    """A causal language model on the CPU, fp32, in training mode, without dropout and without a cache.
+    """A causal language model on the CPU in fp32, in training mode, without dropout and without a cache.
 
-    Its weights depend on `config` and `seed` alone, and no global random state is moved.
-    ValueError when the configuration is not one that the architecture knows.
+    Its weights depend on `config` and `seed` alone, and the global random state is unchanged.
+    ValueError if the architecture does not accept the configuration.
     """
     with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would also seed every GPU, which fork_rng does not put back here.
+        # torch.manual_seed would also seed every GPU, and fork_rng does not restore those here.
         torch.default_generator.manual_seed(seed)
         return _build(model_type, config, torch.device("cpu"), attention)
 
 
 def build_deferred_model(model_type: str, config: Mapping[str, Any], *, as_saved: bool = False) -> nn.Module:
-    """The same model for the runtime to give weights to: parameters on the meta device, buffers with their values.
+    """The same model without weights, for the runtime: parameters on the meta device, buffers with their values.
 
-    `as_saved`: `config` is what a saved config.json says; see `model_config`.
+    `as_saved`: `config` is the content of a saved config.json; see `model_config`.
     """
     with parameters_on_meta():
         return _build(model_type, config, torch.device("cpu"), "sdpa", as_saved=as_saved)
 
 
 def build_meta_model(model_type: str, config: Mapping[str, Any]) -> nn.Module:
-    """The same model without memory: shapes, names and ties of `build_model`, on the meta device."""
+    """The same model without memory: shapes, names and ties of `build_model`, all on the meta device."""
     return _build(model_type, config, torch.device("meta"), "sdpa")
 
 
@@ -65,12 +65,12 @@ def token_losses(
     """The cross entropy summed in fp32 over the tokens whose label is not -100: a scalar with a graph.
 
     `labels[b, i]` is the target of `input_ids[b, i]` (already shifted), both [B, T] int64. The caller
-    divides by the unmasked tokens of the global batch. Without any such token it is 0 and every gradient
-    of it is zero. Reads no value on the host. `tile`: so many tokens' logits exist at a time; None makes all.
+    divides by the number of unmasked tokens in the global batch. Without any such token the loss and all its gradients
+    are zero. Reads no value on the host. `tile`: the number of tokens whose logits exist at a time; None for all.
     """
     if tile is not None:
         return _tiled_losses(model, input_ids, labels, tile)
-    # No name holds the logits: from here on only the fp32 log-probabilities that backward needs stay alive.
+    # The logits are not bound to a name, so only the fp32 log-probabilities that backward needs stay alive.
     return F.cross_entropy(
         model(input_ids=input_ids, use_cache=False).logits.flatten(0, -2).float(),
         labels.flatten(),
@@ -80,9 +80,9 @@ def token_losses(
 
 
 def _tiled_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, tile: int) -> torch.Tensor:
-    """The head is called as ever, so whoever watches its calls sees one; what it gives is the loss and not the logits.
+    """Computes the loss inside the head. The head is called once as usual, so its hooks run, but returns the loss.
 
-    ValueError where the model does anything to its logits after the head (a cap, a scale): that would be lost.
+    ValueError if the model changes its logits after the head (a cap, a scale), since that change would be lost.
     """
     head = cast(PreTrainedModel, model).get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -97,7 +97,7 @@ def _tiled_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tenso
     try:
         loss: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
     finally:
-        del head.forward  # the class's is there again
+        del head.forward  # restores the forward of the class
     if loss is not found[0]:
         raise ValueError(
             f"loss=tiled: expected {type(model).__name__} to return what its head gives, found something made of it; "
@@ -113,16 +113,16 @@ def _build(
     try:
         with device:
             model = AutoModelForCausalLM.from_config(checked, attn_implementation=attention, dtype=torch.float32)
-    except (ValueError, TypeError, ArithmeticError, LookupError) as error:  # a RuntimeError may be a lack of memory
+    except (ValueError, TypeError, ArithmeticError, LookupError) as error:  # a RuntimeError may mean out of memory
         raise ValueError(f"model.config: {model_type} cannot be built: {_one_line(error)}") from error
     return model.train()
 
 
 def model_config(model_type: str, config: Mapping[str, Any], *, as_saved: bool = False) -> PreTrainedConfig:
-    """The architecture's configuration, every key known to it, dropout 0 and no cache; else ValueError.
+    """The architecture's configuration with dropout 0 and no cache. ValueError if a key or value is not valid for it.
 
-    `as_saved`: `config` is a saved config.json. It is read as from_pretrained reads it (older spellings included, keys
-    of nobody left alone), and its dropout becomes 0.
+    `as_saved`: `config` is a saved config.json. It is read as from_pretrained reads it (older spellings and unknown
+    keys are accepted), and its dropout is set to 0.
     """
     kind = _config_class(model_type)
     if as_saved:
@@ -136,7 +136,7 @@ def model_config(model_type: str, config: Mapping[str, Any], *, as_saved: bool =
     if wrong:
         raise ValueError("\n".join(wrong))
     ours: dict[str, Any] = {one.name: 0.0 for one in fields(kind) if _is_dropout(one.name)}
-    # The architecture's own ids are meant for its own vocabulary; nothing here generates or reads them.
+    # The architecture's default ids are for its own vocabulary; nothing here generates text or reads them.
     unset = {one.name: None for one in fields(kind) if one.name in ("bos_token_id", "eos_token_id")}
     try:
         return kind(**{**unset, **config, **ours, "use_cache": False})
@@ -147,7 +147,7 @@ def model_config(model_type: str, config: Mapping[str, Any], *, as_saved: bool =
 def saved_config(
     model_type: str, config: Mapping[str, Any], dtype: torch.dtype, *, as_saved: bool = False
 ) -> PreTrainedConfig:
-    """The configuration as it lies beside saved weights of `dtype`: from_pretrained finds class and dtype in it."""
+    """The configuration to store next to weights of `dtype`: from_pretrained reads the class and the dtype from it."""
     found = model_config(model_type, config, as_saved=as_saved)
     found.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     found.dtype = dtype
@@ -163,10 +163,10 @@ def _config_class(model_type: str) -> type[PreTrainedConfig]:
 
 
 def settings_of(kind: type[PreTrainedConfig]) -> set[str]:
-    """The keys that describe the architecture: its own fields and their other names.
+    """The keys that describe the architecture: its own fields and their aliases.
 
-    transformers itself takes any key and ignores what it does not know. What all of its models share
-    (dtype, return_dict, ...) is the runtime's to decide and not a setting here.
+    transformers accepts any key and ignores unknown ones. Fields that all of its models share (dtype, return_dict, ...)
+    are set by the runtime and are not settings here.
     """
     shared = {one.name for one in fields(PreTrainedConfig)} | {"use_cache"}
     return {one.name for one in fields(kind)} - shared | set(kind.attribute_map)
@@ -180,7 +180,7 @@ def _unknown_keys(kind: type[PreTrainedConfig], config: Mapping[str, Any]) -> It
 
 
 def _wrong_rope(config: Mapping[str, Any]) -> Iterator[str]:
-    """Rotary settings are a mapping that transformers checks with a warning only."""
+    """Checks the rotary settings, a mapping for which transformers only prints warnings."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, Mapping):
         return

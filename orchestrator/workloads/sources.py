@@ -1,4 +1,4 @@
-"""Where tokens come from: real text, as bytes or by a tokenizer, or a seed; cut into windows of equal length."""
+"""The sources of tokens: text, as bytes or through a tokenizer, or a seed; cut into windows of equal length."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BYTE_VOCABULARY = 256
 STDLIB_BYTES = 8 << 20  # 65,000 windows of 128: far more than a first run reads, and loaded in 0.1 s
 SYNTHETIC_WINDOWS = 65_536
 SYNTHETIC_NOISE = 0.05
-PIECE_BYTES = 1 << 18  # text that a tokenizer is given at a time
+PIECE_BYTES = 1 << 18  # bytes of text passed to a tokenizer at a time
 
-ORDER, SYNTHETIC = 0, 1  # the streams of a seed
+ORDER, SYNTHETIC = 0, 1  # independent random streams of one seed
 
 IntArray = NDArray[np.int64]
-Encode = Callable[[list[str]], list[list[int]]]  # texts to token ids
+Encode = Callable[[list[str]], list[list[int]]]  # maps texts to token ids
 
 
 class Windows(Protocol):
@@ -31,7 +31,7 @@ class Windows(Protocol):
     count: int
 
     def read(self, indices: IntArray) -> IntArray:
-        """Those windows, [len(indices), seq + 1] int64, a copy."""
+        """A copy of these windows, [len(indices), seq + 1] int64."""
         ...
 
 
@@ -41,22 +41,22 @@ def random_bits(count: int, seed: int, stream: int, index: int) -> NDArray[np.ui
 
 
 class TextWindows:
-    """Windows over the tokens of a text: [n] uint8, which are its bytes, or int32."""
+    """Windows over the tokens of a text, [n]: uint8 for its bytes, else int32."""
 
     def __init__(self, tokens: NDArray[np.generic], seq: int) -> None:
         self.count = len(tokens) // (seq + 1)
         used = tokens[: self.count * (seq + 1)]
-        self._windows = used.reshape(self.count, seq + 1)  # a view: the text is in memory once
+        self._windows = used.reshape(self.count, seq + 1)  # a view, so that the text is in memory only once
 
     def read(self, indices: IntArray) -> IntArray:
         return self._windows[indices].astype(np.int64)
 
 
 class SyntheticWindows:
-    """Noisy arithmetic progressions, made when they are read: nothing is stored.
+    """Noisy arithmetic progressions, generated when they are read; nothing is stored.
 
     Each window counts up by 1 to 4 within the first eighth of the vocabulary, and one token in twenty is
-    any token: a model learns the frequencies in a few steps (ln 8 of loss) and the rule after that.
+    random: a model learns the frequencies in a few steps (ln 8 of loss) and then the rule.
     """
 
     def __init__(self, seed: int, vocab_size: int, seq: int) -> None:
@@ -83,12 +83,12 @@ class SyntheticWindows:
 
 
 def as_bytes(text: bytearray) -> NDArray[np.uint8]:
-    """One token a byte: the text's own memory, [bytes] uint8."""
+    """One token per byte, [bytes] uint8, in the memory of the text itself."""
     return np.frombuffer(text, dtype=np.uint8)
 
 
 def as_tokens(text: bytearray, encode: Encode) -> NDArray[np.int32]:
-    """The tokens of a tokenizer, [n] int32. The text is cut at ends of lines, so no token goes over one of the cuts."""
+    """A tokenizer's tokens of the text, [n] int32. The text is split at line ends, so no token spans two pieces."""
     parts = [np.empty(0, np.int32)]
     start = 0
     while start < len(text):
@@ -102,7 +102,7 @@ def as_tokens(text: bytearray, encode: Encode) -> NDArray[np.int32]:
 
 
 def read_stdlib(limit_bytes: int) -> bytearray:
-    """This interpreter's standard-library sources joined in the order of their paths, up to the limit."""
+    """This interpreter's standard-library sources, joined in path order, up to the limit."""
     root = sysconfig.get_path("stdlib")
     text = bytearray()
     for path in stdlib_files(Path(root)):
@@ -129,9 +129,9 @@ def stdlib_files(root: Path) -> list[Path]:
 
 
 def read_text(path: Path) -> bytearray:
-    """The bytes of a file, or of all text files under a folder joined in the order of their paths.
+    """The bytes of a file, or of all text files in a folder, joined in path order.
 
-    In a folder, text is what is not hidden and has no NUL in its first 8 KiB (as git tells it).
+    In a folder, a text file is one that is not hidden and has no NUL in its first 8 KiB (git's rule).
     """
     if not path.is_file() and not path.is_dir():
         raise ValueError(f"data.path: expected a file or a folder, found none at {path}; correct data.path")

@@ -1,4 +1,4 @@
-"""Tokenizers of local folders, and one for data that is read as bytes."""
+"""Loads tokenizers from local folders, and saves one for data that is read as bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries are imported: nothing is fetched
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries are imported: nothing is downloaded
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -19,16 +19,16 @@ Encode = Callable[[list[str]], list[list[int]]]
 
 
 def load_tokenizer(folder: str | Path) -> Encode:
-    """The tokenizer of a local folder: texts to token ids, without marks of beginning or end.
+    """The tokenizer of a local folder as a function from texts to token ids, without begin or end tokens.
 
-    ValueError for one that is Python code in that folder: nothing that a model's folder holds is run.
+    ValueError for a tokenizer that is Python code in that folder: code from a model's folder is never run.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        # The advice of transformers is an argument that cannot be given here.
+        # The error of transformers suggests an argument that cannot be given here.
         raise ValueError(
             f"{folder}: expected a tokenizer of transformers' own, found one that is code of its folder (auto_map in "
             "tokenizer_config.json), which is not run; use data.tokenizer=bytes, or save it as a fast tokenizer"
@@ -42,7 +42,7 @@ def load_tokenizer(folder: str | Path) -> Encode:
 
 
 def save_byte_tokenizer(folder: str | Path) -> None:
-    """A tokenizer for the byte tokens of our data: token b is byte b, so text goes there and back unchanged."""
+    """Saves a tokenizer for byte tokens: token b is byte b, so encoding and decoding returns the same text."""
     letters = bytes_to_unicode()
     bare = Tokenizer(BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
     bare.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,4 +1,4 @@
-"""Which tensor of a folder of weights is which parameter of a model."""
+"""Maps the tensors of a weights folder to the parameters of a model."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from torch import nn
 
 from zero_runtime.checkpoint.hugging_face.source import Renamed, WeightsFolder, match_names
 
-# Tensors that older versions of transformers saved: causal masks and rotary frequencies, which models compute.
+# Tensors that older versions of transformers saved although models compute them: causal masks, rotary frequencies.
 _NEEDED_BY_NONE = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias$")
 
 
 def weights_of(folder: WeightsFolder, model: nn.Module) -> Renamed:
-    """The folder's weights by the names of `model`, an architecture of transformers or PEFT's wrapper of one.
+    """The folder's weights under the names of `model`, an architecture of transformers or PEFT's wrapper of one.
 
-    Folders name a tied weight as they like, may be of the bare model without its head's prefix, and know nothing of
-    adapters, which stay without values. Buffers of the model that are saved with it are filled here. CheckpointError
-    where a weight is missing or left over.
+    A folder may use any name of a tied weight, may hold the bare model, whose names lack the head model's prefix, and
+    contains no adapters, which get no values. The model's persistent buffers are filled here. CheckpointError if a
+    weight is missing or left over.
     """
     inner = next((one for one in model.modules() if hasattr(type(one), "base_model_prefix")), model)
     prefix = f"{getattr(inner, 'base_model_prefix', '')}."
     names: dict[int, list[str]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         if "lora_" not in name and not _is_dropped(model, name):
+            # The names under which a folder may store this tensor.
             plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
             names.setdefault(id(tensor), []).extend([name, plain, plain.removeprefix(prefix), f"{prefix}{plain}"])
     own = {aliases[0]: aliases for aliases in names.values()}
@@ -38,6 +39,6 @@ def weights_of(folder: WeightsFolder, model: nn.Module) -> Renamed:
 
 
 def _is_dropped(model: nn.Module, name: str) -> bool:
-    """Whether a name is of a buffer that is not saved with the model."""
+    """Whether the name belongs to a buffer that is not saved with the model."""
     path, _, key = name.rpartition(".")
     return key in model.get_submodule(path)._non_persistent_buffers_set
