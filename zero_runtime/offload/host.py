@@ -41,7 +41,7 @@ class HostTier:
         self._copies = copies
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="host-step")
         self._places = {
-            unit.name: HostPlace(unit, states_of(unit), copies, self._worker, doubled=speculative) for unit in units
+            unit.name: HostLocation(unit, states_of(unit), copies, self._worker, doubled=speculative) for unit in units
         }
         self._guessed: list[Unit] = []
 
@@ -107,7 +107,7 @@ class HostTier:
         self._places.clear()
 
 
-class HostPlace(Crossing):
+class HostLocation(Crossing):
     """One unit's shards on the host, and the transfers and updates of them that are under way."""
 
     def __init__(

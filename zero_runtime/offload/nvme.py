@@ -17,7 +17,7 @@ from zero_runtime.errors import OffloadError
 from zero_runtime.offload.buffers import Moving, Slots
 from zero_runtime.offload.copy_streams import Copies
 from zero_runtime.offload.file_layout import OffloadedUnit, Visit, lay_out
-from zero_runtime.offload.nvme_units import FarPlace, NearPlace, NvmePlace
+from zero_runtime.offload.nvme_units import NvmeLocation, NvmeSeparateLocation, NvmeSharedLocation
 from zero_runtime.offload.pipeline import pipeline
 from zero_runtime.offload.scratch_file import ScratchFile, ScratchSettings, aligned_buffer
 from zero_runtime.offload.speculation import Guess
@@ -58,12 +58,12 @@ class NvmeTier:
         self._worker = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="host-step")
         self._updating: Future[None] | None = None
 
-    def _place(self, record: OffloadedUnit, speculative: bool) -> NvmePlace:
+    def _place(self, record: OffloadedUnit, speculative: bool) -> NvmeLocation:
         arrived = partial(self._arrived, record)
         if self._copies is None:
-            found: NvmePlace = NearPlace(self._slots, record, arrived, speculative=speculative)
+            found: NvmeLocation = NvmeSharedLocation(self._slots, record, arrived, speculative=speculative)
         else:
-            found = FarPlace(self._slots, record, arrived, self._copies, speculative=speculative)
+            found = NvmeSeparateLocation(self._slots, record, arrived, self._copies, speculative=speculative)
         record.unit.rest_in(found)
         return found
 
@@ -154,8 +154,8 @@ class NvmeTier:
             self._visit(visits, compute)
             return
         for visit in visits:
-            self._far(visit).begin_update()
-        self._updating = self._worker.submit(self._visit_far, visits, compute)
+            self._separate(visit).begin_update()
+        self._updating = self._worker.submit(self._visit_separate, visits, compute)
 
     def _visit(self, visits: Sequence[Visit], compute: Compute) -> None:
         pipeline(visits, self._fetch, partial(self._compute, compute), self._slots.flush, depth=self._depth)
@@ -178,7 +178,7 @@ class NvmeTier:
 
     # ---- a step with a GPU -------------------------------------------------------------------------------------
 
-    def _visit_far(self, visits: Sequence[Visit], compute: Compute) -> None:
+    def _visit_separate(self, visits: Sequence[Visit], compute: Compute) -> None:
         """Runs in a separate thread. Each unit's place is notified when its unit is written, or of the error."""
         try:
             with torch.no_grad():
@@ -186,17 +186,17 @@ class NvmeTier:
                     visits,
                     self._fetch,
                     partial(self._compute, compute),
-                    lambda visit: _Written(self._slots.flush(visit), self._far(visit)),
+                    lambda visit: _Written(self._slots.flush(visit), self._separate(visit)),
                     depth=self._depth,
                 )
         except BaseException as error:
             for visit in visits:
-                self._far(visit).end_update(error)
+                self._separate(visit).end_update(error)
             raise
 
-    def _far(self, visit: Visit) -> FarPlace:
+    def _separate(self, visit: Visit) -> NvmeSeparateLocation:
         place = self._places[visit.record.name]
-        assert isinstance(place, FarPlace)
+        assert isinstance(place, NvmeSeparateLocation)
         return place
 
     # ---- a speculative step: see speculation.py -----------------------------------------------------------------
@@ -262,7 +262,7 @@ class NvmeTier:
 class _Written:
     """The flush of a unit that is updated in another thread; its end completes the unit's update."""
 
-    def __init__(self, moving: Moving, place: FarPlace) -> None:
+    def __init__(self, moving: Moving, place: NvmeSeparateLocation) -> None:
         self._moving, self._place = moving, place
 
     def wait(self) -> None:

@@ -17,7 +17,7 @@ from zero_runtime.shard_location import OnDevice
 Arrived = Callable[[], None]  # the unit's gradient of this step is ready for an update, or being copied to the host
 
 
-class NearPlace(OnDevice):
+class NvmeSharedLocation(OnDevice):
     """On a CPU: the unit computes in the same memory as the slots, so only the file is separate."""
 
     def __init__(self, slots: Slots, record: OffloadedUnit, arrived: Arrived, *, speculative: bool) -> None:
@@ -65,7 +65,7 @@ class NearPlace(OnDevice):
         return {"staging": [] if self.staging is None else [self.staging]}
 
 
-class FarPlace(Crossing):
+class NvmeSeparateLocation(Crossing):
     """With a GPU: slots and update are on the host; gradients and parameters are copied between host and device.
 
     Parameters are stored on the device, in host memory or in the file; `resting_params` returns the latter two.
@@ -149,7 +149,7 @@ class FarPlace(Crossing):
         return {name: [] if tensor is None else [tensor] for name, tensor in found.items()}
 
 
-NvmePlace = NearPlace | FarPlace
+NvmeLocation = NvmeSharedLocation | NvmeSeparateLocation
 
 
 def _second(record: OffloadedUnit, staging: torch.Tensor | None) -> torch.Tensor:
