@@ -43,7 +43,7 @@ class BuiltUnits(NamedTuple):
 class UnitBuilder:
     """Builds the units of one model; all ranks must build together.
 
-    Unsupported models, plans and optimizers are refused before the model is changed.
+    Unsupported plans and optimizers are refused before the model is changed.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """The table of ZeRO stages: which model states are sharded, and when full copies are freed.
 
-Only this file defines the stages; all other code of the runtime queries a `ZeroPlan`. Standard library only.
+Only this file defines the stages, and only the readers of DeepSpeed's configurations and checkpoints name them besides;
+all other code of the runtime queries a `ZeroPlan`. Standard library only.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class ZeroRuntime:
         """Keep the gradients of the backwards inside full and unreduced on each rank.
 
         The next backward outside adds to them and reduces the sum. If the plan shards gradients, this saves
-        communication at the cost of memory: `memory_model.kept_grad_bytes`.
+        communication at the cost of memory: `memory.model.kept_grad_bytes`.
         """
         self._synced = False
         try:
@@ -387,7 +387,7 @@ class ZeroRuntime:
     # ---- memory and traffic --------------------------------------------------------------------------------------
 
     def predicted_state_bytes(self) -> StateBytes:
-        """This rank's bytes of model states as predicted by `memory_model`."""
+        """This rank's bytes of model states as predicted by `memory/model.py`."""
         return total_state_bytes(
             self.plan,
             zip(self.unit_sizes(), (unit.precision for unit in self.units), strict=True),
@@ -397,7 +397,7 @@ class ZeroRuntime:
         )
 
     def predicted_offload_bytes(self) -> OffloadBytes:
-        """This rank's bytes in host memory and in the scratch file as predicted by `offload_memory`."""
+        """This rank's bytes in host memory and in the scratch file as predicted by `offload/memory.py`."""
         units = list(zip(self.unit_sizes(), (unit.precision for unit in self.units), strict=True))
         offload = self.settings.offload
         moves = moves_of(self.settings, self.optimizer.config, self.collectives.shard_count)
@@ -409,7 +409,7 @@ class ZeroRuntime:
         return self._tier.nbytes if isinstance(self._tier, NvmeTier) else 0
 
     def predicted_peak(self, plan: ZeroPlan | None = None) -> StepPeak:
-        """Upper bound on this rank's bytes during a step from `memory_model`, for `plan` or the runtime's own plan."""
+        """Upper bound on this rank's bytes during a step by `memory/model.py`, for `plan` or the runtime's own plan."""
         return step_peak_bytes(
             plan or self.plan,
             zip(self.unit_sizes(), (unit.precision for unit in self.units), strict=True),

@@ -32,7 +32,7 @@ from zero_runtime.kernels.ownership import trouble_of_private
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-# Contraction is off: the sources state where a multiply-add is fused ([Note: bits] in common.h).
+# No multiply-add is fused, so that every operation is rounded ([Note: bits] in common.h).
 FLAGS = (
     *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),

@@ -1,4 +1,5 @@
-"""submitit's SLURM executor for our ranks, and the program of each rank: `slurm_executor FOLDER ENTRY`.
+"""submitit's SLURM executor for our ranks, and the program of each rank:
+`python -m orchestrator.slurm.executor FOLDER ENTRY`.
 
 A rank gets the entry on its command line and the folder of its attempt as JSON. No pickle is used: anyone who can write
 to a pickle's folder could run code through it.

@@ -51,7 +51,7 @@ def known(config: RunConfig) -> Answer:
 
 def answers(family: Sequence[RunConfig]) -> Iterator[tuple[RunConfig, Answer]]:
     """Answers for configurations that differ only in the micro-batch. The smallest and the largest are counted; those
-    between are interpolated if these two allow it (see `activation_bytes.between`)."""
+    between are interpolated if these two allow it (see `activation_count.between`)."""
     inner = sorted({one.batch.micro for one in family if one.batch.micro >= SMALLEST})[1:-1]
     ends: list[tuple[int, Trace]] = []
     for config in sorted(family, key=lambda one: (one.batch.micro in inner, one.batch.micro)):
