@@ -107,10 +107,10 @@ class Optimizer:
 class Scheduler:
     """The learning rate over the steps, which are optimizer updates.
 
-    Ratios are relative to optimizer.lr: a rise begins at `start_lr_ratio`, and a fall ends at `min_lr_ratio` (of the
-    kinds one_cycle and warmup_decay at `start_lr_ratio`). Kind
-    one_cycle raises the rate over `rise_steps` and lowers it over `fall_steps`, while the momentum moves in the
-    opposite direction. Kind lr_range_test adds `interval_rate` x optimizer.lr every `interval_steps`.
+    Ratios are relative to optimizer.lr: a rise begins at `start_lr_ratio`, and a fall ends at `min_lr_ratio`; with kind
+    one_cycle or warmup_decay it ends at `start_lr_ratio` too. Kind one_cycle raises the rate over `rise_steps` and
+    lowers it over `fall_steps`, while the momentum moves in the opposite direction. Kind lr_range_test adds
+    `interval_rate` x optimizer.lr every `interval_steps`.
     """
 
     kind: SchedulerKind = SchedulerKind.cosine
