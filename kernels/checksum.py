@@ -20,6 +20,10 @@ def checksum_function() -> Checksum:
     in checksum.cpp), or zlib's CRC-32 if that is not available. The two give different checksums, so a caller that
     stores checksums must keep the function that computed them. Both detect every flipped bit, and all but one in 2^32
     of other changes. This call may compile; ZLAB_KERNELS applies as for every operation.
+
+    The compiled one is not the plain CRC-32C, which would need tables to combine the three lanes: checksums that never
+    leave the process need not follow a standard. zlib's is much slower, and would take most of the processor time of a
+    step whose states are in a scratch file.
     """
     kernels = backend_for(torch.device("cpu"))
     return kernels.checksum if isinstance(kernels, CpuKernels) and kernels.has_checksum else _zlib_crc32

@@ -166,7 +166,8 @@ class ZeroRuntime:
         """Announce the rate that `step` will be called with. Call it before the step's last backward.
 
         OffloadPlan.speculative needs it to update units during backward. If `step` is called with another rate, the
-        update is redone with that rate, and the result is the same bit for bit as without speculation.
+        update is redone with that rate, and the result is the same bit for bit as without speculation. (The last step's
+        rate is no substitute: a schedule changes it in every step, so every update would be redone.)
         """
         self._expected = lr
 
@@ -205,6 +206,9 @@ class ZeroRuntime:
         step: nothing is updated or counted, and the loss scale changes by its rule. Any other loss or norm that is not
         finite, or an overflow that no smaller scale can prevent, raises NonFiniteError on every rank before anything is
         updated; `find_non_finite` then locates the cause.
+
+        May return while the host still updates offloaded states, so that the update overlaps with the next forward.
+        Everything that reads a shard (a gather, `weights_shard`, `states_of`) waits for its update.
         """
         self._check_step()
         self.collectives.journal.begin("step")

@@ -326,6 +326,9 @@ class Unit:
 
         All ranks must call it for all units in the same order. A no-op if the plan frees full copies, or if the unit's
         update runs elsewhere and may still be under way. Blocks only if the gather needs a separate buffer.
+
+        The end of a step calls it, not the next forward: a parameter read between two steps would otherwise have old
+        values, and a gather that the read itself starts would hang if only one rank reads.
         """
         if self._plan.params is not Partition.REPLICATED or self._place is not ON_DEVICE:
             return
@@ -407,6 +410,8 @@ class Unit:
         self._open_grads(sums_locally=sums_locally)
         assert self.unsharded_grad is not None
         flat = self.unsharded_grad[segment.offset : segment.offset + segment.numel]
+        # Each gradient is converted to the flat gradient's dtype on its own and dropped, so a second full gradient of
+        # the unit, in param_dtype, never exists.
         with torch.no_grad():
             if index in self._filled:
                 ops.accumulate_(flat, param.grad.reshape(-1))

@@ -5,10 +5,15 @@ that shares no weight, or the rest of the model under its root. A parameter used
 that of the innermost unit module that contains all its users. All parameters of a unit have the same `requires_grad`
 and the same precision.
 
+A tied embedding therefore belongs to the root and stays unsharded during a complete pass. If it were released between
+its two uses, each micro-batch would need a third gather of it, and the closed forms of the traffic (memory/model.py)
+would not hold.
+
 [Note: unit size]
 `unit_numel` bounds the number of elements of a unit. A larger unit is split into those of its submodules that have
 parameters; smaller units are merged with their neighbours in the order of registration. A single parameter, or the
-direct parameters of one module, are never split, so a unit may stay larger than the bound.
+direct parameters of one module, are never split, so a unit may stay larger than the bound. The gradient norm is summed
+by unit, so another unit size may change its last bit.
 """
 
 from __future__ import annotations

@@ -33,6 +33,8 @@ LOOK_S = 0.2
 def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None, as_json: bool = False) -> int:
     """Runs one point. Call it from the main thread. `as_json`: prints its record to stdout and all else to stderr.
 
+    Starts a new attempt even if the point has a result, because a user who types a single run wants to see it run. A
+    sweep keeps results.
     Returns the exit code of `comparison.exit_code_of`, or 130 if it was stopped. In every case none of its processes is
     left.
     """

@@ -70,6 +70,9 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
     planned = _plan(request, hardware, screen)
     if request.plan_only or not any(one.decision is RunState.queued for one in planned):  # else its tracker does it
         complete_left_behind(_output(request).absolute())
+    # A product of axes may contain combinations that no rule allows. They are rows of the table: refusing the sweep for
+    # them would make people write exclusions, and dropping them would hide mistakes. Only if all are refused is it an
+    # error. Nothing asks for confirmation, which would block scripts; --plan shows what would run.
     if all(one.decision is RunState.refused for one in planned):
         raise Refusal(list(dict.fromkeys(one.reason for one in planned)))
     if request.plan_only:

@@ -72,7 +72,11 @@ def problems(asked: Asked) -> list[str]:
 
 
 def wrong_way(metric: str, direction: object) -> list[str]:
-    """Problems of a search direction, before the search. `direction`: that of Optuna's sweeper, None for others."""
+    """Problems of a search direction, before the search. `direction`: that of Optuna's sweeper, None for others.
+
+    The metric itself is returned to the sweeper, not its negative where higher is better: negative speeds would appear
+    in every log and database of the study.
+    """
     if direction is not None and not isinstance(direction, (str, Enum)):
         return [f"hydra.sweeper.direction={direction}: one metric goes back, so a study here has one direction"]
     name = direction.name if isinstance(direction, Enum) else direction

@@ -10,7 +10,8 @@ _PACKAGE = CODE / "orchestrator"
 # conf/ and sweeps/ are next to the package in a checkout, and inside it when it is installed.
 SHIPPED = CODE if (CODE / "conf").is_dir() else _PACKAGE / "shipped"
 CONF = SHIPPED / "conf"
-# Contains Hydra's plugin namespace in a checkout; an installed package has our plugin in site-packages.
+# Contains Hydra's plugin namespace in a checkout; an installed package has our plugin in site-packages. The folder has
+# no other content, because it is put on sys.path, where all of its content can be imported.
 PLUGINS = _PACKAGE / "plugins"
 
 

@@ -1,6 +1,7 @@
 """Checks a YAML file before it is read: it must be a regular file of bounded size, with a bounded number of values.
 
-Readers expand aliases, so a file of ten lines may need more memory than any machine has.
+Readers expand aliases, so a file of ten lines may need more memory than any machine has. The limits are counts and not
+seconds or bytes of memory, so that a file is accepted on every machine or on none.
 """
 
 from __future__ import annotations

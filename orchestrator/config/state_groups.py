@@ -97,8 +97,8 @@ class Offload:
     their uses.
 
     `ratio`: the share of the trained elements whose units are offloaded. `step`: after_backward updates the units once
-    the gradient norm is known; speculative updates them during backward, and undoes the updates if the norm requires
-    it.
+    the gradient norm is known; speculative updates copies of them during backward, and discards these if the norm
+    requires it.
 
     The other keys are for nvme only. `folder`: the folder of the scratch files; null is a folder in the output folder.
     `block_mib`: size of an I/O request. `requests`: the number of requests in flight. `ahead`: the number of units that

@@ -23,8 +23,9 @@ from zero_runtime.errors import RankError, RankMemoryError
 ENTRY = "orchestrator.worker.train:run_rank"
 # Asks a rank to write its current stack to its log, as SIGQUIT does for a Java or Go program.
 WHERE_SIGNAL = signal.SIGQUIT
-# Asks a rank to stop at the next step that all ranks agree on. SLURM is configured to send this signal; SIGUSR1 is
-# avoided because NCCL may use it.
+# Asks a rank to stop at the next step that all ranks agree on. SLURM is configured to send this signal, which users of
+# submitit know; SIGUSR1 is avoided because NCCL may use it. submitit's own handlers are not installed: they save on
+# rank 0 only, and ignore SIGTERM.
 STOP_SIGNAL = signal.SIGUSR2
 _STDERR = 2
 

@@ -70,7 +70,11 @@ def folder() -> Path:
 
 @functools.cache
 def _code() -> str:
-    """A hash of the code and the versions of libraries that answers depend on; computed once per process."""
+    """A hash of the code and the versions of libraries that answers depend on; computed once per process.
+
+    Of complete packages: a list of single files becomes wrong when code moves, and a stale prediction is worse than one
+    that is computed again.
+    """
     rooms = ("zero_runtime", "orchestrator/worker", "orchestrator/workloads")
     parts = [file for room in rooms for file in sorted((CODE / room).rglob("*.py"))]
     source = b"".join(one.read_bytes() for one in parts) + " ".join(map(_version, LIBRARIES)).encode()

@@ -47,7 +47,10 @@ class RunState(str, Enum):
 
     @property
     def kept(self) -> bool:
-        """Whether repeating the command keeps this outcome; `--retry` names outcomes to run again."""
+        """Whether repeating the command keeps this outcome; `--retry` names outcomes to run again.
+
+        Errors are kept too: a repeated command asks for what is missing, and the same error would probably occur again.
+        """
         return self in ENDS_OF_A_RUN and self not in (RunState.preempted, RunState.cancelled, RunState.lost)
 
 

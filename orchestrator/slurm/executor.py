@@ -31,7 +31,8 @@ class BatchExecutor(submitit.SlurmExecutor):
     """submitit's SLURM executor, for ranks that choose the files of their output and records themselves.
 
     It differs from the base class in three ways: the command that starts the ranks, files that only their owner can
-    read, and a time limit on every SLURM call.
+    read, and a time limit on every SLURM call. Of the base class it uses little more than the script: submitit's job
+    watcher needs sacct, and its job arrays are sent by an executor of the base class.
     """
 
     def __init__(self, folder: Path, entry: str, settings: Mapping[str, str]) -> None:

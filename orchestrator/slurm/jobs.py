@@ -77,7 +77,11 @@ def _arrays(jobs: Sequence[Sent], largest: int) -> list[list[int]]:
 
 class Waves:
     """Applies a throttle to several arrays; SLURM's throttle applies to one array only. Arrays that together fill the
-    throttle form a wave, and each wave waits until the previous one has ended, successfully or not."""
+    throttle form a wave, and each wave waits until the previous one has ended, successfully or not.
+
+    Some places stay empty at the end of a wave, but the dependencies (afterany) keep the limit strictly and need no
+    process. A process that submits jobs as places become free would have to live for days on a login node; licences and
+    QOS limits are the site's to set; and with more arrays than places, no share of the throttle fits each array."""
 
     def __init__(self) -> None:
         self._before: list[str] = []

@@ -32,6 +32,7 @@ OTHERS_S = 20.0
 def say_place(environ: MutableMapping[str, str], hosts: Sequence[str]) -> None:
     """Sets the variables of torch and related libraries from SLURM's: the rank, rank 0's address, the interface to use.
 
+    The ranks rendezvous over TCP and not through a file, because file locks often do not work on shared file systems.
     CUDA_VISIBLE_DEVICES stays as SLURM set it: a rank takes the device whose index is its local rank.
     """
     environ["RANK"] = environ["SLURM_PROCID"]

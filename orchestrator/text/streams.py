@@ -53,7 +53,10 @@ def refuse(problems: Sequence[str]) -> int:
 
 
 def one_line(text: str) -> str:
-    """The text with line breaks and other control characters spelled out; only both ends of a long text."""
+    """The text with line breaks and other control characters spelled out; only both ends of a long text.
+
+    Called where messages are printed, so that code that builds a message may quote any file or argument.
+    """
     if len(text) > MOST_SIGNS:
         first, last = MOST_SIGNS * 2 // 3, MOST_SIGNS // 3
         text = f"{text[:first]} ... ({len(text) - first - last} more characters) ... {text[-last:]}"

@@ -94,7 +94,10 @@ class Saving:
         return progress
 
     def _take_over(self, reader: Callable[[Iterable[str]], ForeignCheckpoint]) -> Progress:
-        """Loads another library's states. Steps, data and schedule start again: its checkpoint has none of ours."""
+        """Loads another library's states and its number of updates, which Adam's bias correction needs.
+
+        Steps, data and schedule start again: its checkpoint has none of ours.
+        """
         found = load_foreign(self._runtime, reader)
         self.first_update = self._runtime.updates
         if self._rank == 0:

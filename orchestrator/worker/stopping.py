@@ -21,7 +21,9 @@ class StopSignals:
     """Whether one rank wants training to stop.
 
     A run that saves checkpoints stops for every signal. A run that saves nothing gains nothing from stopping before its
-    time limit and continues; the steps that it does not reach are lost either way.
+    time limit and continues; the steps that it does not reach are lost either way, and a requeued run would start from
+    the beginning and meet the limit again. Other requests, such as a preemption, stop it and it is requeued, since the
+    next try may not be interrupted.
     """
 
     @classmethod

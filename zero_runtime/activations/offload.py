@@ -3,7 +3,8 @@
 [Note: frames]
 A frame is one call of a block. The activations that the call keeps are copied to the host as soon as they are saved,
 one copy per storage: tensors that share a storage share its copy, and are restored as the same views of it, strides
-included, so that backward runs on the same numbers in the same layout. When backward asks for the first tensor of a
+included, so that backward runs on the same numbers in the same layout, and no element is copied twice. (torch's
+save_on_cpu makes a contiguous copy of each tensor.) When backward asks for the first tensor of a
 frame, the complete frame is fetched, and also the frame created before it, which backward reaches next: copies for one
 block overlap with the computation of another. A fetched storage is freed after its last use. Host memory is allocated
 once and reused.

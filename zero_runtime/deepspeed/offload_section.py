@@ -46,6 +46,7 @@ def read_offload(
     except PlanError as error:
         reader.problems.append(f"zero_optimization: {error}")
         return OffloadPlan()
+    # Only a note: it decides which bytes are in which memory, and changes no results.
     if offload.ratio != 1 and params_tier is not Tier.DEVICE:
         reader.notes.append(
             f"offload_optimizer.ratio holds for offload_param too: {offload.ratio:g} of the parameters rests elsewhere"
@@ -56,7 +57,10 @@ def read_offload(
 def _scratch(
     params: Mapping[str, Any], optimizer: Mapping[str, Any], aio: Mapping[str, Any], reader: Reader
 ) -> ScratchSettings:
-    """One file per rank holds all state that is offloaded to disk. Missing keys have the runtime's defaults."""
+    """One file per rank holds all state that is offloaded to disk.
+
+    Missing keys have the runtime's defaults: DeepSpeed's suit one thread of libaio, not threads of positioned I/O.
+    """
     given = {ours: aio[theirs] for theirs, ours in _AIO.items() if theirs in aio}
     if any(name in optimizer for name in _PIPELINES):  # one depth for reads and writes
         given["ahead"] = int(any(optimizer.get(name, False) for name in _PIPELINES))
@@ -69,6 +73,7 @@ def _scratch(
 
 
 def _folder(sections: list[Mapping[str, Any]], reader: Reader) -> Path:
+    # Two folders are refused, because choosing one of them could fill a disk that the user meant to spare.
     found = list(dict.fromkeys(Path(section["nvme_path"]) for section in sections if section.get("nvme_path")))
     if len(found) == 1:
         return found[0]

@@ -33,6 +33,7 @@ OFFLOAD_PARAM = {
     "device": _DEVICE,
     "pin_memory": idle(BOOL),
     "nvme_path": mapped(TEXT),
+    # DeepSpeed's buffers hold a tensor each. Ours hold the record of a unit, and their number follows from `ahead`.
     "buffer_count": idle(WHOLE),
     "buffer_size": idle(WHOLE),
     "max_in_cpu": idle(WHOLE),
@@ -135,7 +136,11 @@ def read_plan(values: Mapping[str, Any], reader: Reader) -> ZeroPlan:
 
 
 def _check_offload(optimizer: Mapping[str, Any], stage: int, reader: Reader) -> None:
-    """Refuse values that DeepSpeed cannot run at these stages, so no script can intend them; the runtime could."""
+    """Refuse values that DeepSpeed cannot run at these stages, so no script can intend them; the runtime could.
+
+    nvme at stages 1 and 2 is accepted: DeepSpeed documents it for stage 3 only, but its engine takes it there and keeps
+    the states in memory, so scripts contain it. Here the states are stored on the disk.
+    """
     where = "zero_optimization.offload_optimizer"
     device, ratio = optimizer.get("device", "none"), optimizer.get("ratio", 1)
     if device != "none" and stage < 1:

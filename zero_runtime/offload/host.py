@@ -219,6 +219,7 @@ class HostLocation(Crossing):
             return False
         self.end_bringing()
         self.drop()
+        # The new parameters are sent to the device only now: before, backward might still have read the old ones.
         self.job = self._worker.submit(self._swap, guessing, self._copies.here())
         return True
 

@@ -96,7 +96,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class AdamWConfig(OptimizerConfig):
-    """AdamW's constants (arXiv 1711.05101): weight decay is decoupled from the gradient."""
+    """AdamW's constants (arXiv 1711.05101): weight decay is decoupled from the gradient.
+
+    By default norms and biases are not decayed, unlike in torch.optim.AdamW; `no_decay=False` decays them too.
+    """
 
     beta1: float = 0.9
     beta2: float = 0.999

@@ -64,7 +64,7 @@ class LossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the scale can no longer be lowered after another overflow."""
+        """Whether the scale can no longer be lowered after another overflow, so that skipping steps would never end."""
         return self.rule.static is not None or (self.scale <= self.rule.minimum and self.hysteresis_left == 1)
 
     def after(self, *, overflow: bool) -> LossScaler:

@@ -2,7 +2,8 @@
 
 Values that are read and written again get the same codes and scales ([Note: dynamic codes] in
 kernels/block_formats.py), and blocks hold the same elements of a parameter in every layout (FlatLayout.build). So the
-conversion to fp32 and back loses nothing.
+conversion to fp32 and back loses nothing. If blocks followed the shards instead, no padding between parameters would be
+needed, but the bits would depend on the world size, and each resume with another one would lose some.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The Hydra launcher `zlab`: what a sweeper proposes is measured as points of ours, and the metric goes back to it.
+"""The Hydra launcher `zlab`: measures the points that a sweeper proposes, and returns the metric to the sweeper.
 
-Hydra creates plugins of the namespace package hydra_plugins alone, and reads all of that whenever it starts: so nothing
-of ours is imported here before it is needed. It runs the file before it knows the module by name, and a dataclass whose
-annotations are text does not survive that: no `from __future__ import annotations`.
+Hydra takes plugins only from the namespace package hydra_plugins and imports all of it at every start, so this module
+imports our packages only when they are needed. Hydra executes the file before the module is in sys.modules, where a
+dataclass with annotations as text fails: hence no `from __future__ import annotations`.
 """
 
 import logging
@@ -24,9 +24,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ZlabLauncherConf:
-    """rank_by: the metric that goes back, as a declared sweep names it. retry: ends to run again, like `--retry`.
+    """rank_by: the metric that is returned, named as in declared sweeps. retry: states to run again, as for `--retry`.
 
-    unfit: the value told of a point that is out of memory or breaks a rule; null makes it a failed job.
+    unfit: the value returned for a point that does not fit (out of memory, left out) or breaks a rule; null makes it a
+    failed job, which samplers forget. It has no default: only the user knows a bad value in the unit of the metric.
     """
 
     _target_: str = "hydra_plugins.zlab_launcher.ZlabLauncher"
@@ -39,11 +40,11 @@ ConfigStore.instance().store(group="hydra/launcher", name="zlab", node=ZlabLaunc
 
 
 class NotMeasured(CompactHydraException):
-    """A point without the metric, and why. Hydra prints it without a traceback."""
+    """The point has no value of the metric; the message says why. Hydra prints it without a traceback."""
 
 
 class ZlabLauncher(Launcher):
-    """Runs each batch that a sweeper proposes as one sweep of ours. The application's task function is not called."""
+    """Runs each batch that a sweeper proposes as one sweep. The application's task function is not called."""
 
     def __init__(self, rank_by: str, unfit: float | None, retry: str) -> None:
         self._rank_by, self._unfit, self._retry = rank_by, unfit, retry
@@ -63,7 +64,7 @@ class ZlabLauncher(Launcher):
         from orchestrator.commands import trials
         from orchestrator.config.strict import Refusal
 
-        Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)  # sweepers write what they found there
+        Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)  # sweepers write their results there
         lines = [list(filter_overrides(line)) for line in job_overrides]
         try:
             found = trials.measure(lines, self._asked())
@@ -73,7 +74,7 @@ class ZlabLauncher(Launcher):
         return [self._told(*each) for each in zip(numbers, lines, found, strict=True)]
 
     def _told(self, number: int, line: list[str], trial: "Trial") -> JobReturn:
-        """What the sweeper gets; reading the value of a failed job raises its exception."""
+        """The result that the sweeper gets; reading the value of a failed job raises its exception."""
         told = JobReturn(overrides=line, task_name=trial.label)
         told.working_dir = str(trial.folder) if trial.folder else None
         value = trial.value
