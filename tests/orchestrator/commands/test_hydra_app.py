@@ -246,7 +246,7 @@ def test_a_study_with_invalid_settings_is_refused_before_its_first_proposal(
 @needs_optuna
 @pytest.mark.full
 def test_optuna_receives_the_metric_or_the_failure_of_each_proposal(tmp_path: Path) -> None:
-    """A search declared in a file: six proposals, two at a time; one stage raises, one micro-batch runs out of memory."""
+    """A search declared in a file, of six proposals, two at a time; one stage raises, one micro-batch does not fit."""
     folder = tmp_path / "conf" / "experiment"
     folder.mkdir(parents=True)
     study = {

@@ -220,7 +220,7 @@ def running(output: Path) -> list[Path]:
 
 
 def stop_in_the_middle(output: Path) -> int:
-    """Stops a running rank, whichever allows it first, and returns its pid; the rank is alive and has no result yet."""
+    """Stops a running rank that has not written its result yet with SIGSTOP. Returns the pid of the stopped process."""
     return wait_until(lambda: next(filter(None, map(stopped, running(output))), None))
 
 
@@ -240,7 +240,7 @@ def stopped(attempt: Path) -> int | None:
 
 @pytest.mark.full
 def test_a_sweep_killed_twice_in_the_middle_loses_no_result_and_repeats_none(tmp_path: Path) -> None:
-    """In a sweep of 6 points the controller gets SIGKILL, and after the sweep was started again, a rank does."""
+    """The controller of a sweep of 6 points gets SIGKILL; after the sweep is started again, one of its ranks gets it."""
     micros = list(range(1, 7))
     command = start(tmp_path, micros)
     wait_until(lambda: measured(tmp_path) >= 2)
@@ -272,7 +272,7 @@ def test_a_sweep_killed_twice_in_the_middle_loses_no_result_and_repeats_none(tmp
 
 @pytest.mark.full
 def test_of_two_equal_sweeps_started_together_one_runs_and_both_succeed(tmp_path: Path) -> None:
-    """The test holds the start lock until both commands wait for it, so both have planned before either starts the sweep."""
+    """The test holds the start lock until both commands wait for it, so both have planned before one starts the sweep."""
     with sweep_record.only_starter(tmp_path):
         twins = [start(tmp_path, [1, 2]) for _ in range(2)]
         wait_until(lambda: all(str(tmp_path / "sweeps" / ".lock") in opened(twin.pid) for twin in twins))

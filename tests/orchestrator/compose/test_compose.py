@@ -1,4 +1,4 @@
-"""Composition follows Hydra's sweep grammar, reads experiment and sweep files, and rejects keys that are no settings."""
+"""Composition follows Hydra's sweep grammar, reads experiment and sweep files, and rejects unknown keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration's dataclasses are strict and complete, report all mistakes together, and are written as plain data."""
+"""The dataclasses of the configuration are strict, report all mistakes together, and are written as plain data."""
 
 from __future__ import annotations
 
