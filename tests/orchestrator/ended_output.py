@@ -25,7 +25,7 @@ HARDWARE = "cpu"
 
 
 class Scene:
-    """An output folder with two ended sweeps: one of three measured points and a failed one, and one of a single point."""
+    """An output folder with two ended sweeps: one of three measured points and a failed one, one of a single point."""
 
     def __init__(self, output: Path) -> None:
         self.output = output

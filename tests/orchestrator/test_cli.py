@@ -104,9 +104,8 @@ def test_all_broken_rules_are_reported_together(tmp_path: Path) -> None:
 def test_the_command_line_imports_nothing_heavy(line: str) -> None:
     code = f"import sys; from orchestrator.cli import main; main({line.split()!r}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    loaded = {
-        name.split(".")[0] for name in done.stdout.splitlines()[-1].split()
-    }  # only the last line: the help text contains "torch" too
+    # Only the last line: the help text contains "torch" too.
+    loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
     assert not loaded & set(HEAVY)
     if line in ("--help", "zero=stge2"):
         assert not loaded & {"hydra", "omegaconf", "submitit", "rich"}

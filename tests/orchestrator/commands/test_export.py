@@ -30,13 +30,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 32,
     },
-    "gpt2": {
-        "vocab_size": 64,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 32,
-    },  # its head is tied to the embedding
+    # Its head is tied to the embedding.
+    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
 }
 IDS = torch.arange(24).view(2, 12)
 

@@ -240,7 +240,7 @@ def stopped(attempt: Path) -> int | None:
 
 @pytest.mark.full
 def test_a_sweep_killed_twice_in_the_middle_loses_no_result_and_repeats_none(tmp_path: Path) -> None:
-    """The controller of a sweep of 6 points gets SIGKILL; after the sweep is started again, one of its ranks gets it."""
+    """The controller of a sweep of 6 points gets SIGKILL; after the sweep is started again, a rank gets it."""
     micros = list(range(1, 7))
     command = start(tmp_path, micros)
     wait_until(lambda: measured(tmp_path) >= 2)
@@ -272,7 +272,7 @@ def test_a_sweep_killed_twice_in_the_middle_loses_no_result_and_repeats_none(tmp
 
 @pytest.mark.full
 def test_of_two_equal_sweeps_started_together_one_runs_and_both_succeed(tmp_path: Path) -> None:
-    """The test holds the start lock until both commands wait for it, so both have planned before one starts the sweep."""
+    """The test holds the start lock until both commands wait for it, so both have planned before one starts."""
     with sweep_record.only_starter(tmp_path):
         twins = [start(tmp_path, [1, 2]) for _ in range(2)]
         wait_until(lambda: all(str(tmp_path / "sweeps" / ".lock") in opened(twin.pid) for twin in twins))

@@ -262,9 +262,8 @@ def test_merged_points_equal_the_points_that_hydra_composes(monkeypatch: pytest.
 @pytest.mark.full
 def test_every_pair_of_options_is_merged_as_hydra_composes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = covering_lines()
-    assert [
-        line for line in lines if isinstance(outcome(line), str)
-    ] == []  # an error would hide the other options of its line
+    # An error would hide the other options of its line.
+    assert [line for line in lines if isinstance(outcome(line), str)] == []
     same_as_hydra(lines, monkeypatch)
 
 

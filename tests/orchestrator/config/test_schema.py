@@ -1,4 +1,4 @@
-"""The dataclasses of the configuration are strict, report all mistakes together, and are written as plain data."""
+"""Configurations must be complete and valid, all mistakes are reported together, and they are written as plain data."""
 
 from __future__ import annotations
 
