@@ -1,4 +1,4 @@
-"""An output folder with sweeps that have ended, made without a run: what tests damage and read."""
+"""Builds an output folder with ended sweeps without running anything; tests read and damage its files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ HARDWARE = "cpu"
 
 
 class Scene:
-    """An output folder with two sweeps that have ended: of three points measured and one failed, and of one point."""
+    """An output folder with two ended sweeps: one of three measured points and a failed one, one of a single point."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
         self.points = tuple(_point(output, stage) for stage in range(4))
         self.other = self._sweep("other", self.points[:1])
-        time.sleep(0.01)  # `last` is by the time of writing
+        time.sleep(0.01)  # `last` is the sweep whose record was written last
         self.sweep = self._sweep("torn", self.points)
         self.first = AttemptPaths(Path(self.plan()[0].attempt))
         self.failed = self.attempt(self.points[3])
@@ -49,7 +49,7 @@ class Scene:
         shutil.copytree(self._copy, self.output, copy_function=shutil.copy2)
 
     def plan(self, wishes: Wishes | None = None) -> list[Planned]:
-        """What the same line again would do."""
+        """The decisions for the same command line if it is typed again."""
         return decision.decide(self.points, self.output, lambda config: HARDWARE, wishes or Wishes(), {})
 
     def _sweep(self, name: str, points: tuple[Point, ...]) -> SweepPaths:
@@ -80,7 +80,7 @@ def _point(output: Path, stage: int) -> Point:
 
 
 def ended(output: Path, point: Point) -> Attempt:
-    """The records of an attempt that was measured; of stage 3, of one that failed."""
+    """Writes the records of an attempt that was measured; for stage 3, of one that failed."""
     attempt = new_attempt(output, to_dict(point.config), point.label, HARDWARE)
     paths = attempt.paths
     attempt.move(RunState.starting)

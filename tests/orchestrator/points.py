@@ -1,4 +1,4 @@
-"""Points for tests that run the stub worker: small, on the CPU, without MLflow unless asked for."""
+"""Points for tests of the stub worker, on the CPU and by default without MLflow, and a tiny run of the real worker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-# A command line of one small run.
+# The command line of one small run of the real worker.
 TINY = (
     "model=llama_tiny data=synthetic zero=stage1 precision=fp32 tracking=none resources.device=cpu resources.ranks=1 "
     "resources.threads=1 batch.seq=16 batch.micro=1 measure.validation_batches=0 measure.warmup_steps=1 "
@@ -59,7 +59,7 @@ def make_point(config: RunConfig) -> Point:
 
 
 def config_of(steps: int, *, every: int | None, stage: int = 2, resume: str = "auto", ranks: int = 2) -> RunConfig:
-    """A run of the real worker: a model of two tiny blocks, in fp32."""
+    """The configuration of a run of the real worker: a model of two tiny blocks, in fp32."""
     return RunConfig(
         model=Model("tiny", "llama", LLAMA),
         data=Data(DataKind.synthetic),

@@ -1,4 +1,4 @@
-"""A barrier over files: where the stub's ranks wait for each other, as real ones wait in torch.distributed."""
+"""A barrier made of files: the stub worker's ranks wait here as real ranks wait in torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker without torch: it writes the events and the result of the contract, and fails where it is told to."""
+"""A worker without torch that writes the events and the result of a real one, and fails where a test asks for it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def step_event(step: int, warmup: int) -> dict[str, Any]:
 
 
 def write_environment(folder: Path, rank: int) -> None:
-    """What the process was started with, which is what the allocator saw, and where its output went."""
+    """Records the environment that the process was started with, which the allocator read, and the rank's place."""
     whole = Path("/proc/self/environ").read_bytes().decode()
     at_exec = dict(word.split("=", 1) for word in whole.split("\0") if "=" in word)
     facts: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Sweeps of the stub worker, as a program that tests start, and what such a sweep leaves."""
+"""Sweeps of the stub worker: a program that tests start, and readers of the records and processes that it leaves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def attempts(output: Path) -> list[Path]:
 
 
 def left_behind(output: Path) -> list[str]:
-    """Command lines of processes that still work for this output folder."""
+    """Command lines of the running processes that name this output folder."""
     return [
         " ".join(process.info["cmdline"])
         for process in psutil.process_iter(["cmdline"])

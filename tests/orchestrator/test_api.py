@@ -1,4 +1,4 @@
-"""Sweeps from Python: the records of the command line's own way, the best first."""
+"""Runs and sweeps started from Python behave as on the command line and return their records, best first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The words that the command line was given; the points are of the worker without torch."""
+    """The words that each call passes to the command line; the points run the stub worker instead."""
     typed: list[list[str]] = []
 
     def request(words: list[str]) -> tuple[SweepRequest, hardware.Hardware]:
@@ -35,7 +35,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return typed
 
 
-def test_a_sweep_returns_a_record_a_point_the_measured_first(stubbed: list[list[str]]) -> None:
+def test_a_sweep_returns_one_record_per_point_with_measured_points_first(stubbed: list[list[str]]) -> None:
     records = orchestrator.sweep("batch.micro=1,4", "-m")
     assert stubbed == [["-m", "batch.micro=1,4"]]
     assert [(one.label, one.state) for one in records] == [("micro1", RunState.ok), ("micro4", RunState.oom)]
@@ -46,12 +46,12 @@ def test_a_sweep_returns_a_record_a_point_the_measured_first(stubbed: list[list[
     assert "out of memory" in records[1].message
 
 
-def test_a_run_returns_its_one_record_and_again_what_was_measured(stubbed: list[list[str]]) -> None:
+def test_a_run_returns_one_record_and_is_cached_when_repeated(stubbed: list[list[str]]) -> None:
     assert orchestrator.run("zero=stage2").state is RunState.ok
     assert orchestrator.run("zero=stage2").state is RunState.cached
 
 
-def test_what_is_written_is_the_user_s_alone_and_the_caller_s_umask_comes_back(
+def test_files_are_private_to_the_user_and_the_callers_umask_is_restored(
     stubbed: list[list[str]], tmp_path: Path
 ) -> None:
     before = os.umask(0o022)
@@ -66,7 +66,7 @@ def test_what_is_written_is_the_user_s_alone_and_the_caller_s_umask_comes_back(
     assert [path for path in written if path.stat().st_mode & 0o077] == []
 
 
-def test_what_is_wrong_with_the_words_is_raised_and_starts_nothing() -> None:
+def test_invalid_words_raise_a_refusal() -> None:
     with pytest.raises(Refusal, match="Did you mean 'stage2'"):
         orchestrator.sweep("zero=stge2")
     with pytest.raises(Refusal, match=r"batch\.global_size must be a multiple"):

@@ -1,4 +1,4 @@
-"""The command as it is typed: exit codes, stderr, quick answers, and what it never imports."""
+"""Typed commands end with the documented exit codes and messages, and import no heavy packages to do so."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def typed(*words: str, cwd: Path = ROOT, **environ: str) -> subprocess.Completed
     return subprocess.run(line, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environ}, check=False)
 
 
-# A line of each place that refuses: composition, values, rules of ours, data, Hydra's grammar, sweeps, the output.
+# One line for each place that refuses: composition, values, our rules, data, Hydra's grammar, sweeps, the output.
 REFUSED = (
     *("zero=stge2", "batch.micro=abc", "batch.global_size=10", "data=text data.path=missing", "batch=[1"),
     *("-m batch.micro=glob(*)", "-m output=/proc/x zero=stage0,stage1", "--bogus"),
@@ -42,7 +42,7 @@ REFUSED_ALIKE = (
 
 
 @pytest.mark.parametrize("line", [*REFUSED, *(pytest.param(line, marks=pytest.mark.full) for line in REFUSED_ALIKE)])
-def test_bad_input_is_refused_in_one_line_and_leaves_nothing(line: str, tmp_path: Path) -> None:
+def test_bad_input_is_refused_in_one_line_and_creates_no_files(line: str, tmp_path: Path) -> None:
     done = typed(*line.split(), cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -61,18 +61,18 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(line: str, tmp_path
         ("--dry-run zero=stage1", "--plan shows the points of a sweep, and starts nothing"),
     ],
 )
-def test_a_verb_or_a_flag_of_another_program_is_led_to_ours(line: str, told: str) -> None:
+def test_misspelled_verbs_and_foreign_flags_get_a_suggestion(line: str, told: str) -> None:
     done = typed(*line.split())
     assert done.returncode == 2
     assert told.format(program=program()) in done.stderr
 
 
-def test_commands_are_told_as_they_can_be_typed_from_there(tmp_path: Path) -> None:
+def test_suggested_commands_can_be_typed_from_the_current_folder(tmp_path: Path) -> None:
     assert f" {ROOT / 'run.py'} -m zero=stage1,stage2" in typed("zero=stage1,stage2", cwd=tmp_path).stderr
     assert f"needs -m (sweep): {program()} -m zero=" in typed("zero=stage1,stage2").stderr
 
 
-def test_the_doctor_tells_what_works_and_what_slurm_says(tmp_path: Path) -> None:
+def test_doctor_reports_what_works_and_the_error_of_slurm(tmp_path: Path) -> None:
     for name, text in (
         ("sbatch", ""),
         ("sinfo", "echo 'sinfo: error: first'; echo 'sinfo: fatal: no source' >&2; exit 1"),
@@ -86,13 +86,13 @@ def test_the_doctor_tells_what_works_and_what_slurm_says(tmp_path: Path) -> None
     assert "cluster=slurm" not in done.stdout
 
 
-def test_a_dashboard_of_no_runs_is_refused(tmp_path: Path) -> None:
+def test_ui_is_refused_in_a_folder_without_runs(tmp_path: Path) -> None:
     done = typed("ui", cwd=tmp_path)
     assert done.returncode == 2
     assert "there is no outputs/mlflow.db: a run without tracking=none makes it" in done.stdout
 
 
-def test_every_broken_rule_is_told_at_once(tmp_path: Path) -> None:
+def test_all_broken_rules_are_reported_together(tmp_path: Path) -> None:
     line = "data=text data.path=missing batch.global_size=10 precision=fp32 precision.master=bf16 seed=-1"
     done = typed(*line.split(), cwd=tmp_path)
     assert done.returncode == 2
@@ -104,7 +104,8 @@ def test_every_broken_rule_is_told_at_once(tmp_path: Path) -> None:
 def test_the_command_line_imports_nothing_heavy(line: str) -> None:
     code = f"import sys; from orchestrator.cli import main; main({line.split()!r}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}  # help names torch too
+    # Only the last line: the help text contains "torch" too.
+    loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
     assert not loaded & set(HEAVY)
     if line in ("--help", "zero=stge2"):
         assert not loaded & {"hydra", "omegaconf", "submitit", "rich"}
@@ -132,7 +133,7 @@ def test_help_lists_every_group_and_marks_the_defaults() -> None:
         ("--hydra-help", "--multirun"),
     ],
 )
-def test_hydras_own_flags_work_and_leave_nothing(line: str, told: str, tmp_path: Path) -> None:
+def test_hydras_own_flags_work_and_create_no_files(line: str, told: str, tmp_path: Path) -> None:
     done = typed(*line.split(), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert told in done.stdout
@@ -146,7 +147,7 @@ def test_hydras_own_flags_work_and_leave_nothing(line: str, told: str, tmp_path:
         ("--hydra-help data.path=it's", "LexerNoViableAltException: data.path=it's"),
     ],
 )
-def test_what_hydra_refuses_to_show_is_one_line(line: str, told: str) -> None:
+def test_errors_of_hydras_own_flags_are_one_line(line: str, told: str) -> None:
     done = typed(*line.split())
     assert done.returncode == 2
     first, second = done.stderr.splitlines()
@@ -154,7 +155,7 @@ def test_what_hydra_refuses_to_show_is_one_line(line: str, told: str) -> None:
     assert second == "nothing was started (exit 2)"
 
 
-def test_flags_of_ours_are_no_hindrance_to_hydras() -> None:
+def test_our_sweep_flags_can_be_combined_with_hydras_flags() -> None:
     done = typed("--hydra-help", *arguments.SWEEPING, "--retry", "oom", "--prune", "off", "--max-points", "3")
     assert (done.returncode, done.stderr) == (0, "")
     assert "--multirun" in done.stdout
@@ -168,7 +169,7 @@ def test_the_shell_completes_options(begun: str, offered: str) -> None:
 
 
 @pytest.mark.parametrize("verb", [*VERBS, ""])
-def test_every_verb_answers_help_under_the_name_that_was_typed_and_version(
+def test_every_verb_has_a_version_and_help_with_the_typed_program_name(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["/nowhere/zlab"])
@@ -183,13 +184,13 @@ def test_every_verb_answers_help_under_the_name_that_was_typed_and_version(
 
 
 @pytest.mark.parametrize("verb", ["logs", "ui", "export-weights", "io-bench"])
-def test_a_verb_that_has_no_json_says_why_in_one_line(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_without_json_output_say_so_in_one_line(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([verb, "--json"]) == 2
     told = capsys.readouterr()
     assert (told.out, told.err.count("error: --json: ")) == ("", 1)
 
 
-def test_a_folder_of_ones_own_is_found_by_what_shows_the_configuration(tmp_path: Path) -> None:
+def test_flags_that_show_the_configuration_read_the_users_conf_folder(tmp_path: Path) -> None:
     (tmp_path / "conf" / "model").mkdir(parents=True)
     own = (ROOT / "conf" / "model" / "gpt2.yaml").read_text().replace("name: gpt2", "name: my_own")
     (tmp_path / "conf" / "model" / "mine.yaml").write_text(own)
@@ -200,7 +201,7 @@ def test_a_folder_of_ones_own_is_found_by_what_shows_the_configuration(tmp_path:
 
 
 class Seam:
-    """Stands for the part that runs points: keeps what it was given."""
+    """Replaces the functions that run points, and records the arguments of each call."""
 
     def __init__(self) -> None:
         self.calls: list[Point] = []
@@ -232,14 +233,14 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
     return found
 
 
-def test_one_run_is_handed_over_resolved(seam: Seam, tmp_path: Path) -> None:
+def test_a_single_run_is_started_with_its_resolved_configuration(seam: Seam, tmp_path: Path) -> None:
     assert cli.main(["zero=stage3", f"output={tmp_path}", "resources.ranks=3", "resources.device=cpu"]) == 7
     [point] = seam.calls
     assert point.label == "stage3-bf16-ranks3-device_cpu"
     assert (point.config.output, point.config.batch.global_size) == (str(tmp_path), 12)
 
 
-def test_json_is_asked_of_a_run_and_of_a_sweep_and_not_of_a_joined_rank(
+def test_json_works_for_runs_and_sweeps_and_is_refused_for_joined_ranks(
     seam: Seam, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["zero=stage1", "--json"]) == 7
@@ -252,14 +253,14 @@ def test_json_is_asked_of_a_run_and_of_a_sweep_and_not_of_a_joined_rank(
     assert "ranks of torchrun or srun print none" in capsys.readouterr().err
 
 
-def test_a_sweep_is_handed_over_with_its_name(seam: Seam) -> None:
+def test_a_sweep_is_started_with_its_points_name_and_retry_states(seam: Seam) -> None:
     assert cli.main(["sweeps=stages", "--retry", "error,oom"]) == 9
     [request] = seam.sweeps
     assert (len(request.points), request.name, request.command) == (8, "stages", ("sweeps=stages",))
     assert request.wishes.retry == {RunState.error, RunState.oom}
 
 
-def test_some_broken_points_are_refused_rows_and_all_broken_is_an_error(
+def test_a_sweep_keeps_refused_points_as_rows_unless_all_points_are_refused(
     seam: Seam, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["-m", "zero=stage0,stage3", "offload=none,param_cpu"]) == 9
@@ -293,7 +294,7 @@ def test_flags_of_a_sweep_are_checked(line: str, told: str, seam: Seam, capsys: 
         ("nonsense", "zero=stage1", "ZLAB_FAULT must be like raise|"),
     ],
 )
-def test_a_fault_that_can_never_act_is_refused_by_the_command(
+def test_a_fault_that_can_never_occur_is_refused(
     fault: str,
     line: str,
     told: str,
@@ -307,7 +308,9 @@ def test_a_fault_that_can_never_act_is_refused_by_the_command(
     assert (seam.calls, seam.sweeps) == ([], [])
 
 
-def test_a_fault_that_can_act_in_one_point_of_a_sweep_is_taken(seam: Seam, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_can_occur_in_one_point_of_a_sweep_is_accepted(
+    seam: Seam, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ZLAB_FAULT", "hang@step1:rank3")
     assert cli.main(["-m", "resources.ranks=2,4"]) == 9
 
@@ -324,7 +327,7 @@ def test_a_sweep_whose_points_name_two_clusters_is_refused(
     assert seam.sweeps == []
 
 
-def test_under_torchrun_it_joins(seam: Seam, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_the_process_joins_as_a_rank(seam: Seam, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert cli.main(["resources.device=cpu"]) == 8
@@ -339,7 +342,7 @@ def test_under_torchrun_it_joins(seam: Seam, monkeypatch: pytest.MonkeyPatch) ->
         ("zero=stage1", "two", "the environment's WORLD_SIZE must be a whole number"),
     ],
 )
-def test_under_torchrun_what_cannot_join_is_refused(
+def test_under_torchrun_commands_that_cannot_join_are_refused(
     line: str, world: str, told: str, seam: Seam, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -349,7 +352,7 @@ def test_under_torchrun_what_cannot_join_is_refused(
     assert (seam.calls, seam.joined) == ([], [])
 
 
-def test_a_scheduler_that_does_not_answer_is_told_without_a_traceback(
+def test_a_scheduler_that_does_not_answer_is_reported_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def silent(*_: object) -> int:
@@ -364,7 +367,7 @@ def test_run_py_is_short() -> None:
     assert len((ROOT / "run.py").read_text().splitlines()) <= 60
 
 
-def test_a_python_without_the_packages_is_told_where_they_are() -> None:
+def test_a_python_without_the_packages_prints_what_to_type_instead() -> None:
     line = [sys.executable, "-S", str(ROOT / "run.py"), "zero=stage1"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 2

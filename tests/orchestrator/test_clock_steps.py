@@ -1,4 +1,4 @@
-"""The machine's clock is set while a run and a sweep go on: nothing ends, nothing is lost, nothing is repeated."""
+"""Setting the machine's clock during a run or a sweep ends nothing, loses nothing and repeats nothing."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def start(text: str, output: Path, micros: list[int], clock: Path) -> subprocess
 
 
 def steps_of(output: Path) -> int:
-    """How many steps all attempts have recorded."""
+    """The number of steps that all attempts together have recorded."""
     tails = [EventTail(AttemptPaths(attempt).metrics) for attempt in attempts(output)]
     return sum(event["event"] == "step" for tail in tails for event in tail.read_new())
 
 
-def test_the_hook_moves_the_clock_that_other_tools_see(tmp_path: Path) -> None:
-    """Else the test below would prove nothing."""
+def test_the_hook_moves_the_clock_that_time_and_psutil_report(tmp_path: Path) -> None:
+    """Without this, the test below would prove nothing."""
     clock = tmp_path / "clock"
     clock.write_text("7200")
     ask = "import os, psutil, time; print(time.time(), psutil.Process(os.getpid()).create_time())"
@@ -65,7 +65,7 @@ def test_the_hook_moves_the_clock_that_other_tools_see(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("text", [SINGLE, COMMAND], ids=["run", "sweep"])
-def test_a_clock_that_is_set_in_both_directions_ends_nothing(text: str, tmp_path: Path) -> None:
+def test_setting_the_clock_forward_and_back_ends_no_run_and_repeats_no_point(text: str, tmp_path: Path) -> None:
     output, clock = tmp_path / "outputs", tmp_path / "clock"
     micros = [1] if text is SINGLE else [1, 2]
     command = start(text, output, micros, clock)

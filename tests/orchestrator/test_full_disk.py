@@ -1,4 +1,4 @@
-"""On a full disk a command says so without a traceback, leaves no process, and goes on where there is room again."""
+"""On a full disk a command reports the error without a traceback and leaves no process; with space it resumes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ raise SystemExit(cli.main([]))
 
 
 class Disk:
-    """A file system of a size that can be changed."""
+    """A mounted file system whose size can be changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,12 +82,12 @@ def run(what: str, output: Path) -> tuple[int, str, str]:
 
 
 def told_and_resumed(disk: Disk, what: str, kib: int) -> int:
-    """The exit code of the command while there was no more room."""
+    """Checks a command on a disk of `kib` KiB and, with more space, its repetition. Returns the first exit code."""
     output = disk.folder / "outputs"
     disk.resize(kib)
     code, shown, errors = run(what, output)
     assert code in (0, 1, 2, 3), shown + errors
-    # A rank's own traceback is in its log, and the end of that is shown.
+    # stdout is left out: it may show the end of a rank's log, which contains the rank's own traceback.
     told = errors + "".join(log.read_text() for log in output.glob("sweeps/*/controller.log"))
     assert "Traceback" not in told, told
     if code:
@@ -103,12 +103,12 @@ def told_and_resumed(disk: Disk, what: str, kib: int) -> int:
     return code
 
 
-def test_a_sweep_on_a_full_disk_is_told_in_one_line_and_goes_on_with_room(disk: Disk) -> None:
+def test_a_sweep_on_a_full_disk_reports_the_error_and_resumes_with_space(disk: Disk) -> None:
     assert told_and_resumed(disk, "sweep", 60) != 0
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kib", [4, 8, 16, 24, 40, 80, 100, 120, 140])
 @pytest.mark.parametrize("what", ["sweep", "single"])
-def test_a_disk_that_is_full_at_any_moment_is_told_and_costs_no_result(disk: Disk, what: str, kib: int) -> None:
+def test_a_disk_that_fills_up_at_any_moment_is_reported_and_loses_no_result(disk: Disk, what: str, kib: int) -> None:
     told_and_resumed(disk, what, kib)

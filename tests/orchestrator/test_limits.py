@@ -1,5 +1,5 @@
-"""Under small limits and in odd surroundings a command says in one line what stops it, or runs; nothing is lost, and
-without the limit the same command goes on."""
+"""Under small limits and in unusual environments a command runs, or reports in one line what stops it; nothing is lost,
+and without the limit the same command resumes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ DOCUMENTED = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Surrounding:
-    """How a command is started. `limits`: of `resource`, by name. `shell`: what a shell does before and to it, where
-    "$@" is the command. `environ`: variables, None for one that is unset. `whats`: single runs, sweeps."""
+    """How a command is started. `limits`: values of `resource.RLIMIT_...`, by name. `shell`: the shell line that runs
+    the command, which is "$@" in it. `environ`: variables to set, None for one to unset. `codes`: the permitted exit
+    codes. `whats`: the commands to start, "sweep", "single" (one run) or both."""
 
     limits: dict[str, int] = field(default_factory=dict)
     shell: str = '"$@"'
@@ -73,7 +74,7 @@ CASES = [(name, what) for name, around in SURROUNDINGS.items() for what in aroun
 
 
 def run(what: str, output: Path, around: Surrounding, cwd: Path) -> tuple[int, str]:
-    """The exit code of a command with the stub worker, and all that it and its controllers said."""
+    """The exit code of a command with the stub worker, and all output of the command and its controllers."""
     path = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
     lines = [f"resource.setrlimit(resource.RLIMIT_{name}, ({value}, {value}))" for name, value in around.limits.items()]
     text = "\n".join(["import resource", *lines, COMMAND.format(path=path, output=str(output), what=what)])
@@ -95,7 +96,7 @@ def run(what: str, output: Path, around: Surrounding, cwd: Path) -> tuple[int, s
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "what"), CASES)
-def test_a_command_runs_or_says_why_not_and_goes_on_without_the_limit(
+def test_a_command_runs_or_reports_why_not_and_resumes_without_the_limit(
     name: str, what: str, tmp_path: Path, tally: Tally
 ) -> None:
     output, around = tmp_path / "outputs", SURROUNDINGS[name]
@@ -106,7 +107,7 @@ def test_a_command_runs_or_says_why_not_and_goes_on_without_the_limit(
     assert code in around.codes, told
     assert "Traceback" not in told, told
     assert code == 0 or "error" in told or around.shell.endswith(("2>&1", "| true")), told
-    wait_until(lambda: left_behind(output) == [])  # a controller sees a moment later that its command has ended
+    wait_until(lambda: left_behind(output) == [])  # a controller notices a moment later that its command has ended
     results = {path: path.read_bytes() for path in output.glob("points/*/attempts/*/result.json")}
     again, told = run(what, output, Surrounding(), tmp_path)
     assert again == 0, told
@@ -119,7 +120,7 @@ def test_a_command_runs_or_says_why_not_and_goes_on_without_the_limit(
 
 
 @pytest.mark.full
-def test_ranks_train_where_dev_shm_holds_a_page(tmp_path: Path) -> None:
+def test_ranks_train_with_a_dev_shm_of_one_page(tmp_path: Path) -> None:
     inside = 'mount -t tmpfs -o size=4k none /dev/shm && exec "$@"'
     ways = (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"])
     words = ("sh", "-c", inside, "sh")

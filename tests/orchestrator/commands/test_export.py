@@ -1,4 +1,4 @@
-"""Exported weights are what transformers reads: the same logits, tied names, several files, bounded memory."""
+"""Weights are exported so that transformers reads them: same logits, tied weights once, several files, small blocks."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 32,
     },
-    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},  # its head is tied
+    # Its head is tied to the embedding.
+    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
 }
 IDS = torch.arange(24).view(2, 12)
 
 
 def _trained(root: Path) -> dict[str, torch.Tensor]:
-    """Each model after a step at the row that shards everything, saved; its logits."""
+    """Trains each model for one step with ZeRO stage 3 and saves a checkpoint. Returns the logits by kind of model."""
     from orchestrator.workloads.models import build_deferred_model, token_losses
 
     found = {}
@@ -59,7 +60,7 @@ def _trained(root: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_back(folders: dict[str, Path]) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """By folder, what transformers makes of it: logits, and parameters by name."""
+    """Loads each folder with transformers. Returns by folder the logits, and the parameters by name."""
     from transformers import AutoModelForCausalLM
 
     found = {}
@@ -76,7 +77,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
     return root, run_ranks(_trained, 2, root)[0]
 
 
-def test_what_transformers_reads_has_the_same_logits(trained, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_transformers_computes_the_same_logits_from_exported_weights(
+    trained, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     root, logits = trained
     folders = {}
     for kind in MODELS:
@@ -94,7 +97,7 @@ def test_what_transformers_reads_has_the_same_logits(trained, tmp_path: Path, ca
             assert torch.equal(half[name], weight.to(torch.bfloat16)), name
 
 
-def test_files_come_in_numeric_order_and_a_tied_weight_once(trained, tmp_path: Path) -> None:
+def test_files_are_in_numeric_order_and_a_tied_weight_is_written_once(trained, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with CheckpointReader.open(trained[0] / "gpt2" / "step-00000001") as checkpoint:
         source = checkpoint.state("master")
@@ -107,7 +110,7 @@ def test_files_come_in_numeric_order_and_a_tied_weight_once(trained, tmp_path: P
     assert index["metadata"]["total_size"] == written.bytes
 
 
-def test_a_block_at_a_time_gives_the_same_bytes(trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_in_small_blocks_gives_the_same_bytes(trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with CheckpointReader.open(trained[0] / "llama" / "step-00000001") as checkpoint:
         source = checkpoint.state("master")
         hf_folder.write_weights(source, tmp_path / "whole", dtype=torch.float32)
@@ -117,7 +120,7 @@ def test_a_block_at_a_time_gives_the_same_bytes(trained, tmp_path: Path, monkeyp
     assert whole.read_bytes() == parts.read_bytes()
 
 
-def test_a_folder_that_is_there_is_left_alone(trained, tmp_path: Path) -> None:
+def test_an_existing_folder_is_refused(trained, tmp_path: Path) -> None:
     with (
         CheckpointReader.open(trained[0] / "llama" / "step-00000001") as checkpoint,
         pytest.raises(CheckpointError, match="expected a folder that is not there yet"),
@@ -133,6 +136,6 @@ def test_a_folder_that_is_there_is_left_alone(trained, tmp_path: Path) -> None:
         (["nowhere", "out"], "expected the folder of a checkpoint", 1),
     ],
 )
-def test_wrong_words_are_told(words: list[str], told: str, code: int, capsys: pytest.CaptureFixture) -> None:
+def test_wrong_arguments_are_reported(words: list[str], told: str, code: int, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["export-weights", *words]) == code
     assert told in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Hydra's sweepers over our points: what they propose is run as ours are, and the metric, or the reason, comes back."""
+"""Points that Hydra's sweepers propose are run like our own, and the sweeper gets the metric or the error of each."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def speed(stage: int) -> float:
-    """What the stub worker tells as its tokens/s."""
+    """The tokens/s that the stub worker reports."""
     return 9412.0 + 100 * stage**2
 
 
@@ -55,7 +55,7 @@ def speed(stage: int) -> float:
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> list[SweepRequest]:
-    """Points run the stub worker; what was asked for, sweep by sweep."""
+    """Makes points run the stub worker; the list receives the request of each sweep."""
     asked: list[SweepRequest] = []
     run_quietly = sweep_command.run_quietly
 
@@ -67,7 +67,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> list[SweepRequest]:
     return asked
 
 
-def test_every_line_has_its_answer_in_order_and_a_batch_is_one_sweep(
+def test_a_batch_of_lines_is_one_sweep_and_gives_one_outcome_per_line_in_order(
     tmp_path: Path, stub: list[SweepRequest], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("STUB_FAILING_STAGE", "1")
@@ -77,9 +77,9 @@ def test_every_line_has_its_answer_in_order_and_a_batch_is_one_sweep(
         ("zero=stage3", "batch.micro=2"),
         ("zero=stage1", "batch.micro=2"),  # raises
         ("zero=stage2", "batch.micro=8"),  # out of memory
-        ("zero=stage2", "batch.micro=-1"),  # breaks a limit
-        ("zero=stage3", "batch.micro=2"),  # again
-        ("zero=stage3", "++batch.micro=2"),  # the first, said otherwise
+        ("zero=stage2", "batch.micro=-1"),  # out of range
+        ("zero=stage3", "batch.micro=2"),  # repeats the first
+        ("zero=stage3", "++batch.micro=2"),  # the first in another spelling
     ]
     found = trials.measure([(*fixed, *line) for line in proposed], Asked(fixed=fixed))
     assert [one.state for one in found] == [
@@ -98,7 +98,7 @@ def test_every_line_has_its_answer_in_order_and_a_batch_is_one_sweep(
     (request,) = stub
     assert len(request.points) == 3
     assert found[0].label == "stage3-micro2"
-    # Another terminal sees the sweep, and is told who can go on with it.
+    # Another terminal lists the sweep, but is told to run the program that proposed it instead of `resume`.
     assert verbs.main(["list", "--output", str(tmp_path)]) == 0
     assert verbs.PROPOSED in capsys.readouterr().out
     assert verbs.main(["resume", "last", "--output", str(tmp_path)]) == 2
@@ -106,7 +106,7 @@ def test_every_line_has_its_answer_in_order_and_a_batch_is_one_sweep(
 
 
 @pytest.mark.full
-def test_what_was_measured_is_kept_and_what_failed_is_tried_again_where_asked(
+def test_measured_points_are_cached_and_failed_points_are_retried_on_request(
     tmp_path: Path, stub: list[SweepRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = (*TINY, f"output={tmp_path}", "zero=stage2")
@@ -129,7 +129,7 @@ def test_what_was_measured_is_kept_and_what_failed_is_tried_again_where_asked(
         (["cluster=slurm"], "cluster=slurm sends and leaves"),
     ],
 )
-def test_a_line_that_is_no_point_to_wait_for_stops_the_study(
+def test_a_line_that_is_not_a_single_local_point_is_refused(
     words: list[str], told: str, stub: list[SweepRequest]
 ) -> None:
     with pytest.raises(Refusal, match=told):
@@ -137,7 +137,7 @@ def test_a_line_that_is_no_point_to_wait_for_stops_the_study(
     assert stub == []
 
 
-# ---- Hydra around it -------------------------------------------------------------------------------------------------
+# ---- through Hydra ---------------------------------------------------------------------------------------------------
 
 COMMAND = """
 import sys
@@ -156,7 +156,7 @@ def typed(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProc
 
 
 class Direction(Enum):
-    """As Optuna's sweeper types it."""
+    """Has the names of the type that Optuna's sweeper uses for the direction."""
 
     minimize = 1
     maximize = 2
@@ -180,7 +180,7 @@ def test_hydras_basic_sweeper_runs_our_points(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_failed_point_ends_the_basic_sweeper_with_its_reason_and_no_traceback(tmp_path: Path) -> None:
+def test_a_failed_point_ends_the_basic_sweeper_with_its_error_and_no_traceback(tmp_path: Path) -> None:
     done = typed(tmp_path, "zero=stage0,stage3", STUB_FAILING_STAGE="3")
     assert done.returncode == 1
     assert "stage3: error: " in done.stderr
@@ -209,7 +209,7 @@ def test_an_interrupt_cancels_the_batch(tmp_path: Path) -> None:
         ("--bogus", "there is no flag '--bogus'"),
     ],
 )
-def test_words_that_cannot_work_are_refused_before_hydra_starts(
+def test_unsupported_words_are_refused_before_hydra_starts(
     word: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert hydra_app.main(["zero=stage1,stage2", word]) == 2
@@ -226,7 +226,7 @@ def test_words_that_cannot_work_are_refused_before_hydra_starts(
         ({"direction": ["minimize", "maximize"]}, {}, "one metric goes back"),
     ],
 )
-def test_a_study_that_cannot_be_meant_is_refused_before_its_first_proposal(
+def test_a_study_with_invalid_settings_is_refused_before_its_first_proposal(
     sweeper: dict[str, object], launcher: dict[str, object], told: str
 ) -> None:
     plugin = importlib.import_module("hydra_plugins.zlab_launcher")
@@ -245,8 +245,8 @@ def test_a_study_that_cannot_be_meant_is_refused_before_its_first_proposal(
 
 @needs_optuna
 @pytest.mark.full
-def test_optuna_gets_the_metric_of_what_it_proposes_and_is_told_of_what_failed(tmp_path: Path) -> None:
-    """Six proposals, two at a time: a stage that raises, a batch that does not fit, and a search that is declared."""
+def test_optuna_receives_the_metric_or_the_failure_of_each_proposal(tmp_path: Path) -> None:
+    """A search declared in a file, of six proposals, two at a time; one stage raises, one micro-batch does not fit."""
     folder = tmp_path / "conf" / "experiment"
     folder.mkdir(parents=True)
     study = {
@@ -290,14 +290,14 @@ def test_optuna_gets_the_metric_of_what_it_proposes_and_is_told_of_what_failed(t
     assert best["best_value"] == speed(max(measured))
     assert best["best_params"]["zero"] == f"stage{max(measured)}"
     assert len(sweep_record.all_sweeps(tmp_path / "out")) == 3, "a batch is a sweep"
-    # The point of each is what a command of ours would have asked for: typed words, declared words and the proposal.
+    # Each point combines the typed words, the settings of the file and the proposal, as in a command of ours.
     configs = [json.loads(path.read_text()) for path in tmp_path.glob("out/points/*/config.json")]
     assert {config["precision"]["param"] for config in configs} == {"fp32"}
 
 
 @needs_optuna
 @pytest.mark.full
-def test_the_page_s_example_of_asking_and_telling_runs(
+def test_the_ask_and_tell_example_of_the_optuna_page_runs(
     tmp_path: Path, stub: list[SweepRequest], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (ROOT / "docs" / "optuna.md").read_text()

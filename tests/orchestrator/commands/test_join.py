@@ -1,4 +1,4 @@
-"""Ranks that another launcher started: here two processes with RANK and WORLD_SIZE set, as torchrun sets them."""
+"""Ranks that another launcher started join one attempt; here two processes with the variables that torchrun sets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ raise SystemExit(join(make_point(make_config(Path({output!r}))), STUB))
 
 
 def join_two(output: Path, **environ: str) -> list[tuple[int, str]]:
-    """Exit code and screen of each rank."""
+    """Starts two ranks. Returns the exit code and the output of each, in order of rank."""
     path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "PYTHONPATH": path}
     ranks = [
@@ -46,7 +46,7 @@ def join_two(output: Path, **environ: str) -> list[tuple[int, str]]:
 
 
 def test_ranks_meet_in_one_attempt_and_rank_0_shows_the_summary(tmp_path: Path) -> None:
-    for number in ("01", "02"):  # the second time what the first left in the meeting place must not mislead
+    for number in ("01", "02"):  # files that the first run left in the meeting place must not mislead the second
         (lead, other) = join_two(tmp_path)
         assert (lead[0], other[0]) == (0, 0)
         assert "9,812 median" in lead[1]
@@ -56,14 +56,14 @@ def test_ranks_meet_in_one_attempt_and_rank_0_shows_the_summary(tmp_path: Path) 
         assert {(read_json(attempt / f"rank{rank}.json") or {})["state"] for rank in range(2)} == {"ok"}
 
 
-def test_a_stale_hello_of_a_rank_that_died_is_answered_in_vain(tmp_path: Path) -> None:
+def test_a_stale_hello_of_a_dead_rank_does_not_disturb_the_next_run(tmp_path: Path) -> None:
     join_two(tmp_path)
     (folder,) = (tmp_path / "joins").iterdir()
     (folder / "hello_1.json").write_text('{"word": "stale"}')
     assert [code for code, _ in join_two(tmp_path)] == [0, 0]
 
 
-def test_a_failure_on_rank_0_is_recorded_and_the_exit_code_says_so(tmp_path: Path) -> None:
+def test_a_failure_is_recorded_and_every_rank_exits_with_1(tmp_path: Path) -> None:
     environ = {"STUB_FAILING_STAGE": "2"}
     (lead, other) = join_two(tmp_path, **environ)
     assert (lead[0], other[0]) == (1, 1)
@@ -72,7 +72,7 @@ def test_a_failure_on_rank_0_is_recorded_and_the_exit_code_says_so(tmp_path: Pat
     assert (read_json(state) or {})["state"] == "error"
 
 
-def test_the_rank_that_failed_first_is_named_also_when_rank_0_failed_of_it(tmp_path: Path) -> None:
+def test_the_rank_that_failed_first_is_named_even_if_it_made_rank_0_fail(tmp_path: Path) -> None:
     attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
     for rank, when, error in ((0, 2.0, "RuntimeError: connection closed"), (1, 1.0, "ValueError: bad")):
         record = {"rank": rank, "pid": 1, "started": "", "state": "error", "time": when, "error": error}
@@ -88,12 +88,14 @@ def test_the_rank_that_failed_first_is_named_also_when_rank_0_failed_of_it(tmp_p
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}, (3, 4, 1)),
     ],
 )
-def test_torchrun_and_srun_both_say_which_rank_this_is(environ: dict[str, str], place: tuple[int, int, int]) -> None:
+def test_the_rank_is_read_from_the_variables_of_torchrun_and_srun(
+    environ: dict[str, str], place: tuple[int, int, int]
+) -> None:
     found = rank_in_world(environ, "env://")
     assert found is not None
     assert (found.rank, found.world, found.local_rank) == place
 
 
-def test_the_script_of_a_batch_job_is_no_rank() -> None:
+def test_the_script_of_a_batch_job_is_not_a_rank() -> None:
     batch = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
     assert rank_in_world(batch, "env://") is None

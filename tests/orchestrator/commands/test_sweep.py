@@ -1,4 +1,4 @@
-"""Whole sweeps of a worker without torch: what is kept, what is run, and that nothing is lost or left behind."""
+"""Complete sweeps of the stub worker keep measured results, run only the rest, and lose or leave behind nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def scene(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def run(output: Path, micros: list[int], wishes: Wishes | None = None, **more: object) -> tuple[int, str, SweepPaths]:
-    """Exit code, screen and records of a sweep over micro-batches."""
+    """Runs a sweep over micro-batches. Returns its exit code, its output and its records."""
     out = io.StringIO()
     request = SweepRequest(
         "batch", points(output, micros), ("sweeps=batch",), wishes or Wishes(), predicts=False, entry=STUB
@@ -58,7 +58,7 @@ def run(output: Path, micros: list[int], wishes: Wishes | None = None, **more: o
     return code, out.getvalue(), sweep_record.all_sweeps(output)[0]
 
 
-def test_the_same_command_again_keeps_what_was_measured_and_runs_nothing(
+def test_repeating_a_command_keeps_measured_results_and_runs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, shown, sweep = run(tmp_path, [1, 2])
@@ -82,7 +82,7 @@ def test_the_same_command_again_keeps_what_was_measured_and_runs_nothing(
     assert len(attempts(tmp_path)) == 5
 
 
-def test_a_failed_point_is_a_row_and_is_tried_again_only_when_asked(
+def test_a_failed_point_is_a_row_and_is_retried_only_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZLAB_FAULT", "raise@step2:rank0")
@@ -96,7 +96,7 @@ def test_a_failed_point_is_a_row_and_is_tried_again_only_when_asked(
     assert (code, states(sweep), len(attempts(tmp_path))) == (0, ["ok"], 2)
 
 
-def test_out_of_memory_is_an_answer_and_larger_ones_of_its_family_are_left_out(
+def test_out_of_memory_counts_as_a_result_and_larger_micro_batches_are_pruned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STUB_LACKING_MICRO", "4")
@@ -105,14 +105,14 @@ def test_out_of_memory_is_an_answer_and_larger_ones_of_its_family_are_left_out(
     assert "micro4: oom: rank 0: out of memory in forward of step 1" in shown
     assert "micro4, which is smaller, was out of memory" in shown
     assert (read_json(attempts(tmp_path)[0] / "state.json") or {})["state"] in ("ok", "oom")
-    # The next plan knows it before it starts anything.
+    # The next plan prunes the larger point before anything starts.
     code, _, sweep = run(tmp_path, [1, 4, 32])
     assert (code, states(sweep)) == (0, ["cached", "oom", "pruned"])
     code, _, sweep = run(tmp_path, [4, 16], Wishes(prune=False))
     assert (code, states(sweep)) == (0, ["oom", "ok"])
 
 
-def test_a_plan_tells_each_reason_and_what_would_run_what_it_leaves_out(tmp_path: Path) -> None:
+def test_a_plan_groups_refused_points_by_reason_and_reports_when_nothing_is_left(tmp_path: Path) -> None:
     found = points(tmp_path, [1, 2])
     refused = [Refused(f"r{number}", (), (Broken(f"rule {number % 10}"),)) for number in range(12)]
     code, shown, _ = run(tmp_path, [], points=(*found, *refused))
@@ -130,14 +130,14 @@ def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (code, states(sweep)) == (0, ["ok"])
 
 
-def test_where_nothing_fits_the_code_is_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_code_is_4_if_no_point_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUB_LACKING_MICRO", "4")
     code, shown, _ = run(tmp_path, [4])
     assert code == comparison.NOTHING_FITS
     assert "no point has a result" in shown
 
 
-def test_three_failures_alike_stop_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_equal_failures_in_a_row_stop_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZLAB_FAULT", "raise@step1:rank0")
     micros = [1, 2, 3, 4, 5]
     code, shown, sweep = run(tmp_path, micros, points=points(tmp_path, micros, exclusive=True))
@@ -146,7 +146,9 @@ def test_three_failures_alike_stop_the_queue(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.full
-def test_failures_alike_stop_the_queue_also_after_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_equal_failures_stop_the_queue_after_a_different_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ZLAB_FAULT", "raise@step1:rank0")
     monkeypatch.setenv("STUB_ODD_MICRO", "1")
     micros = [1, 2, 3, 4, 5]
@@ -161,7 +163,7 @@ def test_a_refused_point_is_a_row_with_its_fix(tmp_path: Path) -> None:
     assert "fix: a=b" in shown
 
 
-def test_points_run_side_by_side_where_there_are_slots_and_one_at_a_time_where_asked(
+def test_points_run_in_parallel_if_slots_are_free_and_one_at_a_time_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STUB_STEP_S", "0.1")
@@ -179,10 +181,10 @@ def test_points_run_side_by_side_where_there_are_slots_and_one_at_a_time_where_a
 
 
 @pytest.mark.full
-def test_bad_lines_in_the_records_of_one_point_end_neither_the_sweep_nor_another_point(tmp_path: Path) -> None:
+def test_damaged_records_of_one_point_stop_neither_the_sweep_nor_other_points(tmp_path: Path) -> None:
     process = start(tmp_path, [1, 2], step_s=0.4)
     attempt = AttemptPaths(wait_until(lambda: next(iter(running(tmp_path)), None)))
-    # Its next record is that of its end.
+    # From now on the rank writes its record only once more, when it ends.
     wait_until(lambda: (read_json(attempt.rank_record(0)) or {}).get("state") == "running")
     (sweep,) = sweep_record.all_sweeps(tmp_path)
     for file in (attempt.metrics, sweep.requests, sweep.events):
@@ -218,7 +220,7 @@ def running(output: Path) -> list[Path]:
 
 
 def stop_in_the_middle(output: Path) -> int:
-    """The process of a rank that is stopped, alive and without its result, at whatever moment that took hold."""
+    """Stops a running rank that has not written its result yet with SIGSTOP. Returns the pid of the stopped process."""
     return wait_until(lambda: next(filter(None, map(stopped, running(output))), None))
 
 
@@ -238,7 +240,7 @@ def stopped(attempt: Path) -> int | None:
 
 @pytest.mark.full
 def test_a_sweep_killed_twice_in_the_middle_loses_no_result_and_repeats_none(tmp_path: Path) -> None:
-    """First its controller gets SIGKILL, then a rank; 6 points."""
+    """The controller of a sweep of 6 points gets SIGKILL; after the sweep is started again, a rank gets it."""
     micros = list(range(1, 7))
     command = start(tmp_path, micros)
     wait_until(lambda: measured(tmp_path) >= 2)
@@ -269,8 +271,8 @@ def test_a_sweep_killed_twice_in_the_middle_loses_no_result_and_repeats_none(tmp
 
 
 @pytest.mark.full
-def test_of_two_equal_sweeps_at_one_moment_one_does_the_work_and_both_end_well(tmp_path: Path) -> None:
-    """Nobody may start while the test holds the lock, so both have decided what to run when the first one starts it."""
+def test_of_two_equal_sweeps_started_together_one_runs_and_both_succeed(tmp_path: Path) -> None:
+    """The test holds the start lock until both commands wait for it, so both have planned before one starts."""
     with sweep_record.only_starter(tmp_path):
         twins = [start(tmp_path, [1, 2]) for _ in range(2)]
         wait_until(lambda: all(str(tmp_path / "sweeps" / ".lock") in opened(twin.pid) for twin in twins))
@@ -287,7 +289,7 @@ def opened(pid: int) -> set[str]:
 
 
 @pytest.mark.full
-def test_a_command_whose_controller_finds_another_one_watches_that(tmp_path: Path) -> None:
+def test_a_command_whose_controller_finds_a_running_one_watches_that_one(tmp_path: Path) -> None:
     first = start(tmp_path, [1, 2], step_s=0.2)
     wait_until(lambda: bool(running(tmp_path)))
     sweep = the_sweep(tmp_path)
@@ -315,7 +317,7 @@ def test_an_interrupt_without_a_terminal_cancels_everything(tmp_path: Path) -> N
 
 
 class Person:
-    """At a terminal: sees what comes, and answers."""
+    """Stands in for a user at a terminal: reads the output and types answers."""
 
     def __init__(self) -> None:
         self._end, self.terminal = pty.openpty()
@@ -332,7 +334,7 @@ class Person:
         return self._seen.decode(errors="replace")
 
     def answers(self, text: str, question: int) -> None:
-        """Once the question has come so often."""
+        """Types the text once the question has been printed for the `question`-th time."""
         wait_until(lambda: self.seen.count("[d]etach") == question)
         os.write(self._end, f"{text}\n".encode())
 
@@ -340,7 +342,7 @@ class Person:
 @pytest.mark.parametrize(
     "answer", [*(pytest.param(one, marks=pytest.mark.full) for one in ("detach", "wait")), "cancel"]
 )
-def test_at_a_terminal_an_interrupt_asks_and_what_is_answered_is_done(
+def test_at_a_terminal_an_interrupt_asks_and_follows_the_answer(
     answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     person = Person()
@@ -348,7 +350,7 @@ def test_at_a_terminal_an_interrupt_asks_and_what_is_answered_is_done(
     command = start(tmp_path, [1, 2, 3, 4, 5], stdin=person.terminal, stdout=person.terminal, stderr=person.terminal)
     wait_until(lambda: measured(tmp_path) >= 1 and bool(running(tmp_path)))
     command.send_signal(signal.SIGINT)
-    person.answers("", 1)  # nothing: it goes on
+    person.answers("", 1)  # an empty answer: the sweep continues
     wait_until(lambda: "Ctrl-C:" in person.seen.rpartition("[d]etach")[2])
     command.send_signal(signal.SIGINT)
     person.answers(answer, 2)
@@ -362,7 +364,7 @@ def test_at_a_terminal_an_interrupt_asks_and_what_is_answered_is_done(
     assert "Ctrl-C: detach, wait or cancel" in person.seen
 
 
-def test_a_sweep_whose_terminal_is_gone_ends_and_one_that_was_detached_goes_on(tmp_path: Path) -> None:
+def test_a_sweep_ends_with_its_command_unless_it_was_detached(tmp_path: Path) -> None:
     command = start(tmp_path / "a", [1, 2, 3, 4])
     wait_until(lambda: bool(running(tmp_path / "a")))
     command.kill()
@@ -378,7 +380,7 @@ def test_a_sweep_whose_terminal_is_gone_ends_and_one_that_was_detached_goes_on(t
 
 
 @pytest.mark.full
-def test_who_asks_for_a_sweep_that_runs_waits_for_it_and_disturbs_nothing(tmp_path: Path) -> None:
+def test_a_request_for_a_running_sweep_waits_for_it_and_repeats_no_point(tmp_path: Path) -> None:
     start(tmp_path, [1, 2, 3], detach=True).communicate(timeout=HANG_S)
     wait_until(lambda: bool(running(tmp_path)))
     request = SweepRequest("batch", points(tmp_path, [1, 2, 3]), ("sweeps=batch",), predicts=False, entry=STUB)
@@ -387,7 +389,7 @@ def test_who_asks_for_a_sweep_that_runs_waits_for_it_and_disturbs_nothing(tmp_pa
     assert len(attempts(tmp_path)) == 3
 
 
-def test_verbs_answer_from_another_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_work_from_another_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start(tmp_path, [1, 2, 3, 4, 5, 6], detach=True).communicate(timeout=HANG_S)
     wait_until(lambda: bool(running(tmp_path)))
     first = running(tmp_path)[0]
@@ -419,7 +421,7 @@ def test_verbs_answer_from_another_terminal(tmp_path: Path, capsys: pytest.Captu
     assert "points left)" in capsys.readouterr().out
 
 
-def test_a_sweep_that_was_typed_elsewhere_is_gone_on_with_there_and_says_so(
+def test_resume_runs_a_sweep_in_the_folder_where_it_was_typed_and_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts = {"command": ["zero=stge1", "data.path=a b"], "folder": str(tmp_path)}
@@ -440,7 +442,7 @@ def test_a_sweep_that_was_typed_elsewhere_is_gone_on_with_there_and_says_so(
         (["retry", "--retry", "ok"], "--retry ok: expected some of"),
     ],
 )
-def test_what_is_not_there_is_told(
+def test_missing_sweeps_and_invalid_retry_states_are_reported(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert verbs.main([*words, "--output", str(tmp_path)]) == 2

@@ -1,4 +1,4 @@
-"""The dashboard's command: it shows an address, keeps the server's words to a file, and ends with it."""
+"""The `ui` command prints an address, writes the server's output to a file, and ends together with the server."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def output(tmp_path: Path) -> Path:
 
 
 def serve(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some code of Python stands for MLflow's server."""
+    """Replaces MLflow's server with a Python process that runs this code."""
     monkeypatch.setattr(dashboard, "server_command", lambda *_: [sys.executable, "-S", "-c", code])
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_ctrl_c_ends_the_server_quietly_with_code_0(
+def test_an_interrupt_or_termination_ends_the_server_quietly_with_code_0(
     by: signal.Signals, output: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = f"import os, time; print('noise', flush=True); open({str(output / 'pid')!r}, 'w').write(str(os.getpid()))"
@@ -54,7 +54,7 @@ def test_ctrl_c_ends_the_server_quietly_with_code_0(
 
 
 @pytest.mark.parametrize("content", [b"", b"SQLite format 3\0" + b"\xff" * 4096, b"text"])
-def test_a_store_that_is_none_of_mlflows_is_named(
+def test_a_file_that_is_not_an_mlflow_store_is_refused_and_left_unchanged(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store_path(tmp_path).write_bytes(content)
@@ -63,7 +63,7 @@ def test_a_store_that_is_none_of_mlflows_is_named(
     assert store_path(tmp_path).read_bytes() == content
 
 
-def test_a_server_that_ends_by_itself_is_an_error_with_its_last_words(
+def test_a_server_that_ends_by_itself_is_an_error_with_its_last_output(
     output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve("raise SystemExit('the port is taken')", monkeypatch)

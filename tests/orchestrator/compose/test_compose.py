@@ -1,4 +1,4 @@
-"""Composition: the sweep grammar is Hydra's own, experiment and sweep files work, and nothing can be smuggled in."""
+"""Composition follows Hydra's sweep grammar, reads experiment and sweep files, and rejects unknown keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def labels(line: str) -> list[str]:
     return [point.label for point in points]
 
 
-def test_one_point_is_the_defaults_and_the_overrides() -> None:
+def test_a_single_point_combines_the_defaults_and_the_overrides() -> None:
     found = composed("zero=stage3 batch.micro=2")
     assert not found.is_sweep
     assert len(found.points) == 1
@@ -61,7 +61,7 @@ def test_labels_say_what_varies(line: str, expected: list[str]) -> None:
     assert labels(line) == expected
 
 
-def test_a_sweep_file_needs_no_flag_and_makes_eight_points() -> None:
+def test_a_sweep_file_needs_no_flag_and_gives_eight_points() -> None:
     found = composed("sweeps=stages")
     assert found.is_sweep
     assert found.axes == ("zero", "precision")
@@ -71,7 +71,7 @@ def test_a_sweep_file_needs_no_flag_and_makes_eight_points() -> None:
     assert sweep_name(found.axes, ["zero=stage0,stage1"]) == "zero_precision"
 
 
-def test_an_experiment_wins_over_the_groups_and_the_line_over_the_experiment() -> None:
+def test_an_experiment_overrides_the_groups_and_the_command_line_overrides_both() -> None:
     assert composed("experiment=paper_bytes").points[0].values["precision"]["reduce"] == "bf16"
     assert composed("experiment=paper_bytes precision.reduce=fp32").points[0].values["precision"]["reduce"] == "fp32"
 
@@ -92,7 +92,7 @@ def test_plus_and_plus_plus_work_where_hydra_permits_them() -> None:
         composed("+zero.stage=1")
 
 
-def test_plus_plus_cannot_smuggle_in_a_key() -> None:
+def test_plus_plus_cannot_add_an_unknown_key() -> None:
     points, problems = checked_points(composed("++zero.stagee=1"), LAPTOP)
     assert points == []
     assert problems == ["'zero.stagee' is not a setting. Did you mean 'zero.stage'?"]
@@ -113,7 +113,7 @@ def test_interpolations_are_resolved() -> None:
         ("--config-name nope", "nope"),
     ],
 )
-def test_what_hydra_refuses_is_one_line(line: str, told: str) -> None:
+def test_errors_of_hydra_are_one_line(line: str, told: str) -> None:
     with pytest.raises(ComposeError, match=told) as caught:
         composed(line)
     assert "\n" not in str(caught.value)
@@ -121,7 +121,7 @@ def test_what_hydra_refuses_is_one_line(line: str, told: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["stage: [1\n", "a: b: c\n"])
-def test_a_broken_file_is_one_line(text: str, tmp_path: Path) -> None:
+def test_a_file_with_a_syntax_error_is_reported_in_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "zero").mkdir()
     (tmp_path / "zero" / "bad.yaml").write_text(text)
     with pytest.raises(ComposeError) as caught:
@@ -131,7 +131,7 @@ def test_a_broken_file_is_one_line(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "told"), [("- stage\n", "zero must be a mapping"), ("stagee: 1\n", "'zero.stagee'")])
-def test_a_file_of_another_shape_is_told(text: str, told: str, tmp_path: Path) -> None:
+def test_an_option_file_of_the_wrong_shape_is_reported(text: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "zero").mkdir()
     (tmp_path / "zero" / "odd.yaml").write_text(text)
     points, problems = checked_points(composed(f"zero=odd --config-dir {tmp_path}"), LAPTOP)
@@ -161,7 +161,7 @@ DEEP = "a: " + 3000 * "[" + 3000 * "]"
         ),
     ],
 )
-def test_a_file_that_holds_no_settings_is_named_with_what_it_holds(
+def test_a_file_without_valid_settings_is_reported_with_its_name_and_the_reason(
     content: bytes, told: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("conf/optimizer", "conf/experiment", "conf/model", "sweeps"):
@@ -175,7 +175,7 @@ def test_a_file_that_holds_no_settings_is_named_with_what_it_holds(
     assert "\n" not in str(caught.value)
 
 
-def test_a_rule_broken_by_some_points_says_by_how_many() -> None:
+def test_a_broken_rule_reports_how_many_points_break_it() -> None:
     points, problems = checked_points(composed("-m batch.global_size=8,10,16 data=text"), LAPTOP)
     assert points == []
     assert len(problems) == 2
@@ -192,12 +192,12 @@ def test_a_rule_broken_by_some_points_says_by_how_many() -> None:
         ("sweeps=stages seed=range(0,100000)", "800,000 ("),
     ],
 )
-def test_a_huge_product_is_refused_before_it_is_made(line: str, number: str) -> None:
+def test_a_huge_product_is_refused_before_it_is_expanded(line: str, number: str) -> None:
     with pytest.raises(ComposeError, match=re.escape(f"expected a sweep of at most 10,000 points, found {number}")):
         composed(line)
 
 
-def test_a_sweep_may_have_as_many_points_as_are_asked_for() -> None:
+def test_max_points_sets_the_limit_on_the_points_of_a_sweep() -> None:
     assert len(composed("-m seed=1,2,3 --max-points 3").points) == 3
     with pytest.raises(ComposeError, match=r"at most 2 points, found 3 .*--max-points 3"):
         composed("-m seed=1,2,3 --max-points 2")

@@ -1,4 +1,4 @@
-"""The quick check: each misspelling has one line with the nearest right spelling, and right lines pass."""
+"""The quick check reports each misspelling in one line with the closest valid spelling, and accepts valid lines."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def tree() -> Tree:
         ("help", "run.py --help'?"),
     ],
 )
-def test_one_line_tells_what_is_wrong(line: str, told: str, tree: Tree) -> None:
+def test_each_mistake_is_reported_in_one_line(line: str, told: str, tree: Tree) -> None:
     problems = check([line], tree, multirun=False)
     assert len(problems) == 1
     assert told in problems[0]
@@ -85,7 +85,7 @@ def test_one_line_tells_what_is_wrong(line: str, told: str, tree: Tree) -> None:
         'zero="stage2" zero=stage2.yaml',
     ],
 )
-def test_right_lines_pass(line: str, tree: Tree) -> None:
+def test_valid_lines_pass(line: str, tree: Tree) -> None:
     assert check(line.split(), tree, multirun=False) == []
 
 
@@ -111,7 +111,7 @@ def test_spaces_around_equals_and_after_commas_are_one_error(line: str, meant: s
     assert problem.endswith(f"has spaces around = or after a comma: write {meant}")
 
 
-def test_a_sweep_that_lacks_m_is_proposed_with_the_flags_that_it_needs_and_quoted_for_the_shell(tree: Tree) -> None:
+def test_a_sweep_typed_without_m_is_suggested_with_its_flags_and_shell_quoting(tree: Tree) -> None:
     (problem,) = check(["data.path=a b", "seed=range(1,3)"], tree, multirun=False, flags=["--config-dir=mine"])
     assert problem.endswith("run.py -m --config-dir=mine 'data.path=a b' 'seed=range(1,3)'")
 
@@ -125,11 +125,11 @@ def test_each_value_of_a_list_is_checked(tree: Tree) -> None:
     ]
 
 
-def test_everything_wrong_is_told_at_once(tree: Tree) -> None:
+def test_all_mistakes_are_reported_together(tree: Tree) -> None:
     assert len(check(["zero=stge2", "batch.micro=abc", "+bogus=1", "seed=x"], tree, multirun=False)) == 4
 
 
-def test_a_folder_of_ones_own_adds_options(tmp_path: Path) -> None:
+def test_a_users_config_folder_adds_options(tmp_path: Path) -> None:
     (tmp_path / "zero").mkdir()
     (tmp_path / "zero" / "mine.yaml").write_text("stage: 1\n")
     assert check(["zero=mine"], read_tree(str(tmp_path)), multirun=False) == []
@@ -148,19 +148,19 @@ def test_a_folder_of_ones_own_adds_options(tmp_path: Path) -> None:
         (".5", 0.5),
     ],
 )
-def test_values_read_as_hydra_reads_them(text: str, value: object) -> None:
+def test_values_are_parsed_as_hydra_parses_them(text: str, value: object) -> None:
     read = scalar(text)
     assert (read, type(read)) == (value, type(value))
 
 
-def test_commas_in_brackets_and_quotes_are_no_lists() -> None:
+def test_commas_in_brackets_and_quotes_do_not_separate_values() -> None:
     assert list(elements("a,b")) == ["a", "b"]
     assert list(elements("'a,b'")) == ["'a,b'"]
     assert list(elements("{a:1,b:2}")) == ["{a:1,b:2}"]
     assert list(elements("choice(x, y)")) == ["x", "y"]
 
 
-def test_flags_may_stand_anywhere() -> None:
+def test_flags_may_come_before_or_after_overrides() -> None:
     found = arguments.split(["zero=stage1", "-m", "precision=fp32", "--config-dir=/x", "batch.micro=2"])
     assert (found.multirun, found.overrides) == (True, ["zero=stage1", "precision=fp32", "batch.micro=2"])
     assert found.flags["--config-dir"] == "/x"
@@ -180,25 +180,25 @@ def test_flags_may_stand_anywhere() -> None:
         ("-batch.micro 3", "write batch.micro=3"),
     ],
 )
-def test_wrong_flags_are_told(line: str, told: str) -> None:
+def test_wrong_flags_are_reported(line: str, told: str) -> None:
     problems = arguments.split(line.split()).problems
     assert len(problems) == 1
     assert told in problems[0]
 
 
-def test_info_takes_its_value_only_when_it_is_one() -> None:
+def test_info_takes_the_next_word_only_if_it_is_a_valid_value() -> None:
     found = arguments.split(["--info", "zero=stage1"])
     assert (found.flags, found.overrides) == ({"--info": "all"}, ["zero=stage1"])
     assert arguments.split(["-i", "defaults"]).flags == {"--info": "defaults"}
 
 
-def test_a_path_of_the_home_folder_is_one_also_where_the_shell_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_that_the_shell_leaves_in_a_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     line = ["data.path=~/a,~/b", "~experiment", "model.path=x~/y"]
     assert arguments.split(line).overrides == ["data.path=/home/me/a,/home/me/b", "~experiment", "model.path=x~/y"]
 
 
-def test_a_path_of_an_unknown_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_refused_if_the_home_folder_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

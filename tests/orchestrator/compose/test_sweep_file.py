@@ -1,4 +1,4 @@
-"""Declared sweeps: what a file says becomes the points that a person would have typed."""
+"""A sweep file expands to the points that a user could have typed on the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lines(sweep: SweepFile, **typed: list[str]) -> list[str]:
     return [" ".join(line.values()) for line in expand(sweep, typed).lines]
 
 
-def test_axes_are_a_product_and_the_base_is_in_every_point() -> None:
+def test_axes_form_a_product_and_the_base_is_in_every_point() -> None:
     sweep = SweepFile(base={"model": "gpt2"}, axes={"zero": ["stage0", "stage1"], "batch.micro": [1, 2]})
     assert lines(sweep) == [
         "model=gpt2 zero=stage0 batch.micro=1",
@@ -37,7 +37,7 @@ def test_axes_are_a_product_and_the_base_is_in_every_point() -> None:
     assert expand(sweep, {}).axes == ("zero", "batch.micro")
 
 
-def test_zipped_lists_advance_together_and_are_one_axis() -> None:
+def test_zipped_lists_advance_together() -> None:
     sweep = SweepFile(zip=[{"batch.micro": [1, 2], "batch.accumulation": [2, 1]}], seeds=[1, 2])
     assert lines(sweep) == [
         "batch.micro=1 batch.accumulation=2 seed=1",
@@ -47,7 +47,7 @@ def test_zipped_lists_advance_together_and_are_one_axis() -> None:
     ]
 
 
-def test_points_are_left_out_and_added() -> None:
+def test_exclude_drops_points_and_concat_adds_points() -> None:
     sweep = SweepFile(
         axes={"zero": ["stage0", "stage3"], "offload": ["none", "optimizer_cpu"]},
         exclude=[{"zero": "stage0", "offload": ["optimizer_cpu", "param_cpu"]}],
@@ -61,7 +61,7 @@ def test_points_are_left_out_and_added() -> None:
     ]
 
 
-def test_a_point_beside_the_product_is_called_by_the_keys_that_it_has(tmp_path: Path) -> None:
+def test_a_concat_point_is_labelled_by_its_own_keys(tmp_path: Path) -> None:
     (tmp_path / "sweeps").mkdir()
     text = "axes: {zero: [stage0, stage1]}\nconcat: [{zero: stage3, batch.micro: 2}, {seed: 7}]"
     (tmp_path / "sweeps" / "mine.yaml").write_text(text)
@@ -71,7 +71,7 @@ def test_a_point_beside_the_product_is_called_by_the_keys_that_it_has(tmp_path: 
     assert [point.label for point in points] == ["stage0", "stage1", "stage3-micro2", "seed7"]
 
 
-def test_some_points_have_other_resources_and_no_other_name() -> None:
+def test_when_sets_resources_of_some_points_without_adding_an_axis() -> None:
     rule = {"if": {"zero": "stage3"}, "set": {"resources.ranks": 4}}
     sweep = SweepFile(axes={"zero": ["stage2", "stage3"]}, when=[rule])
     assert lines(sweep) == ["zero=stage2", "zero=stage3 resources.ranks=4"]
@@ -79,7 +79,7 @@ def test_some_points_have_other_resources_and_no_other_name() -> None:
     assert lines(sweep, **{"resources.ranks": ["resources.ranks=1"]})[1] == "zero=stage3 resources.ranks=1"
 
 
-def test_what_is_typed_wins_over_the_file_and_a_typed_list_is_an_axis() -> None:
+def test_typed_settings_override_the_file_and_a_typed_list_is_an_axis() -> None:
     sweep = SweepFile(base={"model": "gpt2"}, axes={"zero": ["stage0", "stage1"]}, concat=[{"zero": "stage3"}])
     assert lines(sweep, model=["model=llama_1b"])[0] == "model=llama_1b zero=stage0".replace(
         "model=llama_1b zero=stage0", "zero=stage0 model=llama_1b"
@@ -102,7 +102,7 @@ def test_what_is_typed_wins_over_the_file_and_a_typed_list_is_an_axis() -> None:
         ({"a": 1}, "{a:1}"),
     ],
 )
-def test_values_are_spelled_so_that_they_are_read_as_they_were(value: object, text: str) -> None:
+def test_values_are_spelled_in_hydras_grammar(value: object, text: str) -> None:
     assert spelled(value) == text
 
 
@@ -122,7 +122,7 @@ def test_values_are_spelled_so_that_they_are_read_as_they_were(value: object, te
         ("seeds: [a]", "seeds: expected a list of whole numbers"),
     ],
 )
-def test_a_file_that_cannot_be_meant_is_told_with_its_name(text: str, told: str, tmp_path: Path) -> None:
+def test_an_invalid_sweep_file_is_reported_with_its_name(text: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / "sweeps" / "mine.yaml"
     path.parent.mkdir()
     path.write_text(text)
@@ -157,7 +157,7 @@ def test_a_file_that_cannot_be_meant_is_told_with_its_name(text: str, told: str,
         ),
     ],
 )
-def test_a_typo_in_a_file_is_told_with_the_nearest_word(text: str, told: str, tmp_path: Path) -> None:
+def test_wrong_settings_in_a_sweep_file_are_reported(text: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "mine.yaml").write_text(text)
     with pytest.raises(compose.ComposeError) as caught:
@@ -165,7 +165,7 @@ def test_a_typo_in_a_file_is_told_with_the_nearest_word(text: str, told: str, tm
     assert told in str(caught.value)
 
 
-def test_a_mistake_that_several_points_share_is_told_once(tmp_path: Path) -> None:
+def test_a_mistake_that_several_points_share_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "mine.yaml").write_text("axes: {batch.micr: [1, 2]}")
     with pytest.raises(compose.ComposeError) as caught:
@@ -173,21 +173,21 @@ def test_a_mistake_that_several_points_share_is_told_once(tmp_path: Path) -> Non
     assert str(caught.value).count("batch.micr'") == 1
 
 
-def test_numbers_of_a_file_are_read_as_those_of_conf_and_of_the_command_line(tmp_path: Path) -> None:
+def test_numbers_in_a_sweep_file_are_parsed_as_in_conf_and_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "mine.yaml").write_text("axes: {optimizer.lr: [1e-3, 3E-4, 1_0.5]}")
     found = compose.compose(arguments.split(["sweeps=mine", "--config-dir", str(tmp_path)]))
     assert [one.values["optimizer"]["lr"] for one in found.points] == [1e-3, 3e-4, 10.5]
 
 
-def test_a_key_that_is_twice_in_an_option_file_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_a_duplicate_key_in_an_option_file_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "zero").mkdir()
     (tmp_path / "zero" / "mine.yaml").write_text("stage: 1\nstage: 2\n")
     with pytest.raises(compose.ComposeError, match=r"zero/mine\.yaml, line 2: 'stage' is there twice"):
         compose.compose(arguments.split(["zero=mine", "--config-dir", str(tmp_path)]))
 
 
-def test_a_file_in_hydras_own_form_still_works(tmp_path: Path) -> None:
+def test_a_sweep_file_in_hydras_own_form_works(tmp_path: Path) -> None:
     (tmp_path / "sweeps").mkdir()
     params = {"zero": "stage0,stage1", "precision": "fp32"}
     body = {"hydra": {"mode": "MULTIRUN", "sweeper": {"params": params}}}
@@ -196,7 +196,9 @@ def test_a_file_in_hydras_own_form_still_works(tmp_path: Path) -> None:
     assert [one.values["zero"]["stage"] for one in found.points] == [0, 1]
 
 
-def test_a_users_own_folders_are_found_beside_where_he_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conf_and_sweeps_folders_in_the_current_folder_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "conf" / "zero").mkdir(parents=True)
     (tmp_path / "sweeps").mkdir()
     text = (folders.CONF / "zero" / "stage1.yaml").read_text()
@@ -208,7 +210,7 @@ def test_a_users_own_folders_are_found_beside_where_he_stands(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("cores", [1, 2, 64])
-def test_the_scaling_sweep_gives_every_rank_the_same_threads_at_every_number_of_ranks(cores: int) -> None:
+def test_the_scaling_sweep_uses_the_same_threads_per_rank_for_any_number_of_ranks(cores: int) -> None:
     found = compose.compose(arguments.split(["sweeps=scaling", "resources.ranks=1,2,4"]))
     points, _ = checked_points(found, Scene(Hardware(cores=cores, cpu="cpu")))
     resources = [one.config.resources for one in points if isinstance(one, Point)]
@@ -220,7 +222,7 @@ def test_the_scaling_sweep_gives_every_rank_the_same_threads_at_every_number_of_
 
 
 def covering_lines() -> list[list[str]]:
-    """Lines with an option of every group, in which any two options of two groups stand together at least once."""
+    """Lines with one option of every group, such that any two options of different groups share at least one line."""
     groups = {
         folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
         for folder in sorted(folders.CONF.iterdir())
@@ -249,8 +251,8 @@ def hydras_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.compose.merge.apply", lambda *_: False)
 
 
-def test_merged_points_are_those_that_hydra_composes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the lines that the full suite tries all of, and settings of every kind."""
+def test_merged_points_equal_the_points_that_hydra_composes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries the first of `covering_lines`, of which the full suite tries all, and settings of every kind."""
     plain = ["optimizer.lr=1e-4", "zero=stage3", "batch.accumulation=null", "output=/a/b c", "data.path='x'"]
     lines = [*covering_lines()[:1], [*plain, "precision.keep_dtype=[a,b]"]]
     lines += [["experiment=paper_bytes", "zero=stage1", "batch.micro=${measure.steps}", "seed=7"], ["+zero.stage2=1"]]
@@ -260,7 +262,8 @@ def test_merged_points_are_those_that_hydra_composes(monkeypatch: pytest.MonkeyP
 @pytest.mark.full
 def test_every_pair_of_options_is_merged_as_hydra_composes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = covering_lines()
-    assert [line for line in lines if isinstance(outcome(line), str)] == []  # an error would hide what it stands with
+    # An error would hide the other options of its line.
+    assert [line for line in lines if isinstance(outcome(line), str)] == []
     same_as_hydra(lines, monkeypatch)
 
 
@@ -283,7 +286,7 @@ def same_as_hydra(lines: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.full
 def test_a_thousand_points_are_composed_checked_and_named_in_seconds(tmp_path: Path) -> None:
-    """The limit is ten seconds of the processor's time; Hydra alone would take minutes."""
+    """The limit is ten seconds of CPU time; Hydra alone would take minutes."""
     (tmp_path / "sweeps").mkdir()
     axes = {
         "zero": ["stage0", "stage1", "stage2", "stage3"],
@@ -302,7 +305,7 @@ def test_a_thousand_points_are_composed_checked_and_named_in_seconds(tmp_path: P
     assert time.process_time() - begun < 10
 
 
-def test_the_points_of_a_file_are_counted_as_they_are_expanded() -> None:
+def test_the_count_of_a_sweep_file_equals_its_number_of_expanded_points() -> None:
     sweep = SweepFile(
         base={"model": "gpt2"},
         axes={"zero": ["stage0", "stage1"], "batch.seq": [1, 2, 3]},
@@ -316,6 +319,6 @@ def test_the_points_of_a_file_are_counted_as_they_are_expanded() -> None:
     assert sweep_file.counts(sweep, {})["batch.micro+batch.accumulation"] == 2
 
 
-def test_groups_of_zip_with_the_same_keys_are_counted_as_an_axis_each() -> None:
+def test_zip_groups_with_the_same_keys_are_counted_as_separate_axes() -> None:
     sweep = SweepFile(zip=[{"batch.micro": [1, 2]}] * 40)
     assert math.prod(sweep_file.counts(sweep, {}).values()) == 2**40

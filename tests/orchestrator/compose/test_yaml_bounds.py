@@ -1,4 +1,4 @@
-"""A file that a reader could not end reading is refused before it is given one."""
+"""A file that the YAML reader could never finish reading is refused before the reader gets it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MERGES = "\n".join(["b0: &b0 {x: 1}", *(f"b{n}: &b{n} {{<<: [*b{n - 1}, *b{n - 1
 
 @pytest.mark.parametrize("text", [LAUGHS, MERGES])
 @pytest.mark.parametrize("place", ["zero", "model", "sweeps", "experiment"])
-def test_aliases_that_stand_for_more_than_memory_holds_are_refused(place: str, text: str, tmp_path: Path) -> None:
+def test_aliases_that_expand_to_more_than_memory_holds_are_refused(place: str, text: str, tmp_path: Path) -> None:
     (tmp_path / place).mkdir()
     (tmp_path / place / "mine.yaml").write_text(text)
     with pytest.raises(
@@ -27,13 +27,13 @@ def test_aliases_that_stand_for_more_than_memory_holds_are_refused(place: str, t
         compose.compose(arguments.split([f"{place}=mine", "--config-dir", str(tmp_path)]))
 
 
-def test_aliases_that_stand_for_little_are_read(tmp_path: Path) -> None:
+def test_aliases_that_expand_to_few_values_are_read(tmp_path: Path) -> None:
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "mine.yaml").write_text("axes: {batch.micro: &few [1, 2], batch.accumulation: *few}")
     assert len(compose.compose(arguments.split(["sweeps=mine", "--config-dir", str(tmp_path)])).points) == 4
 
 
-def test_a_pipe_or_a_terabyte_in_the_place_of_an_option_is_refused_at_once(
+def test_a_pipe_or_a_terabyte_as_an_option_file_is_refused_without_reading_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for group in ("model", "zero"):

@@ -1,4 +1,4 @@
-"""What may be said to a cluster: one value a key, so that no text of the configuration becomes a line of a script."""
+"""Cluster settings are checked, so that no text of the configuration can become a line of the batch script."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from orchestrator.config.strict import ConfigError
         ("usd_per_gpu_hour", -1.0),
     ],
 )
-def test_what_would_change_the_script_is_refused_by_its_key(key: str, value: Any) -> None:
+def test_invalid_values_and_text_that_could_change_the_script_are_refused_by_key(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"cluster.{key} must be"):
         Cluster(ClusterKind.slurm, **{key: value})
 
 
-def test_what_sites_ask_for_is_taken() -> None:
+def test_settings_that_sites_require_are_accepted() -> None:
     Cluster(
         ClusterKind.slurm,
         partition="gpu,gpu-long",

@@ -1,4 +1,4 @@
-"""Every kind in conf/ becomes the runtime's own object, with the numbers that its file says."""
+"""Every optimizer and scheduler in conf/ is built as the runtime's own object, with the numbers in its file."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def option(group: str, kind: type, stem: str, **changed: object) -> Any:
         ("torch", optimizers.TorchConfig("Adagrad", {}, 0.0)),
     ],
 )
-def test_an_optimizers_file_becomes_its_constants(name: str, expected: optimizers.OptimizerConfig) -> None:
+def test_each_optimizer_file_is_built_with_its_constants(name: str, expected: optimizers.OptimizerConfig) -> None:
     assert build_optimizer(option("optimizer", Optimizer, name)) == expected
     assert build_optimizer(option("optimizer", Optimizer, name, no_decay=False)).no_decay is False
 
 
-def test_arguments_of_a_torch_optimizer_reach_it() -> None:
+def test_arguments_of_a_torch_optimizer_are_passed_to_it() -> None:
     chosen = option("optimizer", Optimizer, "torch", name="Adadelta", arguments={"rho": 0.8}, weight_decay=0.1)
     assert build_optimizer(chosen) == optimizers.TorchConfig("Adadelta", {"rho": 0.8}, 0.1)
 
@@ -62,11 +62,11 @@ def test_arguments_of_a_torch_optimizer_reach_it() -> None:
         ("lr_range_test", lr_schedule.LRRangeTest(2.0, 5, 1.0, False)),
     ],
 )
-def test_a_schedulers_file_becomes_its_schedule(name: str, expected: lr_schedule.LrSchedule) -> None:
+def test_each_scheduler_file_is_built_as_its_schedule(name: str, expected: lr_schedule.LrSchedule) -> None:
     assert build_schedule(option("scheduler", Scheduler, name), 2.0, total_steps=30) == expected
 
 
-def test_what_one_cycle_leaves_open_means_something() -> None:
+def test_one_cycle_uses_its_optional_settings_and_null_disables_momentum_cycling() -> None:
     changed = {"fall_steps": 3, "decay_steps": 4, "decay_rate": 0.5, "momentum_min": None, "momentum_max": None}
     schedule = build_schedule(option("scheduler", Scheduler, "one_cycle", **changed), 2.0, total_steps=30)
     assert schedule == lr_schedule.OneCycle(0.2, 2.0, 0.5, 15, 3, decay_step_size=4, cycle_momentum=False)
@@ -79,7 +79,7 @@ def test_every_kind_can_be_built() -> None:
         build_schedule(option("scheduler", Scheduler, str(kind)), 1.0, total_steps=10).rates(3)
 
 
-def test_a_published_warmup_has_a_step_at_least() -> None:
+def test_the_warmup_scheduler_needs_at_least_one_warmup_step() -> None:
     with pytest.raises(ConfigError, match=r"scheduler\.warmup_steps must be at least 1"):
         Scheduler(SchedulerKind.warmup, warmup_steps=0)
     Scheduler(SchedulerKind.cosine, warmup_steps=0)

@@ -1,4 +1,4 @@
-"""The dataclasses: strict, complete, told all at once, and plain data when written."""
+"""Configurations must be complete and valid, all mistakes are reported together, and they are written as plain data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_config_cannot_be_changed() -> None:
         RunConfig(model=TINY).zero.stage = 3  # type: ignore[misc]
 
 
-def test_everything_wrong_is_told_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     data = to_dict(RunConfig(model=TINY))
     data["zero"]["bogus"] = 1
     data["batch"] |= {"micro": 0, "seq": 1}
@@ -47,7 +47,7 @@ def test_everything_wrong_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("value", [True, 4.0, "4", None, [4]])
-def test_a_whole_number_is_nothing_else(value: object) -> None:
+def test_only_integers_are_accepted_as_whole_numbers(value: object) -> None:
     data = to_dict(RunConfig(model=TINY))
     data["batch"]["micro"] = value
     with pytest.raises(ConfigError, match=r"batch\.micro must be a whole number"):
@@ -55,7 +55,7 @@ def test_a_whole_number_is_nothing_else(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "0.1"])
-def test_a_number_is_finite(value: object) -> None:
+def test_only_finite_numbers_are_accepted_as_numbers(value: object) -> None:
     data = to_dict(RunConfig(model=TINY))
     data["optimizer"]["lr"] = value
     with pytest.raises(ConfigError, match=r"optimizer\.lr must be a number"):
@@ -81,7 +81,7 @@ def test_a_number_is_finite(value: object) -> None:
     ],
     ids=["400 digits", "6000 digits", "as a number", "as text", "inside", "6000 digits inside", "bytes", "keys"],
 )
-def test_what_no_record_can_hold_is_refused(group: str, key: str, value: object, told: str) -> None:
+def test_values_that_a_record_cannot_store_are_refused(group: str, key: str, value: object, told: str) -> None:
     data = to_dict(RunConfig(model=TINY))
     data[group][key] = value
     with pytest.raises(ConfigError) as caught:
@@ -89,14 +89,14 @@ def test_what_no_record_can_hold_is_refused(group: str, key: str, value: object,
     assert told in str(caught.value)
 
 
-def test_a_whole_number_passes_as_a_number() -> None:
+def test_an_integer_is_accepted_as_a_number_and_becomes_a_float() -> None:
     data = to_dict(RunConfig(model=TINY))
     data["optimizer"]["lr"] = 1
     lr = from_dict(data).optimizer.lr
     assert (lr, type(lr)) == (1.0, float)
 
 
-def test_values_out_of_range_name_the_key_and_a_fix() -> None:
+def test_values_out_of_range_are_refused_with_the_key_and_a_fix() -> None:
     with pytest.raises(ConfigError, match=r"zero\.stage must be 0, 1, 2 or 3, found 4 +fix: zero\.stage=2"):
         Zero(stage=4)
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""Real submissions of a worker without torch: what ranks are given, and that nothing is left when one dies."""
+"""Submitted ranks of the stub worker get their place and environment, and no process is left if one of them dies."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def run(config: RunConfig, *, as_json: bool = False) -> tuple[int, str, AttemptPaths]:
-    """Exit code, screen, and the one attempt."""
+    """Runs one point. Returns the exit code, the output and the only attempt."""
     out = io.StringIO()
     screen = Screen(Console(file=out, width=200))
     code = run_point(make_point(config), entry=STUB, screen=screen, as_json=as_json)
@@ -76,9 +76,7 @@ def assert_failed(attempt: AttemptPaths, state: str, rank: int) -> dict[str, Any
     return found
 
 
-def test_ranks_are_told_their_place_and_start_in_the_environment_of_a_careful_person(
-    tmp_path: Path, sessions: list[int]
-) -> None:
+def test_ranks_get_their_place_and_start_with_the_recommended_environment(tmp_path: Path, sessions: list[int]) -> None:
     code, shown, attempt = run(make_config(tmp_path))
     assert code == 0
     assert "9,812 median" in shown
@@ -87,8 +85,8 @@ def test_ranks_are_told_their_place_and_start_in_the_environment_of_a_careful_pe
         assert told is not None
         assert (told["rank"], told["local_rank"], told["world"]) == (str(rank), str(rank), "2")
         at_exec = told["at_exec"]
-        # The allocator reads it before any line of Python runs: set later it does nothing. Up to 2.38 glibc
-        # replaces the colon that it read past by a zero, in this process's own copy.
+        # The allocator reads the variable before Python starts, so setting it later has no effect. Up to version
+        # 2.38, glibc replaces each colon that it has parsed by a zero byte, in the process's own environment.
         assert f"GLIBC_TUNABLES={environment.GLIBC}" in told["whole"].replace("\0glibc.", ":glibc.")
         assert at_exec["TOKENIZERS_PARALLELISM"] == "false"
         assert at_exec["OMP_NUM_THREADS"] == at_exec["MKL_NUM_THREADS"] == "1"
@@ -143,7 +141,7 @@ def test_a_rank_that_hangs_ends_at_the_time_limit_and_its_stack_is_shown(
     tmp_path: Path, sessions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZLAB_FAULT", "hang@step3:rank1")
-    code, shown, attempt = run(make_config(tmp_path, limit_min=0.15))  # a busy machine too is at step 3 by then
+    code, shown, attempt = run(make_config(tmp_path, limit_min=0.15))  # even a busy machine reaches step 3 in this time
     assert code == 1
     state = assert_failed(attempt, "timeout", rank=1)
     assert "the others waited for rank 1" in state["message"]
@@ -170,7 +168,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproc
     yield process
     process.kill()
     process.wait()
-    for pid in living(tmp_path):  # a test that failed leaves nothing either
+    for pid in living(tmp_path):  # a failed test leaves no process either
         os.kill(pid, signal.SIGKILL)
 
 
@@ -194,7 +192,7 @@ def test_ctrl_c_ends_everything_and_the_run_is_recorded_as_cancelled(
     assert '"cancelled"' in state.read_text()
 
 
-def test_a_run_that_was_stopped_says_how_to_go_on_where_it_saved(tmp_path: Path) -> None:
+def test_a_stopped_run_prints_how_to_resume_if_it_saved_a_checkpoint(tmp_path: Path) -> None:
     config = replace(make_config(tmp_path), checkpoint=Checkpoint(CheckpointKind.sharded, resume="auto"))
     attempt = new_attempt(tmp_path, to_dict(config), "stage2", "cpu")
     attempt.move(RunState.cancelled)
@@ -205,7 +203,7 @@ def test_a_run_that_was_stopped_says_how_to_go_on_where_it_saved(tmp_path: Path)
     assert row.text.endswith("(goes on from its last checkpoint)")
 
 
-def test_a_run_that_is_stopped_after_its_result_was_written_is_measured(tmp_path: Path, sessions: list[int]) -> None:
+def test_a_run_cancelled_after_its_result_was_written_counts_as_measured(tmp_path: Path, sessions: list[int]) -> None:
     point = make_point(make_config(tmp_path))
     attempt = new_attempt(tmp_path, to_dict(point.config), "a", "cpu")
     run = PointRun(point, attempt, STUB)
@@ -214,13 +212,13 @@ def test_a_run_that_is_stopped_after_its_result_was_written_is_measured(tmp_path
     assert attempt.state is RunState.ok
 
 
-def test_nothing_survives_a_command_that_is_killed(command: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_no_process_survives_a_killed_command(command: subprocess.Popen[bytes], tmp_path: Path) -> None:
     command.kill()
     command.wait()
     wait_until(lambda: living(tmp_path) == [])
 
 
-def test_what_the_user_set_stays_and_the_thread_count_is_the_configuration_s(tmp_path: Path) -> None:
+def test_variables_of_the_user_are_kept_except_for_the_thread_count(tmp_path: Path) -> None:
     mine = {"TOKENIZERS_PARALLELISM": "true", "OMP_NUM_THREADS": "64", "CUDA_VISIBLE_DEVICES": "GPU-1234"}
     config = make_config(tmp_path)
     on_cuda = replace(config, resources=replace(config.resources, device=Device.cuda, threads=3))

@@ -1,4 +1,4 @@
-"""The whole way of a rank that goes wrong in a real run: from the runtime's watch to what the command tells."""
+"""In a real run, a failing rank is detected by the runtime's watch and reported by the command with step and place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINE = (
         pytest.param("oom@step3:rank1", "oom", "rank 1: out of memory in forward of step 3", marks=pytest.mark.full),
     ],
 )
-def test_the_command_names_the_rank_the_step_and_where_it_was(
+def test_the_command_names_the_failed_rank_its_step_and_its_phase(
     fault: str, state: str, told: str, tmp_path: Path
 ) -> None:
     done = subprocess.run(

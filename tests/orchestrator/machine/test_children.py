@@ -1,4 +1,4 @@
-"""No process of ours imports from the folder that somebody stands in, whatever lies there."""
+"""No process of zero-lab imports modules from the current folder, whatever files are in it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from orchestrator.commands import ui as dashboard
 from orchestrator.machine import children
 
 ROOT = Path(__file__).resolve().parents[3]
-# A user's own files, and what somebody would choose who wants to be imported.
+# Names that a user's own files may have, and names that an attacker would choose to have a file imported.
 NAMES = ("queue", "random", "yaml", "torch", "numpy", "psutil", "rich", "submitit", "transformers", "json", "argparse")
 
 
 @pytest.fixture
 def trapped(tmp_path: Path) -> Path:
-    """A folder of modules that say so when they are imported."""
+    """A folder of modules that record it when they are imported."""
     for name in (*NAMES, "orchestrator", "zero_runtime", "mlflow"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path)!r} + '/imported', 'a').write({name!r} + ' ')\n")
     return tmp_path
@@ -36,7 +36,7 @@ def run(words: list[str], cwd: Path, environ: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("path", [None, "", ":", "HERE", ":HERE", "HERE::HERE", "HERE:"])
-def test_a_child_has_our_code_and_what_the_user_named_on_its_path_and_not_the_current_folder(
+def test_the_path_of_a_child_has_our_code_and_pythonpath_but_not_the_current_folder(
     path: str | None, trapped: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     mine = tmp_path_factory.mktemp("mine")
@@ -57,26 +57,26 @@ def test_a_child_has_our_code_and_what_the_user_named_on_its_path_and_not_the_cu
         assert not {"", str(trapped), str(ROOT / "orchestrator")} & set(told)
 
 
-def test_with_pythonsafepath_nothing_else_is_lost(trapped: Path) -> None:
+def test_children_start_if_pythonsafepath_is_set(trapped: Path) -> None:
     environ = {**os.environ, "PYTHONSAFEPATH": "1", children.PYTHONPATH: str(ROOT / "tests")}
     told = run(children.words("json.tool", "--help"), trapped, environ)
     assert "usage" in told
 
 
-def test_a_folder_that_the_user_named_stays_also_where_it_is_the_current_one() -> None:
+def test_a_dot_in_pythonpath_is_kept_and_empty_entries_are_removed() -> None:
     assert children.environment({"PYTHONPATH": ".::/mine:", "A": "b"}) == {"PYTHONPATH": ".:/mine", "A": "b"}
     assert children.environment({"A": "b"}) == {"A": "b"}
 
 
 @pytest.mark.full
-def test_a_whole_run_imports_nothing_from_there(trapped: Path) -> None:
+def test_a_run_imports_nothing_from_the_current_folder(trapped: Path) -> None:
     environ = {**os.environ, children.PYTHONPATH: ":"}
     run([sys.executable, str(ROOT / "run.py"), *TINY.split()], trapped, environ)
     assert list(trapped.glob("out/points/*/attempts/01/result.json"))
 
 
 @pytest.mark.full
-def test_a_sweep_with_tracking_imports_nothing_from_there(trapped: Path) -> None:
+def test_a_sweep_with_tracking_imports_nothing_from_the_current_folder(trapped: Path) -> None:
     line = TINY.replace("tracking=none", "").replace("zero=stage1", "zero=stage0,stage1")
     run([sys.executable, str(ROOT / "run.py"), "-m", *line.split()], trapped, dict(os.environ))
     assert len(list(trapped.glob("out/points/*/attempts/01/result.json"))) == 2
@@ -86,15 +86,15 @@ def test_a_sweep_with_tracking_imports_nothing_from_there(trapped: Path) -> None
 @pytest.mark.parametrize(
     "words", [["-m", "orchestrator.commands.hydra_app"], ["-c", "from orchestrator.start import console; console()"]]
 )
-def test_programs_that_python_starts_there_forget_it(words: list[str], tmp_path: Path) -> None:
-    # Without ours among them: python -m and -c find the first module by the path that Python made.
+def test_our_programs_started_with_python_m_or_c_ignore_the_current_folder(words: list[str], tmp_path: Path) -> None:
+    # None is called `orchestrator`: python -m and -c find the first module by the path that Python itself sets up.
     for name in ("queue", "random", "yaml", "torch", "numpy", "psutil", "hydra", "omegaconf"):
         (tmp_path / f"{name}.py").write_text(f"open('imported', 'a').write({name!r})\n")
     told = run([sys.executable, *words, "--help"], tmp_path, {**os.environ, children.PYTHONPATH: f"{ROOT}:"})
     assert told
 
 
-def test_a_current_folder_that_was_deleted_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_current_folder_that_was_deleted_is_reported_in_one_line(tmp_path: Path) -> None:
     line = ["/bin/sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, str(ROOT / "run.py"), "list"]
     (tmp_path / "gone").mkdir()
     done = subprocess.run(line, cwd=tmp_path / "gone", capture_output=True, text=True, timeout=HANG_S, check=False)
@@ -102,7 +102,7 @@ def test_a_current_folder_that_was_deleted_is_told_in_one_line(tmp_path: Path) -
     assert done.stderr == "error: the current folder was deleted: change to one that is there\n"
 
 
-def test_the_dashboard_s_server_stands_where_nobody_puts_files(
+def test_the_dashboards_server_runs_in_the_root_folder(
     trapped: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path_factory.mktemp("output")
@@ -115,7 +115,7 @@ def test_the_dashboard_s_server_stands_where_nobody_puts_files(
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "orchestrator").rglob("*.py")), ids=lambda file: file.name)
-def test_the_interpreter_is_called_in_one_place(file: Path) -> None:
+def test_only_two_modules_name_the_interpreter(file: Path) -> None:
     names = {ast.unparse(node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
     assert "sys.executable" not in names or file.name in ("children.py", "paths.py"), (
         "children.words makes such commands"

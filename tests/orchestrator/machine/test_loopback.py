@@ -1,4 +1,4 @@
-"""The loopback address is one that this machine has."""
+"""The loopback address is one that this machine can bind, in IPv4 or IPv6."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_first_address_that_can_be_bound_is_taken() -> None:
         one.bind((here, 0))
 
 
-def test_a_machine_with_ipv6_alone_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_with_only_ipv6_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_binds", lambda address: address == "::1")
     assert (loopback(), in_url(loopback())) == ("::1", "[::1]")
     assert doctor._loopback() == ("network", "ranks of this machine meet over loopback, ::1", "")
@@ -30,7 +30,7 @@ def test_a_machine_with_ipv6_alone_is_as_good(monkeypatch: pytest.MonkeyPatch) -
     assert environ["MASTER_ADDR"] == "::1"
 
 
-def test_a_machine_without_loopback_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_machine_without_loopback_the_error_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="ip link set lo up"):
         loopback((NOT_HERE_4, NOT_HERE_6))
     monkeypatch.setattr(module, "_binds", lambda address: False)

@@ -1,4 +1,4 @@
-"""Slots: what one command holds no other takes, the user's mask is respected, and busy GPUs are told."""
+"""A slot is held by one command at a time, the user's GPU mask is respected, and busy GPUs are reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pool(tmp_path: Path, count: int) -> SlotPool:
     return SlotPool([Slot(f"core{number}") for number in range(count)], tmp_path)
 
 
-def test_slots_that_are_held_are_not_given_out_and_come_back(tmp_path: Path) -> None:
+def test_held_slots_are_not_given_out_until_they_are_released(tmp_path: Path) -> None:
     mine, other = pool(tmp_path, 4), pool(tmp_path, 4)
     first = mine.take(3)
     assert first is not None
@@ -41,7 +41,7 @@ def test_slots_that_are_held_are_not_given_out_and_come_back(tmp_path: Path) -> 
     assert other.take(3) is not None
 
 
-def test_a_lease_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
+def test_a_lease_ends_with_the_process_that_holds_it(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from orchestrator.machine.slots import Slot, SlotPool;"
         f"lease = SlotPool([Slot('core0')], Path({str(tmp_path)!r})).take(1); print('held', flush=True); time.sleep(60)"
@@ -55,7 +55,7 @@ def test_a_lease_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
     assert pool(tmp_path, 1).take(1) is not None
 
 
-def test_neighbours_are_preferred_and_more_than_all_is_all(tmp_path: Path) -> None:
+def test_adjacent_slots_are_preferred_and_too_large_a_request_gets_all_slots(tmp_path: Path) -> None:
     mine = pool(tmp_path, 5)
     leases = [mine.take(1) for _ in range(5)]
     for index in (0, 2, 3):
@@ -74,7 +74,7 @@ def test_neighbours_are_preferred_and_more_than_all_is_all(tmp_path: Path) -> No
     assert len(everything.slots) == 5
 
 
-def test_a_run_takes_a_gpu_a_rank_or_its_threads_in_cores() -> None:
+def test_a_run_takes_one_gpu_per_rank_or_one_core_per_thread() -> None:
     assert slots.wanted(Resources(Device.cuda, ranks=4, threads=8)) == 4
     assert slots.wanted(Resources(Device.cpu, ranks=4, threads=8)) == 32
 
@@ -99,7 +99,7 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("", [], []),
     ],
 )
-def test_the_users_mask_is_what_there_is_and_one_gpu_has_one_name(
+def test_only_gpus_in_the_users_mask_are_slots_and_a_gpu_keeps_its_name(
     mask: str | None, visible: list[str], names: list[str], four_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if mask is not None:
@@ -114,14 +114,14 @@ def test_the_users_mask_is_what_there_is_and_one_gpu_has_one_name(
         assert hardware.visible_gpus()[0].memory_bytes == 81559 << 20
 
 
-def test_a_gpu_on_which_another_computes_is_told(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_used_by_another_process_is_reported(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BUSY", "GPU-aa1")
     found = slots.pool_of(Device.cuda).slots
     assert slots.busy_gpus(found) == ["GPU GPU-aa1: process 4242 uses 1000"]
     assert slots.busy_gpus(found[2:]) == []
 
 
-def test_places_that_cannot_be_written_are_each_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_folder_that_cannot_be_written_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZLAB_LOCKS", str(tmp_path / "locks"))
     assert place_problems(str(tmp_path / "new" / "outputs")) == []
     (tmp_path / "file").touch()
@@ -133,9 +133,7 @@ def test_places_that_cannot_be_written_are_each_one_problem(tmp_path: Path, monk
     assert [one.split(":")[0] for one in place_problems(below)] == [f"output={below}", below]
 
 
-def test_locks_of_another_user_are_a_problem_that_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_folder_of_another_user_is_a_problem_with_a_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZLAB_LOCKS", str(tmp_path))
     monkeypatch.setattr(os, "getuid", lambda: 4242)
     (problem,) = place_problems(str(tmp_path))

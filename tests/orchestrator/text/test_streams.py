@@ -1,4 +1,4 @@
-"""No print ends in an encoding error, whatever the locale."""
+"""No print fails with an encoding error in any locale, and messages are short lines without control characters."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from orchestrator import cli
 from orchestrator.text.streams import MOST_MESSAGES, MOST_SIGNS, one_line
 
 ROOT = Path(__file__).resolve().parents[3]
-# What a shell without a locale gives, with Python's own ways around it switched off.
+# The environment of a shell without a locale, with Python's own workarounds switched off.
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
 
 
 def printed(code: str, **environ: str) -> bytes:
     environment = {**os.environ, **ASCII, **environ}
-    plain = code.encode("ascii", "backslashreplace").decode()  # the line itself is read by the locale
+    plain = code.encode("ascii", "backslashreplace").decode()  # Python decodes its own command line by the locale
     done = subprocess.run([sys.executable, "-c", plain], cwd=ROOT, env=environment, capture_output=True, check=True)
     return done.stdout
 
 
-def test_signs_that_an_encoding_lacks_are_spelled_out() -> None:
+def test_characters_that_an_encoding_lacks_are_spelled_out() -> None:
     code = "from orchestrator.text.streams import take_any_text as t; t(); print('2Ψ·(N-1)/N × 2, ∂')"
     assert printed(code) == b"2Psi*(N-1)/N x 2, \\u2202\n"
     assert printed(code, PYTHONIOENCODING="latin-1") == "2Psi·(N-1)/N × 2, \\u2202\n".encode("latin-1")
     assert printed(code, PYTHONIOENCODING="utf-8") == "2Ψ·(N-1)/N × 2, ∂\n".encode()
 
 
-def test_the_command_line_prints_tables_and_signs_in_ascii() -> None:
+def test_the_command_line_prints_tables_and_symbols_in_ascii() -> None:
     code = (
         "from orchestrator import cli; cli.main(['--help'])\n"
         "from orchestrator.report.screen import make_console; from rich.table import Table\n"
@@ -42,7 +42,7 @@ def test_the_command_line_prints_tables_and_signs_in_ascii() -> None:
     assert b"1 x 2" in told
 
 
-def test_a_full_disk_under_stdout_is_one_line_and_code_1() -> None:
+def test_a_full_disk_under_stdout_is_reported_in_one_line_with_code_1() -> None:
     code = "from orchestrator import cli; raise SystemExit(cli.main(['--help']))"
     with open("/dev/full", "wb") as full:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False)
@@ -51,7 +51,7 @@ def test_a_full_disk_under_stdout_is_one_line_and_code_1() -> None:
     assert done.stderr.count(b"\n") == 1
 
 
-def test_a_message_is_one_line_that_steers_no_terminal_whatever_it_quotes() -> None:
+def test_a_message_is_one_short_line_without_control_characters() -> None:
     assert one_line("zero=\x1b[2J\nerror: x\r\u202e\udcff é") == "zero=\\x1b[2J\\nerror: x\\r\\u202e\\udcff é"
     text = one_line("first" + "9" * 100_000 + "last")
     assert len(text) < MOST_SIGNS + 100
@@ -60,7 +60,7 @@ def test_a_message_is_one_line_that_steers_no_terminal_whatever_it_quotes() -> N
     assert "(97009 more characters)" in text
 
 
-def test_of_hundreds_of_mistakes_the_first_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_first_of_hundreds_of_mistakes_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([f"key{number}=1" for number in range(300)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == MOST_MESSAGES + 2
@@ -79,7 +79,7 @@ def test_odd_words_are_refused_in_one_line(word: str, capsys: pytest.CaptureFixt
     assert second == "nothing was started (exit 2)"
 
 
-def test_a_program_whose_streams_are_closed_runs_and_its_files_do_not_take_their_place() -> None:
+def test_closed_standard_streams_are_replaced_by_dev_null_so_that_no_file_takes_their_place() -> None:
     code = (
         "import os, sys; from orchestrator import cli; code = cli.main(['--help'])\n"
         "sys.exit(code if [os.readlink(f'/dev/fd/{number}') for number in range(3)] == ['/dev/null'] * 3 else 9)"
