@@ -1,4 +1,4 @@
-"""The memory of points before they run: the model's own arithmetic, from shapes that a child process told."""
+"""The memory of a point is predicted before it runs: the memory model is applied to shapes from a child process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Told(NamedTuple):
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """A cache in which one child has answered what the tests ask: each child imports for eight seconds."""
+    """A cache that one child process has filled with all answers that the tests need: a child's imports take 8 s."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
@@ -79,12 +79,12 @@ def cache(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(told.cache))
 
 
-def test_states_are_those_of_the_papers_formulas_and_the_second_command_needs_no_child(
+def test_predicted_states_match_the_papers_formulas_and_a_second_prediction_starts_no_child(
     cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = points(PAPER)
     predicted = prediction.predict(found)
-    # fp32: 4 + 4 + 8 bytes; bf16 on a CPU that may compute in fp32 keeps at least 2 + 4 + 12 of its own.
+    # Bytes per parameter: fp32 4 + 4 + 8; bf16 at least 2 + 4 + 12, since a CPU may compute in fp32.
     assert predicted["stage0-fp32"].states.total == 16 * LLAMA_TINY
     assert 8 * LLAMA_TINY <= predicted["stage3-fp32"].states.total <= 8 * LLAMA_TINY + 4096
     assert predicted["stage0-bf16"].states.total >= 18 * LLAMA_TINY
@@ -92,7 +92,7 @@ def test_states_are_those_of_the_papers_formulas_and_the_second_command_needs_no
     assert prediction.predict(found) == predicted
 
 
-def test_states_of_8_bits_are_predicted_with_the_padding_of_their_blocks(cache: None) -> None:
+def test_8_bit_optimizer_states_are_predicted_with_the_padding_of_their_blocks(cache: None) -> None:
     (found,) = prediction.predict(points(CODED)).values()
     exact, padded_units = (4 + 4 + 2 * (1 + 4 / 256)) * LLAMA_TINY, 10
     assert exact < found.states.total <= exact + padded_units * 2 * 256 * 10.03125
@@ -108,7 +108,7 @@ STATES = StateBytes(GIB, GIB, GIB, 0)
 LARGE = ActivationBytes(kept=2 * GIB, kept_outside=GIB, peak=3 * GIB, peak_outside=GIB, peak_backward=GIB)
 
 
-def test_what_cannot_fit_is_left_out_with_its_arithmetic_and_runs_where_asked(tmp_path: Path) -> None:
+def test_a_point_that_cannot_fit_is_pruned_with_its_arithmetic_unless_pruning_is_off(tmp_path: Path) -> None:
     (point,) = points(f"zero=stage0 resources.device=cpu output={tmp_path}")
 
     def decided(prediction: Prediction, **wishes: bool) -> Planned:
@@ -130,13 +130,13 @@ def test_what_cannot_fit_is_left_out_with_its_arithmetic_and_runs_where_asked(tm
     assert decided(advised).predicted["needed"] == 5 * GIB
 
 
-def test_who_accumulates_needs_the_gradients_beside_the_activations() -> None:
+def test_gradient_accumulation_needs_memory_for_gradients_and_activations_together() -> None:
     one, two = (Prediction(STATES, None, micro_batches=count, activations=LARGE) for count in (1, 2))
     assert (one.needed_bytes, two.needed_bytes) == (5 * GIB, 6 * GIB)
     assert Prediction(STATES, None).needed_bytes == 3 * GIB
 
 
-def test_a_plan_shows_what_a_rank_keeps_and_needs(cache: None, tmp_path: Path) -> None:
+def test_a_plan_shows_a_ranks_states_its_activations_and_its_total_need(cache: None, tmp_path: Path) -> None:
     found = points(f"{SIZES} output={tmp_path}")
     predicted = prediction.predict(found)
     kept = {label: one.activations.kept for label, one in predicted.items() if one.activations}
@@ -151,7 +151,7 @@ def test_a_plan_shows_what_a_rank_keeps_and_needs(cache: None, tmp_path: Path) -
     assert all("MiB" in cell for row in table.rows for cell in row[2:])
 
 
-def test_a_point_beside_too_small_a_device_is_told_what_would_fit(
+def test_a_point_that_exceeds_the_memory_lists_settings_that_would_fit(
     cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (point,) = points(f"{LARGE_BATCH} output={tmp_path}")
@@ -161,12 +161,14 @@ def test_a_point_beside_too_small_a_device_is_told_what_would_fit(
     assert found.cannot_fit
     assert "batch.micro=4 batch.accumulation=2" in found.remedies
     assert "recompute=full" in found.remedies
-    assert "zero=stage1" not in found.remedies  # one rank has nobody to share with
+    assert "zero=stage1" not in found.remedies  # a single rank has no other rank to shard over
     (planned,) = decision.decide([point], tmp_path, lambda _: "cpu", Wishes(), {point.label: found})
     assert "would fit: batch.micro=4" in planned.reason
 
 
-def test_what_cannot_be_counted_is_told_with_why_and_fails_nothing(cache: None, tmp_path: Path) -> None:
+def test_activations_that_cannot_be_counted_are_reported_with_the_reason_and_nothing_fails(
+    cache: None, tmp_path: Path
+) -> None:
     point = logits_scaled_after_the_head()
     (found,) = prediction.predict([point]).values()
     assert found.activations is None
@@ -177,11 +179,11 @@ def test_what_cannot_be_counted_is_told_with_why_and_fails_nothing(cache: None, 
     assert row[1].startswith("activations of 1 points: ValueError: loss=tiled: expected CohereForCausalLM")
 
 
-def test_the_cache_is_the_users_alone(cache: None) -> None:
+def test_the_cache_folder_is_private_to_the_user(cache: None) -> None:
     assert os.stat(memory_cache.folder()).st_mode & 0o077 == 0
 
 
-def test_an_answer_that_a_bad_disk_changed_is_asked_for_again(cache: None) -> None:
+def test_a_cached_answer_that_was_corrupted_counts_as_missing(cache: None) -> None:
     memory_cache.store("key", {"state_bytes": 12345})
     assert memory_cache.stored("key") == {"state_bytes": 12345}
     (file,) = memory_cache.folder().glob("key.json")
@@ -189,14 +191,14 @@ def test_an_answer_that_a_bad_disk_changed_is_asked_for_again(cache: None) -> No
     assert memory_cache.stored("key") is None
 
 
-def test_what_a_library_prints_among_the_answers_is_not_taken_for_one() -> None:
+def test_lines_that_a_library_prints_are_not_taken_for_answers() -> None:
     assert memory_cache._answer_in('["key", {"bytes": 1}]\n') == ("key", {"bytes": 1})
     assert memory_cache._answer_in('["key", null]\n') == ("key", None)
     for line in ("Loading weights: 100%\n", "[]\n", '"ab"\n', "3\n", '[["a"], {}]\n', '["key", 3]\n', "[" * 99_999):
         assert memory_cache._answer_in(line) is None
 
 
-def test_without_a_folder_for_the_cache_answers_are_not_kept_and_nothing_fails(
+def test_without_a_cache_folder_answers_are_not_stored_and_nothing_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -214,7 +216,7 @@ def test_a_model_that_cannot_be_built_is_refused_before_a_run_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_one_point_of_a_sweep_is_refused_with_what_is_wrong_in_its_model(
+def test_a_sweep_refuses_only_the_point_whose_model_is_wrong_and_says_why(
     cache: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([*HEADS.split(), f"output={tmp_path}", "--plan", "--json"]) == 0
@@ -225,24 +227,24 @@ def test_one_point_of_a_sweep_is_refused_with_what_is_wrong_in_its_model(
     assert f"refused: {refused['reason']}      (1 of 2 points)" in shown.err
 
 
-def test_a_sweep_whose_every_model_is_wrong_is_an_error_with_the_nearest_word(
+def test_a_sweep_of_only_wrong_models_is_an_error_that_suggests_the_right_name(
     cache: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = [*MISSPELT.split(), f"output={tmp_path}"]
     assert cli.main(line) == 2
     assert "did you mean 'num_hidden_layers'?" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "executable", "/bin/false")  # the answer is kept: the second command needs no child
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # the answer is cached: the second command needs no child
     with pytest.raises(Refusal, match="did you mean 'num_hidden_layers'"):
         api.sweep(*line)
     assert not list(tmp_path.glob("points/*"))
 
 
-def test_models_that_ship_start_no_child_before_a_run(cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_models_are_checked_without_a_child_process(cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_cache, "_ask_child", lambda *_: pytest.fail("a child was started"))
     assert prediction.problems(points("-m model=llama_tiny,gpt2 zero=stage1,stage3 resources.device=cpu")) == {}
 
 
-def test_what_a_library_prints_in_the_child_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_a_library_prints_in_the_child_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["welcome to a library", "[1]", "3", json.dumps(["key", {"a": 1}])]
 
     def start() -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""The lines that the tool proposes: each is taken apart by the shell's rules, parsed, composed and checked."""
+"""Every command that the tool proposes can be pasted: it is split as by a shell, parsed, composed and checked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TYPED = ("zero=stage2", "precision=bf16", "data.path=null", "measure.steps=10", 
 
 @pytest.fixture
 def own(tmp_path: Path) -> str:
-    """The flag of a folder with an option of the user's own, whose name has a space in it."""
+    """The --config-dir flag of a folder with an option of the user's own; the folder's name contains a space."""
     folder = tmp_path / "my conf"
     (folder / "zero").mkdir(parents=True)
     (folder / "zero" / "mine.yaml").write_text((paths.CODE / "conf" / "zero" / "stage1.yaml").read_text())
@@ -39,7 +39,7 @@ def own(tmp_path: Path) -> str:
 
 
 def problems(line: str, scene: Scene = CLUSTER) -> list[str]:
-    """What the command line finds wrong with a line; nothing is started."""
+    """The problems that the command line reports for a command; nothing is started."""
     program = shlex.split(paths.program())
     words = shlex.split(line, comments=False)
     assert words[: len(program)] == program
@@ -59,24 +59,24 @@ def measured(*typed: str) -> str:
 
 
 @pytest.mark.full
-def test_the_line_after_a_run_and_after_a_sweep_can_be_pasted(own: str) -> None:
+def test_the_commands_proposed_after_a_run_and_after_a_sweep_can_be_pasted(own: str) -> None:
     for typed in (TYPED, (own, "zero=mine", "output=a b"), ("zero.prefetch=0", "experiment=paper_bytes")):
         for line in (summary.next_after_run(typed), summary.run_command(typed), measured(*typed)):
             assert problems(line) == []
 
 
-def test_the_winner_is_measured_longer_also_where_the_steps_were_typed() -> None:
+def test_the_winner_is_measured_longer_even_if_the_steps_were_typed() -> None:
     words = shlex.split(measured(*TYPED))
     (point,) = composed(arguments.split(words[len(shlex.split(paths.program())) :])).points
     assert (point.values["measure"]["steps"], point.values["measure"]["warmup_steps"]) == (50, 10)
 
 
-def test_a_point_keeps_the_flag_of_the_folder_that_its_options_are_in(own: str) -> None:
+def test_a_point_keeps_the_config_dir_flag_that_its_options_need(own: str) -> None:
     points, wrong = checked_points(composed(arguments.split([own, "zero=mine"])), CLUSTER)
     assert (wrong, points[0].overrides, points[0].label) == ([], (own, "zero=mine"), "mine-bf16")
 
 
-def test_the_line_that_a_refusal_proposes_can_be_pasted(own: str) -> None:
+def test_the_command_that_a_refusal_proposes_can_be_pasted(own: str) -> None:
     tree = read_tree(own.partition("=")[2])
     lists = ["zero=mine,stage2", "batch.micro=range(1,3)"]
     (problem,) = overrides.check(lists, tree, multirun=False, flags=[own])
@@ -87,7 +87,7 @@ def test_the_line_that_a_refusal_proposes_can_be_pasted(own: str) -> None:
 
 
 @pytest.mark.parametrize(("gres", "device"), [("gpu:a100:4", "cuda"), ("(null)", "cpu")])
-def test_the_lines_of_the_doctor_can_be_pasted(
+def test_the_commands_that_the_doctor_proposes_can_be_pasted(
     gres: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in (("sbatch", ""), ("sinfo", f"echo 'main* 1-00:00:00 2 {gres}'")):
@@ -100,7 +100,7 @@ def test_the_lines_of_the_doctor_can_be_pasted(
         assert problems(rows[name]) == []
 
 
-def test_the_lines_about_a_sweep_can_be_pasted(tmp_path: Path) -> None:
+def test_the_commands_proposed_for_a_sweep_can_be_pasted(tmp_path: Path) -> None:
     sweep = tmp_path / "my out" / "sweeps" / "2026-11-22_01-35-04_zero"
     for name in ("watch", "cancel", "resume", "retry", "status", "logs", "report"):
         assert problems(paths.verb(name, sweep)) == []
@@ -108,7 +108,7 @@ def test_the_lines_about_a_sweep_can_be_pasted(tmp_path: Path) -> None:
 
 
 def environment(folder: Path) -> Path:
-    """A folder of programs as `python -m venv` makes it: links to the interpreter, and a script."""
+    """A bin folder like that of `python -m venv`: a link to the interpreter, and a script."""
     folder.mkdir(parents=True)
     (folder / "python").symlink_to(os.path.realpath(sys.executable))
     (folder / "zlab").write_text("#!/bin/sh\n")
@@ -116,7 +116,9 @@ def environment(folder: Path) -> Path:
     return folder
 
 
-def test_the_program_is_called_as_it_can_be_typed_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proposed_commands_name_the_program_as_it_can_be_typed_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, other = environment(tmp_path / ".venv" / "bin"), environment(tmp_path / "other" / "bin")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(paths, "STARTED_IN", tmp_path)

@@ -1,4 +1,4 @@
-"""What is told to somebody whose memory was not enough."""
+"""After an out-of-memory error, the message lists the settings that would free enough memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ HELD = {"params": 2 * GIB, "grads": 2 * GIB, "optimizer": 8 * GIB, "buffers": 0,
 
 
 def states(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
-    """12 GiB, of which each stage shards one part more over two ranks; nobody knows the activations."""
+    """12 GiB, of which each stage shards one more part over two ranks, less 4 GiB with the optimizer on the CPU.
+
+    Activations are unknown.
+    """
     shards = {0: 12, 1: 8, 2: 7, 3: 6}
     away = Offload(optimizer=OffloadDevice.cpu)
     return [
@@ -28,7 +31,10 @@ def states(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
 
 
 def everything(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
-    """4 GiB and one for each sequence at a time, or half of it where blocks recompute; tiles cannot be counted."""
+    """4 GiB plus 1 GiB for each sequence of a micro-batch, or half of that with recomputation.
+
+    A tiled loss cannot be counted.
+    """
     return [
         PredictedPeak(
             4 * GIB + one.batch.micro * GIB // (1 if one.recompute.kind is RecomputeKind.none else 2), complete=True
@@ -46,7 +52,7 @@ def listed(wanted: str | None, *, stage: int = 0, micro: int = 4) -> list[tuple[
     return [(one.overrides, one.freed_bytes // (GIB // 2)) for one in found]
 
 
-def test_what_frees_enough_is_listed_the_smallest_change_first() -> None:
+def test_settings_that_free_enough_are_listed_with_the_smallest_change_first() -> None:
     assert listed("2.00 GiB") == [
         ("batch.micro=2 batch.accumulation=4", 6),
         ("batch.micro=1 batch.accumulation=8", 9),
@@ -57,13 +63,13 @@ def test_what_frees_enough_is_listed_the_smallest_change_first() -> None:
     assert listed("5.50 GiB") == [("zero=stage3", 12)]
 
 
-def test_what_frees_too_little_is_left_out() -> None:
+def test_settings_that_free_too_little_are_left_out() -> None:
     assert listed("100.00 GiB") == []
     assert listed(None) == []
     assert listed("1.00 GiB", stage=3, micro=1) == []
 
 
-def test_with_activations_predicted_settings_of_them_are_listed_and_nothing_is_estimated() -> None:
+def test_if_activations_are_predicted_their_settings_are_listed_and_nothing_is_estimated() -> None:
     config = make_config(Path("outputs"), stage=3)
     found = remedies.remedies(config, {"wanted": "2.00 GiB", "held": HELD}, everything)
     assert [(one.overrides, one.freed_bytes // GIB, one.estimated) for one in found] == [
@@ -78,11 +84,11 @@ def test_with_activations_predicted_settings_of_them_are_listed_and_nothing_is_e
     ("text", "count"),
     [("2.00 GiB", 2 * GIB), ("1024 bytes", 1024), ("512 MiB", GIB // 2), ("much", None), (None, None)],
 )
-def test_an_allocators_words_are_read(text: str | None, count: int | None) -> None:
+def test_sizes_in_an_allocators_message_are_parsed(text: str | None, count: int | None) -> None:
     assert remedies.bytes_of(text) == count
 
 
-def test_the_sentence_tells_what_was_held_and_what_to_set() -> None:
+def test_the_message_lists_the_memory_held_and_the_settings_to_change() -> None:
     config = make_config(Path("outputs"), stage=0)
     text = remedies.told(config, {"wanted": "2.00 GiB", "held": HELD}, states)
     assert "held params 2.00 GiB, grads 2.00 GiB, optimizer 8.00 GiB, other 6.00 GiB" in text

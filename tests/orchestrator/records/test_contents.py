@@ -1,4 +1,4 @@
-"""What a point's files hold is part of its identity, and is read again only where it changed."""
+"""The contents of a point's files are part of its identity, and only files that changed are read again."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LONG_AGO_NS = 10**18
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(contents, "SETTLED_NS", -(10**12))  # as if every file had been left alone for long
+    monkeypatch.setattr(contents, "SETTLED_NS", -(10**12))  # as if no file had changed recently
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that are read, as they are."""
+    """A list to which the name of each file is added when it is read."""
     found: list[str] = []
     read = contents._read_digest
 
@@ -74,7 +74,7 @@ def test_a_text_that_was_overwritten_is_measured_again_and_the_plan_says_why(tmp
     assert decided(config).decision is RunState.cached
     stat = text.stat()
     text.write_text("two")
-    os.utime(text, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the size and the modification time are as they were
+    os.utime(text, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # size and modification time stay the same
     again = decided(config)
     assert again.decision is RunState.queued
     day = decision._day(read_json(first.paths.state) or {})
@@ -84,7 +84,7 @@ def test_a_text_that_was_overwritten_is_measured_again_and_the_plan_says_why(tmp
     assert decided(config).attempt == str(first.paths.root), "what was measured with these bytes is an answer again"
 
 
-def test_attempts_with_other_contents_share_the_folder_of_the_configuration_and_its_checkpoints(tmp_path: Path) -> None:
+def test_attempts_with_different_contents_share_the_configurations_folder_and_checkpoints(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("one")
     first = measure(of_text(tmp_path, text))
@@ -96,7 +96,7 @@ def test_attempts_with_other_contents_share_the_folder_of_the_configuration_and_
     assert second.paths.root.name == "02"
 
 
-def test_a_measurement_without_a_record_of_its_contents_is_no_answer(tmp_path: Path) -> None:
+def test_a_measurement_that_did_not_record_its_contents_is_not_reused(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("one")
     config = of_text(tmp_path, text)
@@ -109,14 +109,14 @@ def test_a_measurement_without_a_record_of_its_contents_is_no_answer(tmp_path: P
     assert again.reason.endswith("before the contents of its files were recorded")
 
 
-def test_a_point_that_reads_no_file_keeps_the_identity_that_it_had(tmp_path: Path) -> None:
+def test_a_point_that_reads_no_files_has_an_identity_without_a_hash_of_contents(tmp_path: Path) -> None:
     config = make_config(tmp_path / "out")
     assert held(config) == {}
     assert "-" not in measure(config).point
     assert decided(config).decision is RunState.cached
 
 
-def test_weights_and_tokenizer_are_told_apart_and_other_files_of_the_folder_do_not_count(tmp_path: Path) -> None:
+def test_weights_and_tokenizer_are_hashed_separately_and_other_files_do_not_count(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for name in ("model.safetensors", "tokenizer.json", "README.md"):
@@ -126,7 +126,7 @@ def test_weights_and_tokenizer_are_told_apart_and_other_files_of_the_folder_do_n
     before = held(config)
     assert set(before) == {"model", "tokenizer"}
     (folder / "README.md").write_text("other")
-    os.mkfifo(folder / "pipe.safetensors")  # it would be waited for
+    os.mkfifo(folder / "pipe.safetensors")  # reading it would block
     assert held(config) == before
     measure(config)
     (folder / "model.safetensors").write_text("halved")
@@ -138,7 +138,7 @@ def test_weights_and_tokenizer_are_told_apart_and_other_files_of_the_folder_do_n
     assert set(held(by_bytes)) == {"model"}
 
 
-def test_of_a_folder_of_texts_what_is_read_counts_and_nothing_else(tmp_path: Path) -> None:
+def test_only_the_files_that_are_read_count_in_a_folder_of_texts(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
     (folder / "a.txt").write_text("a")
@@ -165,7 +165,7 @@ def test_only_a_file_that_changed_is_read_again(tmp_path: Path, reads: list[str]
     assert reads[3:] == ["b"]
 
 
-def test_a_file_that_changed_a_moment_ago_is_not_trusted_to_its_times(
+def test_a_file_that_changed_a_moment_ago_is_read_again_whatever_its_timestamps(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contents, "SETTLED_NS", LONG_AGO_NS)
@@ -175,7 +175,7 @@ def test_a_file_that_changed_a_moment_ago_is_not_trusted_to_its_times(
     assert reads == ["a", "a"]
 
 
-def test_many_points_of_one_plan_look_at_a_place_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_points_of_a_plan_together_hash_a_path_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("a")
     looked: list[str] = []
     found = contents._hash_of
@@ -186,7 +186,7 @@ def test_many_points_of_one_plan_look_at_a_place_once(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("broken", ["a folder", "nonsense", "a list"])
-def test_a_cache_that_cannot_be_used_costs_time_and_nothing_else(broken: str, tmp_path: Path, cache: Path) -> None:
+def test_an_unusable_cache_does_not_change_the_hashes(broken: str, tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a").write_text("a")
     config = of_text(tmp_path, tmp_path / "a")
     before = held(config)
@@ -199,11 +199,11 @@ def test_a_cache_that_cannot_be_used_costs_time_and_nothing_else(broken: str, tm
     assert held(config) == before
 
 
-def test_a_file_that_cannot_be_read_is_left_to_the_run_that_reports_it(tmp_path: Path) -> None:
+def test_an_unreadable_file_raises_no_error_and_is_marked_as_unreadable(tmp_path: Path) -> None:
     assert held(of_text(tmp_path, tmp_path / "gone")) == {"data": "unreadable: No such file or directory"}
 
 
-def test_without_a_folder_for_caches_files_are_read_each_time(
+def test_without_a_cache_folder_files_are_read_every_time(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

@@ -1,4 +1,4 @@
-"""A record is what was written, or is named with what is wrong; nothing else in its output folder suffers from it."""
+"""A record is read as it was written or reported as bad, and a bad record harms no other file in its output folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_json(path) is None
     write_json_atomic(path, RECORD)
     assert read_json(path) == RECORD
-    write_json_atomic(path, json.loads(path.read_text()) | {"text": "other"})  # its old checksum is not kept
+    write_json_atomic(path, json.loads(path.read_text()) | {"text": "other"})  # the old checksum is dropped
     assert read_json(path) == {**RECORD, "text": "other"}
     assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
 
@@ -51,7 +51,7 @@ def test_a_record_of_an_earlier_version_has_no_checksum_and_is_read(tmp_path: Pa
     assert read_json(path) == RECORD
 
 
-def test_text_that_is_no_unicode_is_written_and_read(tmp_path: Path) -> None:
+def test_text_that_is_not_valid_unicode_is_written_and_read(tmp_path: Path) -> None:
     name = os.fsdecode(b"data-\xff.txt")
     write_json_atomic(tmp_path / "a.json", {"path": name})
     append_event(tmp_path / "a.jsonl", {"event": "passed_over", "path": name, "why": ""})
@@ -60,7 +60,7 @@ def test_text_that_is_no_unicode_is_written_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CORRUPTIONS.keys() - HARMLESS))
-def test_a_bad_result_is_named_with_what_is_wrong(name: str, tmp_path: Path) -> None:
+def test_a_bad_result_is_reported_with_its_path_and_its_defect(name: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_json_atomic(path, make_result(make_config(tmp_path)))
     assert require_json(path, RESULT)
@@ -72,8 +72,8 @@ def test_a_bad_result_is_named_with_what_is_wrong(name: str, tmp_path: Path) -> 
     assert len(str(caught.value)) < 600
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.full)])  # 3: of each byte's bits every one
-def test_every_flipped_bit_of_a_result_is_found_or_changes_nothing(stride: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.full)])  # 3 still flips all eight positions
+def test_every_flipped_bit_of_a_result_is_detected_or_changes_nothing(stride: int, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     result = make_result(make_config(tmp_path))
     write_json_atomic(path, result)
@@ -88,10 +88,10 @@ def test_every_flipped_bit_of_a_result_is_found_or_changes_nothing(stride: int, 
         read += 1
         assert found is not None
         assert {key: found[key] for key in result} == result, place
-    assert read < len(whole) / stride / 3  # indentation, and the checksum's own key
+    assert read < len(whole) / stride / 3  # undetected: in indentation and in the checksum's own key
 
 
-def test_what_is_in_the_way_is_set_aside_and_nothing_is_deleted(tmp_path: Path) -> None:
+def test_files_in_the_way_of_a_record_are_set_aside_and_not_deleted(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     for number in range(2):
         path.write_text(f"torn {number}")
@@ -125,7 +125,7 @@ def test_a_write_that_fails_names_the_record_and_leaves_no_temporary_file(
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_a_bad_cache_counts_as_none_and_is_made_again(name: str, tmp_path: Path) -> None:
+def test_a_bad_cache_file_counts_as_missing_and_is_rewritten(name: str, tmp_path: Path) -> None:
     path = tmp_path / "key.json"
     write_cached(path, "key", {"bytes": {"kept": 12345}})
     assert read_cached(path, "key") == {"bytes": {"kept": 12345}}
@@ -139,7 +139,7 @@ def test_a_bad_cache_counts_as_none_and_is_made_again(name: str, tmp_path: Path)
 # ---- lines ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_tail_gives_every_event_once_and_never_half_a_line(tmp_path: Path) -> None:
+def test_a_tail_returns_every_event_once_and_never_a_partial_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = EventTail(path)
     assert tail.read_new() == []
@@ -153,7 +153,7 @@ def test_a_tail_gives_every_event_once_and_never_half_a_line(tmp_path: Path) -> 
     assert tail.read_new() == []
 
 
-def test_a_terabyte_without_a_line_is_not_read_through(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_terabyte_without_a_line_end_is_not_read_completely(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = EventTail(path)
     append_event(path, {"event": "ready"})
@@ -166,7 +166,7 @@ def test_a_terabyte_without_a_line_is_not_read_through(tmp_path: Path, caplog: p
     assert tail.read_new() == [{"event": "finish"}]
 
 
-def test_a_bad_line_is_left_out_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_line_is_skipped_and_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = EventTail(path)
     append_event(path, step_event(1, 2))
@@ -177,7 +177,7 @@ def test_a_bad_line_is_left_out_and_named_once(tmp_path: Path, caplog: pytest.Lo
             file.write(line)
         assert tail.read_new() == []
     append_event(path, step_event(2, 2))
-    for _ in range(2):  # every reader of the process hears it, and the person once
+    for _ in range(2):  # each reader skips them, and each warning is printed once
         assert [one["step"] for one in EventTail(path).read_new()] == [1, 2]
     told = [one.getMessage() for one in caplog.records]
     assert len(told) == len(bad)
@@ -202,7 +202,7 @@ def test_the_end_of_a_large_file_is_read_without_its_beginning(
     assert tail.read_new() == [step_event(3, 2)]
 
 
-def test_a_line_with_a_changed_digit_is_not_believed(tmp_path: Path) -> None:
+def test_a_line_with_a_changed_digit_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append_event(path, step_event(1, 2))
     append_event(path, step_event(2, 2))
@@ -210,7 +210,7 @@ def test_a_line_with_a_changed_digit_is_not_believed(tmp_path: Path) -> None:
     assert [one["step"] for one in EventTail(path).read_new()] == [2]
 
 
-def test_the_line_after_one_that_a_full_disk_cut_is_not_lost(tmp_path: Path) -> None:
+def test_the_line_after_one_that_a_full_disk_cut_off_is_not_lost(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_text('{"do": "dra')
     append_event(path, {"event": "ready"})
@@ -218,14 +218,14 @@ def test_the_line_after_one_that_a_full_disk_cut_is_not_lost(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_whatever_becomes_of_a_file_of_lines_it_can_be_read_and_added_to(name: str, tmp_path: Path) -> None:
+def test_a_corrupted_event_file_can_still_be_read_and_appended_to(name: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in range(1, 5):
         append_event(path, step_event(step, 2))
     tail = EventTail(path)
     CORRUPTIONS[name](path)
     if name == "a terabyte":
-        os.truncate(path, 1 << 25)  # what can be read in a moment
+        os.truncate(path, 1 << 25)  # small enough to read quickly
     steps = {event["step"]: event for event in EventTail(path).read_new() if event["event"] == "step"}
     assert all(event == step_event(step, 2) for step, event in steps.items())
     tail.read_new()

@@ -17,7 +17,7 @@ from orchestrator.records.sweep_record import Planned, open_sweep
 from zero_runtime.process_identity import mark
 
 
-def test_the_id_ignores_where_a_run_goes_and_how_it_is_tracked(tmp_path: Path) -> None:
+def test_the_id_ignores_the_output_folder_the_time_limit_and_tracking(tmp_path: Path) -> None:
     config = to_dict(make_config(tmp_path))
     other = to_dict(make_config(tmp_path / "elsewhere", limit_min=5))
     other["tracking"]["uri"] = "http://somewhere"
@@ -25,20 +25,20 @@ def test_the_id_ignores_where_a_run_goes_and_how_it_is_tracked(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("change", [("zero", "stage"), ("batch", "micro"), ("resources", "threads")])
-def test_the_id_moves_with_whatever_changes_the_measurement(tmp_path: Path, change: tuple[str, str]) -> None:
+def test_the_id_changes_with_settings_that_affect_the_measurement(tmp_path: Path, change: tuple[str, str]) -> None:
     config, other = to_dict(make_config(tmp_path)), to_dict(make_config(tmp_path))
     other[change[0]][change[1]] += 1
     assert point_id(config, 2, "cpu") != point_id(other, 2, "cpu")
 
 
-def test_the_id_moves_with_world_and_hardware_and_not_with_the_order_of_keys(tmp_path: Path) -> None:
+def test_the_id_depends_on_world_size_and_hardware_but_not_on_the_order_of_keys(tmp_path: Path) -> None:
     config = to_dict(make_config(tmp_path))
     turned = dict(reversed(config.items()))
     assert point_id(config, 2, "cpu") == point_id(turned, 2, "cpu")
     assert len({point_id(config, 2, "cpu"), point_id(config, 3, "cpu"), point_id(config, 2, "H200")}) == 3
 
 
-def test_every_try_at_a_point_has_its_own_folder_and_what_was_hashed_lies_beside(tmp_path: Path) -> None:
+def test_every_attempt_has_its_own_folder_and_its_point_stores_what_was_hashed(tmp_path: Path) -> None:
     config = to_dict(make_config(tmp_path))
     first, second = (new_attempt(tmp_path, config, "a", "cpu") for _ in range(2))
     assert [one.paths.root.name for one in (first, second)] == ["01", "02"]
@@ -51,7 +51,7 @@ def test_every_try_at_a_point_has_its_own_folder_and_what_was_hashed_lies_beside
     assert read_json(first.paths.config) == config
 
 
-def test_a_state_moves_only_along_the_table_and_is_written_with_its_reason(tmp_path: Path) -> None:
+def test_a_state_changes_only_as_the_table_allows_and_is_written_with_its_reason(tmp_path: Path) -> None:
     attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
     with pytest.raises(AssertionError, match="from queued to ok"):
         attempt.move(RunState.ok)
@@ -64,20 +64,20 @@ def test_a_state_moves_only_along_the_table_and_is_written_with_its_reason(tmp_p
         attempt.move(RunState.running)
 
 
-def test_every_state_that_is_not_final_can_end_badly() -> None:
+def test_every_state_that_is_not_final_can_become_error_or_cancelled() -> None:
     for state in RunState:
         if not state.final:
             assert {RunState.error, RunState.cancelled} <= MOVES[state]
 
 
 def disown(attempt: Attempt) -> None:
-    """As if the process that owns the attempt had ended."""
+    """Changes the record as if the process that owns the attempt had ended."""
     facts = read_json(attempt.paths.state)
     assert facts is not None
     write_json_atomic(attempt.paths.state, {**facts, "owner": {**facts["owner"], "pid": 2**22 + 1}})
 
 
-def test_an_attempt_whose_owner_is_gone_is_lost_or_what_its_result_says(tmp_path: Path) -> None:
+def test_an_attempt_whose_owner_ended_is_ok_if_it_has_a_result_and_lost_otherwise(tmp_path: Path) -> None:
     for result, state in ((False, RunState.lost), (True, RunState.ok)):
         attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
         attempt.move(RunState.starting)
@@ -104,7 +104,7 @@ def test_provenance_is_recorded_and_is_no_part_of_the_identity(tmp_path: Path) -
     assert not identity.keys() & facts.keys()
 
 
-def test_an_attempt_whose_owner_is_gone_is_lost_where_its_result_cannot_be_believed(tmp_path: Path) -> None:
+def test_an_attempt_whose_owner_ended_is_lost_if_its_result_is_invalid(tmp_path: Path) -> None:
     attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
     attempt.move(RunState.starting)
     disown(attempt)
@@ -113,7 +113,7 @@ def test_an_attempt_whose_owner_is_gone_is_lost_where_its_result_cannot_be_belie
     assert f"{attempt.paths.result}: expected" in Attempt.reopen(attempt.paths).message
 
 
-def test_how_an_attempt_stands_is_told_also_where_it_cannot_be_written(
+def test_the_state_of_an_attempt_is_returned_even_if_it_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(path: Path, data: object) -> None:
@@ -125,7 +125,7 @@ def test_how_an_attempt_stands_is_told_also_where_it_cannot_be_written(
     assert settle(attempt.paths) is RunState.lost
 
 
-def test_a_new_attempt_sets_aside_what_is_bad_of_those_before_and_leaves_their_results(tmp_path: Path) -> None:
+def test_a_new_attempt_sets_aside_bad_records_of_earlier_attempts_and_keeps_their_results(tmp_path: Path) -> None:
     config = to_dict(make_config(tmp_path))
     torn, good = (new_attempt(tmp_path, config, "a", "cpu") for _ in range(2))
     write_json_atomic(torn.paths.result, make_result(make_config(tmp_path)))
@@ -137,7 +137,7 @@ def test_a_new_attempt_sets_aside_what_is_bad_of_those_before_and_leaves_their_r
     assert all_attempts(tmp_path, good.point) == [third.paths, good.paths]
 
 
-def test_a_new_attempt_settles_those_before_whose_commands_were_killed(tmp_path: Path) -> None:
+def test_a_new_attempt_settles_earlier_attempts_whose_command_was_killed(tmp_path: Path) -> None:
     config = to_dict(make_config(tmp_path))
     first = new_attempt(tmp_path, config, "a", "cpu")
     first.move(RunState.starting)
@@ -155,8 +155,8 @@ def ended_mark() -> str:
     return dead
 
 
-def test_what_a_killed_process_began_to_write_goes_at_the_next_start(tmp_path: Path) -> None:
-    """At the next attempt, and at the next sweep also where it keeps the point's answer and makes no attempt."""
+def test_temporary_files_of_a_killed_process_are_removed_at_the_next_start(tmp_path: Path) -> None:
+    """At the next attempt, and at the next sweep even if it reuses the point's result and creates no attempt."""
     dead = ended_mark()
     config = to_dict(make_config(tmp_path))
     first = new_attempt(tmp_path, config, "a", "cpu")
@@ -173,7 +173,7 @@ def test_what_a_killed_process_began_to_write_goes_at_the_next_start(tmp_path: P
         assert {path.name for path in point.rglob("*.tmp")} == {f".state.json.{mark()}.tmp"}
 
 
-def test_the_folder_of_a_sweep_that_was_killed_before_its_record_was_written_goes_at_the_next_start(
+def test_the_folder_of_a_sweep_killed_before_its_first_record_is_removed_at_the_next_start(
     tmp_path: Path,
 ) -> None:
     unrecorded, used = tmp_path / "sweeps" / "unrecorded", tmp_path / "sweeps" / "used"

@@ -1,4 +1,4 @@
-"""One bad record in an output folder is named, and every verb and every sweep answers for all the others."""
+"""One bad record in an output folder is reported, and every verb and every sweep works for all other records."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def scene(pristine: Scene) -> Scene:
 
 
 Capture = pytest.CaptureFixture[bytes]
-SHORT = ("half", "other digits", "a folder")  # no JSON, contents that changed, no file
+SHORT = ("half", "other digits", "a folder")  # invalid JSON, changed contents, not a file
 
 
 def printed(capture: Capture) -> tuple[str, str]:
-    """stdout and stderr; `logs` shows the bytes of a log as they are."""
+    """stdout and stderr as text; undecodable bytes are replaced, since `logs` prints the bytes of a log unchanged."""
     out, err = capture.readouterr()
     return out.decode(errors="replace"), err.decode(errors="replace")
 
@@ -73,7 +73,7 @@ def go_on(scene: Scene, file: str, corruption: str, capture: Capture, verbs: lis
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_same_line_goes_on_whatever_became_of_one_file(file: str, scene: Scene, capsysbinary: Capture) -> None:
+def test_a_sweep_can_be_repeated_after_any_one_file_is_damaged(file: str, scene: Scene, capsysbinary: Capture) -> None:
     for number, corruption in enumerate(SHORT):
         scene.restore()
         go_on(scene, file, corruption, capsysbinary, [list(VERBS[number % len(VERBS)]), ["list"]])
@@ -82,16 +82,16 @@ def test_the_same_line_goes_on_whatever_became_of_one_file(file: str, scene: Sce
 @pytest.mark.full
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
 @pytest.mark.parametrize("file", FILES)
-def test_every_verb_answers_whatever_became_of_one_file(
+def test_every_verb_works_after_any_one_file_is_damaged(
     file: str, corruption: str, scene: Scene, capsysbinary: Capture, tally: Tally
 ) -> None:
     go_on(scene, file, corruption, capsysbinary, [list(verb) for verb in VERBS])
     tally("torn records", commands=len(VERBS) + 2, tracebacks=0, wrong_exit_codes=0, results_lost=0)
 
 
-def test_another_users_output_is_told_in_one_line(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_users_output_is_reported_in_one_line(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     for verb in ("list", "status"):
-        assert cli.main([verb, "--output", str(scene.output)]) in (0, 1)  # imports what it needs, as this user
+        assert cli.main([verb, "--output", str(scene.output)]) in (0, 1)  # as this user first, to import modules
         capsys.readouterr()
         with as_another_user(scene.output):
             assert cli.main([verb, "--output", str(scene.output)]) == 1
@@ -104,7 +104,7 @@ def test_another_users_output_is_told_in_one_line(scene: Scene, capsys: pytest.C
 
 @contextlib.contextmanager
 def as_another_user(output: Path) -> Iterator[None]:
-    """Root becomes a user whom nothing belongs to; anybody else loses the right to look into the folder."""
+    """Root becomes a user that owns nothing; any other user loses access to the sweeps folder."""
     if os.geteuid() == 0:
         os.seteuid(65534)
     else:
@@ -117,7 +117,7 @@ def as_another_user(output: Path) -> Iterator[None]:
         (output / "sweeps").chmod(0o700)
 
 
-def test_of_a_huge_log_the_end_is_shown(
+def test_only_the_end_of_a_huge_log_is_shown(
     scene: Scene, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verbs, "LOG_BYTES", 4)
@@ -137,12 +137,12 @@ def test_a_report_that_cannot_be_written_is_still_shown(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(comparison, "write_text_atomic", refused)
-    assert cli.main(["report", "--output", str(scene.output)]) == 1  # as ever: one point failed
+    assert cli.main(["report", "--output", str(scene.output)]) == 1  # as without the error: one point failed
     assert "stage2" in capsys.readouterr().out
     assert f"warning: {scene.sweep.report} could not be written: Read-only file system" in caplog.text
 
 
-def test_a_sweep_of_which_no_record_says_so_is_a_clusters_where_its_points_have_jobs(scene: Scene) -> None:
+def test_a_sweep_with_a_bad_record_counts_as_on_a_cluster_if_its_points_have_jobs(scene: Scene) -> None:
     assert not slurm_sweep.is_on_cluster(scene.sweep)
     scene.sweep.sweep.write_text("{")
     assert not slurm_sweep.is_on_cluster(scene.sweep)

@@ -34,12 +34,12 @@ def order(*entries: Entry) -> list[tuple[str, int | None, bool]]:
     return [(one.entry.label, one.place, one.tied) for one in ranking.rank(entries)]
 
 
-def test_the_fastest_is_first_and_what_failed_is_last() -> None:
+def test_the_fastest_point_is_first_and_failed_points_are_last() -> None:
     found = order(FAILED, make_entry("stage1", 100), make_entry("stage0", 200))
     assert found == [("stage0", 1, False), ("stage1", 2, False), ("stage3", None, False)]
 
 
-def test_rows_whose_ranges_overlap_are_ties_of_the_first_of_their_group() -> None:
+def test_rows_whose_ranges_overlap_that_of_the_first_row_of_their_group_are_ties() -> None:
     # c overlaps b, and b overlaps a, but c does not overlap a: a chain does not make everything one tie.
     found = order(make_entry("a", 100), make_entry("b", 98.5), make_entry("c", 97), make_entry("d", 50))
     assert found == [("a", 1, False), ("b", 1, True), ("c", 3, False), ("d", 4, False)]
@@ -92,7 +92,7 @@ def test_a_reused_row_is_marked_with_its_time_in_every_form_of_the_comparison() 
     assert (second["measured_at"], second["reused"]) == ("2026-11-22 10:00:00", "False")
 
 
-def test_a_comparison_of_one_session_has_no_mark() -> None:
+def test_rows_measured_in_one_session_are_not_marked_as_reused() -> None:
     ranked = ranking.rank([made_at("a", "2026-11-22 10:00"), made_at("b", "2026-11-22 10:01"), FAILED])
     assert ranking.table(ranked).header == ranking.HEADER
     assert ranking.reused(ranked) == []
@@ -112,7 +112,7 @@ def test_many_reused_rows_are_counted_in_one_line() -> None:
         ((0.0, None), []),
         ((0.48, 0.45), ["other processes took this share of the cores while a row was measured: 48 %: r0; 45 %: r1"]),
         (
-            (0.86, 0.92),  # the one had 14 % of the cores, the other 8 %
+            (0.86, 0.92),  # one row had 14 % of the cores, the other 8 %
             [
                 "the rows were measured under different loads, so speeds do not compare; other processes took this "
                 "share of the cores while a row was measured: 86 %: r0; 92 %: r1"
@@ -127,20 +127,22 @@ def test_many_reused_rows_are_counted_in_one_line() -> None:
         ),
     ],
 )
-def test_rows_measured_beside_other_work_are_warned_about(shares: tuple[float | None, ...], told: list[str]) -> None:
+def test_rows_measured_while_other_processes_were_busy_cause_a_warning(
+    shares: tuple[float | None, ...], told: list[str]
+) -> None:
     entries = [made_at(f"r{at}", "2026-11-22 10:00", others=one, median=100 - at) for at, one in enumerate(shares)]
     assert ranking.warnings(ranking.rank(entries)) == told
     rows = csv.DictReader(io.StringIO(ranking.results_csv(ranking.rank(entries))))
     assert [row["others_share"] for row in rows] == ["unknown" if one is None else str(one) for one in shares]
 
 
-def test_one_run_beside_other_work_says_so() -> None:
+def test_a_single_run_reports_the_share_that_other_processes_took() -> None:
     result = made_at("a", "2026-11-22 10:00", others=0.48).result
     assert ranking.load_text(result or {}) == "other processes took 48 % of the cores while this was measured"
     assert ranking.load_text({}) is None
 
 
-def test_points_on_other_data_are_warned_about() -> None:
+def test_points_with_different_data_cause_a_warning() -> None:
     same = ranking.rank([make_entry("a", 100), make_entry("b", 90)])
     assert ranking.warnings(same) == []
     other = ranking.rank([make_entry("a", 100), make_entry("b", 90, data_hash="beef")])
@@ -149,13 +151,13 @@ def test_points_on_other_data_are_warned_about() -> None:
     assert "beef: b" in warning
 
 
-def test_points_that_differ_in_tokens_a_step_are_warned_about_their_losses_alone() -> None:
+def test_points_with_different_tokens_per_step_cause_a_warning_about_losses_only() -> None:
     (other := make_entry("b", 90)).result["batch"]["tokens_per_step"] *= 2  # type: ignore[index]
     told = "the points differ in tokens a step, so their losses do not compare (tokens/s do): 2,048: a; 4,096: b"
     assert ranking.warnings(ranking.rank([make_entry("a", 100), other])) == [told]
 
 
-def test_a_failed_point_is_a_row_and_its_reason_is_told() -> None:
+def test_a_failed_point_is_a_row_and_its_reason_is_reported() -> None:
     ranked = ranking.rank([make_entry("a", 100), FAILED])
     table = ranking.table(ranked)
     assert table.rows[1][1:3] == ("stage3", "error")
@@ -165,7 +167,7 @@ def test_a_failed_point_is_a_row_and_its_reason_is_told() -> None:
     assert ranking.rule(ranking.DEFAULT_METRIC) in page
 
 
-def test_the_csv_has_one_full_line_for_each_point_with_units_in_its_names() -> None:
+def test_the_csv_has_one_row_for_each_point_and_units_in_its_column_names() -> None:
     text = ranking.results_csv(ranking.rank([make_entry("a", 100.125), FAILED]))
     good, bad = csv.DictReader(io.StringIO(text))
     assert float(good["tokens_per_second_median"]) == 100.125
@@ -181,7 +183,7 @@ def test_the_next_command_measures_the_winner_longer_or_runs_the_failed_point_al
     assert after == f"{program()} -m zero=stage0,stage1,stage2,stage3 precision=bf16 'data.path=a b'"
 
 
-def test_a_learning_curve_with_missing_steps_is_warned_about() -> None:
+def test_missing_steps_of_a_learning_curve_cause_a_warning() -> None:
     entry = make_entry("stage1", 100)
     assert entry.result is not None
     entry.result["loss"] |= {"first": None, "missing_steps": [[1, 5], [7, 7], [9, 10]]}

@@ -33,28 +33,28 @@ def summary_of(result: dict[str, Any]) -> str:
     return squeezed(out)
 
 
-def test_the_plan_spells_the_batch_out() -> None:
+def test_the_plan_shows_how_the_batch_size_is_computed() -> None:
     screen, out = show()
     screen.plan("stage2-bf16", CONFIG, "outputs/x")
     assert ("micro 4 x accumulation 2 x ranks 2 = 16 sequences x 128 tokens = 2,048 tokens/step") in out.getvalue()
     assert "6 = 2 of warm-up + 4 measured" in out.getvalue()
 
 
-def test_the_summary_says_what_was_counted_and_what_was_left_out() -> None:
+def test_the_summary_says_which_steps_were_counted_and_which_were_left_out() -> None:
     text = summary_of(make_result(CONFIG))
     assert "9,412 median, p10-p90 9,224-9,506, 4 steps counted, 2 of warm-up left out" in text
     for phase in ("forward", "backward", "exposed communication", "optimizer", "data"):
         assert phase in text
 
 
-def test_states_stand_predicted_beside_measured_in_powers_of_1024() -> None:
+def test_predicted_and_measured_states_are_shown_together_in_powers_of_1024() -> None:
     text = summary_of(make_result(CONFIG))
     assert "parameters 2.29 MiB 2.29 MiB exact" in text
     assert "gradients 1.14 MiB 1.24 MiB +8.3 %" in text
     assert "model states: 2Ψ + 16Ψ/N 10.3 MiB 10.4 MiB +0.9 %" in text
 
 
-def test_the_scratch_file_stands_predicted_beside_measured_and_a_busy_machine_is_told() -> None:
+def test_the_summary_shows_predicted_and_measured_scratch_bytes_and_warns_of_a_busy_machine() -> None:
     result = make_result(CONFIG)
     assert "warning" not in summary_of(result)
     result["memory"] |= {"scratch_bytes": 3 << 20, "scratch_predicted_bytes": 3 << 20}
@@ -72,7 +72,7 @@ def test_communication_is_called_equal_to_the_theory_only_when_it_is() -> None:
     assert "NOT equal" in summary_of(result)
 
 
-def test_without_a_terminal_there_are_whole_lines_and_no_control_characters() -> None:
+def test_output_without_a_terminal_has_complete_lines_and_no_control_characters() -> None:
     screen, out = show(width=60)
     screen.begin(CONFIG)
     screen.event({"event": "ready", "parameters": 1_200_000, "data_hash": "c0ffee", "predicted": None})
@@ -94,7 +94,7 @@ def test_on_a_terminal_the_bar_shows_step_loss_speed_and_memory() -> None:
     assert "6/6 loss 5.9400 9,406 tokens/s rss 512 MiB" in squeezed(out)
 
 
-def test_in_a_pipe_a_table_has_its_full_width_whatever_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_in_a_pipe_has_its_full_width_whatever_columns_is_set_to(monkeypatch: pytest.MonkeyPatch) -> None:
     row = tuple(f"a long cell with number {number}" for number in range(12))
     for columns in ("40", ""):
         monkeypatch.setenv("COLUMNS", columns)
@@ -103,7 +103,7 @@ def test_in_a_pipe_a_table_has_its_full_width_whatever_columns_says(monkeypatch:
         assert [line.split("  ") for line in map(str.rstrip, out.getvalue().splitlines())] == [list(row)] * 2
 
 
-def test_the_curve_that_a_resumed_run_continues_is_not_shown_as_its_steps() -> None:
+def test_steps_before_a_resume_are_not_shown_as_steps_of_the_resumed_run() -> None:
     screen, out = show()
     screen.begin(CONFIG)
     screen.event({**step_event(1, 2), "earlier": True})
@@ -114,14 +114,14 @@ def test_the_curve_that_a_resumed_run_continues_is_not_shown_as_its_steps() -> N
     assert out.getvalue().index("resumed after step 1") < out.getvalue().index("warm-up step 2/6")
 
 
-def test_what_is_to_be_copied_is_one_line_on_a_narrow_terminal_too() -> None:
+def test_a_command_to_copy_stays_on_one_line_on_a_narrow_terminal() -> None:
     screen, out = show(terminal=True, width=60)
     command = "python run.py -m zero=stage0,stage1,stage2,stage3 model.config.n_layer=3 --output a/folder/elsewhere"
     screen.closing([Row("next", command), Row("dashboard", "make ui")])
     assert f"{command}\n" in out.getvalue()
 
 
-def test_square_brackets_of_a_message_are_shown_as_they_are() -> None:
+def test_square_brackets_in_a_message_are_printed_unchanged() -> None:
     screen, out = show(terminal=True)
     screen.failure("a", "error", "rank 1: KeyError: [bold]", ["x[/red]"], "rank1.log")
     assert "KeyError: [bold]" in out.getvalue()
@@ -141,7 +141,7 @@ def test_the_comparison_prints_its_rule_its_ties_and_the_reason_of_a_failure() -
 
 
 @pytest.mark.parametrize("name", ["NO_COLOR", "TERM"])
-def test_no_colour_is_sent_where_it_is_not_wanted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_colour_is_printed_if_the_environment_disables_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "dumb" if name == "TERM" else "1")
     out = io.StringIO()
     Screen(Console(file=out, force_terminal=True)).warn("careful")

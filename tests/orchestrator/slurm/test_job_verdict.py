@@ -1,4 +1,4 @@
-"""Which outcome a job of SLURM has: result before ranks' records before the scheduler, and no end without a sign."""
+"""A SLURM job's outcome is taken from its result, then its ranks' records, then the scheduler, never from silence."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ BLAMES = error("RankError: rank 1 is gone; seen last in step 3, forward", blamed
 
 
 @pytest.mark.parametrize("sight", [PENDING, RUNNING, UNSEEN, DENIED])
-def test_nothing_is_decided_while_ranks_may_go_on(sight: JobSight) -> None:
+def test_nothing_is_decided_while_ranks_may_still_run(sight: JobSight) -> None:
     assert told(sight, GOING, GOING) is None
     assert told(sight, None, None) is None
 
 
-def test_a_job_that_no_tool_knows_is_not_over() -> None:
+def test_a_job_that_no_tool_knows_is_not_considered_ended() -> None:
     assert told(UNSEEN, GOING, record("ok")) is None
     assert told(UNSEEN, STOPPED, STOPPED) is None
 
 
-def test_the_result_is_believed_before_the_scheduler() -> None:
+def test_the_result_takes_precedence_over_the_scheduler() -> None:
     assert told(ended("TIMEOUT"), OK, GOING, result=True) == ("ok", 0, "")
     assert told(UNSEEN, OK, OK, result=True) == ("ok", 0, "")
-    assert told(RUNNING, OK, GOING, result=True) is None  # the others still leave
+    assert told(RUNNING, OK, GOING, result=True) is None  # the other rank is still exiting
     note = decide([OK, error("hung up")], ended("FAILED"), has_result=True, error_s=0.0)
     assert note is not None
     assert "rank 1: hung up" in note.note
@@ -70,21 +70,21 @@ def test_the_rank_that_raised_is_the_cause_whatever_the_scheduler_calls_it() -> 
         assert told(ended(state, "1:0"), GOING, cause) == ("error", 1, "rank 1: ValueError: bad")
 
 
-def test_an_error_counts_before_the_job_has_ended_and_after_a_grace_for_its_cause() -> None:
+def test_an_error_counts_before_the_job_has_ended_once_a_grace_period_is_over() -> None:
     late = error("ValueError: bad", NOW)
     assert told(RUNNING, GOING, late) is None
     assert told(RUNNING, GOING, late, error_s=GRACE_S + 0.1) == ("error", 1, "rank 1: ValueError: bad")
     assert told(UNSEEN, GOING, late, error_s=GRACE_S + 0.1) == ("error", 1, "rank 1: ValueError: bad")
 
 
-def test_what_the_error_is_is_the_outcome() -> None:
+def test_the_outcome_recorded_with_an_error_is_the_outcome_of_the_job() -> None:
     memory = error("rank 1: out of memory in step 2", outcome="oom")
     assert (told(ended("FAILED", "1:0"), BLAMES, memory) or ())[:2] == ("oom", 1)
     stuck = error("RankError: rank 0 has not come to it for 60 s", outcome="hang", blamed=[0])
     assert (told(ended("FAILED", "1:0"), GOING, stuck) or ())[:2] == ("hang", 0)
 
 
-def test_a_killed_rank_is_named_by_those_that_missed_it() -> None:
+def test_a_killed_rank_is_identified_by_the_ranks_that_blame_it() -> None:
     state, rank, message = told(ended("FAILED", "137:0"), BLAMES, GOING) or ("", 0, "")
     assert (state, rank, message) == ("error", 1, "rank 1 is gone; seen last in step 3, forward")
 
@@ -101,7 +101,7 @@ def test_a_killed_rank_is_named_by_those_that_missed_it() -> None:
         ("PREEMPTED", "preempted", "SLURM took its nodes"),
     ],
 )
-def test_where_the_scheduler_ended_it_what_ranks_raise_is_an_effect(state: str, outcome: str, words: str) -> None:
+def test_rank_errors_are_effects_if_the_scheduler_ended_the_job(state: str, outcome: str, words: str) -> None:
     for ranks in ((GOING, GOING), (BLAMES, GOING), (STOPPED, STOPPED)):
         found = told(ended(state, "0:15"), *ranks)
         assert found is not None
@@ -109,13 +109,13 @@ def test_where_the_scheduler_ended_it_what_ranks_raise_is_an_effect(state: str, 
         assert words in found[2]
 
 
-def test_ranks_that_stopped_and_were_not_put_back_are_preempted() -> None:
+def test_a_job_that_stopped_and_was_not_requeued_is_preempted() -> None:
     assert told(ended("COMPLETED"), STOPPED, STOPPED) == ("preempted", 0, STOPPED["message"])
     assert told(PENDING, STOPPED, STOPPED) is None
     assert told(RUNNING, STOPPED, STOPPED) is None
 
 
-def test_records_of_an_earlier_life_of_a_requeued_job_count_for_nothing() -> None:
+def test_records_from_before_a_requeue_are_ignored() -> None:
     old = error("ValueError: bad", BEGAN - 60)
     assert told(PENDING, GOING, old) is None
     assert told(RUNNING, GOING, old) is None
@@ -137,7 +137,7 @@ def test_an_end_that_no_rank_explains_is_an_error(sight: JobSight, ranks: tuple,
     assert words in message
 
 
-def test_the_job_s_own_log_tells_a_kill_for_want_of_memory(tmp_path: Path) -> None:
+def test_an_out_of_memory_kill_is_recognized_in_the_jobs_log(tmp_path: Path) -> None:
     attempt = AttemptPaths(tmp_path)
     log = tmp_path / "log"
     write_json_atomic(attempt.job, {"job": "7", "log": str(log)})
@@ -153,12 +153,12 @@ def test_the_job_s_own_log_tells_a_kill_for_want_of_memory(tmp_path: Path) -> No
     assert "exceeded memory limit (42 > 41)" in found.message
     assert verdict(attempt, 1, RUNNING, NOW) is None
     log.write_text("slurmstepd-node1: error: Exceeded job memory limit\nsrun: error: node2: task 1: Killed\n")
-    found = verdict(attempt, 1, killed, NOW)  # another node was over it first
+    found = verdict(attempt, 1, killed, NOW)  # another node exceeded the limit first
     assert found is not None
     assert found.state is RunState.oom_host
 
 
-def test_a_job_that_no_rank_of_came_to_life_tells_the_end_of_its_own_log(tmp_path: Path) -> None:
+def test_a_job_whose_ranks_never_started_reports_the_end_of_its_log(tmp_path: Path) -> None:
     attempt = AttemptPaths(tmp_path)
     write_json_atomic(attempt.job, {"job": "7", "log": str(tmp_path / "log")})
     (tmp_path / "log").write_text("slurmstepd: error: execve(): python: No such file or directory\n\n")
@@ -168,19 +168,19 @@ def test_a_job_that_no_rank_of_came_to_life_tells_the_end_of_its_own_log(tmp_pat
 
 
 @pytest.mark.parametrize("clock", [0.0, 1e12])
-def test_how_long_an_error_has_been_seen_does_not_depend_on_the_clock_of_the_rank(tmp_path: Path, clock: float) -> None:
+def test_the_age_of_an_error_does_not_depend_on_the_clock_of_the_rank(tmp_path: Path, clock: float) -> None:
     attempt = AttemptPaths(tmp_path)
     write_json_atomic(attempt.rank_record(0), error("ValueError: bad", clock))
     sight = JobSight(JobPhase.running, "RUNNING")
     assert verdict(attempt, 1, sight, NOW) is None
     assert verdict(attempt, 1, sight, NOW + GRACE_S - 0.1) is None
-    found = verdict(attempt, 1, sight, NOW + GRACE_S + 0.1)  # by another command of this machine
+    found = verdict(attempt, 1, sight, NOW + GRACE_S + 0.1)  # as another command on this machine would ask
     assert found is not None
     assert found.message == "rank 0: ValueError: bad"
 
 
 @pytest.mark.parametrize("clock", [0.0, 1e12])
-def test_a_heartbeat_that_changes_is_a_sign_of_life_whatever_time_it_tells(tmp_path: Path, clock: float) -> None:
+def test_a_changing_heartbeat_is_a_sign_of_life_whatever_time_it_contains(tmp_path: Path, clock: float) -> None:
     attempt = AttemptPaths(tmp_path)
     for beat in range(5):
         write_json_atomic(attempt.heartbeat, {"time": clock - 3600 * beat, "node": "node1"})
@@ -188,15 +188,15 @@ def test_a_heartbeat_that_changes_is_a_sign_of_life_whatever_time_it_tells(tmp_p
     assert JobFollower(attempt, 1).verdict(DENIED, NOW + LOST_S * 5) is not None
 
 
-def test_a_job_is_lost_when_slurm_denies_it_again_and_nothing_says_that_it_lives(tmp_path: Path) -> None:
+def test_a_job_is_lost_when_slurm_keeps_denying_it_and_there_is_no_sign_of_life(tmp_path: Path) -> None:
     attempt = AttemptPaths(tmp_path)
     write_json_atomic(attempt.heartbeat, {"time": NOW, "node": "node1"})
 
     def look(sight: JobSight, now: float) -> Verdict | None:
-        return JobFollower(attempt, 1).verdict(sight, now)  # each time another command
+        return JobFollower(attempt, 1).verdict(sight, now)  # a new follower each time, as in another command
 
     assert look(DENIED, NOW) is None
-    assert look(UNSEEN, NOW + LOST_S / 2) is None  # no answer says nothing
+    assert look(UNSEEN, NOW + LOST_S / 2) is None  # a missing answer proves nothing
     assert look(DENIED, NOW + LOST_S - 1) is None
     found = look(DENIED, NOW + LOST_S)
     assert found is not None
@@ -205,7 +205,7 @@ def test_a_job_is_lost_when_slurm_denies_it_again_and_nothing_says_that_it_lives
 
 
 @pytest.mark.parametrize("sign", ["heartbeat", "queue"])
-def test_one_sign_of_life_and_a_job_is_not_lost(sign: str, tmp_path: Path) -> None:
+def test_a_job_with_one_sign_of_life_is_not_lost(sign: str, tmp_path: Path) -> None:
     attempt = AttemptPaths(tmp_path)
     follower = JobFollower(attempt, 1)
     assert follower.verdict(DENIED, NOW) is None

@@ -1,4 +1,4 @@
-"""A rank inside a job: how it finds the others, and when its job may go back into the queue."""
+"""A rank inside a SLURM job finds the other ranks, and requeues its job only while that job is running."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def nowhere(name: str) -> str:
     raise OSError(name)
 
 
-def test_slurm_s_words_become_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurms_variables_become_those_that_torch_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_rank, "address_of", {"gpu1": "gpu1", "gpu2": "10.0.0.2"}.get)
     ways = {"gpu1": "eth0", "10.0.0.2": "ib0"}
     monkeypatch.setattr(slurm_rank, "interface_to", ways.get)
@@ -38,7 +38,7 @@ def test_slurm_s_words_become_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
     found = rank_in_world(environ, "env://")
     assert found is not None
     assert (found.rank, found.world, found.local_rank, found.restarts) == (5, 8, 1, 2)
-    # The first node looks the way to the second: the way to itself is the loopback.
+    # The first node takes its interface to the second node, because the one to itself is the loopback.
     first = {**JOB, "SLURM_NODEID": "0"}
     say_place(first, ["gpu1", "gpu2"])
     assert first["GLOO_SOCKET_IFNAME"] == "ib0"
@@ -47,20 +47,20 @@ def test_slurm_s_words_become_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mine["GLOO_SOCKET_IFNAME"] == "bond0"
 
 
-def test_ranks_of_one_node_meet_on_the_loopback() -> None:
+def test_ranks_on_one_node_connect_over_the_loopback() -> None:
     environ = dict(JOB)
     say_place(environ, ["gpu1"])
     assert environ["MASTER_ADDR"] == "127.0.0.1"
     assert "GLOO_SOCKET_IFNAME" not in environ
 
 
-def test_jobs_on_one_node_have_ports_of_their_own() -> None:
+def test_jobs_on_one_node_use_different_ports() -> None:
     ports = [port_of(str(job)) for job in range(4411207, 4411207 + 1000)]
     assert len(set(ports)) == 1000
     assert all(1024 < port < 32768 for port in ports)
 
 
-def test_a_node_s_name_is_used_where_it_leads_somewhere_else_what_slurm_knows() -> None:
+def test_a_nodes_name_is_used_if_it_resolves_and_otherwise_its_address_in_slurm() -> None:
     assert address_of("gpu1", resolve=lambda name: "10.0.0.1", tell=nowhere_to_ask) == "gpu1"
     told = "NodeName=gpu1 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=gpu1 Port=6818\n"
     assert address_of("gpu1", resolve=nowhere, tell=lambda words: told) == "10.0.0.7"
@@ -72,13 +72,13 @@ def nowhere_to_ask(words: Sequence[str]) -> str:
     raise AssertionError(words)
 
 
-def test_the_interface_is_the_one_that_leads_there() -> None:
+def test_the_interface_is_the_one_that_reaches_the_address() -> None:
     loopback = next(name for name, ways in psutil.net_if_addrs().items() if any(w.address == "127.0.0.1" for w in ways))
     assert interface_to("127.0.0.1") == loopback
     assert interface_to("no.such.host.invalid") is None
 
 
-def test_a_task_of_an_array_goes_by_the_array_s_name() -> None:
+def test_a_task_of_an_array_is_named_after_the_array() -> None:
     assert environ_job(JOB) == "4411207_2"
     assert environ_job({"SLURM_JOB_ID": "7"}) == "7"
     assert "SLURM_JOB_ID" not in os.environ
@@ -96,7 +96,7 @@ class Scontrol:
         return f"JobId=7 JobState={self.state} Reason=None Restarts=0 ExitCode=0:0 NodeList=n StartTime=N/A\n"
 
 
-def test_a_running_job_goes_back_into_the_queue_and_says_so_before_it_is_ended() -> None:
+def test_a_running_job_is_requeued_and_says_so_before_it_is_ended() -> None:
     said: list[str] = []
     scontrol = Scontrol("RUNNING")
     assert requeue("7", said.append, scontrol) == said[0] == "job 7 was put back into the queue"
@@ -104,14 +104,14 @@ def test_a_running_job_goes_back_into_the_queue_and_says_so_before_it_is_ended()
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "TIMEOUT", ""])
-def test_a_job_that_is_being_ended_is_not_brought_back(state: str) -> None:
+def test_a_job_that_is_no_longer_running_is_not_requeued(state: str) -> None:
     said: list[str] = []
     scontrol = Scontrol(state)
     assert "not put back into the queue" in requeue("7", said.append, scontrol)
     assert scontrol.asked == ["job"]
 
 
-def test_a_site_that_forbids_it_is_told_in_the_record() -> None:
+def test_a_site_that_forbids_requeueing_is_noted_in_the_record() -> None:
     said: list[str] = []
     requeue("7", said.append, Scontrol("RUNNING", requeues=False))
     assert "could not be put back into the queue: scontrol requeue: Requested operation" in said[-1]

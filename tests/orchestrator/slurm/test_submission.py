@@ -1,4 +1,4 @@
-"""What is sent to SLURM: the script, the calls, the owner's rights. Programs on the PATH stand for its own."""
+"""Jobs reach SLURM with the right script, calls and permissions; programs on the PATH stand in for SLURM's tools."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ echo "4411$(wc -l <"{folder}/sent");cluster"
 
 @pytest.fixture
 def slurm_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which the programs leave what they were asked."""
+    """The folder in which the stand-in programs record how they were called."""
     programs = {
         "sbatch": SBATCH.format(folder=tmp_path),
         "scontrol": "#!/bin/sh\necho 'MaxArraySize            = 3'\n",
@@ -41,7 +41,7 @@ def slurm_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
-    monkeypatch.setenv("SLURM_JOB_ID", "1")  # sent from inside another job
+    monkeypatch.setenv("SLURM_JOB_ID", "1")  # submitted from inside another job
     return tmp_path
 
 
@@ -54,7 +54,7 @@ def jobs(folder: Path, count: int, **cluster: object) -> list[tuple[AttemptPaths
     return [(attempt, config) for attempt in made]
 
 
-def test_an_array_s_script_starts_every_rank_with_the_settings_of_a_careful_person(slurm_tools: Path) -> None:
+def test_an_arrays_script_contains_the_requested_settings_and_starts_every_rank(slurm_tools: Path) -> None:
     sent = jobs(slurm_tools, 2, setup=["module load cuda"], additional={"reservation": "a day"})
     assert slurm.submit(sent, slurm_tools / "jobs", name="stages") == ["44111_0", "44111_1"]
     facts = read_json(sent[1][0].job)
@@ -79,7 +79,7 @@ def test_an_array_s_script_starts_every_rank_with_the_settings_of_a_careful_pers
     assert "wckey" not in script
 
 
-def test_a_call_is_json_and_everything_is_the_owner_s_alone(slurm_tools: Path) -> None:
+def test_a_call_is_stored_as_json_and_all_files_are_private_to_the_owner(slurm_tools: Path) -> None:
     sent = jobs(slurm_tools, 1)
     assert slurm.submit(sent, slurm_tools / "jobs", entry="mine:run") == ["44111"]
     for path in (slurm_tools / "jobs", *(slurm_tools / "jobs").iterdir()):
@@ -92,27 +92,27 @@ def test_a_call_is_json_and_everything_is_the_owner_s_alone(slurm_tools: Path) -
     assert "SLURM_JOB_ID" not in (slurm_tools / "environment").read_text()
 
 
-def test_ids_come_in_the_order_of_the_attempts_whatever_the_arrays(slurm_tools: Path) -> None:
+def test_job_ids_are_in_the_order_of_the_attempts_whatever_the_arrays(slurm_tools: Path) -> None:
     sent = jobs(slurm_tools, 4) + jobs(slurm_tools, 1, partition="long")
     assert slurm.submit(sent, slurm_tools / "jobs") == ["44111_0", "44111_1", "44111_2", "44112", "44113"]
     assert [slurm.job_of(attempt) for attempt, _ in sent][2:] == ["44111_2", "44112", "44113"]
 
 
 def dependencies(sent: list[tuple[AttemptPaths, RunConfig]]) -> list[str]:
-    """Of each array, in the order of its first attempt."""
+    """The dependency of each array, or "", in the order of the arrays' first attempts."""
     scripts = dict.fromkeys((read_json(attempt.job) or {})["script"] for attempt, _ in sent)
     lines = [Path(script).read_text().splitlines() for script in scripts]
     return [next((line.partition("dependency=")[2] for line in one if "dependency=" in line), "") for one in lines]
 
 
-def test_arrays_that_fill_the_throttle_together_wait_until_those_before_have_ended(slurm_tools: Path) -> None:
+def test_an_array_that_would_exceed_the_throttle_waits_until_the_arrays_before_it_have_ended(slurm_tools: Path) -> None:
     shapes = [jobs(slurm_tools, count, throttle=3, partition=name) for count, name in ((2, "a"), (1, "b"), (5, "c"))]
     sent = [one for shape in shapes for one in shape]
     slurm.submit(sent, slurm_tools / "jobs")
     assert dependencies(sent) == ["", "", "afterany:44111:44112", "afterany:44113"]
 
 
-def test_without_a_throttle_arrays_wait_for_nobody_and_an_own_dependency_stays(slurm_tools: Path) -> None:
+def test_arrays_without_a_throttle_do_not_wait_and_a_users_own_dependency_is_kept(slurm_tools: Path) -> None:
     free = jobs(slurm_tools, 2) + jobs(slurm_tools, 1, partition="long")
     slurm.submit(free, slurm_tools / "jobs")
     assert dependencies(free) == ["", ""]
@@ -122,14 +122,14 @@ def test_without_a_throttle_arrays_wait_for_nobody_and_an_own_dependency_stays(s
     assert dependencies(sent) == ["afterok:7", "afterok:7,afterany:44113"]
 
 
-def test_what_asks_for_most_is_sent_last_where_arrays_wait_for_each_other(slurm_tools: Path) -> None:
+def test_the_largest_request_is_submitted_last_if_arrays_wait_for_each_other(slurm_tools: Path) -> None:
     (large,) = jobs(slurm_tools, 1, partition="large", throttle=1)
     (small,) = jobs(slurm_tools, 1, partition="small", throttle=1)
     large = (large[0], replace(large[1], resources=replace(large[1].resources, time_limit_min=600)))
     assert slurm.submit([large, small], slurm_tools / "jobs") == ["44112", "44111"]
 
 
-def test_where_one_is_refused_none_stays(slurm_tools: Path) -> None:
+def test_if_one_array_is_refused_the_others_are_cancelled(slurm_tools: Path) -> None:
     sent = jobs(slurm_tools, 2) + jobs(slurm_tools, 1, partition="nowhere")
     with pytest.raises(SlurmError, match="sbatch --parsable: sbatch: error: invalid partition specified: nowhere"):
         slurm.submit(sent, slurm_tools / "jobs")

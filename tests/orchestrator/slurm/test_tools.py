@@ -1,4 +1,4 @@
-"""What SLURM's tools print, recorded from version 22.05, and what is read out of it; no cluster is asked."""
+"""The output of SLURM's tools, recorded from version 22.05, is parsed correctly; no cluster is contacted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ old|down|infinite|9|8|12000|(null)
 BEGAN = time.mktime((2026, 11, 21, 11, 49, 34, 0, 0, -1))
 
 
-def test_squeue_tells_state_reason_exit_nodes_restarts_and_times() -> None:
+def test_squeue_gives_state_reason_exit_code_nodes_restarts_and_times() -> None:
     found = read_squeue(SQUEUE)
     assert found["3"] == (JobPhase.ended, "FAILED", "NonZeroExitCode", "7:0", "node1", 0, BEGAN, None)
     assert found["2_2"] == (JobPhase.pending, "PENDING", "JobArrayTaskLimit", "", "", 0, None, None)
@@ -70,7 +70,7 @@ def test_squeue_tells_state_reason_exit_nodes_restarts_and_times() -> None:
     assert (found["6"].state, found["6"].exit_code) == (JobPhase.ended, "0:15")
 
 
-def test_sacct_tells_the_same_of_jobs_that_the_controller_has_forgotten() -> None:
+def test_sacct_gives_the_same_for_jobs_that_the_controller_has_forgotten() -> None:
     found = read_sacct(SACCT)
     assert found["7"] == (JobPhase.ended, "COMPLETED", "", "0:0", "node1", 0, BEGAN, None)
     assert (found["8"].state, found["8"].slurm_state, found["8"].nodes) == (JobPhase.ended, "CANCELLED", "")
@@ -79,18 +79,18 @@ def test_sacct_tells_the_same_of_jobs_that_the_controller_has_forgotten() -> Non
     assert found["10"].exit_code == "0:125"
 
 
-def test_scontrol_tells_of_one_job() -> None:
+def test_scontrol_describes_one_job() -> None:
     assert read_scontrol_job(SCONTROL) == (JobPhase.running, "RUNNING", "", "", "node1", 3, BEGAN, None)
     assert slurm_tools.fields_of(SCONTROL)["JobName"] == "a b"
     assert read_scontrol_job("No jobs in the system\n") == UNSEEN
 
 
 @pytest.mark.parametrize("text", ["", "\n", "slurm_load_jobs error: Unable to contact slurm controller\n", "1|RUN\n"])
-def test_what_is_no_answer_tells_nothing(text: str) -> None:
+def test_text_that_is_not_an_answer_describes_no_jobs(text: str) -> None:
     assert read_squeue(text) == read_sacct(text) == {}
 
 
-def test_a_state_of_a_newer_slurm_is_unknown_which_is_never_final() -> None:
+def test_a_state_of_a_newer_slurm_is_unknown_and_not_final() -> None:
     assert read_sacct("7|LAUNCHING_ROCKETS|0:0|n|None|None\n")["7"].state is JobPhase.unknown
 
 
@@ -110,11 +110,11 @@ def test_time_limits_are_read(text: str, minutes: float | None) -> None:
     assert read_limit_min(text) == minutes
 
 
-# ---- looking --------------------------------------------------------------------------------------------------------
+# ---- queries --------------------------------------------------------------------------------------------------------
 
 
 class Tools:
-    """Stands for SLURM's tools: an answer by tool, SlurmError where there is none; remembers what was asked."""
+    """Stands in for SLURM's tools: one answer for each tool, SlurmError for a tool without one; records the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: str) -> None:
         self.asked: list[str] = []
@@ -130,7 +130,7 @@ class Tools:
         return self.answers[key]
 
 
-def test_with_accounting_one_question_is_enough_for_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_accounting_one_query_is_enough_for_jobs_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     config = "AccountingStorageType   = accounting_storage/slurmdbd\n"
     tools = Tools(monkeypatch, scontrol_show=config, sacct=SACCT)
     scheduler = slurm.SlurmQueue()
@@ -139,7 +139,7 @@ def test_with_accounting_one_question_is_enough_for_what_has_ended(monkeypatch: 
     assert tools.asked == ["scontrol_show", "sacct", "sacct"]
 
 
-def test_the_controller_is_asked_about_what_may_be_back_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_controller_is_asked_about_jobs_that_may_be_back_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     config = "AccountingStorageType   = accounting_storage/slurmdbd\n"
     queue = "11|PENDING|BeginTime|1|0|N/A||\n9_4|PENDING|BeginTime|1|0|N/A||\n"
     Tools(monkeypatch, scontrol_show=config, sacct=SACCT, squeue=queue)
@@ -147,7 +147,7 @@ def test_the_controller_is_asked_about_what_may_be_back_in_the_queue(monkeypatch
     assert [found[job].state for job in ("11", "9_4", "9_0")] == [JobPhase.pending, JobPhase.pending, JobPhase.ended]
 
 
-def test_what_the_controller_has_forgotten_is_as_the_accounts_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_that_the_controller_has_forgotten_have_the_state_in_the_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = "AccountingStorageType   = accounting_storage/slurmdbd\n"
     Tools(monkeypatch, scontrol_show=config, sacct=SACCT, squeue="")
     found = slurm.SlurmQueue().look(["11", "9_4", "99"])
@@ -163,7 +163,7 @@ def test_without_accounting_the_queue_is_asked_and_then_the_job(monkeypatch: pyt
     assert tools.asked == ["scontrol_show", "squeue"]
 
 
-def test_absence_from_the_queue_is_not_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_missing_from_the_queue_is_not_considered_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     Tools(monkeypatch, scontrol_show="AccountingStorageType = accounting_storage/none\n", squeue=SQUEUE)
     found = slurm.SlurmQueue().look(["1", "99"])
     assert found["1"].slurm_state == "RUNNING"
@@ -171,7 +171,7 @@ def test_absence_from_the_queue_is_not_an_end(monkeypatch: pytest.MonkeyPatch) -
     assert DENIED.state is JobPhase.unknown
 
 
-def test_a_queue_that_does_not_know_the_columns_gives_way_to_one_question_a_job(
+def test_if_squeue_does_not_know_the_columns_each_job_is_queried_separately(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tools = Tools(monkeypatch, scontrol_show="AccountingStorageType = accounting_storage/none\n", scontrol_job=SCONTROL)
@@ -179,13 +179,13 @@ def test_a_queue_that_does_not_know_the_columns_gives_way_to_one_question_a_job(
     assert tools.asked == ["scontrol_show", "squeue", "scontrol_job"]
 
 
-def test_a_slurm_that_does_not_answer_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_error_is_raised_if_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     Tools(monkeypatch)
     assert slurm.look(["1"]) == {"1": UNSEEN}
     assert slurm.look([]) == {}
 
 
-def test_a_tool_that_is_silent_or_missing_is_an_error_in_words() -> None:
+def test_a_tool_that_hangs_fails_or_is_missing_is_reported_as_an_error() -> None:
     with pytest.raises(SlurmError, match=r"sleep: expected an answer within 0.05 s"):
         slurm_tools.ask(["sleep", "5"], timeout_s=0.05)
     with pytest.raises(SlurmError, match="no-such-tool: expected it on the PATH"):
@@ -194,13 +194,13 @@ def test_a_tool_that_is_silent_or_missing_is_an_error_in_words() -> None:
         slurm_tools.ask(["ls", "/no/such/folder"])
 
 
-def test_a_job_that_is_sent_from_inside_another_does_not_inherit_its_place() -> None:
+def test_a_job_submitted_from_inside_another_does_not_inherit_its_variables() -> None:
     inside = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_CONF": "/etc/x", "SBATCH_ACCOUNT": "me", "HOME": "/h"}
     assert outside_of_jobs(inside) == {"SLURM_CONF": "/etc/x", "SBATCH_ACCOUNT": "me", "HOME": "/h"}
     assert outside_of_jobs({"SLURM_CONF": "/etc/x"}) == {"SLURM_CONF": "/etc/x"}
 
 
-# ---- what is sent ---------------------------------------------------------------------------------------------------
+# ---- submission -----------------------------------------------------------------------------------------------------
 
 
 def point(
@@ -218,7 +218,7 @@ def test_points_of_one_shape_share_an_array(tmp_path: Path) -> None:
         assert slurm.shape_of(one) != slurm.shape_of(other)
 
 
-def test_the_configuration_in_sbatch_s_words(tmp_path: Path) -> None:
+def test_the_configuration_is_translated_to_sbatchs_parameters(tmp_path: Path) -> None:
     config = point(
         tmp_path,
         ranks=8,
@@ -239,7 +239,7 @@ def test_the_configuration_in_sbatch_s_words(tmp_path: Path) -> None:
     assert "gpus_per_node" not in slurm.parameters(point(tmp_path), "stages")
 
 
-def test_arrays_are_cut_at_the_site_s_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_are_split_at_the_sites_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
     def send(jobs: Sequence[object], *_: object) -> list[str]:
@@ -274,13 +274,17 @@ def test_arrays_are_cut_at_the_site_s_largest(tmp_path: Path, monkeypatch: pytes
         ({"partition": "short,main"}, None),
     ],
 )
-def test_what_a_cluster_cannot_give_is_told_with_what_it_can(settings: dict, told: str | None, tmp_path: Path) -> None:
+def test_a_request_that_a_cluster_cannot_satisfy_is_reported_with_what_it_offers(
+    settings: dict, told: str | None, tmp_path: Path
+) -> None:
     found = problem_of(point(tmp_path, **settings), read_sinfo(SINFO))
     assert (found is None) == (told is None)
     assert told is None or told in (found or "")
 
 
-def test_an_output_that_only_this_machine_sees_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_only_this_machine_can_see_causes_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mounts = tmp_path / "mounts"
     monkeypatch.setattr("orchestrator.slurm.site.MOUNTS", mounts)
     mounts.write_text(f"/dev/x / ext4 rw 0 0\nserver:/home {tmp_path} nfs4 rw 0 0\n")

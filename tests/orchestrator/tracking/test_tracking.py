@@ -1,4 +1,4 @@
-"""What reaches MLflow, from a real tracker on a real SQLite store, and that its troubles stay its own."""
+"""A real tracker logs runs to MLflow in a real SQLite store, and problems of MLflow do not affect runs."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ DEAD = {"pid": 1, "started": "0@an earlier boot"}
 
 
 class Scene:
-    """One output folder with its store, the tracker of a command, and MLflow's own client to look with."""
+    """One output folder with its configuration and store, and MLflow's own client to inspect the store."""
 
     def __init__(self, output: Path) -> None:
-        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when it is imported
+        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when mlflow is imported
         from mlflow import MlflowClient
 
         self.output = output
@@ -78,7 +78,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     return Scene(output)
 
 
-def test_a_run_is_seen_while_it_goes_on_and_whole_when_it_ended(scene: Scene) -> None:
+def test_a_run_is_visible_while_it_runs_and_complete_when_it_has_ended(scene: Scene) -> None:
     tracker = start_tracker(scene.config, scene.output)
     attempt = scene.begin(tracker, "good")
 
@@ -108,14 +108,14 @@ def test_a_run_is_seen_while_it_goes_on_and_whole_when_it_ended(scene: Scene) ->
     assert {"config.json", "result.json"} <= artifacts
 
 
-def test_a_failed_run_is_failed_and_a_run_whose_command_died_is_killed(scene: Scene) -> None:
+def test_a_failed_run_ends_as_failed_and_a_run_whose_command_died_ends_as_killed(scene: Scene) -> None:
     tracker = start_tracker(scene.config, scene.output)
     failed = scene.begin(tracker, "failed")
     failed.move(RunState.error, rank=1, message="why")
     tracker.end(failed)
     scene.begin(tracker, "left")
     tracker.summary(EXPERIMENT, "2026_zero", "| place |", [])
-    tracker.close()  # what happens to its stdin when the command is killed
+    tracker.close()  # closes its stdin, as a kill of the command does
     assert tracker.warnings() == []
     assert (scene.run("failed").info.status, scene.run("left").info.status) == ("FAILED", "KILLED")
     assert scene.run("failed").data.tags[names.OUTCOME] == "error"
@@ -150,7 +150,7 @@ def test_a_run_left_running_by_a_dead_command_is_ended_and_one_of_a_living_comma
 
 
 def recorded(scene: Scene, label: str, state: RunState) -> Attempt:
-    """An attempt at whose end nobody told MLflow of it."""
+    """An attempt that ended without being reported to MLflow."""
     attempt = new_attempt(scene.output, to_dict(scene.config), label, "cpu")
     attempt.move(RunState.starting)
     for step in (1, 2):
@@ -161,7 +161,7 @@ def recorded(scene: Scene, label: str, state: RunState) -> Attempt:
 
 
 def assert_is_whole(scene: Scene, label: str) -> None:
-    """The run says what the records say, and nothing twice."""
+    """The run matches the records, and nothing is logged twice."""
     run = scene.run(label)
     assert (run.info.status, run.data.tags[names.OUTCOME]) == ("FINISHED", "ok")
     assert run.data.metrics["summary/tokens_per_second"] == 9412.0
@@ -183,7 +183,9 @@ def test_a_run_whose_command_and_tracker_died_ends_as_its_records_say(scene: Sce
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_what_dead_commands_left_is_completed_once_and_what_living_ones_have_is_not(scene: Scene, begun: bool) -> None:
+def test_attempts_of_dead_commands_are_completed_once_and_those_of_living_commands_are_not(
+    scene: Scene, begun: bool
+) -> None:
     attempt = recorded(scene, f"left-{begun}", RunState.ok)
     message = {"attempt": str(attempt.paths.root), "label": attempt.label, "point": attempt.point}
     message |= {"experiment": EXPERIMENT, "sweep": ""}
@@ -199,14 +201,14 @@ def test_what_dead_commands_left_is_completed_once_and_what_living_ones_have_is_
     tracking.complete(scene.output, {})
     assert_is_whole(scene, f"left-{begun}")
     assert not note.exists()
-    # The dead command's own tracker may come to its message only now.
+    # The dead command's own tracker may process its message only now.
     follower = tracking.Follower(uri, scene.output, 1)
     for do in ("begin", "end"):
         follower.handle({"do": do, **message})
     assert_is_whole(scene, f"left-{begun}")
 
 
-def test_a_store_that_refuses_is_asked_three_times(
+def test_completion_is_tried_three_times_if_the_store_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
@@ -226,7 +228,7 @@ def test_a_store_that_refuses_is_asked_three_times(
 
 
 @pytest.mark.full
-def test_a_tracker_that_is_killed_is_started_again_and_nothing_is_missing_or_there_twice(scene: Scene) -> None:
+def test_a_killed_tracker_is_restarted_and_nothing_is_missing_or_duplicated(scene: Scene) -> None:
     tracker = start_tracker(scene.config, scene.output)
     ended, live = scene.begin(tracker, "ended"), scene.begin(tracker, "live")
     wait_until(lambda: scene.run("live") is not None)
@@ -269,7 +271,7 @@ def test_a_summary_that_a_killed_tracker_began_is_completed_by_its_successor(
 
 
 class Failing:
-    """A child that ends at once."""
+    """Starts children that exit immediately, and counts them."""
 
     count = 0
 
@@ -279,7 +281,7 @@ class Failing:
         return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def test_a_tracker_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
+def test_a_tracker_that_keeps_dying_is_given_up_after_a_fixed_number_of_restarts(tmp_path: Path) -> None:
     start = Failing()
     tracker = Tracker(tmp_path, start)
     told = wait_until(lambda: (tracker.close(), tracker.warnings())[1])
@@ -288,7 +290,7 @@ def test_a_tracker_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None
     assert "the next command completes what is missing" in told[-1]
 
 
-def test_a_user_without_a_name_is_known_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_name_is_recorded_by_user_id(monkeypatch: pytest.MonkeyPatch) -> None:
     def nameless() -> str:
         raise KeyError("getpwuid(): uid not found: 12345")
 
@@ -315,7 +317,7 @@ def test_every_chart_shows_a_metric_that_is_logged() -> None:
     assert drawn <= set(logged)
 
 
-def test_metric_names_are_what_mlflow_takes_and_what_is_not_finite_is_left_out() -> None:
+def test_metric_names_are_valid_in_mlflow_and_non_finite_values_are_left_out() -> None:
     result = make_result(make_config(Path("outputs")))
     result["loss"]["last"] = float("inf")
     found = names.summary_metrics(result)
@@ -325,7 +327,7 @@ def test_metric_names_are_what_mlflow_takes_and_what_is_not_finite_is_left_out()
 
 
 @pytest.mark.full
-def test_a_store_that_is_broken_costs_a_warning_and_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_store_causes_a_warning_and_the_run_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     store_path(tmp_path).write_text("this is no database")
     out = io.StringIO()
@@ -349,7 +351,7 @@ def test_without_tracking_no_process_is_started(tmp_path: Path, monkeypatch: pyt
     assert tracker.warnings() == []
 
 
-def test_the_store_is_the_one_asked_for_then_the_environment_s_then_a_file_beside_the_outputs(
+def test_the_store_is_the_configured_one_then_the_environments_then_a_file_in_the_output(
     tmp_path: Path,
 ) -> None:
     from dataclasses import replace
@@ -362,14 +364,14 @@ def test_the_store_is_the_one_asked_for_then_the_environment_s_then_a_file_besid
     assert store_uri(config, tmp_path, {}) == f"sqlite:///{tmp_path}/mlflow.db"
 
 
-def test_the_command_s_process_imports_neither_torch_nor_mlflow_nor_numpy() -> None:
+def test_the_commands_process_imports_neither_torch_nor_mlflow_nor_numpy() -> None:
     heavy = "{'torch', 'mlflow', 'numpy', 'transformers'}"
     text = f"import sys, orchestrator.commands.run, orchestrator.commands.join; print({heavy} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=HERE.parents[1])
     assert answer.stdout.strip() == "set()"
 
 
-def test_the_store_s_address_leads_to_its_file_whatever_is_in_the_path(tmp_path: Path) -> None:
+def test_the_stores_uri_names_its_file_whatever_characters_are_in_the_path(tmp_path: Path) -> None:
     from sqlalchemy.engine import make_url
 
     for name in ("plain", "a#1", "a?b=c", "a%20b", "50%", "tab\t", "line\n", "sp ace", "ünï", "'\"$;&=+@:"):
@@ -377,7 +379,7 @@ def test_the_store_s_address_leads_to_its_file_whatever_is_in_the_path(tmp_path:
     assert names.local_uri("/a b#ü") == "sqlite:////a b#ü/mlflow.db"
 
 
-def test_the_dashboard_finds_its_experiments_whatever_is_in_the_path(tmp_path: Path) -> None:
+def test_the_dashboard_finds_its_experiments_whatever_characters_are_in_the_path(tmp_path: Path) -> None:
     output = tmp_path / "a#1?b%20c\n"
     output.mkdir()
     with sqlite3.connect(store_path(output)) as store:

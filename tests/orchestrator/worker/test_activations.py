@@ -1,4 +1,4 @@
-"""What is predicted of activations without running is what is counted in real steps: equal, byte for byte."""
+"""The activation bytes that are predicted without running equal those counted in real steps, byte for byte."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ SHORT_CONFIGS = [CONFIGS[0], CONFIGS[3], CONFIGS[4], CONFIGS[6], CONFIGS[8], CON
 
 class Counted(NamedTuple):
     kept: int
-    allocated: int  # at the worst moment of a step's forward and backward, above what rests
+    allocated: int  # peak in a step's forward and backward, above parameters and optimizer states
     predicted: ActivationBytes
-    floor: int  # of the prediction, above what rests
-    ceiling: int
+    floor: int  # predicted lower bound, above parameters and optimizer states
+    ceiling: int  # predicted upper bound, above parameters and optimizer states
 
 
 def _step(config: RunConfig) -> Counted:
@@ -131,7 +131,7 @@ def counted(request: pytest.FixtureRequest) -> list[tuple[RunConfig, Counted]]:
     return list(zip(request.param, found, strict=True))
 
 
-def test_what_a_forward_keeps_is_what_was_predicted_to_the_byte(counted: list[tuple[RunConfig, Counted]]) -> None:
+def test_the_bytes_that_a_forward_keeps_equal_the_prediction(counted: list[tuple[RunConfig, Counted]]) -> None:
     for config, one in counted:
         settings = (config.model.name, config.precision, config.recompute, config.loss, config.adapter, config.batch)
         assert one.kept == one.predicted.kept, settings
@@ -141,8 +141,8 @@ def test_what_a_forward_keeps_is_what_was_predicted_to_the_byte(counted: list[tu
 def test_the_allocators_peak_lies_between_the_predicted_floor_and_ceiling(
     counted: list[tuple[RunConfig, Counted]],
 ) -> None:
-    """The floor leaves out gradients, whole units and the kernels' own buffers, all of them at the same moment or not.
-    The ceiling adds the most of the first two, whenever it is; what is left of it is more than these kernels take."""
+    """The floor leaves out gradients, unsharded units and the kernels' own buffers, which may peak at different times.
+    The ceiling adds the maximum of the first two, at whatever time; its slack is larger than the kernels' buffers."""
     for config, one in counted:
         assert one.floor <= one.allocated <= one.ceiling, (config.model.name, config.precision, config.recompute)
 
@@ -152,7 +152,7 @@ def _stage_3(config: RunConfig) -> tuple[int, int]:
     return one.kept, one.predicted.kept
 
 
-def test_two_ranks_that_shard_everything_keep_the_same() -> None:
+def test_two_ranks_at_stage_3_keep_the_predicted_bytes() -> None:
     for kept, predicted in run_ranks(_stage_3, 2, config_of(stage=3, recompute=Recompute(RecomputeKind.every_nth))):
         assert kept == predicted
 
@@ -161,7 +161,7 @@ Pairs = list[tuple[ActivationBytes, ActivationBytes]]
 
 
 def _family(other: dict[str, Any]) -> Pairs:
-    """Of micro-batches between two counted ones: worked out, and counted."""
+    """For each micro-batch size, the answer (interpolated between two counted sizes) and the counted bytes."""
     configs = [config_of(batch=Batch(micro, 1, micro, SEQ), **other) for micro in (1, 2, 3, 4, 7)]
     return [(ActivationBytes(**answer["bytes"]), trace_of(config).total()) for config, answer in answers(configs)]
 
@@ -176,7 +176,7 @@ def _family(other: dict[str, Any]) -> Pairs:
     ],
     ids=["plain", "by_operation", "tiled"],
 )
-def test_micro_batches_between_two_that_were_counted_are_as_if_they_were_counted_too(other: dict[str, Any]) -> None:
+def test_bytes_interpolated_between_two_counted_micro_batches_equal_the_counted_bytes(other: dict[str, Any]) -> None:
     pairs = run_alone(_family, other)
     assert len(pairs) == 5
     assert all(told == counted for told, counted in pairs)
@@ -190,7 +190,8 @@ def _beside_a_gpu(kind: RecomputeKind, place: ActivationPlace, precision: Precis
 def _gpu_counts(
     kinds: list[RecomputeKind],
 ) -> tuple[list[tuple[ActivationBytes, ActivationBytes]], list[tuple[int, int]]]:
-    """By kind, at rest on the device and on the host; kept beside a GPU and on a CPU, in bf16 and in fp32."""
+    """For each kind, the counts without offload and with offload to the CPU; for bf16 and fp32, the bytes kept on a GPU
+    and on a CPU."""
     none, cpu = ActivationPlace
     pairs = [(_beside_a_gpu(kind, none, bf16()), _beside_a_gpu(kind, cpu, bf16())) for kind in kinds]
     both = [
@@ -202,7 +203,7 @@ def _gpu_counts(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kinds", [KINDS[:1], pytest.param(KINDS, marks=pytest.mark.full)], ids=["one", "all"])
-def test_attention_of_a_gpu_keeps_what_its_kernels_keep_and_offload_leaves_nothing_of_the_blocks(
+def test_gpu_attention_keeps_what_its_kernels_keep_and_offload_leaves_no_block_activations(
     kinds: list[RecomputeKind],
 ) -> None:
     pairs, (sixteen, thirty_two) = run_alone(_gpu_counts, kinds)
@@ -210,7 +211,8 @@ def test_attention_of_a_gpu_keeps_what_its_kernels_keep_and_offload_leaves_nothi
         assert here.host == 0
         assert there.host > 0
         assert there.kept_outside == there.kept < here.kept
-    # Flash and the CPU's kernel keep the same: inputs, output and a logarithm a row; flash a seed of 16 bytes more. In
-    # fp32 grouped heads leave the scores to be kept: 3 sequences x 4 heads x 24 x 24 numbers in each of 4 blocks.
+    # Flash attention and the CPU kernel keep the same tensors: inputs, output and one logarithm per row. Flash
+    # attention also keeps a seed of 16 bytes. In fp32 with grouped heads the scores are kept too: 3 sequences x 4 heads
+    # x 24 x 24 numbers in each of 4 blocks.
     assert sixteen[0] - sixteen[1] == 4 * 16
     assert thirty_two[0] - thirty_two[1] > 4 * 3 * 4 * SEQ * SEQ * 4

@@ -1,7 +1,7 @@
-"""What an earlier version of this program left (tests/earlier) is read by this one: records, identities, checkpoints.
+"""Records, identities and checkpoints that an earlier version wrote (tests/earlier) can be read by this version.
 
-tests/earlier/output_folder was written by the commit c07c44b, before files moved into rooms, with the command that its
-sweep.json holds.
+tests/earlier/output_folder was written by the commit c07c44b, before files moved into packages, with the command that
+is recorded in its sweep.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAVED = EARLIER / "points" / POINTS[1] / "checkpoints" / "step-00000004"
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_configuration_has_the_identity_that_it_had(point: str) -> None:
+def test_a_configuration_keeps_the_identity_that_the_earlier_version_gave_it(point: str) -> None:
     identity = require_json(EARLIER / "points" / point / "identity.json")
     assert point_id(identity["config"], identity["world"], identity["hardware"]) == point
 
@@ -43,7 +43,7 @@ def test_a_sweep_is_reported_with_the_numbers_that_were_measured(
     assert shown == {"stage1": 4.0085508823394775, "stage3": 4.0085508823394775}
 
 
-def test_a_checkpoint_is_whole_and_a_run_of_another_stage_resumes_from_it(tmp_path: Path) -> None:
+def test_a_checkpoint_is_complete_and_a_run_at_another_stage_resumes_from_it(tmp_path: Path) -> None:
     with CheckpointReader.open(SAVED) as checkpoint:
         checkpoint.verify()
         source = checkpoint.state("master")

@@ -1,4 +1,4 @@
-"""The share of the cores that other processes took, from the machine's accounting of time."""
+"""The share of the cores that other processes used is computed from the system's CPU time counters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stat_file(path: Path, *cores: tuple[int, ...]) -> Path:
     return path
 
 
-def test_a_core_works_in_all_of_its_time_but_idle_and_waiting_and_a_guests_is_counted_once(tmp_path: Path) -> None:
+def test_busy_time_excludes_idle_and_io_wait_and_counts_guest_time_once(tmp_path: Path) -> None:
     #                                    user nice system idle iowait irq softirq steal guest guest_nice
     stat = stat_file(tmp_path / "stat", (10, 20, 30, 1000, 1000, 1, 2, 3, 10, 20), (7, 0, 0, 0, 0, 0, 0, 0, 0, 0))
     assert busy_seconds(stat, [0]) == {0: 66.0}
@@ -27,34 +27,34 @@ def test_a_core_works_in_all_of_its_time_but_idle_and_waiting_and_a_guests_is_co
 
 
 @pytest.mark.parametrize("text", [None, "", "cpu0 a b c d e f g h\n", "cpu0 1 2\n"])
-def test_a_system_that_does_not_say_is_answered_with_nothing(text: str | None, tmp_path: Path) -> None:
+def test_a_system_without_readable_counters_gives_no_busy_times(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "stat").write_text(text)
     assert busy_seconds(tmp_path / "stat", [0]) == {}
 
 
-def test_what_the_ranks_did_not_use_themselves_was_others() -> None:
+def test_busy_time_that_the_ranks_did_not_use_belongs_to_other_processes() -> None:
     ranks = [Used("a", 10.0, 8.0, {0: 10.0, 1: 9.0}), Used("a", 10.0, 7.0, {0: 10.0, 1: 9.0})]
     assert others_share(ranks) == pytest.approx((19 - 15) / 20)
 
 
-def test_ranks_that_are_bound_to_cores_of_their_own_are_one_machine() -> None:
+def test_ranks_bound_to_different_cores_of_a_host_are_one_machine() -> None:
     ranks = [Used("a", 10.0, 8.0, {0: 10.0}), Used("a", 10.0, 8.0, {1: 8.0})]
     assert others_share(ranks) == pytest.approx(0.1)
 
 
-def test_the_busiest_machine_counts_and_one_that_does_not_know_makes_it_unknown() -> None:
+def test_the_busiest_machine_counts_and_a_machine_without_counters_makes_the_share_unknown() -> None:
     quiet, busy = Used("a", 10.0, 9.0, {0: 9.0}), Used("b", 10.0, 4.0, {0: 10.0})
     assert others_share([quiet, busy]) == pytest.approx(0.6)
     assert others_share([quiet, Used("b", 10.0, 4.0, {})]) is None
     assert others_share([Used("a", 10.0, 4.0, {0: 0.0})]) is None, "it counts nothing, not even what we did"
 
 
-def test_rounding_to_ticks_never_gives_less_than_nothing() -> None:
+def test_rounding_to_clock_ticks_never_gives_a_negative_share() -> None:
     assert others_share([Used("a", 1.0, 1.0, {0: 0.99})]) == 0.0
 
 
-def test_a_meter_reads_between_its_begin_and_its_end(tmp_path: Path) -> None:
+def test_a_meter_measures_from_its_begin_to_its_end(tmp_path: Path) -> None:
     cores = max(usable_cores()) + 1
     stat = stat_file(tmp_path / "stat", *[(1, 0, 0, 0, 0, 0, 0, 0)] * cores)
     meter = LoadMeter(stat)

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on from its last checkpoint, with the curve of one that never stopped."""
+"""A run killed at any moment resumes from its last checkpoint, with the loss curve of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _rank_main(root: Path, rank: int) -> None:
 
 
 class Try:
-    """One attempt at a point, its ranks forked from the warm server."""
+    """One attempt at a point, with ranks forked from the warm fork server."""
 
     def __init__(self, point: Path, config: RunConfig, contents: dict[str, str] | None = None) -> None:
         number = len(list((point / "attempts").glob("*"))) + 1
@@ -87,7 +87,7 @@ def unbroken(tmp_path: Path, steps: int) -> dict[int, float]:
 
 
 def killed_and_resumed(point: Path, config: RunConfig, steps: list[int]) -> Try:
-    """Killed a random moment after each of `steps`, each time by a new try; then left alone."""
+    """Starts an attempt for each of `steps` and kills it a random moment after that step. Returns one more, running."""
     for step in steps:
         one = Try(point, config)
         while max(one.curve(), default=0) < step:
@@ -108,7 +108,7 @@ def assert_same_curve(last: Try, wanted: dict[int, float]) -> None:
 
 
 @pytest.mark.full
-def test_a_run_killed_twice_has_the_curve_of_the_unbroken_one(tmp_path: Path) -> None:
+def test_a_run_killed_twice_has_the_loss_curve_of_an_uninterrupted_run(tmp_path: Path) -> None:
     last = killed_and_resumed(tmp_path / "point", config_of(20, every=3), [5, 12])
     assert_same_curve(last, unbroken(tmp_path, 20))
     result = read_json(last.paths.result)
@@ -121,14 +121,14 @@ def test_a_run_killed_twice_has_the_curve_of_the_unbroken_one(tmp_path: Path) ->
 
 
 @pytest.mark.full
-def test_200_steps_killed_5_times_at_random_have_the_curve_of_the_unbroken_run(tmp_path: Path) -> None:
+def test_200_steps_killed_5_times_at_random_have_the_loss_curve_of_an_uninterrupted_run(tmp_path: Path) -> None:
     steps = sorted(random.sample(range(10, 190), 5))
     print(f"killed after steps {steps}")
     last = killed_and_resumed(tmp_path / "point", config_of(200, every=7), steps)
     assert_same_curve(last, unbroken(tmp_path, 200))
 
 
-def test_a_checkpoint_resumes_at_another_stage_and_more_steps(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_at_another_stage_and_with_more_steps(tmp_path: Path) -> None:
     first = Try(tmp_path / "first", config_of(10, every=None))
     assert first.wait() == [0, 0]
     folder = first.paths.checkpoints / "step-00000010"
@@ -140,7 +140,7 @@ def test_a_checkpoint_resumes_at_another_stage_and_more_steps(tmp_path: Path) ->
 
 def test_a_resumed_run_says_which_steps_of_its_curve_are_missing(tmp_path: Path) -> None:
     first = Try(tmp_path / "point", config_of(12, every=3))
-    saved = first.paths.checkpoints / "step-00000006"  # behind training: the step is not over when the next one is
+    saved = first.paths.checkpoints / "step-00000006"  # saved in the background, maybe until after the next step
     while max(first.curve(), default=0) < 7 or not saved.exists():
         assert first.runs
         time.sleep(0.002)
@@ -168,7 +168,7 @@ def test_a_resumed_run_says_which_steps_of_its_curve_are_missing(tmp_path: Path)
     assert row.text.endswith(missing)
 
 
-def test_a_run_killed_between_its_last_save_and_its_result_has_the_result_that_it_measured(tmp_path: Path) -> None:
+def test_a_run_killed_between_its_last_save_and_its_result_recovers_the_measured_result(tmp_path: Path) -> None:
     config = config_of(6, every=3)
     config = replace(config, checkpoint=replace(config.checkpoint, weights=WeightsExport.bf16))
     first = Try(tmp_path / "point", config)
@@ -190,7 +190,7 @@ def test_a_run_killed_between_its_last_save_and_its_result_has_the_result_that_i
     assert any(row.name == "measured" for row in summary.checkpoint_rows(result))
 
 
-def test_other_weights_at_the_same_path_are_not_answered_with_what_the_old_ones_measured(tmp_path: Path) -> None:
+def test_a_checkpoint_is_refused_if_other_weights_are_now_at_the_same_path(tmp_path: Path) -> None:
     config = config_of(4, every=None)
     assert Try(tmp_path / "point", config, {"model": "old"}).wait() == [0, 0]
     second = Try(tmp_path / "point", config, {"model": "new"})
@@ -212,7 +212,7 @@ def test_other_weights_at_the_same_path_are_not_answered_with_what_the_old_ones_
         ({"model": Model("tiny", "llama", {**LLAMA, "vocab_size": 65})}, "expected the data that it was trained on"),
     ],
 )
-def test_what_cannot_go_on_is_told(changed: dict, told: str, tmp_path: Path) -> None:
+def test_a_run_that_cannot_resume_says_why(changed: dict, told: str, tmp_path: Path) -> None:
     first = Try(tmp_path / "first", config_of(10, every=None))
     assert first.wait() == [0, 0]
     folder = first.paths.checkpoints / "step-00000010"
@@ -242,7 +242,7 @@ def _save_elsewhere(path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_run_takes_over_another_librarys_states_with_a_schedule_of_its_own(tmp_path: Path) -> None:
+def test_a_run_loads_another_librarys_states_and_follows_its_own_schedule(tmp_path: Path) -> None:
     run_alone(_save_elsewhere, tmp_path / "elsewhere")
     own = Try(tmp_path / "own", config_of(6, every=None, resume="none"))
     config = config_of(6, every=3, resume=str(tmp_path / "elsewhere"))
@@ -259,7 +259,7 @@ def test_a_run_takes_over_another_librarys_states_with_a_schedule_of_its_own(tmp
     assert rates[0] == rates[1]
     assert other.curve()[1] != own.curve()[1]
     assert {one.name for one in other.paths.weights.iterdir()} >= {"model.safetensors", "config.json"}
-    # What this run saved itself goes on with the schedule where it stood.
+    # A checkpoint of this run itself resumes the schedule where it was.
     again = Try(tmp_path / "again", config_of(6, every=3, resume=str(other.paths.checkpoints / "step-00000003")))
     assert again.wait() == [0, 0]
     assert again.curve() == other.curve()

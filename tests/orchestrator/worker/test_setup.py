@@ -1,4 +1,4 @@
-"""From the configuration to the runtime's own objects."""
+"""Building the offload settings of the runtime creates the scratch folder only inside the output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.records.run_record import scratch_path
 from orchestrator.worker.setup import _offload
 
 
-def test_the_folder_of_scratch_files_in_the_output_is_made_and_no_other(tmp_path: Path) -> None:
+def test_only_the_scratch_folder_in_the_output_is_created(tmp_path: Path) -> None:
     own = scratch_path(tmp_path / "out")
     offload = Offload(optimizer=OffloadDevice.nvme, folder=str(own))
     _offload(offload, str(tmp_path / "out"))

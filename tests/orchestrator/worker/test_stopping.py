@@ -1,4 +1,4 @@
-"""A signal to any rank stops all of them after the same step, saved; started again the run goes on as if unbroken."""
+"""A signal to any rank stops all ranks after the same step with a checkpoint, and the next start resumes from it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 60
 
 def _rank_main(root: Path, rank: int, life: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "SLURM_RESTART_COUNT": str(life)}
-    place = rank_in_world(os.environ, root / f"life #{life}? 100%")  # as a URL, both lives' file would be `life `
+    place = rank_in_world(os.environ, root / f"life #{life}? 100%")  # as a URL, it would be `life ` for every life
     assert place is not None
     attempt = AttemptPaths(root)
     ended = run_recorded(attempt, place, "orchestrator.worker.train:run_rank")
@@ -38,7 +38,7 @@ def _rank_main(root: Path, rank: int, life: int) -> None:
 
 
 class Life:
-    """One life of an attempt, as a scheduler that puts its job back into the queue gives it several."""
+    """One start of an attempt's ranks; an attempt has several lives if a scheduler requeues its job."""
 
     def __init__(self, attempt: AttemptPaths, number: int = 0) -> None:
         self.attempt = attempt
@@ -84,7 +84,7 @@ def records(attempt: AttemptPaths) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_a_signal_to_one_rank_stops_all_and_the_next_life_has_the_losses_of_the_unbroken_run(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_and_the_resumed_run_has_the_uninterrupted_losses(tmp_path: Path) -> None:
     config = config_of(STEPS, every=None, resume="none")
     unbroken = attempt_at(tmp_path / "unbroken", config)
     assert Life(unbroken).codes() == [0, 0]
@@ -98,7 +98,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_next_life_has_the_losses_of_the_
     assert first["saved"] is True
     assert lives[0].verdict() == Verdict(RunState.preempted, 0, first["message"])
     assert f"after step {first['step']}, saved" in first["message"]
-    # `resume=none` is about what others saved: the attempt's own checkpoint is what it goes on from.
+    # `resume=none` applies to checkpoints of other attempts: an attempt always resumes from its own.
     lives.append(Life(broken, 1))
     lives[1].signal_after(first["step"] + 5, signal.SIGTERM, 0, 1)
     assert lives[1].codes() == [0, 0]
@@ -127,35 +127,35 @@ def handlers_stay() -> Any:
         signal.signal(one, handler)
 
 
-def test_a_local_run_that_saves_nothing_is_asked_nothing() -> None:
+def test_a_local_run_that_saves_nothing_installs_no_signal_handlers() -> None:
     before = signal.getsignal(STOP_SIGNAL)
     assert StopSignals.of(make_config(Path("nowhere"))) is None
     assert signal.getsignal(STOP_SIGNAL) is before
 
 
-def test_a_run_that_saves_nothing_goes_on_where_its_time_limit_is_near() -> None:
-    """A limit of 2 min less the delay of 90 s and the minute that SLURM may be early is before the start."""
+def test_a_run_that_saves_nothing_continues_when_its_time_limit_is_near() -> None:
+    """A limit of 2 min, less the signal delay of 90 s and the 60 s that SLURM may be early, lies before the start."""
     for saves, limit_min, stops in ((False, 2.0, False), (True, 2.0, True), (False, 60.0, True)):
         signals = StopSignals.of(slurm_config(saves=saves, limit_min=limit_min))
         assert signals is not None
         assert not signals.asked()
-        signal.raise_signal(STOP_SIGNAL)  # to this thread: it is handled before the next line
+        signal.raise_signal(STOP_SIGNAL)  # sent to this thread, so it is handled before the next line
         assert signals.asked() is stops
         signal.raise_signal(signal.SIGTERM)
         assert signals.asked()
 
 
-def test_a_run_without_checkpoints_says_that_it_begins_anew() -> None:
+def test_a_run_without_checkpoints_says_that_it_restarts_from_step_0() -> None:
     assert "begins anew from step 0" in str(Stopped(7, saved=False))
     assert str(Stopped(7, saved=True)) == "stopped by a signal after step 7, saved"
 
 
-def test_the_signals_that_ask_for_a_stop_and_for_a_stack_differ() -> None:
+def test_the_signals_for_a_stop_and_for_a_stack_trace_differ() -> None:
     assert STOP_SIGNAL != WHERE_SIGNAL
-    assert signal.SIGUSR1 not in (STOP_SIGNAL, WHERE_SIGNAL)  # NCCL's
+    assert signal.SIGUSR1 not in (STOP_SIGNAL, WHERE_SIGNAL)  # used by NCCL
 
 
-def test_a_step_of_the_clock_brings_no_time_limit_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jump_of_the_clock_does_not_bring_the_time_limit_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
     signals = StopSignals.of(slurm_config(saves=False))
     assert signals is not None
     now = time.time()

@@ -1,4 +1,4 @@
-"""The samples of a run: the same everywhere, each once an epoch, training and validation apart."""
+"""Samples are the same at every world size, are read once per epoch, and keep training and validation separate."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def load(kind: str = "text", path: Path | None = None, **changes: Any) -> TokenD
 
 @pytest.fixture
 def book(tmp_path: Path) -> Path:
-    """100 windows and a bit; every window is told by its bytes."""
+    """100 windows and 5 more bytes; random bytes make every window unique."""
     path = tmp_path / "book.txt"
     path.write_bytes(np.random.default_rng(0).integers(1, 256, 100 * (SEQ + 1) + 5, dtype=np.uint8).tobytes())
     return path
 
 
 def rows(batch: Any) -> list[tuple[int, ...]]:
-    """Whole windows, inputs and last target."""
+    """Complete windows: the inputs and the last label."""
     return [(*inputs, labels[-1]) for inputs, labels in zip(batch[0].tolist(), batch[1].tolist(), strict=True)]
 
 
@@ -46,7 +46,7 @@ def test_labels_are_the_inputs_shifted_by_one(kind: str, book: Path) -> None:
         assert max(inputs.max(), labels.max()) < data.vocab_size
 
 
-def test_a_window_is_a_run_of_the_text(book: Path) -> None:
+def test_a_window_is_a_contiguous_piece_of_the_text(book: Path) -> None:
     text = book.read_bytes()
     for window in rows(load(path=book).train_batch(0, 20)):
         start = text.index(bytes(window))
@@ -75,14 +75,14 @@ def test_an_epoch_reads_every_training_window_once_and_each_epoch_has_its_own_or
     assert (epoch_order(1000, 7, 3) != epoch_order(1000, 8, 3)).any()
 
 
-def test_a_batch_crosses_the_borders_of_epochs(book: Path) -> None:
+def test_a_batch_may_span_several_epochs(book: Path) -> None:
     data = load(path=book)
     one_by_one = [row for position in range(300) for row in rows(data.train_batch(position, 1))]
     assert rows(data.train_batch(0, 300)) == one_by_one
     assert rows(data.train_batch(85, 10)) == one_by_one[85:95]
 
 
-def test_no_token_is_in_training_and_in_validation(book: Path) -> None:
+def test_no_token_is_in_both_training_and_validation(book: Path) -> None:
     data = load(path=book)
     both = np.concatenate([data.train_windows, data.validation_windows])
     assert sorted(both.tolist()) == list(range(100))  # disjoint windows of seq + 1 tokens, each on one side
@@ -91,7 +91,7 @@ def test_no_token_is_in_training_and_in_validation(book: Path) -> None:
     assert not held_out & set(rows(data.train_batch(0, 90)))
 
 
-def test_the_split_is_exact_spread_and_never_empties_a_side() -> None:
+def test_the_split_is_exact_and_evenly_spread_and_leaves_no_requested_side_empty() -> None:
     for count, fraction, held in ((100, 0.05, 5), (100, 0.0, 0), (2, 0.05, 1), (2, 0.99, 1), (1000, 0.3, 300)):
         train, validation = split(count, fraction)
         assert len(validation) == held
@@ -99,7 +99,7 @@ def test_the_split_is_exact_spread_and_never_empties_a_side() -> None:
     assert np.diff(split(1000, 0.05)[1]).tolist() == [20] * 49
 
 
-def test_validation_keeps_its_order_and_begins_anew_after_the_last(book: Path) -> None:
+def test_validation_keeps_its_order_and_restarts_after_the_last_window(book: Path) -> None:
     data = load(path=book)
     once = rows(data.validation_batch(0, 10))
     assert once == rows(load(path=book, seed=8).validation_batch(0, 10))
@@ -107,7 +107,7 @@ def test_validation_keeps_its_order_and_begins_anew_after_the_last(book: Path) -
 
 
 @pytest.mark.parametrize("kind", ["stdlib", "synthetic"])
-def test_another_process_reads_the_same(kind: str) -> None:
+def test_another_process_reads_the_same_samples(kind: str) -> None:
     program = (
         "from orchestrator.workloads.data import load_data\n"
         f"data = load_data({kind!r}, None, seq={SEQ}, seed=7, vocab_size=256, validation_fraction=0.1)\n"
@@ -118,13 +118,13 @@ def test_another_process_reads_the_same(kind: str) -> None:
     assert run.stdout.strip() == f"{data.hash} {data.train_batch(10**6, 3).labels.tolist()}"
 
 
-def test_the_order_is_the_same_for_ever() -> None:
+def test_the_order_of_samples_never_changes_between_versions() -> None:
     assert epoch_order(8, 1234, 0).tolist() == [0, 4, 3, 2, 5, 1, 6, 7]
     assert load("synthetic", seed=1234).hash == "70dc088e9e98"
     assert load("synthetic", seed=1234, seq=6).train_batch(0, 1).labels.tolist() == [[27, 28, 29, 30, 31, 0]]
 
 
-def test_the_hash_tells_the_tokens_and_how_they_are_cut(book: Path) -> None:
+def test_the_hash_depends_on_the_tokens_and_on_how_they_are_split(book: Path) -> None:
     text = bytearray(book.read_bytes())
     whole = load(path=book).hash
     assert len(whole) == 12
@@ -138,7 +138,7 @@ def test_the_hash_tells_the_tokens_and_how_they_are_cut(book: Path) -> None:
     assert len({load("synthetic", seed=seed, vocab_size=vocab).hash for seed in (7, 8) for vocab in (256, 300)}) == 4
 
 
-def test_a_folder_is_its_text_files_in_the_order_of_their_paths(tmp_path: Path) -> None:
+def test_a_folder_is_read_as_its_text_files_in_the_order_of_their_paths(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "b" / "one").write_bytes(b"\xff\xfe" * 30)
@@ -153,7 +153,7 @@ def test_a_folder_is_its_text_files_in_the_order_of_their_paths(tmp_path: Path) 
         data.validation_batch(0, 1)
 
 
-def test_the_text_is_kept_as_bytes_and_may_be_anywhere(book: Path, tmp_path: Path) -> None:
+def test_the_hash_of_a_text_does_not_depend_on_its_path(book: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "other"
     elsewhere.mkdir()
     copy = elsewhere / "copy.txt"
@@ -197,17 +197,17 @@ def test_synthetic_tokens_can_be_learned() -> None:
         ("synthetic", {"validation_fraction": 1.0}, "below 1, found 1.0"),
     ],
 )
-def test_a_wrong_setting_is_told_with_what_was_found(kind: str, changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_setting_is_reported_with_the_value_found(kind: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(kind, **changes)
 
 
-def test_every_wrong_setting_is_told_at_once() -> None:
+def test_all_wrong_settings_are_reported_together() -> None:
     with pytest.raises(ValueError, match=r"data.path.*\n.*vocab_size.*\n.*batch.seq"):
         load("text", seq=0, vocab_size=9)
 
 
-def test_too_little_text_is_told_with_the_bytes_that_are_needed(tmp_path: Path) -> None:
+def test_too_little_text_is_reported_with_the_bytes_that_are_needed(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="expected text, found nothing"):
@@ -223,7 +223,7 @@ def test_too_little_text_is_told_with_the_bytes_that_are_needed(tmp_path: Path) 
         load(path=folder)
 
 
-def test_a_global_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
+def test_a_global_batch_that_the_ranks_do_not_divide_is_refused_with_a_valid_size() -> None:
     assert [slice_for_rank(12, rank, 3) for rank in range(3)] == [(0, 4), (4, 4), (8, 4)]
     with pytest.raises(ValueError, match=r"multiple of the 3 ranks, found 10; set batch.global_size=9"):
         slice_for_rank(10, 0, 3)

@@ -1,4 +1,4 @@
-"""The models: the published sizes, weights from the seed alone, and no setting taken and ignored."""
+"""Models have their published sizes, their weights depend only on the seed, and no setting is silently ignored."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def tokens(count: int = 2, seq: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_published_models_have_their_published_number_of_parameters(name: str, parameters: int, tied: bool) -> None:
     start = time.process_time()
     model: Any = build_meta_model(*described(name))
-    assert time.process_time() - start < 10  # about 1 s, most of it an import: no memory is written
-    assert sum(one.numel() for one in model.parameters()) == parameters  # parameters() gives each once
+    assert time.process_time() - start < 10  # about 1 s, mostly imports: no memory is written
+    assert sum(one.numel() for one in model.parameters()) == parameters  # parameters() yields tied weights once
     assert {one.device.type for one in model.parameters()} == {"meta"}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     assert (head.weight is embedding.weight) == tied
@@ -67,14 +67,14 @@ def test_the_tiny_model_has_the_parameters_of_the_formula() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_file_is_a_model_and_every_key_reaches_it(path: Path) -> None:
+def test_every_model_file_is_valid_and_every_key_reaches_the_model(path: Path) -> None:
     kind, config = described(path.stem)
     made = model_config(kind, config).to_dict()
     assert {key: made[key] for key in config} == config
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_weights_are_a_function_of_the_seed_and_the_global_random_state_stays(kind: str) -> None:
+def test_weights_depend_only_on_the_seed_and_the_global_random_state_is_unchanged(kind: str) -> None:
     before = torch.get_rng_state()
     first = build_model(kind, SMALL[kind], seed=1).state_dict()
     assert torch.equal(torch.get_rng_state(), before)
@@ -93,7 +93,7 @@ def test_the_meta_model_has_the_names_shapes_and_ties_of_the_real_one(kind: str)
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_a_training_step_is_repeatable_without_dropout_and_without_a_cache(kind: str) -> None:
+def test_a_training_step_is_repeatable_and_uses_neither_dropout_nor_a_cache(kind: str) -> None:
     model: Any = build_model(kind, SMALL[kind], seed=1)
     assert model.training
     assert all(one.p == 0 for one in model.modules() if isinstance(one, torch.nn.Dropout))
@@ -115,12 +115,13 @@ def test_the_loss_is_the_sum_over_the_unmasked_tokens(kind: str) -> None:
     found = token_losses(model, inputs, labels)
     assert found.shape == ()
     assert found.dtype == torch.float32
-    # u = 2^-24. Each of 15 terms (below 5): a sum of 64, then max, log and difference; then 14 additions below 75.
+    # The bound, with u = 2^-24: each of the 15 terms (below 5) has a sum of 64, then max, log and difference; then
+    # follow 14 additions below 75.
     assert (labels != -100).sum() == 15
     assert abs(found.item() - expected.item()) < 2**-24 * (15 * (64 + 3 * 5) + 14 * 75)
 
 
-def test_between_forward_and_backward_one_tensor_of_the_size_of_the_logits_is_alive() -> None:
+def test_only_one_tensor_of_the_size_of_the_logits_is_saved_for_backward() -> None:
     model = build_model("llama", SMALL["llama"], seed=1).to(torch.bfloat16)
     inputs, labels = tokens()
     saved: dict[int, torch.dtype] = {}
@@ -138,7 +139,7 @@ def test_between_forward_and_backward_one_tensor_of_the_size_of_the_logits_is_al
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", SMALL)
-def test_a_batch_without_any_label_gives_zero_and_zero_gradients(kind: str, dtype: torch.dtype) -> None:
+def test_a_batch_without_labels_gives_zero_loss_and_zero_gradients(kind: str, dtype: torch.dtype) -> None:
     model = build_model(kind, SMALL[kind], seed=1).to(dtype)
     inputs, labels = tokens()
     loss = token_losses(model, inputs, torch.full_like(labels, -100))
@@ -149,7 +150,7 @@ def test_a_batch_without_any_label_gives_zero_and_zero_gradients(kind: str, dtyp
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_a_token_sees_none_after_it_and_no_other_sequence(kind: str) -> None:
+def test_a_token_attends_to_no_later_token_and_no_other_sequence(kind: str) -> None:
     model = build_model(kind, SMALL[kind], seed=1)
     inputs, _ = tokens()
     changed = inputs.clone()
@@ -193,14 +194,14 @@ def test_a_wrong_setting_is_refused_by_name(kind: str, config: dict[str, Any], m
         build_meta_model(kind, config)
 
 
-def test_every_wrong_setting_is_told_at_once() -> None:
+def test_all_wrong_settings_are_reported_together() -> None:
     with pytest.raises(ValueError, match=r"hidden_sise.*\n.*n_layr.*\n.*found 0.5"):
         build_meta_model("llama", {"hidden_sise": 8, "n_layr": 2, "attention_dropout": 0.5})
 
 
 @pytest.mark.full
-def test_our_kernels_and_hugging_faces_package_of_that_name_work_in_one_process() -> None:
-    """From the checkout's root, where our folder of that name comes first on the path."""
+def test_our_kernels_and_hugging_faces_kernels_package_work_in_one_process() -> None:
+    """Runs in the root of the checkout, where our folder `kernels` comes first on the path."""
     program = (
         "import kernels\n"
         "assert callable(kernels.get_kernel), kernels.__path__\n"

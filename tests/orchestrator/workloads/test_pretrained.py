@@ -1,4 +1,4 @@
-"""A local folder of weights is trained as transformers reads it, with its tokenizer; adapters go out alone."""
+"""A local folder of weights is loaded as transformers loads it, with its tokenizer; adapters are exported alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from zero_runtime.errors import CheckpointError
 IDS = torch.arange(24).view(2, 12)
 LORA = Adapter(AdapterKind.lora, rank=3, alpha=6.0)
 KINDS: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},  # its head is tied
+    "gpt2": {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},  # with a tied head
     "llama": {
         "vocab_size": 300,
         "hidden_size": 32,
@@ -50,7 +50,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _write_folders(root: Path) -> dict[str, torch.Tensor]:
-    """Models as transformers saves them, in several files, and one without its head's prefix; their logits."""
+    """Writes models as transformers saves them, in several files, and one without the prefix in its names.
+
+    Returns their logits.
+    """
     import transformers
     from safetensors.torch import load_file, save_file
 
@@ -61,7 +64,7 @@ def _write_folders(root: Path) -> dict[str, torch.Tensor]:
         model.save_pretrained(root / kind, max_shard_size="40KB")
         with torch.no_grad():
             found[kind] = model(input_ids=IDS).logits
-    bare = root / "bare"  # what older folders of GPT-2 look like: no prefix, masks as tensors
+    bare = root / "bare"  # the layout of older GPT-2 folders: no prefix, masks stored as tensors
     bare.mkdir()
     (bare / "config.json").write_bytes((root / "gpt2" / "config.json").read_bytes())
     tensors = {}
@@ -107,7 +110,7 @@ def _logits_at_stages(root: Path, names: list[str]) -> dict[tuple[str, int], tor
     return found
 
 
-def test_a_folder_gives_the_logits_that_transformers_has(folders) -> None:
+def test_a_model_loaded_from_a_folder_has_the_logits_of_transformers(folders) -> None:
     root, wanted = folders
     assert len(list((root / "gpt2").glob("*.safetensors"))) > 2
     for (name, stage), logits in run_ranks(_logits_at_stages, 2, root, list(wanted))[1].items():
@@ -133,7 +136,8 @@ def test_the_weights_of_another_architecture_are_refused_by_name(folders) -> Non
 
 
 def _adapted(root: Path, stage: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """Before training and after; what a checkpoint of it holds. A second runtime goes on from it."""
+    """Logits before and after training, and the names in the checkpoint. A second runtime loads the checkpoint and must
+    have the same logits."""
     from orchestrator.workloads.models import token_losses
 
     config = _config(root / "llama", stage, adapter=LORA)
@@ -168,7 +172,7 @@ def _with_peft(base: Path, adapter: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
-def test_adapters_are_trained_beside_a_frozen_base_and_go_out_alone(
+def test_adapters_are_trained_on_a_frozen_base_and_exported_without_it(
     folders, stage: int, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     root, wanted = folders
@@ -181,7 +185,7 @@ def test_adapters_are_trained_beside_a_frozen_base_and_go_out_alone(
     assert cli.main(["export-weights", str(root / f"lora{stage}" / "step-00000002"), str(out), "--dtype", "fp32"]) == 0
     assert "the adapters alone" in capsys.readouterr().out
     assert {one.name for one in out.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
-    # PEFT multiplies B and A in its own order of the same calls; weights are equal, and so are logits.
+    # The runtime trains PEFT's own layers, so both run the same calls: equal weights give equal logits.
     assert torch.equal(run_alone(_with_peft, root / "llama", out), last)
 
 
@@ -190,7 +194,7 @@ def _wrong_target(root: Path) -> None:
         _runtime(_config(root / "llama", adapter=replace(LORA, targets=["no_such_layer"])))
 
 
-def test_a_layer_that_is_not_there_is_named(folders) -> None:
+def test_an_adapter_target_that_does_not_exist_is_reported_by_name(folders) -> None:
     run_ranks(_wrong_target, 1, folders[0])
 
 
@@ -209,7 +213,7 @@ def _byte_tokenizer(folder: Path) -> tuple[list[int], str]:
     return ids, AutoTokenizer.from_pretrained(folder).decode(ids)
 
 
-def test_the_tokenizer_of_bytes_gives_bytes_and_takes_them_back(tmp_path: Path) -> None:
+def test_the_byte_tokenizer_encodes_text_as_bytes_and_decodes_them(tmp_path: Path) -> None:
     ids, text = run_alone(_byte_tokenizer, tmp_path)
     assert ids == list(TEXT.encode())
     assert text == TEXT
@@ -225,7 +229,7 @@ def _refusal_of_code(folder: Path) -> str:
     return ""
 
 
-def test_a_tokenizer_that_is_code_is_refused_without_advice_that_cannot_be_followed(tmp_path: Path) -> None:
+def test_a_tokenizer_with_code_in_its_folder_is_refused_without_impossible_advice(tmp_path: Path) -> None:
     found = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(found))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -236,7 +240,7 @@ def test_a_tokenizer_that_is_code_is_refused_without_advice_that_cannot_be_follo
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_text_is_cut_at_ends_of_lines_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_split_at_line_ends_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
     def encode(texts: list[str]) -> list[list[int]]:
@@ -252,17 +256,17 @@ def test_a_text_is_cut_at_ends_of_lines_before_it_is_tokenised(monkeypatch: pyte
     assert tokens.tolist() == [len(word) for word in TEXT.split()]
 
 
-# ---- what the command line says of a folder --------------------------------------------------------------------------
+# ---- what the command line says about a folder -----------------------------------------------------------------------
 
 
-def test_a_folder_brings_its_name_architecture_and_configuration(folders) -> None:
+def test_a_folder_provides_the_models_name_architecture_and_configuration(folders) -> None:
     model = pretrained.completed(Model("pretrained", path=str(folders[0] / "gpt2")))
     assert (model.name, model.model_type, model.config["n_embd"]) == ("gpt2", "gpt2", 32)
     assert pretrained.problem(model) is None
     assert pretrained.completed(model) == model
 
 
-def test_what_is_wrong_with_a_folder_is_told(tmp_path: Path) -> None:
+def test_problems_with_a_folder_are_reported(tmp_path: Path) -> None:
     def told(model: Model) -> str:
         return str(pretrained.problem(pretrained.completed(model)))
 
@@ -281,5 +285,5 @@ def test_what_is_wrong_with_a_folder_is_told(tmp_path: Path) -> None:
     (folder / "config.json").write_text('{"model_type":' * 100_000)
     assert "must hold a config.json with a model_type" in told(Model("pretrained", path=str(folder)))
     (folder / "config.json").unlink()
-    os.mkfifo(folder / "config.json")  # it would be waited for
+    os.mkfifo(folder / "config.json")  # reading it would block
     assert "must hold a config.json with a model_type" in told(Model("pretrained", path=str(folder)))

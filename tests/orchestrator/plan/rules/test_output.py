@@ -1,4 +1,4 @@
-"""Whose an output folder must be, who may write to it, and which paths are refused before anything starts."""
+"""An output folder that belongs to another user, is writable to everybody or has an unusable path is refused."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def make(folder: Path, mode: int = 0o700) -> Path:
 
 @pytest.fixture
 def give_away() -> Callable[[Path], None]:
-    """Makes a folder another user's."""
+    """A function that gives a folder to another user."""
     if os.getuid() != 0:
         pytest.skip("only root can give folders to another user")
     return lambda folder: os.chown(folder, STRANGER, STRANGER)
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o775, 0o2770])
-def test_a_folder_of_one_s_own_is_taken_and_a_group_that_may_write_too(mode: int, tmp_path: Path) -> None:
+def test_the_users_own_folder_is_accepted_even_if_its_group_may_write_to_it(mode: int, tmp_path: Path) -> None:
     assert trouble(make(tmp_path / "out", mode)) == ""
     assert trouble(tmp_path / "new" / "folder") == ""
 
@@ -51,7 +51,7 @@ def test_a_folder_that_everybody_may_write_to_is_refused(mode: int, tmp_path: Pa
     assert f"{inside} is writable to others" in trouble(tmp_path / "mine")
 
 
-def test_a_folder_above_that_everybody_may_write_to_is_refused_unless_it_is_sticky(tmp_path: Path) -> None:
+def test_a_parent_folder_that_everybody_may_write_to_is_refused_unless_it_is_sticky(tmp_path: Path) -> None:
     above = make(tmp_path / "above", 0o777)
     output = make(above / "deep" / "out")
     assert f"{above} is writable to everybody" in trouble(output)
@@ -60,7 +60,7 @@ def test_a_folder_above_that_everybody_may_write_to_is_refused_unless_it_is_stic
     assert trouble(output) == ""
 
 
-def test_a_link_is_judged_where_it_lies_and_where_it_leads(tmp_path: Path) -> None:
+def test_a_link_is_checked_at_its_own_location_and_at_its_target(tmp_path: Path) -> None:
     target = make(tmp_path / "target", 0o777)
     (tmp_path / "link").symlink_to(target)
     assert "is writable to others" in trouble(tmp_path / "link")
@@ -78,13 +78,15 @@ def test_a_folder_of_another_user_is_refused(name: str, tmp_path: Path, give_awa
     assert f"{folder} belongs to user {STRANGER}" in trouble(tmp_path / "out")
 
 
-def test_the_parents_of_another_user_are_the_site_s(tmp_path: Path, give_away: Callable[[Path], None]) -> None:
+def test_parent_folders_may_belong_to_another_user(tmp_path: Path, give_away: Callable[[Path], None]) -> None:
     project = make(tmp_path / "project", 0o2775)
     give_away(project)
     assert trouble(project / "me" / "out") == ""
 
 
-def test_the_command_says_it_in_one_line_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_an_unsafe_output_in_one_line_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = make(tmp_path / "out", 0o777)
     line = ["zero=stage1", "tracking=none", f"output={output}", "model=llama_tiny"]
     for words in (line, ["-m", *line], ["--plan", *line]):
@@ -96,7 +98,7 @@ def test_the_command_says_it_in_one_line_and_starts_nothing(tmp_path: Path, caps
     assert list(output.iterdir()) == []
 
 
-def test_a_path_that_is_no_text_is_refused() -> None:
+def test_a_path_that_is_not_valid_utf_8_is_refused() -> None:
     assert output_can_be_written_down(SCENE, "/a/ünï#?%\n") is None
     found = output_can_be_written_down(SCENE, "/a/\udcff")
     assert found is not None
@@ -104,7 +106,7 @@ def test_a_path_that_is_no_text_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["a%jb", "a%20b", "a\nb", "a\tb"])
-def test_what_sbatch_would_read_otherwise_is_refused_there_alone(name: str) -> None:
+def test_characters_that_sbatch_would_misread_are_refused_only_on_slurm(name: str) -> None:
     slurm = Cluster(ClusterKind.slurm)
     assert slurm_takes_the_output(SCENE, f"/out/{name}", Cluster()) is None
     assert slurm_takes_the_output(SCENE, "/out/a#b ? c", slurm) is None

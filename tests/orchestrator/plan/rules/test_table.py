@@ -1,4 +1,4 @@
-"""Rules between the groups: each is told with fixes, each fix makes its rule hold, and what is open is filled in."""
+"""A broken rule between configuration groups is reported with fixes that resolve it; open settings are filled in."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLURM = "cluster=slurm resources.device=cpu resources.ranks=4"
 
 
 def config(line: str = "") -> RunConfig:
-    """The defaults with overrides; Hydra is not asked."""
+    """The defaults with overrides applied, without Hydra."""
     model = Model("tiny", "llama", {"vocab_size": 256, "max_position_embeddings": 1024})
     data = to_dict(RunConfig(model=model))
     for word in line.split():
@@ -140,7 +140,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("scene", "line", "told"), BROKEN)
-def test_a_broken_rule_is_told_and_each_fix_mends_it(
+def test_a_broken_rule_is_reported_and_each_of_its_fixes_resolves_it(
     scene: Scene, line: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "misssing").touch()
@@ -166,7 +166,7 @@ def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(rule.check(scene, *(built[name] for name in rule.groups)) for scene, built in cases), rule
 
 
-def test_states_rest_in_a_file_on_every_device() -> None:
+def test_states_can_be_offloaded_to_a_file_on_every_device() -> None:
     for line in ("offload=optimizer_nvme", "zero=stage3 offload=optimizer_param_nvme offload.step=speculative"):
         for scene in (LAPTOP, SERVER):
             assert not rules.check_rules(config(line), scene)
@@ -177,12 +177,12 @@ def test_the_defaults_break_no_rule_anywhere() -> None:
         assert check_rules(config(), scene) == []
 
 
-def test_all_broken_rules_are_told_at_once() -> None:
+def test_all_broken_rules_are_reported_together() -> None:
     line = "data=text batch.global_size=10 precision=fp32 precision.master=bf16 resources.device=cuda"
     assert len(check_rules(config(line), LAPTOP)) == 4
 
 
-def test_a_group_that_could_not_be_built_hides_no_other_rule() -> None:
+def test_a_group_that_cannot_be_built_hides_no_other_broken_rule() -> None:
     data = to_dict(config("data=text"))
     data["batch"]["micro"] = 0
     parts, broken = build_parts(RunConfig, data)
@@ -208,7 +208,7 @@ def test_a_group_that_could_not_be_built_hides_no_other_rule() -> None:
         (LOGIN_NODE, f"{SLURM} cluster.cpus_per_rank=6 resources.device=cuda", (Device.cuda, 4, 6, 1, 16)),
     ],
 )
-def test_what_is_open_is_filled_in(scene: Scene, line: str, expected: tuple[Any, ...]) -> None:
+def test_open_settings_are_filled_in(scene: Scene, line: str, expected: tuple[Any, ...]) -> None:
     done = resolve(config(line), scene)
     found = (done.resources.device, done.resources.ranks, done.resources.threads)
     assert (*found, done.batch.accumulation, done.batch.global_size) == expected
@@ -216,7 +216,7 @@ def test_what_is_open_is_filled_in(scene: Scene, line: str, expected: tuple[Any,
     assert resolve(done, scene) == done
 
 
-def test_a_missing_folder_for_scratch_files_is_refused_with_its_nearest_name_and_how_to_make_it(tmp_path: Path) -> None:
+def test_a_missing_scratch_folder_is_refused_with_the_nearest_name_and_a_command_to_create_it(tmp_path: Path) -> None:
     (tmp_path / "fast").mkdir()
     line = f"offload=optimizer_nvme offload.folder={tmp_path}/fasst"
     [broken] = check_rules(config(line), LAPTOP)
@@ -224,9 +224,9 @@ def test_a_missing_folder_for_scratch_files_is_refused_with_its_nearest_name_and
         f"none (of its path only {tmp_path} exists); correct the path, or make the folder: mkdir -p {tmp_path}/fasst"
     )
     assert broken.fix == (f"offload.folder={tmp_path}/fast", "offload.folder=null")
-    # On a cluster the drive may belong to the nodes: there each rank looks.
+    # On a cluster the disk may exist on the nodes only, so each rank checks the folder there.
     assert check_rules(config(f"{line} {SLURM}"), LOGIN_NODE) == []
-    # The default folder lies in the output, and is ours to make; a resolved configuration names it.
+    # The default folder is inside the output, so the program creates it; a resolved configuration names it.
     done = resolve(config(f"offload=optimizer_nvme output={tmp_path}/out"), LAPTOP)
     assert done.offload.folder == f"{tmp_path}/out/scratch"
     assert check_rules(done, LAPTOP) == []
@@ -250,7 +250,7 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("GPU-8f2", ["a"]),
     ],
 )
-def test_cuda_visible_devices_leaves_what_cuda_would_leave(setting: str | None, left: list[str]) -> None:
+def test_cuda_visible_devices_selects_the_same_gpus_as_cuda(setting: str | None, left: list[str]) -> None:
     assert hardware.visible(["a", "b"], setting) == left
 
 
@@ -289,7 +289,7 @@ def test_gpus_are_read_from_the_drivers_files(tmp_path: Path, monkeypatch: pytes
     ],
 )
 @pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "a\0b", "\ud800"])
-def test_a_path_that_none_can_be_is_missing_as_any_other(group: str, key: str, told: str, path: str) -> None:
+def test_an_impossible_path_is_refused_like_a_missing_one(group: str, key: str, told: str, path: str) -> None:
     data = to_dict(config("data=text offload=optimizer_nvme"))
     data["data"]["path"] = str(CONF)
     data[group][key] = path
@@ -297,15 +297,15 @@ def test_a_path_that_none_can_be_is_missing_as_any_other(group: str, key: str, t
 
 
 @pytest.mark.parametrize("output", ["a\0b", "\ud800"])
-def test_an_output_that_no_file_system_takes_is_refused(output: str) -> None:
+def test_an_output_path_that_no_file_system_accepts_is_refused(output: str) -> None:
     assert "output must be a path" in str(check_rules(replace(config(), output=output), LAPTOP))
 
 
-def test_an_output_folder_that_cannot_be_made_is_refused_and_one_that_can_leaves_no_trace(tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_created_is_refused_and_the_check_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     for output, told in (
-        ("/proc/x", "found /proc/x, and "),  # only root needs the trial: rights alone let it pass
+        ("/proc/x", "found /proc/x, and "),  # root passes the permission check, so creation is tried
         ("~nobody-of-this-name/x", "no folder can be made there"),
         (str(tmp_path / ("long" * 100)), "no folder can be made there"),
         (str(tmp_path / "file" / "x"), "is a file"),
