@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def make(shard_count: int) -> Collectives:
-    dist.barrier()  # a rank that sends nothing could leave while another still connects to it
+    dist.barrier()  # a rank that sends nothing could exit while another still connects to it
     return Collectives(shard_count, PhaseClock(torch.device("cpu")))
 
 

@@ -108,7 +108,7 @@ def test_a_forbidden_state_transition_raises_an_error_that_names_the_unit_and_bo
 
 
 def _repeated_verbs() -> dict[int, list[tuple[Any, ...]]]:
-    """By stage: (data state, gradient state, gathers, reductions) after each verb, each called twice."""
+    """By stage: (data state, gradient state, number of collectives) after each method call; each is called twice."""
     found = {}
     for stage in STAGES:
         unit = make_unit(stage)

@@ -71,7 +71,7 @@ def digest(runtime: ZeroRuntime) -> str:
 
 
 def victim(root: Path, store: str, rank: int, behind: bool, log: Path | None = None, aim: Aim | None = None) -> None:
-    """Train until killed: by the aim, if there is a log. With a log and no aim, train RECORDED steps."""
+    """Train until killed, by `aim` if one is given. With a log and no aim, train RECORDED steps and log kill points."""
     torch.set_num_threads(RANK_THREADS)
     signal.alarm(int(HANG_S))  # even a faulty test leaves no process behind
     dist.init_process_group(

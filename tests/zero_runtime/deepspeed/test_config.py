@@ -204,7 +204,7 @@ def test_a_missing_file_and_a_value_that_is_no_dict_are_refused() -> None:
         read_config(3, 1)  # type: ignore[arg-type]
 
 
-def test_a_full_configuration_of_a_common_shape_is_accepted() -> None:
+def test_a_complete_configuration_of_a_common_form_is_accepted() -> None:
     text = json.dumps(
         config(
             bf16={"enabled": True},

@@ -63,7 +63,7 @@ def test_written_bytes_can_be_read_back_in_any_range(tmp_path: Path) -> None:
     file.close()
 
 
-def test_a_file_system_without_direct_io_is_used_with_one_warning(
+def test_a_file_system_without_direct_io_is_used_after_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     really = os.open
@@ -98,7 +98,7 @@ def _flags_of(address: int) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
-def test_large_buffers_ask_for_huge_pages() -> None:
+def test_large_buffers_request_huge_pages() -> None:
     buffer = aligned_buffer(2 * HUGE_BYTES)
     assert "hg" in _flags_of(buffer.data_ptr())
     assert "hg" in _flags_of(buffer.data_ptr() + buffer.nbytes - 1)

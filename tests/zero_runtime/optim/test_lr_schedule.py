@@ -78,7 +78,7 @@ def test_log_warmup_rises_as_the_logarithm_of_the_step() -> None:
     assert rates_of(schedule, 11) == approx([0, *logs, 2, 2])
 
 
-def test_a_warmup_of_one_step_takes_two_as_published() -> None:
+def test_a_warmup_of_one_step_takes_two_steps_as_in_the_published_formula() -> None:
     assert rates_of(WarmupLR(0.0, 1.0, 1, "linear"), 5) == approx([0, 0, 0.5, 1, 1])
     assert rates_of(WarmupLR(0.0, 1.0, 1, "log"), 4) == approx([0, 0, 1, 1])
 

@@ -83,7 +83,9 @@ def test_a_rank_that_only_prefetches_further_ahead_causes_no_blame() -> None:
     ("units", "blamed"),
     [(("ab", "ac", "ab"), (1,)), (("ac", "ab", "ab"), (0,)), (("ab", "ac"), (1,)), (("ab", "ac", "ad"), (1, 2))],
 )
-def test_if_ranks_differ_the_minority_is_blamed(units: tuple[str, ...], blamed: tuple[int, ...]) -> None:
+def test_if_ranks_differ_those_outside_the_largest_group_are_blamed(
+    units: tuple[str, ...], blamed: tuple[int, ...]
+) -> None:
     verdict = judged(*(note(rank, gathered) for rank, gathered in enumerate(units)))
     assert verdict.ranks == blamed
     assert "collective gather 2" in verdict.text
