@@ -1,6 +1,6 @@
-"""What each collective delivers, in place and out of place, and that the ledger counts (N-1)/N exactly.
+"""Each collective delivers the right values, in place and out of place, and the ledger counts (N-1)/N exactly.
 
-The values are small whole numbers, so their sums are exact in bf16 too and no order of summation matters.
+The values are small integers, so their sums are exact even in bf16 and do not depend on the order of summation.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from harness.ranks import run_ranks
 from zero_runtime.collectives import Collectives, Ledger, Volume
 from zero_runtime.phase_clock import COMMUNICATION, PhaseClock
 
-SHARD_NUMEL = 12  # divides by every world here, so that the volumes are whole numbers
+SHARD_NUMEL = 12  # divisible by every world size used here, so that the volumes are integers
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def make(shard_count: int) -> Collectives:
-    dist.barrier()  # a rank that sends nothing could leave while another still connects to it
+    dist.barrier()  # a rank that sends nothing could exit while another still connects to it
     return Collectives(shard_count, PhaseClock(torch.device("cpu")))
 
 
@@ -56,7 +56,7 @@ def _reductions(dtype: torch.dtype, in_place: bool, shard_count: int) -> tuple[t
 
 
 def _all_kinds() -> dict[tuple, Any]:
-    """On every rank, by (kind, dtype, in place): the result and the ledger."""
+    """The result and the ledger of this rank, by (kind, dtype, in place)."""
     world = dist.get_world_size()
     found: dict[tuple, Any] = {}
     for dtype in DTYPES:
@@ -75,7 +75,7 @@ def by_rank(request: pytest.FixtureRequest) -> list[dict[tuple, Any]]:
     return run_ranks(_all_kinds, request.param)
 
 
-def test_all_gather_puts_every_shard_at_its_place(by_rank: list[dict[tuple, Any]]) -> None:
+def test_all_gather_concatenates_the_shards_in_rank_order(by_rank: list[dict[tuple, Any]]) -> None:
     for dtype, in_place in CASES:
         wanted = torch.cat([_values(rank, SHARD_NUMEL, dtype) for rank in range(len(by_rank))])
         for found in by_rank:
@@ -92,14 +92,14 @@ def test_reduce_leaves_each_rank_its_shard_of_the_sum(by_rank: list[dict[tuple, 
             assert torch.equal(shard.float(), total[rank * SHARD_NUMEL :][:SHARD_NUMEL])
 
 
-def test_reduce_over_replicas_leaves_every_rank_the_whole_sum(by_rank: list[dict[tuple, Any]]) -> None:
+def test_reduce_over_replicas_leaves_every_rank_the_full_sum(by_rank: list[dict[tuple, Any]]) -> None:
     for dtype, in_place in CASES:
         total = torch.stack([_values(rank, SHARD_NUMEL, torch.float32) for rank in range(len(by_rank))]).sum(0)
         for found in by_rank:
             assert torch.equal(found["replicas", dtype, in_place][0].float(), total)
 
 
-def test_the_ledger_counts_all_elements_but_the_ranks_own(by_rank: list[dict[tuple, Any]]) -> None:
+def test_the_ledger_counts_all_elements_except_the_ranks_own(by_rank: list[dict[tuple, Any]]) -> None:
     world = len(by_rank)
     padded = {"gather": SHARD_NUMEL * world, "scatter": SHARD_NUMEL * world, "replicas": SHARD_NUMEL}
     passes = {"gather": ("all_gather", 1), "scatter": ("reduce_scatter", 1), "replicas": ("all_reduce", 2)}
@@ -122,7 +122,7 @@ def _control() -> tuple[torch.Tensor, Ledger, Ledger, list[Any]]:
     return total, collectives.ledger.reset(), collectives.ledger, objects
 
 
-def test_control_messages_are_counted_apart_and_reports_not_at_all() -> None:
+def test_control_messages_are_counted_separately_and_gathered_objects_are_not_counted() -> None:
     for total, ledger, after, objects in run_ranks(_control, 3):
         assert total.tolist() == [3, 30, 12]
         assert ledger.data == {}
@@ -141,7 +141,7 @@ def _alone() -> tuple[list[float], Ledger]:
     return full.tolist(), collectives.ledger
 
 
-def test_one_rank_sends_nothing_and_still_moves_the_values() -> None:
+def test_a_single_rank_sends_nothing_but_still_copies_the_values() -> None:
     ((values, ledger),) = run_ranks(_alone, 1)
     assert values == [0, 1, 2]
     assert (ledger.data, ledger.control) == ({}, Volume())
@@ -153,7 +153,7 @@ def _between() -> str:
     return str(refusal.value)
 
 
-def test_a_shard_group_of_some_ranks_is_refused() -> None:
+def test_a_shard_count_that_does_not_divide_the_world_is_refused() -> None:
     assert set(run_ranks(_between, 3)) == {"shard groups of 2 in a world of 3"}
 
 
@@ -169,7 +169,7 @@ def _waits() -> tuple[float, float]:
     return first, clock.lap().get(COMMUNICATION, 0.0)
 
 
-def test_a_wait_is_charged_to_communication_once() -> None:
+def test_waiting_twice_is_charged_to_communication_once() -> None:
     for first, second in run_ranks(_waits, 2):
         assert first > 0
         assert second == 0
@@ -179,13 +179,13 @@ def test_a_wait_is_charged_to_communication_once() -> None:
 
 
 def _terms(rank: int) -> torch.Tensor:
-    """Numbers of very different sizes, so that every order of adding them rounds differently somewhere."""
+    """Numbers of very different magnitudes, so that any two orders of summation round differently somewhere."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(4 * SHARD_NUMEL, generator=generator) * 10 ** torch.randint(0, 6, (4 * SHARD_NUMEL,))
 
 
 def _sums() -> dict[tuple[int, bool], torch.Tensor]:
-    """By shard count and in place or not: this rank's shard of the sum."""
+    """This rank's shard of the sum, by (shard count, in place)."""
     world = dist.get_world_size()
     found = {}
     for shard_count in (1, world):
@@ -203,8 +203,8 @@ def _sums() -> dict[tuple[int, bool], torch.Tensor]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_over_gloo_parts_are_added_in_rank_order_in_every_row(world: int) -> None:
-    """So all rows have the same bits at every world: ((r0 + r1) + r2) + r3, wherever a rank's own part comes in."""
+def test_gloo_reductions_add_in_rank_order_for_every_shard_count(world: int) -> None:
+    """All stages therefore have the same bits at every world size: ((r0 + r1) + r2) + r3 on each rank."""
     terms = []
     for rank in range(world):
         with torch.random.fork_rng(devices=[]):

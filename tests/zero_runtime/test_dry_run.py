@@ -1,4 +1,4 @@
-"""One whole step of every row runs on fake tensors with a fake process group: no memory, no peers, no host read."""
+"""A full step of every stage runs on fake tensors with a fake process group, without memory or other ranks."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ONE_BLOCK = TinySpec(blocks=1)
 
 
 def _finite(numbers: torch.Tensor) -> list[float]:
-    """The seam of the one host read: a fake tensor has no values."""
+    """Replaces the one host read of a step, because a fake tensor has no values."""
     return [1.0] * numbers.numel()
 
 
 def _steps_of_rows(precision: MixedPrecision) -> dict[int, tuple[int, int, int]]:
-    """By row: elements that a steady step sent, elements that the theory gives, host reads."""
+    """By stage: elements that the second step sent, elements that the theory predicts, host reads of both steps."""
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -76,7 +76,7 @@ def _steps_of_rows(precision: MixedPrecision) -> dict[int, tuple[int, int, int]]
 
 
 @pytest.mark.parametrize("param", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
-def test_a_step_of_every_row_runs_dry_at_world_64_with_one_host_read(param: str) -> None:
+def test_a_dry_run_step_at_world_64_sends_the_predicted_volume_with_one_host_read(param: str) -> None:
     for sent, theory, reads in run_alone(_steps_of_rows, MixedPrecision(param)).values():
         assert sent == theory
         assert reads == 2  # two steps
@@ -87,7 +87,7 @@ DRY += [TorchConfig(name) for name in TORCH_NAMES]
 
 
 def _optimizers_run_dry() -> list[str]:
-    """The optimizers that took two steps of the row that shards everything, by name."""
+    """Names of the optimizers that took two steps at stage 3."""
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -113,6 +113,6 @@ def _optimizers_run_dry() -> list[str]:
 
 
 @pytest.mark.full
-def test_every_optimizer_runs_dry_but_one_that_reads_on_the_host_and_is_refused_by_name() -> None:
+def test_every_optimizer_can_dry_run_except_asgd_which_reads_on_the_host_and_is_refused() -> None:
     dry = run_alone(_optimizers_run_dry)
     assert {config.name for config in DRY} - set(dry) == {"torch.optim.ASGD"}

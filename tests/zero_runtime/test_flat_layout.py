@@ -1,4 +1,4 @@
-"""Every element of every parameter lies in exactly one shard, padding in none, and shards are aligned and equal."""
+"""Every parameter element lies in exactly one shard's pieces, padding in none; shards are aligned and of equal size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from zero_runtime.flat_layout import SHARD_ALIGNMENT_NUMEL, FlatLayout
 
 A = SHARD_ALIGNMENT_NUMEL
-# Empty, 0-dim, one element, and sizes around the border of a shard.
+# Empty, 0-dim, one element, and sizes around the alignment of a shard.
 SHAPES = [(0,), (3, 0), (), (1,), (A - 1,), (A,), (A + 1,), (5, 7, 3)]
 LAYOUTS = [
     FlatLayout.build([(f"p{i}", shape) for i, shape in enumerate(shapes)], shard_count=shards, world=world)
@@ -21,7 +21,7 @@ LAYOUTS = [
 ]
 
 
-def test_with_blocks_each_block_holds_the_same_elements_of_one_parameter_in_every_layout() -> None:
+def test_each_block_holds_the_same_elements_of_one_parameter_in_every_layout() -> None:
     shapes = [("a", (3, 100)), ("b", (7,)), ("c", (0,)), ("d", (256,)), ("e", (1000,))]
     wanted = {(name, block) for name, shape in shapes for block in range(-(-math.prod(shape) // 256))}
     for world, shards in ((1, 1), (2, 2), (3, 3), (4, 1), (6, 2), (8, 8)):
@@ -73,7 +73,7 @@ def test_a_piece_stays_inside_its_parameter() -> None:
                 assert 0 <= piece.start < piece.stop <= numel[piece.name]
 
 
-def test_shards_are_equal_aligned_and_together_the_padded_tensor() -> None:
+def test_shards_are_aligned_equal_in_size_and_cover_the_padded_tensor() -> None:
     for layout in LAYOUTS:
         assert layout.shard_numel * layout.shard_count == layout.padded_numel
         assert layout.shard_numel % A == 0
@@ -84,18 +84,18 @@ def test_shards_are_equal_aligned_and_together_the_padded_tensor() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_padding_is_the_least_that_gives_every_rank_an_aligned_part(world: int) -> None:
-    """Over all ranks, and not over the shards alone: an all-reduce among replicas splits the shard again."""
+def test_padding_is_the_minimum_that_gives_every_rank_an_aligned_part(world: int) -> None:
+    """Padding counts all ranks, not only the shards, because an all-reduce among replicas splits the shard again."""
     for numel in range(3 * world * A):
         for shards in {1, world}:
             layout = FlatLayout.build([("p", (numel,))], shard_count=shards, world=world)
             assert layout.padded_numel % (world * A) == 0
-            # A unit of empty parameters has one part a rank too: there is something to gather.
+            # A unit of empty parameters has one part per rank too, so that there is something to gather.
             assert 0 <= layout.padding_numel < world * A or (numel == 0 and layout.padding_numel == world * A)
             assert layout.padding_numel == layout.padded_numel - numel
 
 
-def test_the_layout_of_whole_tensors_is_the_same_for_every_shard_count() -> None:
+def test_the_layout_of_full_tensors_is_the_same_for_every_shard_count() -> None:
     shapes = [("a", (5, 7)), ("b", (3,))]
     one, eight = (FlatLayout.build(shapes, shard_count=count, world=8) for count in (1, 8))
     assert (one.segments, one.padded_numel) == (eight.segments, eight.padded_numel)

@@ -1,4 +1,4 @@
-"""Whole parameters, gradients and optimizer states in the hands of people; wrong calls; diagnosis; the end."""
+"""Users can read and write full tensors; wrong calls and non-finite numbers are explained; close frees all memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK_WEIGHT = "blocks.1.up.weight"
 
 
 def _reads(case: Case) -> dict[int, tuple]:
-    """By stage: all parameters before the step, one whole gradient, one whole optimizer state after it."""
+    """By stage: all parameters before the step, one full gradient, and that parameter and its full states after it."""
     found = {}
     for stage in STAGES:
         runtime = build_runtime(case, stage)
@@ -40,7 +40,7 @@ def _reads(case: Case) -> dict[int, tuple]:
     return found
 
 
-def test_whole_tensors_are_the_plain_ones_in_every_row() -> None:
+def test_full_tensors_equal_those_of_plain_torch_at_every_stage() -> None:
     wanted = oracle(CASE, reduces_every_backward=False)
     initial = dict(TinyTransformer(CASE.model).named_parameters())
     for by_stage in run_ranks(_reads, 2, CASE):
@@ -56,7 +56,7 @@ def test_whole_tensors_are_the_plain_ones_in_every_row() -> None:
 
 
 def _edits(case: Case) -> dict[int, tuple]:
-    """Rank 0 alone edits; then one evaluation on every rank."""
+    """By stage: the loss and the edited weight on this rank, after rank 0 alone has edited the weight."""
     found = {}
     for stage in STAGES:
         runtime = build_runtime(case, stage)
@@ -71,7 +71,7 @@ def _edits(case: Case) -> dict[int, tuple]:
     return found
 
 
-def test_what_rank_0_writes_is_what_every_rank_computes_with() -> None:
+def test_every_rank_computes_with_the_values_that_rank_0_wrote() -> None:
     plain = TinyTransformer(CASE.model)
     with torch.no_grad():
         plain.get_parameter(BLOCK_WEIGHT).fill_(0.25)
@@ -84,7 +84,7 @@ def test_what_rank_0_writes_is_what_every_rank_computes_with() -> None:
 
 
 def _wrong_calls(case: Case) -> list[str]:
-    """The messages of calls in a wrong order, on a runtime that then still trains."""
+    """Error messages of calls in a wrong order, on a runtime that can still train afterwards."""
     messages = []
 
     def expect(kind: type[Exception], call) -> None:
@@ -110,7 +110,7 @@ def _wrong_calls(case: Case) -> list[str]:
     return messages
 
 
-def test_a_wrong_order_of_calls_names_the_call_that_was_expected() -> None:
+def test_a_wrong_order_of_calls_raises_an_error_that_names_the_expected_call() -> None:
     for messages in run_ranks(_wrong_calls, 2, CASE):
         step, early, unknown, graphless, extra, unsynced = messages
         assert "expected 1 backward calls" in step
@@ -122,7 +122,7 @@ def test_a_wrong_order_of_calls_names_the_call_that_was_expected() -> None:
 
 
 def _two_losses_of_one_forward(case: Case) -> dict[int, dict]:
-    """Two backward calls through one graph in a step, each half of the loss."""
+    """By stage: the full gradient after two backward calls through one graph, each with half of the loss."""
     found = {}
     for stage in STAGES:
         runtime = build_runtime(replace(case, micro_batches=2), stage)
@@ -135,7 +135,7 @@ def _two_losses_of_one_forward(case: Case) -> dict[int, dict]:
     return found
 
 
-def test_two_backwards_through_one_graph_add_up() -> None:
+def test_gradients_of_two_backward_calls_through_one_graph_are_summed() -> None:
     plain = TinyTransformer(CASE.model)
     for rank in range(2):
         ids, labels = batch(CASE.model, 0, rank, 0)
@@ -147,7 +147,7 @@ def test_two_backwards_through_one_graph_add_up() -> None:
 
 
 def _poisoned(case: Case, where: str) -> tuple[str, str, bool]:
-    """One rank's input (or weight) is bad; what every rank is told, and whether anything was updated."""
+    """The error, the diagnosis and whether the parameters are unchanged, if rank 1 has a bad loss or gradient."""
     runtime = build_runtime(case, 3)
     ids, labels = batch(case.model, 0, dist.get_rank(), 0)
     if where == "grad" and dist.get_rank() == 1:  # a finite value with an infinite slope
@@ -171,7 +171,9 @@ def _poisoned(case: Case, where: str) -> tuple[str, str, bool]:
 
 
 @pytest.mark.parametrize(("where", "parameter"), [("loss", "head.weight"), ("grad", "blocks.0.up.bias")])
-def test_a_bad_number_on_one_rank_stops_all_and_is_traced_to_rank_and_parameter(where: str, parameter: str) -> None:
+def test_a_non_finite_number_on_one_rank_stops_all_and_is_traced_to_rank_and_parameter(
+    where: str, parameter: str
+) -> None:
     case = Case(2, model=TinySpec())
     for message, told, same in run_ranks(_poisoned, 2, case, where):
         assert "nothing was updated" in message
@@ -195,7 +197,7 @@ def _scale_at_its_minimum(case: Case) -> tuple[str, int, str]:
     raise AssertionError("ten steps without a diagnosis")
 
 
-def test_weights_of_bf16_range_in_fp16_are_told_as_such() -> None:
+def test_weights_beyond_the_range_of_fp16_are_reported_with_the_advice_to_use_bf16() -> None:
     case = Case(2, precision=MixedPrecision("fp16"), loss_scale=LossScaleRule(initial_power=2, hysteresis=1))
     for message, updates, told in run_ranks(_scale_at_its_minimum, 2, case):
         assert updates == 0
@@ -205,7 +207,7 @@ def test_weights_of_bf16_range_in_fp16_are_told_as_such() -> None:
 
 
 def _lives(case: Case, count: int) -> list[int]:
-    """Bytes of live tensors after each of `count` runtimes has lived and been closed."""
+    """Bytes of live tensors after each of `count` runtimes has taken a step and been closed."""
     left = []
     for index in range(count):
         runtime = build_runtime(case, STAGES[index % 4])
@@ -222,14 +224,14 @@ def _lives(case: Case, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(12, marks=pytest.mark.full)])
-def test_runtimes_that_lived_in_one_process_leave_memory_where_it_was(count: int) -> None:
+def test_closed_runtimes_leave_no_memory_behind_in_their_process(count: int) -> None:
     for left in run_ranks(_lives, 2, CASE, count):
-        # What leaks adds up, so the least of the later lives tells. A single one may still see the operands of the last
-        # collective, which gloo's thread lets go of when it takes up the next. 8 bytes are the closed runtime's own.
+        # A leak adds up, so the minimum over the later runtimes shows it. A single value may still include the operands
+        # of the last collective, which gloo's thread frees when it starts the next. The closed runtime keeps 8 bytes.
         assert min(left[count // 2 :]) == min(left) == 8
 
 
-def test_every_plan_answers_for_a_group_that_does_not_divide_the_world() -> None:
+def test_shard_ranks_that_do_not_divide_the_world_or_suit_the_stage_are_refused() -> None:
     with pytest.raises(PlanError, match="divisor"):
         ZeroPlan.from_stage(3, shard_ranks=3).shard_count(4)
     with pytest.raises(PlanError, match="shard_ranks"):

@@ -1,4 +1,4 @@
-"""What a model and its user bring along: values that differ between ranks, autocast, a bad buffer, a failed start."""
+"""The runtime handles models whose values differ between ranks, autocast, a non-finite buffer and a refused start."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def plain(autocast: bool) -> list[float]:
     return found
 
 
-def test_ranks_that_seeded_differently_train_the_model_of_rank_0() -> None:
+def test_ranks_with_different_seeds_all_train_the_model_of_rank_0() -> None:
     for by_stage in run_ranks(_losses, 2, (0, 7), False):
         for stage in STAGES:
             assert by_stage[stage] == plain(autocast=False), f"stage {stage}"
 
 
-def test_a_forward_under_autocast_has_the_bits_of_plain_torch_under_it() -> None:
+def test_a_forward_under_autocast_has_the_bits_of_plain_torch_under_autocast() -> None:
     for by_stage in run_ranks(_losses, 2, (0, 0), True):
         for stage in STAGES:
             assert by_stage[stage] == plain(autocast=True), f"stage {stage}"
@@ -101,14 +101,14 @@ def _bad_buffer() -> str:
     return runtime.find_non_finite(backwards)
 
 
-def test_a_bad_number_in_a_buffer_of_one_rank_is_traced_to_that_rank() -> None:
+def test_a_non_finite_buffer_on_one_rank_is_traced_to_that_rank() -> None:
     for verdict in run_ranks(_bad_buffer, 2):
         assert "rank 1" in verdict
         assert "rank 0" not in verdict
 
 
 def _second_start() -> list[Any]:
-    """A start that is refused after the units were made, then a good one with the same model."""
+    """A start that is refused after the units were built, then a successful one with the same model."""
     model = Scaled()
     with pytest.raises(PlanError):
         make(model, 3, TorchConfig("AdamW", {"no_such_argument": 1}))
@@ -117,6 +117,6 @@ def _second_start() -> list[Any]:
     return [runtime.step(1e-2).loss]
 
 
-def test_a_model_whose_start_was_refused_starts_again() -> None:
+def test_a_model_can_be_used_again_after_the_runtime_refused_to_start() -> None:
     for losses in run_ranks(_second_start, 2):
         assert losses == plain(autocast=False)[:1]

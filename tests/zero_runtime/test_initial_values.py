@@ -1,4 +1,4 @@
-"""First values: each by its module's own rule, the same everywhere, with no more than one unit whole on the way."""
+"""Initial values follow each module's own rule, are equal at every stage and world size, and fit in bounded memory."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def runtime_of(model: nn.Module, stage: int = 3, precision: str = "fp32", **sett
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_a_drawn_model_follows_the_rules_of_a_normally_built_one(kind: str) -> None:
-    """Constants are equal; where values are random, both samples have the same mean and deviation.
+def test_drawn_initial_values_follow_the_rules_of_a_normally_built_model(kind: str) -> None:
+    """Constant values are equal; random values have the same mean and standard deviation.
 
-    A sample of n normals of deviation s has a mean within 6 s/sqrt(n) of the true one and a deviation within
-    6 s/sqrt(2n), but for two in 10^9 (six sigma), so two samples are within twice that. GPT-2's scaled residual
-    projections and every norm's ones are told apart by it.
+    The mean of n normal samples with deviation s is within 6 s/sqrt(n) of the true mean and their deviation within
+    6 s/sqrt(2n), except in two of 10^9 cases (six sigma), so two samples differ by at most twice that. These bounds
+    distinguish GPT-2's scaled residual projections and the ones of every norm from other weights.
     """
     config = {**SMALL[kind], **({"n_embd": 64, "n_layer": 8} if kind == "gpt2" else {"num_hidden_layers": 3})}
     built = dict(build_model(kind, config, seed=1).named_parameters())
@@ -78,7 +78,7 @@ def test_a_drawn_model_follows_the_rules_of_a_normally_built_one(kind: str) -> N
         assert drawn["transformer.h.0.mlp.c_proj.weight"].std() < 0.5 * drawn["transformer.h.0.mlp.c_fc.weight"].std()
 
 
-def test_no_two_parameters_are_alike_and_each_is_a_function_of_seed_and_name() -> None:
+def test_no_two_parameters_are_equal_and_each_is_a_function_of_seed_and_name() -> None:
     first, again, other = (born(build_deferred_model("llama", SMALL["llama"]), seed=seed) for seed in (1, 1, 2))
     for name, value in first.items():
         assert torch.equal(value, again[name])
@@ -90,14 +90,14 @@ def test_no_two_parameters_are_alike_and_each_is_a_function_of_seed_and_name() -
     assert seed_of(1, "a") == seed_of(1, "a") != seed_of(1, "b") != seed_of(2, "b")
 
 
-def test_drawing_moves_no_random_state() -> None:
+def test_drawing_initial_values_does_not_change_the_random_state() -> None:
     before = torch.get_rng_state()
     born(build_deferred_model("gpt2", SMALL["gpt2"]))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 class Parts(nn.Module):
-    """Torch's own layers whose rules reach beyond one parameter."""
+    """Layers of torch whose initialization rules involve more than one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,13 +108,13 @@ class Parts(nn.Module):
         self.recurrent = nn.LSTM(8, 4)
 
 
-def test_torch_layers_come_out_as_their_own_rules_say() -> None:
+def test_torch_layers_are_initialized_by_their_own_rules() -> None:
     with parameters_on_meta():
         model = Parts()
     drawn = born(model)
     assert not drawn["embed.weight"][3].any()
     assert drawn["embed.weight"][2].all()
-    # MultiheadAttention zeroes a bias that belongs to a module inside it, and draws another rule than Linear's.
+    # MultiheadAttention zeroes the bias of a submodule, and draws its weight by a different rule than Linear.
     assert not drawn["attention.out_proj.bias"].any()
     assert not drawn["layer.self_attn.in_proj_bias"].any()
     assert drawn["layer.linear1.bias"].any()
@@ -124,7 +124,7 @@ def test_torch_layers_come_out_as_their_own_rules_say() -> None:
     assert 0 < drawn["recurrent.weight_hh_l0"].abs().max() <= 0.5  # 1/sqrt(hidden)
 
 
-def test_a_module_without_a_rule_is_refused_by_name_and_takes_one() -> None:
+def test_a_module_without_an_initialization_rule_is_refused_by_name_unless_one_is_given() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -145,7 +145,7 @@ def test_a_module_without_a_rule_is_refused_by_name_and_takes_one() -> None:
     assert birth.draw("inner.weight", model.inner.weight).any(), "what the rule passes by keeps its module's own"
 
 
-def test_a_rule_that_reads_another_parameter_is_refused_by_name() -> None:
+def test_an_initialization_rule_that_reads_another_parameter_is_refused_by_name() -> None:
     class Copies(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -166,7 +166,7 @@ def test_a_rule_that_reads_another_parameter_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("build", [build_deferred_model, build_meta_model], ids=["parameters_on_meta", "meta_device"])
 @pytest.mark.parametrize("kind", SMALL)
-def test_buffers_are_those_of_a_normally_built_model(kind: str, build: Any) -> None:
+def test_buffers_equal_those_of_a_normally_built_model(kind: str, build: Any) -> None:
     wanted = dict(build_model(kind, SMALL[kind], seed=1).named_buffers())
     model = build(kind, SMALL[kind])
     InitialValues(model, seed=0).fill_buffers()
@@ -179,7 +179,7 @@ def test_buffers_are_those_of_a_normally_built_model(kind: str, build: Any) -> N
     assert model.state_dict().keys() == build_model(kind, SMALL[kind], seed=1).state_dict().keys()
 
 
-def test_a_buffer_that_no_rule_gives_back_is_refused_by_name() -> None:
+def test_a_meta_buffer_that_no_rule_can_restore_is_refused_by_name() -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -199,24 +199,24 @@ def test_a_buffer_that_no_rule_gives_back_is_refused_by_name() -> None:
     assert norm.num_batches_tracked == 0
 
 
-def test_a_model_half_on_meta_is_refused_by_name() -> None:
+def test_a_model_partly_on_the_meta_device_is_refused_by_name() -> None:
     model = TinyTransformer(TinySpec())
     model.head = nn.Linear(20, 37, bias=False, device="meta")
     with pytest.raises(PlanError, match=r"found both: 'embed\.weight' has values and 'head\.weight' is on the meta"):
         InitialValues(model, seed=0)
 
 
-# ---- the same everywhere ---------------------------------------------------------------------------------------------
+# ---- equal values at every stage and world size ----------------------------------------------------------------------
 
 
 def _embeddings(model: Any) -> set[nn.Parameter]:
-    """The weights of the first and the last layer, by identity."""
+    """The weights of the input and output embeddings, by identity."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return {param for module in ends for param in module.parameters()}
 
 
 def _born_weights(kind: str, rows: list[tuple[int, int | None]]) -> dict[str, torch.Tensor]:
-    """On every rank: the weights of every row after birth, which must all be the same."""
+    """The full initial weights on this rank, after asserting that all `rows` give the same weights."""
     first: dict[str, torch.Tensor] = {}
     for stage, unit_numel in rows:
         runtime = runtime_of(build_deferred_model(kind, SMALL[kind]), stage, seed=7, unit_numel=unit_numel)
@@ -242,7 +242,7 @@ def test_the_same_seed_gives_the_same_weights_at_every_stage_world_and_unit_size
 
 
 def _trains() -> list[float]:
-    """A model born on meta learns as one that is handed over with the same weights."""
+    """Losses of a model built on the meta device, asserted equal to those of a model passed in with its weights."""
     rank_losses = []
     for hand_over in (False, True):
         model = build_deferred_model("qwen2", SMALL["qwen2"])
@@ -250,7 +250,7 @@ def _trains() -> list[float]:
             values = born(build_deferred_model("qwen2", SMALL["qwen2"]), seed=3)
             model = build_model("qwen2", SMALL["qwen2"], seed=9)
             model.load_state_dict(values, strict=False)
-        (held,) = _embeddings(model)  # whoever held a parameter before holds the trained one after
+        (held,) = _embeddings(model)  # references taken before the start must stay the trained parameters
         runtime = runtime_of(model, seed=3, precision="bf16")
         assert _embeddings(model) == {held}
         losses = []
@@ -266,7 +266,7 @@ def _trains() -> list[float]:
     return rank_losses[0]
 
 
-def test_a_born_model_trains_like_one_handed_over_with_the_same_weights() -> None:
+def test_a_model_built_on_meta_trains_like_one_passed_in_with_the_same_weights() -> None:
     run_ranks(_trains, 2)
 
 
@@ -283,7 +283,7 @@ def _handed_over() -> None:
             runtime.close()
 
 
-def test_a_model_handed_over_with_weights_keeps_them() -> None:
+def test_a_model_passed_in_with_weights_keeps_them() -> None:
     run_ranks(_handed_over, 2)
 
 
@@ -299,7 +299,7 @@ def _birth_peak() -> tuple[int, int, int]:
     return peak.counts[-1], len(runtime.units), sum(unit.param_shard.nbytes for unit in runtime.units)
 
 
-def test_after_birth_no_unit_is_whole_where_parameters_are_sharded() -> None:
+def test_no_unit_is_unsharded_after_construction_if_parameters_are_sharded() -> None:
     for whole, units, shard_bytes in run_ranks(_birth_peak, 2):
         assert (whole, units) == (0, 11)
         assert shard_bytes > 0
@@ -360,11 +360,11 @@ print("done")
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's size from /proc")
-def test_a_model_larger_than_the_memory_allowed_is_born_and_cannot_be_built() -> None:
-    """RLIMIT_DATA bounds every private writable page, in a process of its own; 32 ranks, of which this is the first.
+def test_a_model_larger_than_the_memory_limit_can_be_initialized_sharded_but_not_built_normally() -> None:
+    """RLIMIT_DATA limits all private writable pages of a separate process, which is the first of 32 ranks.
 
-    The limit counts what malloc keeps for later too, so there what is freed goes back to the kernel at once. With the
-    settings of a job, which keep it, the resident memory is bounded by the same number.
+    The limit includes freed memory that malloc keeps for reuse, so under it malloc returns freed memory to the kernel
+    immediately. With the settings of a job, where malloc keeps freed memory, the resident memory has the same bound.
     """
     returns = "glibc.malloc.mmap_threshold=1048576"
     keeps = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"

@@ -1,4 +1,4 @@
-"""What modules and autograd report becomes the schedule's events, and all hooks come off again."""
+"""Module and autograd hooks call the schedule's methods in the right order, and all of them can be removed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Point(NamedTuple):
 
 @dataclass(init=False)
 class ModelOutput(OrderedDict):
-    """As Hugging Face's: a dict that is a dataclass too, whose keys are the fields that are not None."""
+    """Like Hugging Face's ModelOutput: a dict and a dataclass, whose keys are the fields that are not None."""
 
     logits: Any
     hidden: Any
@@ -68,13 +68,13 @@ class ModelOutput(OrderedDict):
         "another_object",
     ],
 )
-def test_every_tensor_of_an_output_is_found_in_order(value: object, found: list[torch.Tensor]) -> None:
+def test_tensors_in_finds_every_tensor_of_an_output_in_order(value: object, found: list[torch.Tensor]) -> None:
     assert [id(tensor) for tensor in tensors_in(value)] == [id(tensor) for tensor in found]
 
 
 @dataclass(eq=False)
 class FakeUnit:
-    """As much of a unit as hooks ask for."""
+    """The part of a unit's interface that the hooks use."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -106,7 +106,7 @@ class FakeUnit:
 
 
 class FakeSchedule:
-    """Writes down the events in order."""
+    """Records the events in order."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
@@ -126,11 +126,11 @@ def hooked() -> tuple[nn.Sequential, list[FakeUnit], FakeSchedule, ModuleHooks]:
     return model, units, schedule, ModuleHooks(model, units, schedule)  # type: ignore[arg-type]
 
 
-def test_forward_and_backward_bound_the_life_of_each_unit() -> None:
+def test_hooks_report_the_start_and_end_of_each_units_forward_and_backward() -> None:
     model, _, schedule, _ = hooked()
     loss = model(torch.ones(1, 2)).sum()
     forward = [(event, f"u{i}") for i in range(3) for event in ("before_forward", "after_forward")]
-    forward += [("after_forward", f"u{i}") for i in range(3)]  # the root's end, for what was gathered and not used
+    forward += [("after_forward", f"u{i}") for i in range(3)]  # end of the root: for units gathered but not used
     assert schedule.events == forward
     schedule.events.clear()
     schedule.in_backward = True
@@ -139,13 +139,13 @@ def test_forward_and_backward_bound_the_life_of_each_unit() -> None:
         ("before_backward", "u2"),
         ("after_backward", "u2"),
         ("before_backward", "u1"),
-        ("after_backward", "u1"),  # frozen: over when the gradient of its input has come
+        ("after_backward", "u1"),  # frozen: ends when the gradient of its input arrives
         ("before_backward", "u0"),
         ("after_backward", "u0"),
     ]
 
 
-def test_only_trainable_units_are_handed_gradients() -> None:
+def test_only_trainable_units_receive_gradients() -> None:
     model, units, schedule, _ = hooked()
     loss = model(torch.ones(1, 2)).sum()
     schedule.in_backward = True
@@ -153,7 +153,7 @@ def test_only_trainable_units_are_handed_gradients() -> None:
     assert [unit.taken for unit in units] == [{0, 1}, set(), {0, 1}]
 
 
-def test_a_forward_without_gradients_hooks_no_backward() -> None:
+def test_a_forward_under_no_grad_registers_no_backward_hooks() -> None:
     model, _, schedule, _ = hooked()
     with torch.no_grad():
         output = model(torch.ones(1, 2))
@@ -161,7 +161,7 @@ def test_a_forward_without_gradients_hooks_no_backward() -> None:
     assert output._backward_hooks is None
 
 
-def test_remove_takes_every_hook_off() -> None:
+def test_remove_removes_every_hook() -> None:
     model, units, schedule, hooks = hooked()
     hooks.remove()
     model(torch.ones(1, 2)).sum().backward()

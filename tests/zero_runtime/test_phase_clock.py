@@ -1,4 +1,4 @@
-"""Every moment belongs to exactly one phase, on a clock that the test turns by hand."""
+"""PhaseClock charges every moment to exactly one phase."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_runtime.phase_clock import OTHER, PhaseClock
 
 
 class HandClock:
-    """Stands in for `time`: `perf_counter` tells what the test has let pass, in whole seconds."""
+    """Replaces `time`: `perf_counter` returns the time that the test has set, in whole seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,7 +30,7 @@ def hand(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     return clock
 
 
-def test_a_nested_phase_takes_its_time_away_from_the_outer_one(hand: HandClock) -> None:
+def test_time_in_a_nested_phase_is_not_charged_to_the_outer_phase(hand: HandClock) -> None:
     clock = PhaseClock(torch.device("cpu"))
     hand.now += 1
     with clock.phase("outer"):
@@ -45,7 +45,7 @@ def test_a_nested_phase_takes_its_time_away_from_the_outer_one(hand: HandClock) 
     assert clock.lap() == {OTHER: 65, "outer": 34, "inner": 20, "innermost": 8}
 
 
-def test_a_phase_entered_again_adds_up(hand: HandClock) -> None:
+def test_the_times_of_a_repeated_phase_are_summed(hand: HandClock) -> None:
     clock = PhaseClock(torch.device("cpu"))
     for seconds in (1, 2, 4):
         with clock.phase("work"):
@@ -53,7 +53,7 @@ def test_a_phase_entered_again_adds_up(hand: HandClock) -> None:
     assert clock.lap()["work"] == 7
 
 
-def test_laps_share_no_moment_and_lose_none(hand: HandClock) -> None:
+def test_consecutive_laps_neither_overlap_nor_lose_time(hand: HandClock) -> None:
     clock = PhaseClock(torch.device("cpu"))
     with clock.phase("work"):
         hand.now += 1
@@ -66,7 +66,7 @@ def test_laps_share_no_moment_and_lose_none(hand: HandClock) -> None:
     assert sum(first.values()) + sum(second.values()) == hand.now
 
 
-def test_a_phase_that_raises_ends(hand: HandClock) -> None:
+def test_a_phase_ends_if_its_body_raises(hand: HandClock) -> None:
     clock = PhaseClock(torch.device("cpu"))
     with pytest.raises(KeyError), clock.phase("work"):
         hand.fail_after(1)
@@ -74,7 +74,7 @@ def test_a_phase_that_raises_ends(hand: HandClock) -> None:
     assert clock.lap() == {OTHER: 2, "work": 1}
 
 
-def test_on_the_hosts_clock_phases_sum_to_the_whole() -> None:
+def test_on_the_host_clock_the_phases_sum_to_the_total_time() -> None:
     clock = PhaseClock(torch.device("cpu"))
     start = clock._marks[0][1]
     with clock.phase("outer"), clock.phase("inner"):
@@ -83,6 +83,6 @@ def test_on_the_hosts_clock_phases_sum_to_the_whole() -> None:
     stop = clock._marks[-1][1]
     assert isinstance(start, float)
     assert isinstance(stop, float)
-    # Five differences of neighbours, each rounded by half a unit in the last place of the reading, and their sum.
+    # Five differences of consecutive readings, each rounded by half a unit in the last place, and their sum.
     assert sum(lap.values()) == pytest.approx(stop - start, abs=10 * 2**-52 * stop)
     assert all(seconds >= 0 for seconds in lap.values())

@@ -1,4 +1,4 @@
-"""The table of stages, row by row, and the rows that do not exist."""
+"""Each ZeRO stage has the partitions and release points of the ZeRO paper; all other combinations are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("stage", TABLE)
-def test_each_row_is_the_one_of_the_paper(stage: int) -> None:
+def test_each_stage_is_defined_as_in_the_paper(stage: int) -> None:
     states, shards, every_backward, ends = TABLE[stage]
     plan = ZeroPlan.from_stage(stage)
     assert (plan.params, plan.grads, plan.optimizer) == states
@@ -34,17 +34,17 @@ def test_each_row_is_the_one_of_the_paper(stage: int) -> None:
     assert {phase: plan.releases_params_after(phase) for phase in Phase} == ends
 
 
-def test_one_rank_is_one_shard_in_every_row() -> None:
+def test_a_single_rank_has_one_shard_at_every_stage() -> None:
     assert {ZeroPlan.from_stage(stage).shard_count(1) for stage in TABLE} == {1}
 
 
-def test_each_stage_shards_one_state_more_than_the_one_before() -> None:
+def test_each_stage_shards_one_more_state_than_the_previous_stage() -> None:
     sharded = [sum(state is S for state in vars(ZeroPlan.from_stage(stage)).values()) for stage in TABLE]
     assert sharded == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("row", sorted(set(product((R, S), repeat=3)) - {row[0] for row in TABLE.values()}, key=str))
-def test_a_row_outside_the_table_is_refused_with_the_fix(row: tuple[Partition, Partition, Partition]) -> None:
+def test_a_combination_that_is_not_a_stage_is_refused_with_the_fix(row: tuple[Partition, Partition, Partition]) -> None:
     with pytest.raises(PlanError) as refusal:
         ZeroPlan(*row)
     assert f"({', '.join(state.value for state in row)})" in str(refusal.value)
@@ -52,7 +52,7 @@ def test_a_row_outside_the_table_is_refused_with_the_fix(row: tuple[Partition, P
 
 
 @pytest.mark.parametrize("stage", [-1, 4, "2", None, 1.5])
-def test_a_stage_that_is_none_is_refused_with_the_choices(stage: object) -> None:
+def test_an_unknown_stage_is_refused_with_the_valid_stages(stage: object) -> None:
     with pytest.raises(PlanError, match=r"zero\.stage: expected one of \[0, 1, 2, 3\], found ") as refusal:
         ZeroPlan.from_stage(stage)  # type: ignore[arg-type]
     assert str(refusal.value).endswith(repr(stage))

@@ -1,4 +1,4 @@
-"""The dtypes of a run: which are known, which make sense together, where a gradient rests."""
+"""MixedPrecision accepts known and compatible dtypes only, and stores gradients in the documented dtype."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def test_the_default_is_fp32_throughout() -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_an_unknown_dtype_is_refused_by_its_key(field: str) -> None:
+def test_an_unknown_dtype_is_refused_with_the_name_of_its_key(field: str) -> None:
     with pytest.raises(PlanError, match=rf"precision\.{field}: expected one of .*bf16.*fp32.*, found 'fp8'"):
         MixedPrecision(**{field: "fp8"})
 
 
 @pytest.mark.parametrize("values", list(product(ITEMSIZE_BYTES, repeat=4)), ids="-".join)
-def test_only_a_master_that_loses_updates_is_refused(values: tuple[str, ...]) -> None:
+def test_the_only_refused_combinations_are_masters_that_would_lose_updates(values: tuple[str, ...]) -> None:
     settings = dict(zip(FIELDS, values, strict=True))
     if settings["master"] == "fp16" or (settings["param"], settings["master"]) == ("fp32", "bf16"):
         with pytest.raises(PlanError, match=r"set precision\.master=fp32"):
@@ -35,7 +35,7 @@ def test_only_a_master_that_loses_updates_is_refused(values: tuple[str, ...]) ->
         assert vars(MixedPrecision(**settings)) == {**settings, "compute": None}
 
 
-def test_computing_in_another_dtype_than_the_parameters_is_told() -> None:
+def test_computes_as_param_is_false_if_the_compute_dtype_differs_from_the_parameters() -> None:
     assert not MixedPrecision("bf16", compute="fp32").computes_as_param
     assert MixedPrecision("bf16", compute="bf16").computes_as_param
     with pytest.raises(PlanError, match=r"precision\.compute"):
@@ -43,7 +43,9 @@ def test_computing_in_another_dtype_than_the_parameters_is_told() -> None:
 
 
 @pytest.mark.parametrize(("reduce", "accumulate"), list(product(ITEMSIZE_BYTES, repeat=2)))
-def test_a_gradient_rests_as_it_is_sent_and_sums_as_it_is_accumulated(reduce: str, accumulate: str) -> None:
+def test_gradients_are_kept_in_the_reduce_dtype_and_accumulated_in_the_accumulate_dtype(
+    reduce: str, accumulate: str
+) -> None:
     precision = MixedPrecision("bf16", reduce=reduce, accumulate=accumulate)
     assert precision.grad(1) == reduce
     assert precision.grad(2) == precision.grad(9) == accumulate

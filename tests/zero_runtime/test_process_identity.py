@@ -1,4 +1,4 @@
-"""A process is known by its pid and its start, and no step of the clock moves the start."""
+"""A process is identified by its pid and start time, and changes of the wall clock do not affect the start time."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from zero_runtime.process_identity import (
 pytestmark = pytest.mark.skipif(not has_proc(), reason="this system has no /proc")
 
 
-def test_a_process_keeps_its_token_and_shares_it_with_no_other() -> None:
+def test_a_process_keeps_a_unique_token_until_it_ends() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     token = started(child.pid)
     assert token == started(child.pid)
     assert token not in (None, started(1))
     child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie: its parent has not asked yet
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie: not yet reaped by its parent
     assert process_stat(child.pid) is not None
     assert started(child.pid) is None
     child.wait()
     assert started(child.pid) is None
 
 
-def test_the_token_names_the_boot_so_that_a_process_of_before_is_no_process_of_now(
+def test_the_token_names_the_boot_so_no_process_matches_one_from_before_a_reboot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = started(os.getpid())
@@ -63,7 +63,7 @@ def ended_mark() -> str:
     return found
 
 
-def test_the_maker_of_a_file_has_ended_only_where_that_is_known() -> None:
+def test_has_ended_is_true_only_if_the_process_is_known_to_have_ended() -> None:
     own = mark()
     host, boot, space, pid, ticks = own.split(".")
     assert not has_ended(f"file-{own}.tmp")
@@ -74,7 +74,7 @@ def test_the_maker_of_a_file_has_ended_only_where_that_is_known() -> None:
         assert not has_ended(f"file-{other}.tmp"), "of another machine, another container or an unknown program"
 
 
-def test_a_file_of_several_makers_goes_when_the_last_has_ended(tmp_path: Path) -> None:
+def test_a_file_of_several_processes_is_removed_after_the_last_of_them_has_ended(tmp_path: Path) -> None:
     dead = ended_mark()
     paths = [tmp_path / f"{dead}_{mark()}", tmp_path / f"{dead}_{dead}", tmp_path / dead, tmp_path / "unmarked"]
     for path in paths[:2]:

@@ -1,4 +1,4 @@
-"""The runtime as its user meets it: the order of calls, numbers that are not numbers, evaluation, one rank."""
+"""ZeroRuntime checks the order of calls, stops on non-finite numbers, evaluates between steps and runs on one rank."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-# ---- being asked to stop ---------------------------------------------------------------------------------------------
+# ---- requests to stop ------------------------------------------------------------------------------------------------
 
 
 def _asked_in_step_2(case: Case, *, asks: bool) -> tuple[list[bool], list[int], list[float]]:
-    """Whether each step's report says to stop, the number of its control messages, and its loss; rank 1 alone asks."""
+    """Each step's stop flag, number of control messages, and loss. If `asks`, rank 1 alone asks to stop in step 2."""
     runtime = build_runtime(case, 2)
     steps = iter(range(1, 4))
     if asks:
@@ -55,7 +55,7 @@ def _asked_in_step_2(case: Case, *, asks: bool) -> tuple[list[bool], list[int], 
     return [report.stop for report in reports], messages, [report.loss for report in reports]
 
 
-def test_a_wish_of_one_rank_reaches_all_in_the_same_step_and_in_no_message_of_its_own() -> None:
+def test_one_ranks_stop_request_reaches_all_ranks_in_the_same_step_without_an_extra_message() -> None:
     asked = run_ranks(partial(_asked_in_step_2, asks=True), 2, Case(2))
     unasked = run_ranks(partial(_asked_in_step_2, asks=False), 2, Case(2))
     for rank in range(2):
@@ -84,11 +84,11 @@ def _wrong_orders(case: Case) -> list[str]:
     with pytest.raises(CallOrderError) as refusal:
         runtime.backward(torch.ones((), requires_grad=True))
     refusals.append(str(refusal.value))
-    runtime.step(LR)  # a refused call has spoilt nothing
+    runtime.step(LR)  # the refused calls have changed nothing
     return refusals
 
 
-def test_calls_out_of_order_are_refused_with_the_expected_one() -> None:
+def test_calls_out_of_order_are_refused_with_the_expected_call() -> None:
     for refusals in run_ranks(_wrong_orders, 2, Case(2, 2)):
         assert refusals[0] == "step: expected 2 backward calls since the last step, found 0"
         assert "this loss had its backward before" in refusals[1]
@@ -98,11 +98,11 @@ def test_calls_out_of_order_are_refused_with_the_expected_one() -> None:
         assert "RuntimeSettings" in refusals[3]
 
 
-# ---- not a number ----------------------------------------------------------------------------------------------------
+# ---- non-finite numbers ----------------------------------------------------------------------------------------------
 
 
 def _non_finite(case: Case) -> dict[tuple[int, str], tuple[str, bool]]:
-    """By (stage, what rank 1 meets): the refusal, and whether every state kept its bits."""
+    """By (stage, the factor of rank 1's loss): the error message, and whether every state kept its bits."""
     found = {}
     for stage in STAGES:
         for value in ("nan", "inf"):
@@ -119,7 +119,7 @@ def _non_finite(case: Case) -> dict[tuple[int, str], tuple[str, bool]]:
     return found
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_updates_nothing() -> None:
+def test_a_non_finite_loss_on_one_rank_stops_all_ranks_and_updates_nothing() -> None:
     for found in run_ranks(_non_finite, 3, Case(3)):
         for row, (refusal, unchanged) in found.items():
             assert "expected finite numbers; nothing was updated" in refusal, row
@@ -139,7 +139,7 @@ def _infinite_gradient(case: Case) -> tuple[str, bool]:
     return str(refusal.value), _same(before, _states(runtime))
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_though_every_loss_is_finite() -> None:
+def test_a_non_finite_gradient_on_one_rank_stops_all_ranks_even_if_every_loss_is_finite() -> None:
     for refusal, unchanged in run_ranks(_infinite_gradient, 2, Case(2)):
         assert "and gradient norm nan" in refusal or "and gradient norm inf" in refusal
         assert unchanged
@@ -177,7 +177,7 @@ def _with_and_without_evaluation(case: Case) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_evaluation_between_steps_changes_no_bits_and_sees_the_same_model_in_every_row(world: int) -> None:
+def test_evaluation_between_steps_changes_no_bits_and_sees_the_same_model_at_every_stage(world: int) -> None:
     case = Case(world, 2, steps=3)
     results = run_ranks(_with_and_without_evaluation, world, case)
     for by_stage in results:
@@ -186,12 +186,12 @@ def test_evaluation_between_steps_changes_no_bits_and_sees_the_same_model_in_eve
             assert same_states, f"stage {stage}"
             assert evaluations[1::2] == evaluations[2::2]
             assert evaluations[0] == results[0][0][2][0]
-        assert by_stage[0][2] == by_stage[1][2]  # one accumulation class, one result
+        assert by_stage[0][2] == by_stage[1][2]  # both stages accumulate gradients in the same way
         assert by_stage[2][2] == by_stage[3][2]
 
 
-def test_after_an_evaluation_sharded_parameters_rest_sharded() -> None:
-    """No gather ahead is left under way, though no backward ended it."""
+def test_sharded_parameters_are_sharded_again_after_an_evaluation() -> None:
+    """No prefetched gather is left in flight, although no backward followed to end it."""
     for by_stage in run_ranks(_with_and_without_evaluation, 2, Case(2, steps=2)):
         assert set(by_stage[3][3]) == {DataState.SHARDED}
 
@@ -212,7 +212,7 @@ def _alone(case: Case) -> dict[int, tuple[list[float], dict[str, torch.Tensor], 
     return found
 
 
-def test_one_rank_alone_trains_as_plain_torch_and_sends_nothing() -> None:
+def test_a_single_rank_trains_like_plain_torch_and_sends_nothing() -> None:
     case = Case(1, 2, steps=3)
     (by_stage,) = run_ranks(_alone, 1, case)
     for stage, (losses, weights, sent) in by_stage.items():
@@ -228,15 +228,15 @@ def _token_sum() -> tuple[int, torch.dtype]:
     return int(total), total.dtype
 
 
-def test_counts_are_summed_as_whole_numbers() -> None:
+def test_counts_are_summed_over_ranks_as_int64() -> None:
     assert run_ranks(_token_sum, 2) == [(2**41 + 1, torch.int64)] * 2
 
 
-# ---- nothing is left behind ------------------------------------------------------------------------------------------
+# ---- reference cycles ------------------------------------------------------------------------------------------------
 
 
 class Doubled(nn.Module):
-    """Blocks with an operation between them, so that what one gives is not what the next takes."""
+    """Blocks with an operation between them, so that the output of one is not the input of the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class Doubled(nn.Module):
 
 
 def _garbage() -> dict[int, int]:
-    """By stage: objects that only the collector of reference cycles could free after two steps."""
+    """By stage: number of objects that only the cyclic garbage collector could free after two steps."""
     found = {}
     for stage in STAGES:
         runtime = ZeroRuntime(
@@ -271,6 +271,6 @@ def _garbage() -> dict[int, int]:
 
 
 def test_a_step_leaves_no_reference_cycles() -> None:
-    """They would keep parts of the graph until the collector runs, at a moment that nobody chose."""
+    """Cycles would keep parts of the graph in memory until the garbage collector runs, at an unpredictable time."""
     for found in run_ranks(_garbage, 2):
         assert found == dict.fromkeys(STAGES, 0)

@@ -1,4 +1,4 @@
-"""When units are gathered, reduced and released; and that none of it changes a bit or leaves a rank waiting."""
+"""The schedule gathers, reduces and releases units in the right order without changing a bit or blocking a rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zero_runtime.unit import DataState, GradState, Unit
 
 STAGES = (0, 1, 2, 3)
 
-# ---- the order of verbs, on units that only write down ---------------------------------------------------------------
+# ---- the order of calls, on fake units that record them --------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class FakeUnit:
         self.log.append(f"unshard {self.name}")
 
     def send_grad(self) -> None:
-        """Nothing of it is updated elsewhere."""
+        """A no-op: no part of this unit is updated on another device."""
 
     def begin_fetch(self) -> None:
         self.log.append(f"fetch {self.name}")
@@ -59,7 +59,7 @@ class FakeUnit:
 
 @dataclass
 class Rehearsal:
-    """A schedule over three fake units, a, b and c, and what it made them do."""
+    """A schedule over three fake units, a, b and c, and the log of its calls."""
 
     row: int
     prefetch: int
@@ -85,7 +85,7 @@ class Rehearsal:
         self.schedule.end_backward()
 
     def said(self, *verbs: str) -> list[str]:
-        """The log of these verbs since the last call."""
+        """Log lines of these methods since the last call."""
         lines = [line for line in self.log if line.split()[0] in verbs]
         self.log.clear()
         return lines
@@ -95,7 +95,7 @@ AHEAD = {0: ["a", "b", "c"], 1: ["ab", "bc", "c"], 2: ["abc", "bc", "c"], 9: ["a
 
 
 @pytest.mark.parametrize("prefetch", AHEAD)
-def test_the_next_units_of_the_recorded_order_are_gathered_before_the_one_in_use_is_awaited(prefetch: int) -> None:
+def test_the_next_units_in_recorded_order_are_prefetched_before_waiting_for_the_current_unit(prefetch: int) -> None:
     rehearsal = Rehearsal(3, prefetch)
     rehearsal.forward()
     first = rehearsal.said("unshard", "use")
@@ -112,7 +112,7 @@ def test_the_next_units_of_the_recorded_order_are_gathered_before_the_one_in_use
 
 
 @pytest.mark.parametrize(("prefetch", "beyond"), [(0, "bc"), (1, "c"), (2, "")])
-def test_the_unit_beyond_those_gathered_ahead_sets_out_from_where_it_rests(prefetch: int, beyond: str) -> None:
+def test_the_unit_after_the_prefetched_ones_begins_its_fetch_from_offload_memory(prefetch: int, beyond: str) -> None:
     rehearsal = Rehearsal(3, prefetch)
     rehearsal.forward()
     rehearsal.backward()
@@ -121,7 +121,7 @@ def test_the_unit_beyond_those_gathered_ahead_sets_out_from_where_it_rests(prefe
     assert rehearsal.said("fetch") == [f"fetch {name}" for name in beyond]
 
 
-def test_a_forward_seen_during_backward_releases_nothing() -> None:
+def test_a_forward_during_backward_releases_no_units() -> None:
     rehearsal = Rehearsal(3, 0)
     rehearsal.forward()
     assert rehearsal.said("reshard") == [f"reshard {name} forward" for name in "abc"]
@@ -130,7 +130,7 @@ def test_a_forward_seen_during_backward_releases_nothing() -> None:
     assert rehearsal.said("reshard") == []
 
 
-def test_at_most_one_reduction_is_under_way_and_none_is_left() -> None:
+def test_at_most_one_reduction_is_in_flight_and_none_after_backward() -> None:
     rehearsal = Rehearsal(2, 0)
     rehearsal.forward()
     rehearsal.backward()
@@ -139,7 +139,7 @@ def test_at_most_one_reduction_is_under_way_and_none_is_left() -> None:
 
 
 @pytest.mark.parametrize("row", STAGES)
-def test_gradients_are_reduced_at_the_boundary_or_in_every_backward_as_the_plan_says(row: int) -> None:
+def test_gradients_are_reduced_at_the_boundary_or_in_every_backward_depending_on_the_stage(row: int) -> None:
     rehearsal = Rehearsal(row, 0)
     rehearsal.backward(boundary=False)
     assert len(rehearsal.said("reduce")) == (3 if row >= 2 else 0)
@@ -147,19 +147,19 @@ def test_gradients_are_reduced_at_the_boundary_or_in_every_backward_as_the_plan_
     assert len(rehearsal.said("reduce")) == 3
 
 
-def test_what_had_no_gradient_is_reduced_once_at_the_end_and_frozen_units_never() -> None:
+def test_units_without_gradients_are_reduced_once_at_the_end_and_frozen_units_never() -> None:
     rehearsal = Rehearsal(2, 0, frozen="a")
     rehearsal.backward(without="abc")
     assert rehearsal.said("reduce") == ["reduce c", "reduce b"]
 
 
-def test_a_unit_that_is_complete_before_its_turn_waits_for_those_before_it() -> None:
+def test_a_unit_that_is_complete_early_is_reduced_after_the_units_before_it() -> None:
     rehearsal = Rehearsal(2, 0)
     rehearsal.backward(without="c")
     assert rehearsal.said("reduce") == ["reduce c", "reduce b", "reduce a"]
 
 
-def test_end_of_backward_releases_every_unit_after_its_last_use() -> None:
+def test_every_unit_is_released_after_its_last_use_by_the_end_of_backward() -> None:
     rehearsal = Rehearsal(3, 1)
     rehearsal.forward()
     for without in ("b", "abc"):
@@ -171,20 +171,20 @@ def test_end_of_backward_releases_every_unit_after_its_last_use() -> None:
         rehearsal.log.clear()
 
 
-def test_after_a_step_every_unit_is_stale() -> None:
+def test_after_step_reshards_every_unit() -> None:
     rehearsal = Rehearsal(1, 1)
     rehearsal.schedule.after_step()
     assert rehearsal.log == [f"reshard {name} step" for name in "abc"]
 
 
-# ---- depth changes no bits -------------------------------------------------------------------------------------------
+# ---- prefetch depth changes no bits ----------------------------------------------------------------------------------
 
 
 def _by_depth(case: Case) -> dict[int, Any]:
     return {prefetch: train(case, prefetch=prefetch) for prefetch in (0, 1, 2, 5)}
 
 
-def test_prefetch_depth_changes_no_bits_in_any_row() -> None:
+def test_prefetch_depth_changes_no_bits_at_any_stage() -> None:
     for by_depth in run_ranks(_by_depth, 2, Case(2, 2, steps=4)):
         for prefetch in (1, 2, 5):
             for stage, trace in by_depth[prefetch].items():
@@ -193,7 +193,7 @@ def test_prefetch_depth_changes_no_bits_in_any_row() -> None:
                 assert all(torch.equal(trace.weights[name], weight) for name, weight in wanted.weights.items())
 
 
-# ---- parameters that take no part ------------------------------------------------------------------------------------
+# ---- unused parameters -----------------------------------------------------------------------------------------------
 
 WIDTH = 5
 
@@ -210,7 +210,7 @@ class Branch(nn.Module):
 
 
 class Branches(nn.Module):
-    """Blocks of which some are skipped and some run in part; equal sizes, so that a mix-up of units would fit."""
+    """Blocks that can be skipped or partly run, of equal sizes, so that mixed-up units would cause no size error."""
 
     def __init__(self, *, recompute: bool = False) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Branches(nn.Module):
 
 @dataclass(frozen=True)
 class Use:
-    """Which blocks one step skips or runs in part, on the ranks named."""
+    """The blocks that one step skips or runs in part, on the given ranks."""
 
     skipped: tuple[int, ...] = ()
     partial: tuple[int, ...] = ()
@@ -252,7 +252,7 @@ def small_runtime(model: nn.Module, stage: int, **settings: Any) -> ZeroRuntime:
 
 
 def _train_branches(uses: list[Use], stages: tuple[int, ...], recompute: bool = False) -> dict[int, Any]:
-    """By stage: each step's (losses, states of the units after backward), and at the end the master shards."""
+    """By stage: each step's (states of the units after backward, loss), and the master shards after the last step."""
     found = {}
     for stage in stages:
         runtime = small_runtime(Branches(recompute=recompute), stage)
@@ -270,7 +270,7 @@ def _full_bytes(unit: Unit) -> int:
 
 
 def plain_branches(uses: list[Use], world: int) -> tuple[list[float], list[torch.Tensor]]:
-    """One process of plain torch in which a parameter that nobody used has a gradient of zero."""
+    """Losses and weights of plain torch in one process, where unused parameters have a gradient of zero."""
     model = Branches()
     optimizer = plain_optimizer(ADAMW, dict(model.named_parameters()), 1e-2)
     losses = []
@@ -286,7 +286,7 @@ def plain_branches(uses: list[Use], world: int) -> tuple[list[float], list[torch
 
 
 def assert_trained_as_plain(results: list[dict[int, Any]], uses: list[Use]) -> None:
-    """Bit for bit: at world 2 gloo's sum is r0 + r1, and 0 + r0 is r0."""
+    """Assert equal bits: at world 2 gloo's sum is r0 + r1, and 0 + r0 equals r0."""
     losses, weights = plain_branches(uses, len(results))
     for stage in results[0]:
         for steps, _ in (by_stage[stage] for by_stage in results):
@@ -307,12 +307,12 @@ ON_ALL_RANKS = [
 ]
 
 
-def test_parameters_that_a_step_does_not_use_count_as_zero() -> None:
+def test_unused_parameters_count_as_zero_gradients() -> None:
     results = run_ranks(_train_branches, 2, ON_ALL_RANKS, STAGES)
     assert_trained_as_plain(results, ON_ALL_RANKS)
 
 
-def test_after_backward_every_unit_is_reduced_and_released_as_its_row_says() -> None:
+def test_after_backward_every_unit_is_reduced_and_at_stage_3_also_released() -> None:
     for by_stage in run_ranks(_train_branches, 2, ON_ALL_RANKS, STAGES):
         for stage, (steps, _) in by_stage.items():
             for states, _ in steps:
@@ -321,27 +321,27 @@ def test_after_backward_every_unit_is_reduced_and_released_as_its_row_says() -> 
                     assert {(data, full_bytes) for data, _, full_bytes in states} == {(DataState.SHARDED, 0)}
 
 
-# One rank alone runs a block in part: its unit is complete at another moment than on the other rank.
+# Only one rank runs a block in part, so its unit is complete at a different time than on the other rank.
 ON_ONE_RANK = [Use(), Use(partial=(3,), ranks=(1,)), Use(partial=(1, 2), ranks=(0,)), Use()]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_parameters_that_one_rank_alone_does_not_use_count_as_zero(stage: int) -> None:
-    """Every rank must issue the same collectives in the same order, whenever its gradients come."""
+def test_parameters_unused_on_only_one_rank_count_as_zero_gradients(stage: int) -> None:
+    """Every rank must issue the same collectives in the same order, whenever its gradients arrive."""
     results = run_ranks(_train_branches, 2, ON_ONE_RANK, (stage,))
     assert_trained_as_plain(results, ON_ONE_RANK)
 
 
-def test_recomputed_blocks_change_no_bits_in_any_row() -> None:
+def test_recomputed_blocks_change_no_bits_at_any_stage() -> None:
     uses = [Use(), Use(skipped=(1,)), Use()]
     assert_trained_as_plain(run_ranks(_train_branches, 2, uses, STAGES, True), uses)
 
 
-# ---- volumes that the schedule decides -------------------------------------------------------------------------------
+# ---- number of gathers -----------------------------------------------------------------------------------------------
 
 
 def _gathers() -> dict[tuple[int, int], int]:
-    """Calls of all-gather in the third step by (stage, prefetch)."""
+    """Number of all-gather calls in the third step, by (stage, prefetch)."""
     found = {}
     for stage in (1, 2, 3):
         for prefetch in (0, 1, 5):
@@ -354,13 +354,13 @@ def _gathers() -> dict[tuple[int, int], int]:
     return found
 
 
-def test_each_unit_is_gathered_once_a_step_or_once_for_each_pass_at_every_depth() -> None:
+def test_each_unit_is_gathered_once_per_step_or_twice_at_stage_3_at_every_prefetch_depth() -> None:
     for found in run_ranks(_gathers, 2):
         assert found == {(stage, prefetch): 8 if stage == 3 else 4 for stage in (1, 2, 3) for prefetch in (0, 1, 5)}
 
 
 class Flow(nn.Module):
-    """A linear layer outside the blocks with frozen neighbours: gradients flow through, weights never change."""
+    """A frozen linear layer between two trainable ones: gradients flow through it, its weights never change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,7 +389,7 @@ def _train_around_frozen() -> dict[int, tuple[list[float], bool]]:
     return found
 
 
-def test_frozen_weights_stay_and_let_gradients_through_in_every_row() -> None:
+def test_frozen_weights_stay_unchanged_and_pass_gradients_through_at_every_stage() -> None:
     for by_stage in run_ranks(_train_around_frozen, 2):
         assert len({tuple(losses) for losses, _ in by_stage.values()}) == 1
         assert all(same for _, same in by_stage.values())

@@ -1,4 +1,4 @@
-"""One unit's bytes: its moves, what a release frees, who aliases whom, and that padding stays zero."""
+"""A unit makes only allowed state transitions, frees memory on release, aliases its tensors and keeps padding zero."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_unit(stage: int, precision: MixedPrecision = FP32, micro_batches: int =
     (spec,) = plan_units(model, UnitRules(precision))
     unit = Unit(spec, plan, collectives, device, micro_batches=micro_batches)
     unit.materialize(InitialValues(model, seed=0))
-    unit.wait_unshard()  # as a unit is in a forward; where parameters are sharded none is whole after birth
+    unit.wait_unshard()  # as in a forward; a plan that shards parameters leaves every new unit sharded
     collectives.ledger.reset()
     return unit
 
@@ -79,7 +79,7 @@ ALLOWED = {
 
 
 def _moves() -> dict[tuple, str | None]:
-    """By (from, to): the refusal, None where the unit moved."""
+    """By (from, to): the error message, or None if the unit made the transition."""
     unit = make_unit(3)
     outcome: dict[tuple, str | None] = {}
     machines: list[tuple[Any, str, Any]] = [
@@ -98,7 +98,7 @@ def _moves() -> dict[tuple, str | None]:
     return outcome
 
 
-def test_a_move_outside_the_table_is_refused_with_the_unit_and_both_states() -> None:
+def test_a_forbidden_state_transition_raises_an_error_that_names_the_unit_and_both_states() -> None:
     (outcome,) = run_ranks(_moves, 1)
     assert {move for move, refusal in outcome.items() if refusal is None} == ALLOWED
     for (before, after), refusal in outcome.items():
@@ -108,7 +108,7 @@ def test_a_move_outside_the_table_is_refused_with_the_unit_and_both_states() -> 
 
 
 def _repeated_verbs() -> dict[int, list[tuple[Any, ...]]]:
-    """By stage: (data state, gradient state, gathers, reductions) after each verb, each called twice."""
+    """By stage: (data state, gradient state, number of collectives) after each method call; each is called twice."""
     found = {}
     for stage in STAGES:
         unit = make_unit(stage)
@@ -134,7 +134,7 @@ def _calls(unit: Unit) -> int:
     return sum(volume.calls for volume in unit._collectives.ledger.data.values())
 
 
-def test_a_verb_already_done_is_a_no_op() -> None:
+def test_repeating_an_operation_is_a_no_op() -> None:
     for by_stage in run_ranks(_repeated_verbs, 2):
         for stage, trail in by_stage.items():
             gathers = 0 if stage == 0 else 1
@@ -152,7 +152,7 @@ def _waits_without_a_start() -> tuple[DataState, int]:
     return unit.data_state, _calls(unit)
 
 
-def test_waiting_for_a_gather_that_nobody_started_starts_it() -> None:
+def test_wait_unshard_starts_the_gather_if_it_was_not_started() -> None:
     assert run_ranks(_waits_without_a_start, 2) == [(DataState.UNSHARDED, 1)] * 2
 
 
@@ -183,29 +183,32 @@ def _release(stage: int) -> dict[str, Any]:
     return found
 
 
-def test_a_released_unit_has_no_bytes_and_reading_it_in_a_layer_raises() -> None:
-    """Layers and indexing make a view of the storage, which checks it. Element-wise reads crash the process and
-    `.numpy()` reads freed memory in torch 2.13; nothing short of another release would refuse those."""
+def test_a_released_unit_has_no_memory_and_using_it_in_a_layer_raises() -> None:
+    """Layers and indexing create a view of the storage, and creating a view checks the storage's size.
+
+    In torch 2.13 element-wise reads crash the process and `.numpy()` reads freed memory. Only releasing the memory in
+    another way could make those raise an error.
+    """
     for found in run_ranks(_release, 2, 3):
         assert found["full"] == found["flat"]
         assert found["released"] == 0
         assert found["kept"] == found["flat"] // 2
 
 
-def test_a_regathered_unit_has_its_values_where_autograd_saved_them() -> None:
+def test_gathering_again_restores_the_values_in_tensors_that_autograd_saved() -> None:
     for found in run_ranks(_release, 2, 3):
         assert found["regathered"] == found["flat"]
         assert found["values"]
         assert found["saved_tensor"]
 
 
-def test_replicated_parameters_live_on_after_forward() -> None:
+def test_replicated_parameters_stay_in_memory_after_forward() -> None:
     for found in run_ranks(_release, 2, 2):
         assert found["released"] == found["kept"] == found["flat"]
         assert found["values"]
 
 
-# ---- birth and aliases -----------------------------------------------------------------------------------------------
+# ---- initial values and aliases --------------------------------------------------------------------------------------
 
 
 def _births() -> dict[tuple[int, str], dict[str, Any]]:
@@ -238,7 +241,7 @@ def births() -> list[dict[tuple[int, str], dict[str, Any]]]:
     return run_ranks(_births, 2)
 
 
-def test_a_new_unit_holds_the_values_and_a_master_that_was_never_rounded(births: list[dict]) -> None:
+def test_a_new_unit_holds_the_initial_values_and_an_unrounded_master(births: list[dict]) -> None:
     for by_row in births:
         for row, found in by_row.items():
             assert found["values"], row
@@ -248,22 +251,22 @@ def test_a_new_unit_holds_the_values_and_a_master_that_was_never_rounded(births:
             assert found["views"], row
 
 
-def test_the_master_is_the_parameter_where_their_dtypes_agree(births: list[dict]) -> None:
+def test_the_master_is_the_parameter_shard_if_their_dtypes_are_equal(births: list[dict]) -> None:
     for by_row in births:
         assert {row: found["one_master"] for row, found in by_row.items()} == {
             row: row[1] == "fp32" for row in product(STAGES, ("fp32", "bf16"))
         }
 
 
-def test_the_shard_of_replicated_parameters_is_a_slice_of_the_whole(births: list[dict]) -> None:
+def test_the_shard_of_replicated_parameters_is_a_slice_of_the_full_tensor(births: list[dict]) -> None:
     for by_row in births:
         assert {row: found["slice"] for row, found in by_row.items()} == {
             row: row[0] != 3 for row in product(STAGES, ("fp32", "bf16"))
         }
 
 
-def test_distinct_storages_have_the_bytes_of_the_aliases(births: list[dict]) -> None:
-    """Before the first release, so row 3 still has its full copy beside the shard. In bytes for P at world 2."""
+def test_aliased_tensors_share_storage_so_a_unit_has_the_expected_bytes(births: list[dict]) -> None:
+    """Bytes per parameter at world 2, before the first release: stage 3 still has its full copy next to the shard."""
     wanted = {
         **{(stage, "fp32"): 4.0 for stage in (0, 1, 2)},
         (3, "fp32"): 4 + 4 / 2,
@@ -289,7 +292,7 @@ def _refreshes() -> dict[tuple[int, str], bool]:
     return found
 
 
-def test_a_refreshed_shard_is_the_rounded_master_and_the_next_gather_spreads_it() -> None:
+def test_refresh_rounds_the_master_into_the_shard_and_the_next_gather_uses_it() -> None:
     for by_row in run_ranks(_refreshes, 2):
         assert len(by_row) == 8
         assert all(by_row.values()), by_row
@@ -307,7 +310,10 @@ def _give(unit: Unit, index: int, value: float) -> bool:
 
 
 def _gradients() -> dict[int, tuple[list[bool], torch.Tensor]]:
-    """Two micro-batches; the second misses the 0-dim parameter. By stage: completeness and this rank's shard."""
+    """By stage: the results of take_grad and this rank's gradient shard, after two micro-batches.
+
+    The second micro-batch has no gradient for the 0-dim parameter.
+    """
     found = {}
     for stage in STAGES:
         unit = make_unit(stage, micro_batches=2)
@@ -323,9 +329,9 @@ def _gradients() -> dict[int, tuple[list[bool], torch.Tensor]]:
     return found
 
 
-def test_gradients_add_up_over_micro_batches_and_ranks_and_missing_ones_are_zero() -> None:
+def test_gradients_are_summed_over_micro_batches_and_ranks_and_missing_ones_count_as_zero() -> None:
     results = run_ranks(_gradients, 2)
-    # Over ranks 1 + 2 = 3 times (index + 1) times 1 + 10, or 1 for the parameter that the second did not use.
+    # The ranks give 1 + 2 = 3, times (index + 1), times 1 + 10; 1 for the parameter unused in the second micro-batch.
     sums = torch.cat([torch.full((35,), 33.0), torch.full((1,), 3 * 33.0), torch.tensor([4 * 3.0])])
     for stage in STAGES:
         for complete, _ in (by_stage[stage] for by_stage in results):
@@ -340,7 +346,9 @@ def test_gradients_add_up_over_micro_batches_and_ranks_and_missing_ones_are_zero
 
 
 def _paddings() -> list[tuple[str, int, float]]:
-    """Every state's (row, padding elements seen, sum of their magnitudes) between a backward and after the step."""
+    """(unit, number of padding elements, sum of their magnitudes) of gradients after each backward, and of all other
+    states after the last step.
+    """
     found = []
     for stage, precision in product(STAGES, (FP32, BF16)):
         case = Case(dist.get_world_size(), 2, steps=3, precision=precision)
@@ -366,7 +374,7 @@ def _padding_of(unit: Unit, shard: torch.Tensor | None) -> tuple[str, int, float
     return unit.name, tail.numel(), float(tail.float().abs().sum())
 
 
-def test_padding_stays_zero_in_every_state_through_steps() -> None:
+def test_padding_stays_zero_in_every_state_during_training() -> None:
     results = run_ranks(_paddings, 3)
     assert sum(numel for found in results for _, numel, _ in found) > 0
     assert {total for found in results for _, _, total in found} == {0.0}

@@ -1,4 +1,4 @@
-"""Which parameters share a unit, for every shape of ownership that models have."""
+"""plan_units puts every parameter into the right unit, whether modules own, share, tie, freeze or borrow it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def units_of(model: nn.Module) -> dict[str, list[str]]:
     return {spec.name: [name for name, _ in spec.params] for spec in plan_units(model)}
 
 
-def test_an_untied_model_has_blocks_ends_and_the_rest() -> None:
+def test_an_untied_model_has_units_for_the_embedding_each_block_the_head_and_the_rest() -> None:
     model = TinyTransformer(TinySpec(blocks=2))
     units = units_of(model)
     block = ["norm.weight", "norm.bias", "mix.weight", "up.weight", "up.bias", "down.weight", "down.bias"]
@@ -31,7 +31,7 @@ def test_an_untied_model_has_blocks_ends_and_the_rest() -> None:
     }
 
 
-def test_tied_ends_belong_to_the_root_once() -> None:
+def test_tied_embedding_and_head_weights_belong_to_the_root_once() -> None:
     model = TinyTransformer(TinySpec(blocks=2, tied=True))
     units = units_of(model)
     assert list(units) == ["root", "blocks.0", "blocks.1"]
@@ -55,7 +55,7 @@ def test_every_parameter_is_in_one_unit_in_the_order_of_registration() -> None:
         assert firsts == sorted(firsts)
 
 
-def test_the_module_of_a_unit_is_the_one_whose_calls_bound_its_life() -> None:
+def test_the_module_of_a_unit_is_the_one_whose_forward_uses_its_parameters() -> None:
     model = TinyTransformer(TinySpec(blocks=2))
     modules = {spec.name: spec.modules for spec in plan_units(model)}
     assert modules["blocks.1"] == (model.blocks[1],)
@@ -97,39 +97,39 @@ def test_a_weight_shared_by_two_blocks_belongs_to_their_lowest_common_ancestor()
     }
 
 
-def test_a_block_used_at_two_places_belongs_to_the_root() -> None:
+def test_a_block_used_in_two_places_belongs_to_the_root() -> None:
     model = blocks_of(2)
     model.blocks.append(model.blocks[0])
     assert units_of(model)["root"] == ["blocks.0.a.weight", "blocks.0.b.weight"]
 
 
-def test_a_list_inside_a_block_makes_no_units_of_its_own() -> None:
+def test_a_module_list_inside_a_block_creates_no_separate_units() -> None:
     model = blocks_of(2)
     for block in model.blocks:
         block.experts = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
     assert list(units_of(model)) == ["blocks.0", "blocks.1"]
 
 
-def test_a_list_of_different_classes_makes_no_blocks() -> None:
+def test_a_module_list_of_different_classes_creates_no_block_units() -> None:
     model = nn.Module()
     model.parts = nn.ModuleList([nn.LayerNorm(2), nn.RMSNorm(2)])
     assert list(units_of(model)) == ["root"]
 
 
-def test_a_weight_that_its_module_is_never_called_for_is_in_no_unit_of_that_module() -> None:
-    """nn.MultiheadAttention reads out_proj's weight itself: hooks on out_proj never see a call, nobody gathers."""
+def test_a_weight_read_without_calling_its_module_is_in_no_unit_of_that_module() -> None:
+    """nn.MultiheadAttention reads out_proj's weight itself: hooks on out_proj would never run, so never gather it."""
     model = nn.Sequential(nn.MultiheadAttention(4, 2, bias=False), nn.Linear(4, 4))
     assert "0.out_proj" not in units_of(model)
 
 
-def test_a_list_of_lists_makes_blocks_of_what_is_called() -> None:
+def test_nested_module_lists_create_units_only_for_modules_that_are_called() -> None:
     model = nn.Module()
     model.towers = nn.ModuleList(nn.ModuleList(Pair() for _ in range(2)) for _ in range(2))
     called = {module for spec in plan_units(model) for module in spec.modules}
     assert not any(isinstance(module, nn.ModuleList) for module in called)
 
 
-def test_frozen_parameters_of_a_block_are_a_unit_of_their_own() -> None:
+def test_frozen_parameters_of_a_block_form_a_separate_unit() -> None:
     model = TinyTransformer(TinySpec(blocks=2))
     model.blocks[0].up.requires_grad_(False)
     model.head.requires_grad_(False)
@@ -146,7 +146,7 @@ def test_a_model_without_parameters_has_no_units() -> None:
     assert plan_units(nn.ReLU()) == []
 
 
-def test_planning_needs_no_values() -> None:
+def test_a_model_on_the_meta_device_has_the_same_units() -> None:
     with torch.device("meta"):
         model = TinyTransformer(TinySpec())
     assert units_of(model) == units_of(TinyTransformer(TinySpec()))
@@ -156,21 +156,21 @@ class Quantised(nn.Parameter):
     pass
 
 
-def test_a_parameter_that_is_not_plain_is_refused_by_name() -> None:
+def test_a_subclass_of_parameter_is_refused_by_name() -> None:
     model = blocks_of(2)
     model.blocks[1].a.weight = Quantised(torch.zeros(2, 2))
     with pytest.raises(PlanError, match=r"'blocks\.1\.a\.weight' is a Quantised: expected a plain nn\.Parameter"):
         plan_units(model)
 
 
-def test_a_parameter_that_is_not_floating_is_refused_by_name() -> None:
+def test_an_integer_parameter_is_refused_by_name() -> None:
     model = nn.Module()
     model.table = nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False)
     with pytest.raises(PlanError, match=r"'table' has dtype torch\.int32: expected a floating-point dtype"):
         plan_units(model)
 
 
-def test_buffers_move_and_keep_dtype_and_persistence() -> None:
+def test_move_buffers_keeps_their_dtype_and_persistence() -> None:
     model = nn.Module()
     model.register_buffer("rotary", torch.ones(3, dtype=torch.float32), persistent=False)
     model.register_buffer("mask", torch.ones(3, dtype=torch.bool))
@@ -182,14 +182,14 @@ def test_buffers_move_and_keep_dtype_and_persistence() -> None:
     assert list(model.state_dict()) == ["mask"]
 
 
-# ---- unit size, dtypes, and weights that others hold -----------------------------------------------------------------
+# ---- unit size, dtypes, and weights that other modules hold ----------------------------------------------------------
 
 
 def sizes_of(model: nn.Module, unit_numel: int) -> dict[str, int]:
     return {spec.name: spec.numel for spec in plan_units(model, UnitRules(unit_numel=unit_numel))}
 
 
-def test_small_neighbours_are_merged_up_to_the_bound() -> None:
+def test_small_adjacent_units_are_merged_up_to_unit_numel() -> None:
     assert sizes_of(blocks_of(5), 16) == {
         "blocks.0 .. blocks.1": 16,
         "blocks.2 .. blocks.3": 16,
@@ -200,7 +200,7 @@ def test_small_neighbours_are_merged_up_to_the_bound() -> None:
     assert spec.modules == tuple(model.blocks)
 
 
-def test_large_blocks_are_split_into_submodules_and_no_parameter_is() -> None:
+def test_large_blocks_are_split_into_submodules_but_parameters_are_not_split() -> None:
     assert sizes_of(blocks_of(2), 4) == {f"blocks.{i}.{part}": 4 for i in range(2) for part in "ab"}
     assert sizes_of(blocks_of(2), 1) == sizes_of(blocks_of(2), 4), "a parameter may be larger than the bound"
     sequential = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.LayerNorm(2))
@@ -218,7 +218,7 @@ def test_units_of_any_size_hold_every_parameter_once() -> None:
             assert not any(model in spec.modules for spec in merged), "the root's life is the whole forward"
 
 
-def test_kinds_are_not_merged_with_each_other() -> None:
+def test_frozen_and_trainable_units_are_not_merged_with_each_other() -> None:
     model = blocks_of(3)
     for block in model.blocks:
         block.a.requires_grad_(False)
@@ -230,7 +230,7 @@ def test_a_unit_size_below_1_is_refused() -> None:
         UnitRules(unit_numel=0)
 
 
-def test_a_weight_held_in_a_plain_list_belongs_to_the_common_ancestor() -> None:
+def test_a_weight_that_another_module_holds_in_a_list_belongs_to_their_common_ancestor() -> None:
     model = TinyTransformer(TinySpec(blocks=2))
     model.norm.borrowed = [model.embed.weight]
     units = units_of(model)
@@ -238,7 +238,7 @@ def test_a_weight_held_in_a_plain_list_belongs_to_the_common_ancestor() -> None:
     assert next(spec for spec in plan_units(model) if spec.name == "root").shared
 
 
-def test_a_parameter_keeps_its_dtype_where_a_pattern_says_so() -> None:
+def test_parameters_that_match_a_keep_dtype_pattern_keep_their_dtype() -> None:
     model = TinyTransformer(TinySpec(blocks=2))
     model.norm.half()
     rules = UnitRules(MixedPrecision("bf16"), keep_dtype=("*norm*",))

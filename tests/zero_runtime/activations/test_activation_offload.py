@@ -1,4 +1,4 @@
-"""Activations at rest on the host: the same bits as on the device, nothing of the blocks left there, one ahead."""
+"""Offloaded activations change no bits, leave nothing of the blocks on the device and return one block ahead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class _Late:
-    """A copy that has read its source and fills its target when somebody waits for it, and not before."""
+    """A copy that has read its source, but fills its target only when `wait` is called."""
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._target, self._values = target, source.clone()
@@ -39,11 +39,11 @@ class _Late:
 
 
 class LateCopies(PlainCopies):
-    """Copies between two memories of a CPU as CUDA may make them: whoever does not wait for one reads noise.
+    """Copies between two memories of a CPU that end late, as CUDA copies may: a caller that does not wait reads noise.
 
-    `trips`: the bytes of each copy in order, those to the device below zero. `left`: storages that were copied away.
-    `host`: storages that stand for the host's. Both by address and held: one that died could give its address to
-    another, which would pass for it.
+    trips: bytes of each copy in order, negative if to the device. left: storages that were copied to the host. host:
+    storages that represent host memory. Both are keyed by address and keep their storages alive: a storage that was
+    freed could leave its address to another one, which would then be mistaken for it.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class LateCopies(PlainCopies):
         assert target.shape == source.shape
         assert target.untyped_storage()._cdata != source.untyped_storage()._cdata
         late = _Late(target, source)
-        _note(self.host, late._values)  # on its way
+        _note(self.host, late._values)  # in flight
         return late
 
 
@@ -81,8 +81,9 @@ def _note(storages: dict[int, torch.UntypedStorage], tensor: torch.Tensor) -> No
 
 
 class Sliced(nn.Module):
-    """Saves slices of one storage, a transposed view, an expanded one, one that is changed after another operation that
-    nobody uses has saved it; its input comes by keyword."""
+    """Saves slices of one storage, a transposed view, an expanded view, and a tensor that is changed in place after an
+    operation with an unused result has saved it. Takes its inputs by keyword.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ def _same_bits(kind: str, stages: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("world", "stages"), [(1, (3,)), *(pytest.param(world, STAGES, marks=pytest.mark.full) for world in (1, 2))]
 )
-def test_what_rests_on_the_host_changes_no_bits_and_no_collective(
+def test_offloaded_activations_change_no_bits_and_no_collectives(
     world: int, stages: tuple[int, ...], kind: str
 ) -> None:
     run_ranks(_same_bits, world, kind, stages)
@@ -141,19 +142,19 @@ def _left() -> None:
         runtime.close()
 
 
-def test_parameters_do_not_leave() -> None:
+def test_parameters_are_not_offloaded_with_the_activations() -> None:
     run_ranks(_left, 1)
 
 
 def _left_on_the_device(kind: str, blocks: int) -> tuple[int, int]:
-    """Storages of floating-point activations that a forward leaves alive on the device, with offload and without."""
+    """Number of floating-point storages that a forward leaves alive on the device, with offload and without."""
     found = []
     for offload in ("cpu", "none"):
         torch.manual_seed(0)
         model, copies = Base(blocks), LateCopies()
         recomputation = Recomputation(model, RecomputeRule(kind, 2, offload), CPU, copies)
         runtime = runtime_of(model, 3)
-        losses_of_one = model.loss_of(runtime(ids_of(0, 0)))  # what is made once for all steps exists from here on
+        losses_of_one = model.loss_of(runtime(ids_of(0, 0)))  # creates what all steps share
         runtime.backward(losses_of_one / 100)
         del losses_of_one
         gc.collect()
@@ -166,7 +167,7 @@ def _left_on_the_device(kind: str, blocks: int) -> tuple[int, int]:
 
 
 def _live_storages(copies: LateCopies) -> dict[int, torch.UntypedStorage]:
-    """By address, and held: one that died could give its address to another, which would pass for it."""
+    """Floating-point storages on the device by address, kept alive so that no other storage can get their address."""
     gc.collect()
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor) and item.is_floating_point()]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
@@ -177,16 +178,16 @@ def _counts(kind: str) -> list[tuple[int, int]]:
     return [_left_on_the_device(kind, blocks) for blocks in (2, 6)]
 
 
-@pytest.mark.parametrize("kind", ["full", "by_operation"], ids=["inputs", "products"])  # an id full is a mark here
-def test_blocks_leave_nothing_on_the_device(kind: str) -> None:
-    """As many storages with six blocks as with two; without offload more."""
+@pytest.mark.parametrize("kind", ["full", "by_operation"], ids=["inputs", "products"])  # the id "full" would be a mark
+def test_offloaded_blocks_leave_no_activations_on_the_device(kind: str) -> None:
+    """Six blocks leave as many storages as two; without offload they leave more."""
     (few, few_kept), (many, many_kept) = run_ranks(_counts, 1, kind)[0]
     assert few == many
     assert many_kept > few_kept
 
 
 class Watching(Recomputation):
-    """Notes when blocks begin, forward and (again, with full recomputation) in backward."""
+    """Records when blocks begin, in forward and (again, with full recomputation) in backward."""
 
     def __init__(self, model: nn.Module, copies: LateCopies) -> None:
         for index, block in enumerate(model.blocks):
@@ -203,7 +204,7 @@ def _order() -> list[Any]:
     return [trip if isinstance(trip, str) else "away" if trip > 0 else "back" for trip in copies.trips]
 
 
-def test_each_input_comes_back_while_the_block_after_it_is_recomputed() -> None:
+def test_each_input_is_fetched_while_the_block_after_it_is_recomputed() -> None:
     forward = [event for index in range(4) for event in ("away", f"block {index}")]
     backward = ["back", "back", "block 3", "back", "block 2", "back", "block 1", "block 0"]
     assert run_ranks(_order, 1)[0] == forward + backward
@@ -223,13 +224,13 @@ def _memory() -> tuple[int, int]:
         runtime(ids_of(0, 0))
         assert len(copies.trips) == trips, "without gradients nothing is kept"
     loss = model.loss_of(runtime(ids_of(9, 0)))
-    del loss  # a graph that is dropped gives its room back
+    del loss  # a graph that is freed returns its host buffers
     runtime.backward(model.loss_of(runtime(ids_of(9, 0))) / 100)
     assert recomputation.memory.nbytes == taken[0]
     return taken[0], taken[-1]
 
 
-def test_the_memory_of_the_host_is_taken_once() -> None:
+def test_host_memory_is_allocated_once_and_reused() -> None:
     first, last = run_ranks(_memory, 1)[0]
     assert first == last > 0
 
@@ -247,7 +248,7 @@ def _retained() -> None:
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)), kind
 
 
-def test_a_retained_graph_is_fetched_again() -> None:
+def test_activations_of_a_retained_graph_are_fetched_again() -> None:
     run_ranks(_retained, 1)
 
 
@@ -264,17 +265,17 @@ def _transformers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
-def test_transformers_models_keep_on_the_host_too(kind: str) -> None:
+def test_transformers_models_have_the_same_losses_with_offloaded_activations(kind: str) -> None:
     run_ranks(_transformers, 2, kind)
 
 
-def test_on_a_cpu_nothing_is_copied() -> None:
+def test_nothing_is_copied_if_the_device_is_a_cpu() -> None:
     model = build_shape(Dropout)
     assert Recomputation(model, RecomputeRule("full", offload="cpu")).memory is None
     assert Recomputation(build_shape(Dropout), RecomputeRule("none", offload="cpu")).blocks == []
 
 
-def test_rooms_are_used_again_and_waste_an_eighth_at_most() -> None:
+def test_host_buffers_are_reused_and_waste_at_most_an_eighth() -> None:
     memory = HostMemory(LateCopies(), CPU)
     for nbytes in (1, 63, 64, 65, 1000, 4097, 10**6 + 3):
         room = memory.take(nbytes)
@@ -285,7 +286,7 @@ def test_rooms_are_used_again_and_waste_an_eighth_at_most() -> None:
     assert memory.nbytes == 0
 
 
-def test_wrong_places_are_refused() -> None:
+def test_invalid_offload_settings_are_refused() -> None:
     with pytest.raises(PlanError, match=r"recompute\.offload: expected one of none, cpu, found 'nvme'"):
         RecomputeRule("full", offload="nvme")
     with pytest.raises(PlanError, match=r"offload=cpu: expected a model with an nn\.ModuleList"):

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same bits as without, less memory, and no collective more."""
+"""Activation checkpointing changes no bits, keeps less memory and adds no collectives."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Reentrant(Base):
 
 
 class ReentrantTwice(Repeated):
-    """Each use of a block is a backward of its own, so its gradients come in two parts."""
+    """Each use of a block has a separate backward, so its gradients arrive in two parts."""
 
     layer = ReentrantLayer
 
@@ -57,7 +57,7 @@ class DropoutTwice(Repeated):
 
 
 class ReentrantAround(Base):
-    """The checkpoint lies outside the block, so the block's hooks see a forward without gradients, then another."""
+    """The checkpoint is outside the block, so the block's hooks see a forward without gradients, then another one."""
 
     layer = DropoutLayer
 
@@ -79,7 +79,7 @@ def runtime_of(model: nn.Module, stage: int, **settings: Any) -> ZeroRuntime:
 
 
 def losses(model: nn.Module, stage: int, micro_batches: int = 2) -> tuple[list[float], list[tuple[int, int]]]:
-    """Losses of four steps and a sum of each final weight; the last step's collectives by kind: calls and elements."""
+    """Losses of four steps and the sum of each final weight; calls and elements of the last step's collectives."""
     runtime = runtime_of(model, stage, micro_batches=micro_batches)
     rank, found = dist.get_rank(), []
     torch.manual_seed(rank)
@@ -122,7 +122,7 @@ def _kept() -> dict[str, int]:
     return kept
 
 
-def test_each_rule_keeps_less() -> None:
+def test_each_rule_keeps_fewer_bytes_than_no_recomputation() -> None:
     kept = run_ranks(_kept, 1)[0]
     assert kept["full"] < kept["every_nth"] < kept["none"]
     assert kept["full"] < kept["by_operation"] < kept["none"]
@@ -131,7 +131,7 @@ def test_each_rule_keeps_less() -> None:
 @pytest.mark.parametrize(
     ("world", "stages"), [(1, (0, 3)), *(pytest.param(world, STAGES, marks=pytest.mark.full) for world in (1, 2))]
 )
-def test_every_rule_has_the_bits_and_the_collectives_of_none_with_dropout_too(
+def test_every_rule_has_the_bits_and_collectives_of_no_recomputation_even_with_dropout(
     world: int, stages: tuple[int, ...]
 ) -> None:
     run_ranks(_rules, world, stages)
@@ -142,8 +142,8 @@ def _reentrant(stages: tuple[int, ...]) -> None:
         wanted = losses(build_shape(Dropout), stage)
         assert losses(build_shape(Reentrant), stage) == wanted, stage
         assert losses(build_shape(ReentrantAround), stage) == wanted, stage
-        # The two parts of a gradient are added here; autograd adds the same two. (With a micro-batch before, which is
-        # added first to a part here and last to the sum there, the roundings would differ.)
+        # The runtime adds the two parts of a gradient; autograd adds the same two. (With an earlier micro-batch, which
+        # the runtime adds first to one part and autograd last to the sum, the roundings would differ.)
         parts, whole = (losses(build_shape(kind), stage, 1) for kind in (ReentrantTwice, DropoutTwice))
         assert parts[0] == whole[0], stage
 
@@ -151,12 +151,12 @@ def _reentrant(stages: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("world", "stages"), [(2, (1, 3)), *(pytest.param(world, STAGES, marks=pytest.mark.full) for world in (1, 2))]
 )
-def test_reentrant_checkpoints_inside_and_around_blocks_lose_nothing(world: int, stages: tuple[int, ...]) -> None:
+def test_reentrant_checkpoints_inside_and_around_blocks_change_no_results(world: int, stages: tuple[int, ...]) -> None:
     run_ranks(_reentrant, world, stages)
 
 
 class Transformer(nn.Module):
-    """A transformers model behind the interface of the other models here."""
+    """A transformers model with the interface of the other models in this file."""
 
     def __init__(self, kind: str, config: dict[str, Any]) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def _transformers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.full), "gpt2"])
-def test_transformers_models_recompute_by_our_rules_and_by_their_own(kind: str) -> None:
+def test_transformers_models_have_the_same_losses_with_our_rules_and_with_their_own(kind: str) -> None:
     run_ranks(_transformers, 2, kind)
 
 
@@ -196,7 +196,7 @@ def test_every_nth_takes_the_last_of_every_n_blocks() -> None:
         assert RecomputeRule("every_nth", every).picks(list(model.blocks)) == [model.blocks[i] for i in picked]
 
 
-def test_wrong_rules_are_refused() -> None:
+def test_invalid_rules_are_refused() -> None:
     with pytest.raises(PlanError, match=r"recompute\.kind: expected one of none, full, .* found 'half'"):
         RecomputeRule("half")
     with pytest.raises(PlanError, match=r"recompute\.every: expected at least 1, found 0"):

@@ -1,4 +1,4 @@
-"""The tiled loss is the plain one within the bound of another order of sums, and holds a tile of logits at a time."""
+"""The tiled loss equals the plain loss up to the order of summation, and holds one tile of logits at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tile", [1, 7, 23, 100])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_loss_and_gradients_are_those_of_all_logits_at_once(tile: int, dtype: torch.dtype, with_bias: bool) -> None:
+def test_loss_and_gradients_equal_those_of_the_plain_loss(tile: int, dtype: torch.dtype, with_bias: bool) -> None:
     hidden, weight, bias, labels = _inputs(dtype)
     inputs = (hidden, weight, bias) if with_bias else (hidden, weight)
     factor = 8.0  # a loss scale
@@ -50,16 +50,16 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(tile: int, dtype: to
     assert abs(float(loss.detach()) - float(wanted_loss.detach())) <= 2 * TOKENS**2 * 2.0**-24 * most
     for one, other, tensor in zip(found, wanted, inputs, strict=True):
         assert one.dtype == tensor.dtype
-        # |d logits| <= factor, so terms are below factor * max|other operand|; they are summed in fp32 and rounded
-        # once, and the plain path rounds d logits of 16 bits and its sums alike: a few units in the last place of the
-        # sum of absolute terms, TOKENS or VOCAB of them.
+        # |d logits| <= factor, so each term is below factor * max|other operand|. The terms are summed in fp32 and
+        # rounded once; the plain path also rounds 16-bit d logits, and its sums. The difference is a few units in the
+        # last place of the sum of absolute terms, of which there are TOKENS or VOCAB.
         terms = max(TOKENS, VOCAB)
         operand = max(float(hidden.abs().max()), float(weight.abs().max()), 1.0)
         bound = 4 * terms * UNIT[dtype] * factor * operand
         assert float((one.float() - other.float()).abs().max()) <= bound
 
 
-def test_without_any_label_it_is_zero_and_so_are_its_gradients() -> None:
+def test_without_labels_the_loss_and_its_gradients_are_zero() -> None:
     hidden, weight, _, labels = _inputs(torch.float32)
     loss = tiled_cross_entropy(hidden, weight, None, torch.full_like(labels, -100), tile=5)
     assert float(loss) == 0
@@ -68,7 +68,7 @@ def test_without_any_label_it_is_zero_and_so_are_its_gradients() -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """The most elements that any result had."""
+    """Records the largest number of elements of any result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _Largest(TorchDispatchMode):
         return result
 
 
-def test_no_more_than_a_tile_of_logits_exists() -> None:
+def test_only_one_tile_of_logits_exists_at_a_time() -> None:
     tokens, vocabulary, tile = 64, 400, 8
     hidden, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
     labels = torch.randint(vocabulary, (tokens,))
@@ -137,11 +137,11 @@ def _losses(tile: int | None) -> dict[tuple[str, int], list[float]]:
     return found
 
 
-def test_models_train_alike_with_tiles_at_every_plan() -> None:
+def test_models_train_the_same_with_the_tiled_loss_at_every_stage() -> None:
     wanted, found = run_ranks(_losses, 2, None)[0], run_ranks(_losses, 2, 7)[0]
     for key, losses in found.items():
-        # 48 token losses in fp32, summed in another order. What Adam makes of gradients that differ in last bits has no
-        # useful bound; that they differ in no more is what the test above holds.
+        # 48 token losses in fp32, summed in a different order. After Adam's update, gradients that differ in their last
+        # bits have no useful bound; that they differ by no more is what the first test in this file checks.
         assert losses[0] == pytest.approx(wanted[key][0], rel=48 * 2.0**-23), key
         assert losses[0] > losses[-1]
         assert losses == found[key[0], 0], "the plan changes no bits"

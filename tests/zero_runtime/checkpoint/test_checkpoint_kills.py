@@ -1,9 +1,9 @@
-"""Ranks that die by SIGKILL inside a save leave a good checkpoint behind, and the run goes on from it.
+"""Ranks killed by SIGKILL during a save leave a good checkpoint behind, from which the run resumes.
 
-Random kills: a slowed writer spreads a save over most of a second, and the kill comes when a random part of its bytes
-is written. `in the window` are the kills that came after the first byte of a file and before the commit; they are
-counted from what lies on the disk when all ranks are dead, and printed.
-Aimed kills: before each kind of change that a rank makes to files, in saves that delete older ones.
+Random kills: a slowed writer spreads a save over most of a second, and a rank is killed when a random part of the
+save's bytes is written. `in the window` are the kills after the first byte of a file and before the commit; they are
+counted from the files on the disk when all ranks are dead, and printed.
+Aimed kills: a rank is killed before each kind of change that it makes to files, in saves that delete older checkpoints.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ HERE = Setting(3, 2)
 SLOW = SaveSettings(block_bytes=1 << 13, pause_s=0.03)
 DELETING = SaveSettings(retention=Retention(keep_last=2))
 SEED = 4
-RECORDED = 4  # steps of the run that shows where one can be killed: two of its saves delete an older one
+RECORDED = 4  # steps of the run that records the kill points: two of its saves delete an older checkpoint
 
 
 def run_on(root: Path, steps: int, behind: bool, settings: SaveSettings = SLOW) -> tuple[list[tuple[int, float]], str]:
-    """Resume from the newest good checkpoint, train so many steps, saving after each; the loss of every step, and the
-    digest of all states at the end."""
+    """Resume from the newest good checkpoint and train `steps` steps, saving after each.
+
+    Returns the loss of every step, and the digest of all states at the end.
+    """
     runtime = HERE.runtime()
     found = newest_good_together(runtime.collectives, root)
     begun = load_checkpoint(runtime, found)["step"] if found else 0
@@ -61,7 +63,7 @@ def run_on(root: Path, steps: int, behind: bool, settings: SaveSettings = SLOW) 
 
 
 def digest(runtime: ZeroRuntime) -> str:
-    """Of the bits of every state of every parameter."""
+    """SHA-256 of the bits of every state of every parameter."""
     found = hashlib.sha256()
     for name, values in sorted(whole(runtime).items()):
         found.update(name.encode() + values.contiguous().view(torch.uint8).numpy().tobytes())
@@ -69,9 +71,9 @@ def digest(runtime: ZeroRuntime) -> str:
 
 
 def victim(root: Path, store: str, rank: int, behind: bool, log: Path | None = None, aim: Aim | None = None) -> None:
-    """Trains until it is killed; with a log, by the aim."""
+    """Train until killed, by `aim` if one is given. With a log and no aim, train RECORDED steps and log kill points."""
     torch.set_num_threads(RANK_THREADS)
-    signal.alarm(int(HANG_S))  # a test that is itself wrong leaves no process behind
+    signal.alarm(int(HANG_S))  # even a faulty test leaves no process behind
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=HANG_S)
     )
@@ -81,23 +83,25 @@ def victim(root: Path, store: str, rank: int, behind: bool, log: Path | None = N
 
 
 def first_byte(root: Path) -> Path | None:
-    """The partial folder, when a file in it has bytes."""
-    with suppress(FileNotFoundError):  # committed or removed while we look
+    """The partial folder if a file in it has bytes, else None."""
+    with suppress(FileNotFoundError):  # committed or removed in the meantime
         return next((path.parent for path in root.glob(".step-*.partial/*.safetensors") if path.stat().st_size), None)
     return None
 
 
 def kill_inside_a_save(root: Path, store: Path, chance: random.Random, whole: int) -> bool:
-    """Start both ranks, kill one of them somewhere in a save of `whole` bytes, then the other; whether it fell into the
-    window."""
+    """Start both ranks, kill one of them at a random point of a save of `whole` bytes, then kill the other.
+
+    Returns whether the first kill fell into the window.
+    """
     context = mp.get_context("forkserver")
     behind = chance.random() < 0.5
     ranks = [context.Process(target=victim, args=(root, str(store), rank, behind), daemon=True) for rank in (0, 1)]
     before = list(committed(root))
-    clear_leftovers(root)  # else the last kill's would pass for this one's
+    clear_leftovers(root)  # else those of the last kill would be taken for this one's
     for process in ranks:
         process.start()
-    wanted = chance.randint(1, 2)  # the save, counted from here
+    wanted = chance.randint(1, 2)  # number of the save, counted from here
     share = chance.uniform(0, 0.6)
     wait_until(
         lambda: len(set(committed(root)) - set(before)) >= wanted - 1 and written(root) > share * whole, every_s=0.002
@@ -114,7 +118,7 @@ def kill_inside_a_save(root: Path, store: Path, chance: random.Random, whole: in
 
 
 def kill_where_aimed(root: Path, log: Path, aim: Aim | None, behind: bool) -> None:
-    """Start both ranks; when one is killed by the aim, the other is killed too, as a launcher would."""
+    """Start both ranks; when one is killed by the aim, kill the other too, as a launcher would."""
     context = mp.get_context("forkserver")
     arguments = [(root, str(log.with_suffix(".store")), rank, behind, log, aim) for rank in (0, 1)]
     ranks = [context.Process(target=victim, args=one, daemon=True) for one in arguments]
@@ -128,14 +132,14 @@ def kill_where_aimed(root: Path, log: Path, aim: Aim | None, behind: bool) -> No
 
 
 def written(root: Path) -> int:
-    """Bytes of the save that is under way."""
+    """Bytes written so far by the save in progress."""
     with suppress(FileNotFoundError):
         return sum(path.stat().st_size for path in root.glob(".step-*.partial/*.safetensors"))
     return 0
 
 
 def assert_losses(root: Path, wanted: dict[int, float], least: int) -> None:
-    """Every loss that a rank ever wrote down is the unbroken run's."""
+    """Assert that every loss that a rank ever recorded equals the loss of the uninterrupted run."""
     told = [line.split() for rank in (0, 1) for line in (root / f"losses.{rank}").read_text().splitlines()]
     assert len({step for step, _ in told}) >= least
     for step, loss in told:
@@ -162,20 +166,22 @@ def kills(root: Path, count: int, shared: Path, tally: Tally) -> int:
 
 
 def run_on_alone(steps: int) -> tuple[list[tuple[int, float]], str]:
-    """The unbroken run."""
+    """The losses and the digest of the uninterrupted run."""
     runtime = HERE.runtime()
     return list(enumerate(train(runtime, HERE.case(), 0, steps))), digest(runtime)
 
 
 @pytest.mark.full
-def test_after_kills_inside_saves_the_run_goes_on_with_the_unbroken_losses(tmp_path: Path, tally: Tally) -> None:
+def test_a_run_resumes_with_the_losses_of_the_uninterrupted_run_after_kills_inside_saves(
+    tmp_path: Path, tally: Tally
+) -> None:
     (tmp_path / "root").mkdir()
     assert kills(tmp_path / "root", 5, tmp_path, tally) >= 3
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_twenty_of_thirty_kills_fall_inside_a_save(tmp_path: Path, tally: Tally) -> None:
+def test_a_run_survives_thirty_kills_of_which_at_least_twenty_fall_inside_a_save(tmp_path: Path, tally: Tally) -> None:
     (tmp_path / "root").mkdir()
     assert kills(tmp_path / "root", 30, tmp_path, tally) >= 20
 
@@ -183,10 +189,10 @@ def test_twenty_of_thirty_kills_fall_inside_a_save(tmp_path: Path, tally: Tally)
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_kill_before_any_change_of_a_save_costs_no_checkpoint_and_no_bit(
+def test_a_kill_before_any_file_change_of_a_save_loses_no_checkpoint_and_no_bit(
     behind: bool, tmp_path: Path, tally: Tally
 ) -> None:
-    record, root = tmp_path / "record" / "root", tmp_path / "root"  # of one name, since saving makes sure of it
+    record, root = tmp_path / "record" / "root", tmp_path / "root"  # the same name, as saves call mkdir on it
     record.mkdir(parents=True)
     root.mkdir()
     kill_where_aimed(record, tmp_path / "unbroken.log", None, behind)
@@ -202,7 +208,7 @@ def test_a_kill_before_any_change_of_a_save_costs_no_checkpoint_and_no_bit(
     resumed, end = run_ranks(run_on, 2, root, 2, behind, DELETING)[0]
     steps = resumed[-1][0] + 1
     losses, wanted = run_ranks(run_on_alone, 2, steps)[0]
-    assert_losses(root, dict(losses), 5)  # a run that is killed before it commits gets no further
+    assert_losses(root, dict(losses), 5)  # a run that is killed before it commits makes no progress
     assert end == wanted, "the states at the end differ from the unbroken run's"
     assert sorted(path.name for path in root.iterdir()) == sorted(
         ["losses.0", "losses.1", *(f"step-{step:08d}" for step in (steps - 1, steps))]

@@ -1,4 +1,4 @@
-"""A checkpoint loads at any row, world, unit size and precision, from the byte ranges needed, or not at all."""
+"""A checkpoint loads at any stage, world, unit size and precision by reading only the needed bytes, or is refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PURE = MixedPrecision("bf16", "bf16", "bf16", "bf16")
 
 
 def reload_everywhere(root: Path, saved: Setting, targets: list[Setting], optimizer=ADAMW, changes=None) -> None:
-    """Save here and load at every target of the same world."""
+    """Save with the setting `saved` and load with every target of the same world size."""
     changes = changes or {}
     path, states = save_after(root, saved, optimizer, **changes)
     for target in targets:
@@ -66,7 +66,7 @@ def reload_everywhere(root: Path, saved: Setting, targets: list[Setting], optimi
 @pytest.mark.parametrize(
     "saved", [pytest.param(Setting(0, 4), marks=pytest.mark.full), Setting(3, 4, BF16, shard_ranks=2)], ids=str
 )
-def test_states_are_the_same_bits_at_every_row_unit_size_and_hybrid_group(saved: Setting, tmp_path: Path) -> None:
+def test_states_have_the_same_bits_at_every_stage_unit_size_and_hybrid_group(saved: Setting, tmp_path: Path) -> None:
     targets = [Setting(0, 4), Setting(2, 4, BF16, shard_ranks=2), Setting(1, 4, unit_numel=500), Setting(3, 4)]
     run_ranks(reload_everywhere, 4, tmp_path, saved, targets)
 
@@ -80,7 +80,7 @@ def test_tied_and_frozen_parameters_come_back(model: TinySpec, tmp_path: Path) -
     assert all(entry.trainable for entry in index.parameters.values()) != model.frozen
 
 
-def test_pure_16_bit_masters_are_read_into_fp32_ones_and_back(tmp_path: Path) -> None:
+def test_pure_16_bit_masters_load_into_fp32_masters_and_back(tmp_path: Path) -> None:
     run_ranks(reload_everywhere, 2, tmp_path, Setting(2, 2, PURE), [Setting(3, 2, PURE), Setting(1, 2, BF16)])
     run_ranks(reload_everywhere, 2, tmp_path, Setting(2, 2, BF16), [Setting(0, 2, PURE)])
 
@@ -100,7 +100,7 @@ def goes_on_like(root: Path, setting: Setting, target: Setting, optimizer) -> No
     path = save_checkpoint(runtime, root, step=SAVED_AFTER, trainer={})
     wanted = train(runtime, setting.case(), SAVED_AFTER, GOES_ON)
     states = whole(runtime)
-    for trained_before in (0, 2):  # with full copies, gathers ahead and states that must all be forgotten
+    for trained_before in (0, 2):  # 2: with full copies, prefetched gathers and states to discard
         loaded = target.runtime(optimizer, model=TinySpec(seed=77))
         train(loaded, target.case(), 50, trained_before)
         load_checkpoint(loaded, CheckpointReader.open(path, verify=False))
@@ -112,7 +112,7 @@ def goes_on_like(root: Path, setting: Setting, target: Setting, optimizer) -> No
 @pytest.mark.parametrize(
     "name", ["groups", "torch_nadam", *(pytest.param(name, marks=pytest.mark.full) for name in ("sgd", "no_states"))]
 )
-def test_every_optimizer_with_groups_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_every_optimizer_with_groups_resumes_with_the_same_bits(name: str, tmp_path: Path) -> None:
     run_ranks(goes_on_like, 2, tmp_path, Setting(3, 2), Setting(2, 2), OPTIMIZERS[name])
 
 
@@ -120,7 +120,7 @@ def test_every_optimizer_with_groups_goes_on_with_the_same_bits(name: str, tmp_p
 
 
 class Small(nn.Module):
-    """A unit with fewer elements than ranks, one without any, and buffers of several kinds."""
+    """A parameter with fewer elements than there are ranks, an empty parameter, and buffers of several kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def small_round_trip(root: Path) -> list[int]:
     return [len(unit.layout.pieces(dist.get_rank())) for unit in runtime.units]
 
 
-def test_shards_without_elements_and_buffers_come_back(tmp_path: Path) -> None:
+def test_shards_without_elements_and_buffers_are_restored(tmp_path: Path) -> None:
     pieces = run_ranks(small_round_trip, 4, tmp_path)
     assert sum(pieces[3]) == 0, "the last rank must hold nothing, or this proves nothing"
     assert set(CheckpointReader.open(tmp_path / "step-00000001").index.buffers) == {
@@ -186,17 +186,17 @@ def scaler_and_random_states(root: Path) -> None:
     assert fp32.scaler.scale == 1
 
 
-def test_loss_scale_updates_and_random_states_of_all_ranks_come_back(tmp_path: Path) -> None:
+def test_loss_scale_update_count_and_random_states_of_all_ranks_are_restored(tmp_path: Path) -> None:
     run_ranks(scaler_and_random_states, 2, tmp_path)
     states = CheckpointReader.open(tmp_path / "step-00000006").index.rng
     assert states["0"] != states["1"]
 
 
-# ---- from anywhere ---------------------------------------------------------------------------------------------------
+# ---- from any source -------------------------------------------------------------------------------------------------
 
 
 class InMemory:
-    """Values by name as a TensorSource."""
+    """A TensorSource of values in memory, by name."""
 
     def __init__(self, values: dict[str, torch.Tensor]) -> None:
         self._values = values
@@ -232,11 +232,11 @@ def filled_from_memory(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_runtime_is_filled_from_any_source_of_ranges(stage: int) -> None:
+def test_a_runtime_can_be_filled_from_any_tensor_source(stage: int) -> None:
     run_ranks(filled_from_memory, 2, stage)
 
 
-def test_the_source_of_a_state_gives_any_range(tmp_path: Path) -> None:
+def test_the_tensor_source_of_a_state_reads_any_range(tmp_path: Path) -> None:
     path, states = run_ranks(save_after, 3, tmp_path, Setting(2, 3))[0]
     with CheckpointReader.open(path) as checkpoint:
         for state, source in checkpoint.sources().items():
@@ -264,7 +264,7 @@ def bytes_read(path: Path, setting: Setting) -> tuple[int, int]:
     return checkpoint.bytes_read, needed
 
 
-def test_each_rank_reads_its_own_ranges_and_no_other_byte(tmp_path: Path) -> None:
+def test_each_rank_reads_its_own_ranges_and_no_other_bytes(tmp_path: Path) -> None:
     path, states = run_ranks(save_after, 4, tmp_path, Setting(0, 4))[0]
     total = sum(values.numel() * 4 for values in states.values())
     found = run_ranks(bytes_read, 3, path, Setting(3, 3))
@@ -273,7 +273,7 @@ def test_each_rank_reads_its_own_ranges_and_no_other_byte(tmp_path: Path) -> Non
     assert run_ranks(bytes_read, 2, path, Setting(1, 2, shard_ranks=1))[0] == (total, total)
 
 
-def test_verifying_is_shared_out_so_that_each_file_is_read_by_one_rank(tmp_path: Path) -> None:
+def test_verification_is_divided_so_that_each_file_is_read_by_one_rank(tmp_path: Path) -> None:
     path, _ = run_ranks(save_after, 3, tmp_path, Setting(2, 3))[0]
     found = run_ranks(files_verified, 2, path, Setting(2, 2))
     assert [sorted(names) for names in found] == [
@@ -289,7 +289,7 @@ def files_verified(path: Path, setting: Setting) -> list[str]:
     return names
 
 
-def test_the_files_are_plain_safetensors_and_all_ranks_write_equally_much(tmp_path: Path) -> None:
+def test_the_files_are_plain_safetensors_of_similar_size_on_all_ranks(tmp_path: Path) -> None:
     path, states = run_ranks(save_after, 3, tmp_path, Setting(0, 3))[0]
     index = CheckpointReader.open(path).index
     assert sorted(os.listdir(path)) == sorted([INDEX, *index.files])
@@ -315,7 +315,7 @@ def spoil_truncated(path: Path) -> None:
 
 
 def spoil_index(path: Path, old: str, new: str, *, honest: bool = True) -> None:
-    """Change the index; `honest`: with a checksum that fits, as another writer would have made it."""
+    """Change the index. honest: update its checksum as well, as another program that writes checkpoints would."""
     first, _, rest = (path / INDEX).read_text().partition("\n")
     assert old in rest
     rest = rest.replace(old, new, 1)
@@ -354,7 +354,7 @@ OTHERS = {
 
 
 def refused(original: Path, folder: Path) -> None:
-    """Every trouble on both ranks: the same clear error on both, and the runtime untouched."""
+    """Every unfit checkpoint raises the same clear error on both ranks and leaves the runtime unchanged."""
 
     def check(runtime: ZeroRuntime, path: Path, says: str) -> None:
         before = whole(runtime)
@@ -363,7 +363,7 @@ def refused(original: Path, folder: Path) -> None:
         texts = runtime.collectives.gather_objects(str(caught.value))
         assert texts[0] == texts[1]
         assert "expected" in texts[0]
-        assert "; " in texts[0], texts[0]  # what to do
+        assert "; " in texts[0], texts[0]  # followed by what to do
         assert_states(whole(runtime), before)
 
     own = Setting(3, 2).runtime()
@@ -386,18 +386,18 @@ def refused(original: Path, folder: Path) -> None:
     check(own, original.with_name("step-00000009"), "found nothing")
 
 
-def test_what_is_damaged_or_another_run_s_is_refused_by_name_on_all_ranks(tmp_path: Path) -> None:
+def test_damaged_or_mismatched_checkpoints_are_refused_with_the_reason_on_all_ranks(tmp_path: Path) -> None:
     path, _ = run_ranks(save_after, 2, tmp_path / "good", Setting(3, 2))[0]
     run_ranks(refused, 2, path, tmp_path / "spoilt")
 
 
-def test_a_checkpoint_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_without_read_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = run_ranks(save_after, 1, tmp_path, Setting(3, 1))[0]
 
     def denied(*args: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "open", denied)  # a superuser may read everything
+    monkeypatch.setattr(os, "open", denied)  # a superuser can read every file
     with pytest.raises(CheckpointError, match="expected to be allowed to read it, found Permission denied; mend its"):
         CheckpointReader.open(path)
 
@@ -410,5 +410,5 @@ def mid_step(root: Path) -> None:
         save_checkpoint(runtime, root, step=1, trainer={})
 
 
-def test_gradients_under_way_are_not_lost_without_a_word(tmp_path: Path) -> None:
+def test_a_save_between_backward_and_step_is_refused(tmp_path: Path) -> None:
     run_ranks(mid_step, 1, tmp_path)

@@ -1,4 +1,4 @@
-"""Of a folder of checkpoints the newest good one is taken, bad ones are named, and retention deletes whole ones."""
+"""The newest good checkpoint of a folder is selected, bad ones are reported, and retention deletes complete ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zero_runtime.process_identity import mark
 
 
 def save_steps(root: Path, steps: list[int], retention: Retention) -> list[list[int]]:
-    """One checkpoint a step, half of them behind; which are there after each."""
+    """Save one checkpoint per step, every second one in the background; the committed steps after each save."""
     runtime = Setting(1, 2).runtime()
     settings = SaveSettings(retention=retention)
     saver = BackgroundSaver(root, settings)
@@ -47,7 +47,7 @@ def save_steps(root: Path, steps: list[int], retention: Retention) -> list[list[
     return found
 
 
-def test_the_last_k_and_every_nth_stay(tmp_path: Path) -> None:
+def test_retention_keeps_the_last_k_and_every_nth_checkpoint(tmp_path: Path) -> None:
     found = run_ranks(save_steps, 2, tmp_path, [10, 15, 20, 25, 30], Retention(keep_last=2, keep_every=20))[0]
     assert found == [[10], [10, 15], [15, 20], [20, 25], [20, 25, 30]]
 
@@ -62,12 +62,12 @@ def test_the_last_k_and_every_nth_stay(tmp_path: Path) -> None:
         (Retention(keep_last=2, keep_every=2), [1, 3]),
     ],
 )
-def test_what_may_go(retention: Retention, doomed: list[int]) -> None:
+def test_doomed_gives_the_steps_that_retention_does_not_keep(retention: Retention, doomed: list[int]) -> None:
     assert retention.doomed([5, 3, 1, 2, 4]) == doomed
 
 
 @pytest.mark.parametrize("settings", [{"keep_last": 0}, {"keep_every": -1}])
-def test_nothing_cannot_be_kept(settings: dict[str, int]) -> None:
+def test_a_retention_that_keeps_no_checkpoints_is_refused(settings: dict[str, int]) -> None:
     with pytest.raises(CheckpointError, match="expected at least 1 or null, found"):
         Retention(**settings)
 
@@ -90,7 +90,9 @@ def root(original: Path, tmp_path: Path) -> Path:
     return root
 
 
-def test_damaged_and_torn_ones_are_passed_over_by_name(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_and_incomplete_checkpoints_are_skipped_and_reported_by_name(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     found = survey(root)
     assert found.checkpoint is not None
     assert found.checkpoint.index.step == 2
@@ -114,19 +116,19 @@ def together(root: Path) -> int | None:
     return found.index.step
 
 
-def test_all_ranks_take_the_same_newest_good_one(root: Path) -> None:
+def test_all_ranks_select_the_same_newest_good_checkpoint(root: Path) -> None:
     assert run_ranks(together, 2, root) == [2, 2]
     shutil.rmtree(root / "step-00000002")
     shutil.rmtree(root / "step-00000001")
     assert run_ranks(together, 2, root) == [None, None]
 
 
-def test_an_empty_or_absent_root_has_none(tmp_path: Path) -> None:
+def test_an_empty_or_absent_folder_has_no_checkpoint(tmp_path: Path) -> None:
     assert newest_good(tmp_path) is None
     assert newest_good(tmp_path / "absent") is None
 
 
-def test_leftovers_of_processes_that_have_ended_go_and_checkpoints_stay(root: Path) -> None:
+def test_leftovers_of_ended_processes_are_removed_and_checkpoints_are_kept(root: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     dead = mark(child.pid)
     child.kill()
@@ -137,14 +139,14 @@ def test_leftovers_of_processes_that_have_ended_go_and_checkpoints_stay(root: Pa
     mine = [trash_path(root, 2), root / ".step-00000006.partial", root / ".step-00000007.partial"]
     for path in mine:
         path.mkdir()
-    (mine[1] / OWNER).write_text(mark())  # and nobody says whose the last is
+    (mine[1] / OWNER).write_text(mark())  # the last one has no owner file
     assert clear_leftovers(root) == leftovers
     assert all(path.exists() for path in mine)
     assert list(committed(root)) == [1, 2, 3, 4]
     assert (root / "notes").exists()
 
 
-def test_what_cannot_be_deleted_is_told_and_left(
+def test_a_checkpoint_that_cannot_be_deleted_is_reported_and_kept(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def denied(*_: object) -> None:
@@ -157,7 +159,7 @@ def test_what_cannot_be_deleted_is_told_and_left(
 
 
 def node_steps(root: Path) -> int | None:
-    """The second node lacks the newest step."""
+    """The step on which the nodes agree, where the second node lacks the newest step."""
     rank = dist.get_rank()
     own = root / f"node{rank}"
     runtime = Setting(1, 2).runtime()

@@ -1,4 +1,4 @@
-"""A save is committed at once or not at all, on every rank alike, and leaves what was there before as it was."""
+"""A save is committed completely or not at all, equally on every rank, and leaves earlier checkpoints unchanged."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def full_disk(root: Path, how: str, behind: bool) -> None:
     assert found.index.step == 1
     loaded, _ = load_into(found.path, HERE)
     assert_states(whole(loaded), good)
-    saver.save(runtime, step=2, trainer={})  # the error was told once; there is room again
+    saver.save(runtime, step=2, trainer={})  # the error was raised once; there is space again
     saver.wait(runtime)
     assert names(root) == ["step-00000001", "step-00000002"]
 
@@ -111,12 +111,12 @@ def refused_starts(root: Path) -> None:
     assert names(root) == ["file"]
 
 
-def test_what_cannot_be_saved_is_refused_on_all_ranks_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_impossible_save_is_refused_on_all_ranks_before_anything_is_written(tmp_path: Path) -> None:
     run_ranks(refused_starts, 2, tmp_path)
 
 
 def a_silent_rank(root: Path) -> None:
-    """Rank 1's writer never runs: the leader gives it up, and all learn of it at the next call."""
+    """Rank 1's writer never runs: the leader stops waiting for it, and the next call raises an error on all ranks."""
     settings = SaveSettings(limit_s=2.0)
     runtime = HERE.runtime()
     if dist.get_rank() == 0:
@@ -129,12 +129,12 @@ def a_silent_rank(root: Path) -> None:
     assert names(root) == []
 
 
-def test_a_rank_that_never_finishes_its_file_is_given_up(tmp_path: Path) -> None:
+def test_a_rank_that_never_finishes_its_file_fails_the_save_after_the_time_limit(tmp_path: Path) -> None:
     run_ranks(a_silent_rank, 2, tmp_path)
 
 
 def saved_again(root: Path) -> None:
-    """An interrupted attempt, reports and all, and a damaged checkpoint lie where this save goes."""
+    """An interrupted attempt with its reports and a damaged checkpoint already exist at the paths of this save."""
     old = root / ".step-00000003.partial"
     if dist.get_rank() == 0:
         old.mkdir(parents=True)
@@ -149,15 +149,18 @@ def saved_again(root: Path) -> None:
     assert len(names(path)) == 3
 
 
-def test_a_save_takes_the_place_of_an_interrupted_or_damaged_one_of_its_step(tmp_path: Path) -> None:
+def test_a_save_replaces_an_interrupted_or_damaged_save_of_the_same_step(tmp_path: Path) -> None:
     run_ranks(saved_again, 2, tmp_path)
 
 
-# ---- behind training -------------------------------------------------------------------------------------------------
+# ---- in the background -----------------------------------------------------------------------------------------------
 
 
 def behind_training(root: Path) -> tuple[float, float, float]:
-    """Training goes on while the copy is written; a second save waits for the first, whose writer stands at a gate."""
+    """Training continues while the copy is written; a second save waits for the first, whose writer waits for `gate`.
+
+    Returns the first save's wait and total stall and the second save's wait, in seconds.
+    """
     gate = threading.Event()
     write = os.write
     os.write = lambda fd, data: gate.wait(30) and write(fd, data)
@@ -183,7 +186,7 @@ def behind_training(root: Path) -> tuple[float, float, float]:
     return first.waited_s, first.total_s, waited
 
 
-def test_a_save_behind_training_holds_the_state_of_its_moment(tmp_path: Path) -> None:
+def test_a_background_save_holds_the_state_at_the_time_of_the_call(tmp_path: Path) -> None:
     for first_waited, stall, second_waited in run_ranks(behind_training, 2, tmp_path):
         assert first_waited < 0.1 < second_waited
         assert stall > 0
@@ -220,14 +223,14 @@ def load_on_nodes(root: Path, setting: Setting, says: str) -> None:
     failing(lambda: load_into(own, setting), says)
 
 
-def test_a_node_whose_files_do_not_suffice_says_so(tmp_path: Path) -> None:
+def test_loading_from_a_node_without_all_needed_files_is_refused(tmp_path: Path) -> None:
     run_ranks(save_on_nodes, 3, tmp_path, 2, [0, 0, 1])
     run_ranks(load_on_nodes, 2, tmp_path, Setting(2, 2), "bring the files of all nodes together")
     (tmp_path / "node0" / "step-00000003" / rank_file(1, 3)).unlink()
     run_ranks(load_on_nodes, 3, tmp_path, Setting(2, 3), "rank-00001-of-00003.*found none; copy the whole folder")
 
 
-def test_nodes_with_their_own_files_must_keep_two() -> None:
+def test_nodes_with_their_own_files_must_keep_two_checkpoints() -> None:
     with pytest.raises(CheckpointError, match="expected at least 2 where each node keeps its own files, found 1"):
         SaveSettings(node=0, retention=Retention(keep_last=1))
 
@@ -236,7 +239,7 @@ def test_nodes_with_their_own_files_must_keep_two() -> None:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 1000, 1 << 19, 1 << 23])
-def test_a_file_is_the_same_bytes_whatever_the_block(block_bytes: int, tmp_path: Path) -> None:
+def test_a_tensor_file_is_correct_for_every_block_size(block_bytes: int, tmp_path: Path) -> None:
     sizes = [0, 1, 7] if block_bytes == 1 else [0, 1, 7, 300_001, 3, 200_000]
     tensors = {f"t{i}": torch.randn(n) for i, n in enumerate(sizes)} | {"half": torch.randn(5).bfloat16()}
     entry = write_tensor_file(tmp_path / "a", tensors, {"k": "v"}, block_bytes=block_bytes, pause_s=0)
@@ -252,7 +255,7 @@ def test_a_file_is_the_same_bytes_whatever_the_block(block_bytes: int, tmp_path:
     file.close()
 
 
-def test_the_running_checksum_is_that_of_all_bytes() -> None:
+def test_the_running_checksum_equals_the_checksum_of_all_bytes() -> None:
     data = os.urandom(1 << 21)
     digest = RunningDigest()
     for start in range(0, len(data), 700_000):
@@ -261,7 +264,7 @@ def test_the_running_checksum_is_that_of_all_bytes() -> None:
     assert digest.text() == checksum_of(data + b"end")
 
 
-def test_large_tensors_are_written_from_their_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_written_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(1 << 20)
     address = values.data_ptr()
     found = []
@@ -276,7 +279,7 @@ def test_large_tensors_are_written_from_their_own_memory(tmp_path: Path, monkeyp
     assert found[1:] == [0, 1 << 20, 2 << 20, 3 << 20]
 
 
-def test_no_pickle_is_in_a_checkpoint(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_no_pickle(tmp_path: Path) -> None:
     path, _ = run_ranks(save_after, 1, tmp_path, Setting(3, 1))[0]
     assert {Path(name).suffix for name in names(path)} == {".json", ".safetensors"}
     assert newest_good(tmp_path) is not None

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration is mapped, or refused with the reason and the fix; no key of it is ignored in silence."""
+"""A DeepSpeed configuration is mapped, or refused with the reason and the fix; no key is silently ignored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def problems(source: Any, world: int = 2) -> list[str]:
     return str(caught.value).splitlines()[1:]
 
 
-def test_the_clipping_default_is_stated() -> None:
+def test_the_default_of_no_clipping_is_reported() -> None:
     read = read_config({"train_batch_size": 8}, 2)
     assert read.clip_norm is None
     (note,) = read.notes
@@ -41,7 +41,7 @@ def test_the_clipping_default_is_stated() -> None:
     assert read_config(config(gradient_clipping=0.5), 2).clip_norm == 0.5
 
 
-def test_tuning_keys_are_accepted_and_named_as_without_effect() -> None:
+def test_tuning_keys_are_accepted_and_reported_as_without_effect() -> None:
     read = read_config(
         zero(
             3,
@@ -74,8 +74,8 @@ def test_tuning_keys_are_accepted_and_named_as_without_effect() -> None:
 
 
 @pytest.mark.parametrize("home", sorted(path for paths in HOMES.values() for path in paths))
-def test_every_key_is_mapped_or_idle_or_refused_and_checks_its_kind(home: str) -> None:
-    """A value of no kind that any key has is never accepted in silence: it is refused, or its key is named."""
+def test_every_key_is_mapped_or_idle_or_refused_and_checks_its_type(home: str) -> None:
+    """A value of a type that no key has is never silently accepted: it is refused, or its key is reported."""
     *outer, name = home.split(".")
     inside: dict[str, Any] = {name: object()}
     for part in reversed(outer):
@@ -98,12 +98,14 @@ def test_every_key_is_mapped_or_idle_or_refused_and_checks_its_kind(home: str) -
         ),
     ],
 )
-def test_the_batch_is_completed(given: dict[str, int], found: tuple[int, int, int]) -> None:
+def test_missing_batch_sizes_are_computed_from_the_given_ones(
+    given: dict[str, int], found: tuple[int, int, int]
+) -> None:
     batch = read_config(given, 2).batch
     assert (batch.train, batch.micro, batch.accumulation) == found
 
 
-def test_precision_follows_its_sections() -> None:
+def test_precision_and_loss_scale_follow_their_sections() -> None:
     assert read_config(config(), 2).precision == MixedPrecision()
     read = read_config(config(bf16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}), 2)
     assert read.precision == MixedPrecision(param="bf16", accumulate="bf16")
@@ -141,7 +143,7 @@ def test_precision_follows_its_sections() -> None:
         ),
     ],
 )
-def test_an_optimizer_has_the_constants_and_defaults_of_its_name(
+def test_an_optimizer_has_the_constants_and_defaults_of_its_type(
     kind: str, params: dict[str, Any], found: object, lr: float
 ) -> None:
     chosen = read_config(config(optimizer={"type": kind, "params": params}), 2).optimizer
@@ -159,7 +161,7 @@ def test_an_optimizer_has_the_constants_and_defaults_of_its_name(
         ("LRRangeTest", {"lr_range_test_step_size": 7}, LRRangeTest(lr_range_test_step_size=7)),
     ],
 )
-def test_a_schedule_is_the_one_of_its_name(kind: str, params: dict[str, Any], found: object) -> None:
+def test_a_scheduler_section_gives_the_schedule_of_its_type(kind: str, params: dict[str, Any], found: object) -> None:
     schedule = read_config(config(scheduler={"type": kind, "params": params}), 2).schedule
     assert schedule is not None
     assert schedule(0.25) == found
@@ -195,14 +197,14 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
     assert told in str(caught.value)
 
 
-def test_no_file_and_no_dict_are_refused() -> None:
+def test_a_missing_file_and_a_value_that_is_no_dict_are_refused() -> None:
     with pytest.raises(PlanError, match="found no file 'nowhere"):
         read_config("nowhere.json", 1)
     with pytest.raises(PlanError, match="JSON file, found a int"):
         read_config(3, 1)  # type: ignore[arg-type]
 
 
-def test_a_full_configuration_of_a_common_shape_is_accepted() -> None:
+def test_a_complete_configuration_of_a_common_form_is_accepted() -> None:
     text = json.dumps(
         config(
             bf16={"enabled": True},
@@ -219,7 +221,7 @@ def test_a_full_configuration_of_a_common_shape_is_accepted() -> None:
     assert len(TOP) > 50
 
 
-# ---- what is no configuration ---------------------------------------------------------------------------------------
+# ---- invalid configuration files ------------------------------------------------------------------------------------
 
 
 def refused(source: Any) -> str:
@@ -228,7 +230,7 @@ def refused(source: Any) -> str:
     return str(error.value)
 
 
-def test_json_in_the_place_of_its_path_is_told(tmp_path: Path) -> None:
+def test_json_text_instead_of_a_path_is_refused(tmp_path: Path) -> None:
     for text in (json.dumps(config()), "\n" + json.dumps(config(), indent=2)):
         assert "found JSON itself; give json.loads of it" in refused(text)
     assert "found no file" in refused("missing.json")
@@ -237,7 +239,7 @@ def test_json_in_the_place_of_its_path_is_told(tmp_path: Path) -> None:
     assert "found no file" in refused(tmp_path)
 
 
-def test_files_that_no_reader_takes_are_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_parsed_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_bytes(b'{"train_batch_size": 8, "a": "\xff"}')
     assert refused(path).startswith(f"config {str(path)!r}: expected a JSON file in UTF-8, found: 'utf-8' codec")
@@ -247,7 +249,7 @@ def test_files_that_no_reader_takes_are_named(tmp_path: Path) -> None:
     assert refused(path).startswith(f"config {path}: expected JSON") or "expected a whole number" in refused(path)
 
 
-def test_a_loss_scale_that_no_number_holds_is_refused() -> None:
+def test_a_loss_scale_out_of_range_is_refused() -> None:
     assert "initial_power: expected at most 127" in refused(
         {"train_batch_size": 8, "fp16": {"enabled": True, "initial_scale_power": 2**200}}
     )
@@ -256,7 +258,7 @@ def test_a_loss_scale_that_no_number_holds_is_refused() -> None:
     assert LossScaleRule(initial_power=127).start().scale == 2.0**127
 
 
-def test_many_keys_are_read_in_the_time_of_their_number(tmp_path: Path) -> None:
+def test_many_keys_are_read_in_linear_time(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text("{" + ",".join(f'"key{number}": 1' for number in range(100_000)) + ', "key7": 2}')
     assert "found key7 more than once" in refused(path)

@@ -1,4 +1,4 @@
-"""The engine's loop in one process: when a step is one, what a skipped step moves, what initialize refuses."""
+"""The engine finds step boundaries and handles skipped steps, and initialize refuses invalid arguments."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def boundaries() -> None:
 
 
 def skipped_steps() -> None:
-    """A scale of 2^30 overflows fp16 in its first steps: they are counted, and move no schedule."""
+    """A scale of 2^30 overflows fp16 in the first steps: they are counted, and do not advance the schedule."""
     config = {
         "train_batch_size": 2,
         "fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 30, "hysteresis": 1},
@@ -90,7 +90,7 @@ def skipped_steps() -> None:
 
 
 def half_precision_loss() -> None:
-    """30 * 4096 is no fp16 number: the loss must be scaled in fp32, or a static scale stops the run."""
+    """30 * 4096 exceeds fp16, so the loss must be scaled in fp32; otherwise a static scale stops the run."""
     config = {"train_batch_size": 2, "fp16": {"enabled": True, "loss_scale": 4096}}
     engine, *_ = initialize_quietly(model=nn.Linear(4, 4), config=config)
     loss = engine(torch.ones(2, 4, dtype=torch.float16)).mean() + 30
@@ -102,7 +102,7 @@ def half_precision_loss() -> None:
 
 
 def misfits() -> None:
-    """What initialize refuses leaves the model as it was."""
+    """Arguments that initialize refuses leave the model unchanged."""
     model, config = nn.Linear(4, 4), {"train_batch_size": 2}
     copy = nn.Linear(4, 4)
     stepped = torch.optim.AdamW(model.parameters())
@@ -167,7 +167,7 @@ def attributes() -> None:
 
 
 def inference() -> None:
-    """Nobody names an optimizer, so there are no states until something trains."""
+    """No optimizer is given, so there are no optimizer states until the first training step."""
     engine, *_ = initialize_quietly(model=nn.Linear(4, 4), config={"train_batch_size": 2})
     with torch.no_grad():
         engine(torch.ones(2, 4))
@@ -187,5 +187,5 @@ def loops_in_one_process() -> None:
     misfits()
 
 
-def test_boundaries_skipped_steps_and_misfits() -> None:
+def test_the_engine_handles_boundaries_skipped_steps_and_invalid_arguments() -> None:
     run_alone(loops_in_one_process)

@@ -1,4 +1,4 @@
-"""save_checkpoint and load_checkpoint of the drop-in engine: ours at any stage and world, and DeepSpeed's own."""
+"""The drop-in engine saves checkpoints that load at another stage, and loads checkpoints written by DeepSpeed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _load(root: Path, stage: int, tag: str | None) -> tuple[list[float], list[fl
     return found
 
 
-def test_training_goes_on_at_another_stage_with_its_schedule_and_the_clients_state(tmp_path: Path) -> None:
+def test_training_resumes_at_another_stage_with_its_schedule_and_the_client_state(tmp_path: Path) -> None:
     saved = run_ranks(_save, 2, tmp_path)
     for stage, tag in ((2, None), (3, "best")):
         assert run_ranks(_load, 2, tmp_path, stage, tag) == saved
@@ -96,7 +96,7 @@ def _weights_only(root: Path) -> None:
     engine.destroy()
 
 
-def test_weights_alone_leave_the_optimizer_and_the_counters(tmp_path: Path) -> None:
+def test_loading_weights_alone_keeps_the_optimizer_and_the_counters(tmp_path: Path) -> None:
     run_ranks(_save, 1, tmp_path)
     run_ranks(_weights_only, 1, tmp_path)
 
@@ -114,13 +114,13 @@ def _from_deepspeed(zero: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("device", ["none", "nvme"])
-def test_deepspeeds_own_checkpoint_loads_with_the_call_that_it_was_saved_for(device: str, tmp_path: Path) -> None:
+def test_a_checkpoint_written_by_deepspeed_loads_with_load_checkpoint(device: str, tmp_path: Path) -> None:
     section = {"device": device, "nvme_path": str(tmp_path)}
     run_ranks(_from_deepspeed, 2, {"offload_optimizer": section, "offload_param": section})
 
 
 def _hugging_face(root: Path) -> list[str]:
-    """A small GPT-2, trained for a step and saved in every way into folders that exist; the logits' owner is `root`."""
+    """Train a small GPT-2 for a step, save it in every way into existing folders, and return the files under `root`."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
@@ -146,7 +146,7 @@ def _hugging_face(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.glob("*/*") if path.parent.name != "checkpoint")
 
 
-def test_16_bit_weights_go_into_a_folder_that_exists_under_the_name_that_is_asked_for(tmp_path: Path) -> None:
+def test_16_bit_weights_are_saved_as_safetensors_into_existing_folders(tmp_path: Path) -> None:
     for files in run_ranks(_hugging_face, 2, tmp_path):
         assert files == sorted(
             f"{folder}/{file}"
@@ -157,7 +157,7 @@ def test_16_bit_weights_go_into_a_folder_that_exists_under_the_name_that_is_aske
             )
             for file in (weights, "config.json", "notes.txt")
         )
-    # `export-weights` takes the engine's checkpoint too, with the configuration that it holds.
+    # `export-weights` also accepts the engine's checkpoint, including the configuration in it.
     assert cli.main(["export-weights", str(next((tmp_path / "checkpoint").glob("step*"))), str(tmp_path / "out")]) == 0
     exported, saved = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "model.safetensors"))
     assert exported.keys() == saved.keys()

@@ -1,4 +1,4 @@
-"""A script written for DeepSpeed runs with another import, alone and under torchrun, with plain torch's numbers."""
+"""A script for DeepSpeed runs with only its import changed, alone and under torchrun, with plain torch's numbers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def mean_loss(model: Any, step: int, rank: int, micro: int) -> torch.Tensor:
 
 
 def scripts(folder: str) -> list[dict[str, Any]]:
-    """In one process without a launcher: the refused file, then the other one twice, as a notebook would."""
+    """Run the script in one process without a launcher: a refused file, then another one twice, as a notebook would."""
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & set(os.environ)
     files = ("ds_config_autoTP_zero1.json", "ds_config_zero3.json", "ds_config_zero3.json")
     return [run_script(folder, file, 30) for file in files]
 
 
-def test_a_script_for_deepspeed_runs_with_another_import_alone(tmp_path: Path) -> None:
+def test_a_script_for_deepspeed_runs_in_one_process_with_only_its_import_changed(tmp_path: Path) -> None:
     refused, first, second = run_alone(scripts, str(tmp_path))
     assert "tensor_parallel.tp_size: found 4: tensor parallelism is not here yet" in refused["refused"]
     assert refused["told"] == []
@@ -79,7 +79,7 @@ engine.destroy()
 
 
 @pytest.mark.full
-def test_it_runs_under_torchrun_and_ends_without_an_error(tmp_path: Path) -> None:
+def test_a_script_runs_under_torchrun_and_exits_without_an_error(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TORCHRUN_SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
@@ -109,8 +109,10 @@ def halving(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def plain_weights(rank: int, world: int, accumulation: int, *, each_micro: bool) -> tuple[Any, list[float]]:
-    """Data parallelism by hand: gradients of the mean losses, averaged over the ranks. each_micro: after each
-    micro-batch, as rows that shard gradients do, whose order of sums is another."""
+    """Weights and losses of manual data parallelism: gradients of the mean losses, averaged over the ranks.
+
+    each_micro: average after each micro-batch, as stages that shard gradients do; this changes the order of sums.
+    """
     model = TinyTransformer(SPEC)
     optimizer = AdamW(two_groups(model), betas=(0.8, 0.95))
     schedule = halving(optimizer)
@@ -137,7 +139,7 @@ def plain_weights(rank: int, world: int, accumulation: int, *, each_micro: bool)
 
 
 def engine_weights(rank: int, world: int, accumulation: int, row: int, way: str) -> tuple[Any, list[float]]:
-    """The same with the engine: `way` says who brings the optimizer and the schedule."""
+    """The same with the engine. way: whether the optimizer comes from a config section, an instance or a callable."""
     model = TinyTransformer(SPEC)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 3,
@@ -154,7 +156,7 @@ def engine_weights(rank: int, world: int, accumulation: int, row: int, way: str)
     else:
         given = {"optimizer": lambda _: torch_adamw(model)}
     engine, view, _, scheduler = initialize_quietly(model=model, config=config, **given)
-    by_hand = halving(view) if scheduler is None else None  # a scheduler that the loop drives itself
+    by_hand = halving(view) if scheduler is None else None  # a scheduler that the training loop steps
     losses = []
     for step in range(STEPS):
         for micro in range(accumulation):
@@ -192,5 +194,5 @@ def compare_with_plain() -> list[str]:
 
 
 def test_two_ranks_have_the_bits_of_plain_data_parallelism() -> None:
-    """fp32, means over each rank's micro-batch averaged over micro-batches and ranks: factors of 2 round nothing."""
+    """fp32; the mean losses are averaged over micro-batches and ranks, and factors of 2 cause no rounding."""
     assert run_ranks(compare_with_plain, 2) == [[], []]

@@ -1,4 +1,4 @@
-"""Engines of the drop-in that offload have the bits of those that do not; what rests in a file is really there."""
+"""Drop-in engines have the same bits with and without offload, and states offloaded to a file are stored there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK, STEPS, SAVED_AFTER = 2 * ALIGN_BYTES, 4, 2
 
 
 class Row(NamedTuple):
-    """A run: its place in the table of rows, where its states rest, and its precision."""
+    """A run: its ZeRO stage, its sections `offload_optimizer` and `offload_param`, and its precision."""
 
     level: int
     optimizer: dict[str, Any] | None = None
@@ -66,7 +66,7 @@ def train(engine: Any, first: int, steps: int) -> list[float]:
 
 
 def outcome(engine: Any, first: int = 0, steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
-    """Losses, every whole state, and what the engine tells of itself."""
+    """Losses, every full state, and the engine's learning rates, gradient norm, skipped steps and loss scale."""
     losses = train(engine, first, steps)
     told = [engine.get_lr(), engine.get_global_grad_norm(), engine.skipped_steps, engine.cur_scale]
     assert engine.was_step_applied()
@@ -115,7 +115,7 @@ def all_in_files(folder: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_states_in_a_scratch_file_change_no_bit(world: int, tmp_path: Path) -> None:
+def test_states_in_a_scratch_file_change_no_bits(world: int, tmp_path: Path) -> None:
     run_ranks(all_in_files, world, tmp_path)
 
 
@@ -130,12 +130,12 @@ def on_the_host(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_states_on_the_host_are_where_they_are_on_a_cpu(world: int, tmp_path: Path) -> None:
+def test_offload_to_the_host_changes_nothing_if_the_device_is_a_cpu(world: int, tmp_path: Path) -> None:
     run_ranks(on_the_host, world, tmp_path / "never made")
 
 
 def moved(folder: Path) -> None:
-    """Bytes of one step through the file, counted where they are read and written, in the blocks that aio asks for."""
+    """Check the bytes of one step by counting each block that is read or written, and the block size set in `aio`."""
     counts: dict[str, list[int]] = {"_read_block": [], "_write_block": []}
     for name, sizes in counts.items():
         really = getattr(scratch_file.ScratchFile, name)
@@ -164,12 +164,14 @@ def moved(folder: Path) -> None:
 
 
 def moments(units: list[Any]) -> int:
-    """Bytes of AdamW's two fp32 moments of every trained unit, each in whole pages: with fp32 the master is the
-    parameter, and stays."""
+    """Bytes of AdamW's two fp32 moments of every trainable unit, each rounded up to full pages.
+
+    In fp32 the master is the parameter, which is not offloaded.
+    """
     return sum(2 * aligned(4 * unit.layout.shard_numel) for unit in units if unit.trainable)
 
 
-def test_a_step_reads_and_writes_what_rests_in_the_file(tmp_path: Path) -> None:
+def test_a_step_reads_and_writes_the_states_in_the_file(tmp_path: Path) -> None:
     run_ranks(moved, 1, tmp_path)
 
 
@@ -177,7 +179,7 @@ def test_a_step_reads_and_writes_what_rests_in_the_file(tmp_path: Path) -> None:
 
 
 def round_trip(root: Path) -> None:
-    """Saved while resting; goes on in a file, in memory, and at another row, with the same bits."""
+    """A checkpoint of offloaded states resumes in a file, in memory and at another stage, with the same bits."""
     row = Row(3, ON_NVME, ON_NVME)
     engine = engine_of(row, root)
     train(engine, 0, SAVED_AFTER)
@@ -196,15 +198,17 @@ def round_trip(root: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_an_engine_with_scratch_files_saves_and_goes_on_anywhere(world: int, tmp_path: Path) -> None:
+def test_an_engine_with_scratch_files_saves_checkpoints_that_resume_with_any_offload(
+    world: int, tmp_path: Path
+) -> None:
     run_ranks(round_trip, world, tmp_path)
 
 
-# ---- what is refused when a run begins -------------------------------------------------------------------------------
+# ---- refused when a run begins ---------------------------------------------------------------------------------------
 
 
 def refused(folder: Path) -> list[str]:
-    """One after another with one model, which then trains with an optimizer that was handed over."""
+    """Messages of several refused starts with one model, which then trains with an optimizer that is passed in."""
     model = TinyTransformer(SPEC)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     told = []
@@ -235,7 +239,7 @@ def refused(folder: Path) -> list[str]:
     return [*told, str(no_folder.value), str(full.value)]
 
 
-def test_a_run_without_room_or_host_implementation_is_refused_before_the_model_is_touched(tmp_path: Path) -> None:
+def test_a_run_without_space_or_host_implementation_is_refused_before_the_model_is_touched(tmp_path: Path) -> None:
     first, second = run_ranks(refused, 2, tmp_path)
     assert first == second
     lamb, adagrad, no_folder, full = first
@@ -254,5 +258,5 @@ def stays() -> None:
     engine.destroy()
 
 
-def test_an_optimizer_that_cannot_be_moved_may_rest_where_it_is() -> None:
+def test_an_optimizer_that_cannot_be_offloaded_may_use_cpu_offload_if_the_device_is_a_cpu() -> None:
     run_ranks(stays, 1)

@@ -1,4 +1,4 @@
-"""offload_optimizer, offload_param and aio of a DeepSpeed configuration: what they become, and what is refused."""
+"""The sections offload_optimizer, offload_param and aio of a DeepSpeed configuration are mapped or refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read(level: int, aio: dict[str, Any] | None = None, **zero: Any) -> DropinCo
         ),
     ],
 )
-def test_a_device_is_a_tier(level: int, zero: dict[str, Any], found: OffloadPlan) -> None:
+def test_a_device_is_mapped_to_its_tier(level: int, zero: dict[str, Any], found: OffloadPlan) -> None:
     assert read(level, **zero).offload == found
 
 
@@ -67,15 +67,15 @@ def test_a_device_is_a_tier(level: int, zero: dict[str, Any], found: OffloadPlan
         ({"pipeline_read": False}, None, {"ahead": 0}),
     ],
 )
-def test_a_block_a_queue_and_a_pipeline_are_the_scratch_files(
+def test_block_size_queue_depth_and_pipelining_become_settings_of_the_scratch_file(
     optimizer: dict[str, Any], aio: dict[str, Any] | None, found: dict[str, int]
 ) -> None:
     scratch = ScratchSettings(FOLDER, **found)
     assert read(2, aio, offload_optimizer={**NVME, **optimizer}).offload.scratch == scratch
 
 
-def test_keys_that_decide_nothing_beside_this_device_are_named() -> None:
-    """The same keys, beside a device for which they mean something and one for which they do not."""
+def test_keys_without_effect_for_the_device_are_reported() -> None:
+    """The same keys, with a device for which they have an effect and with devices for which they have none."""
     aio = {"block_size": ALIGN_BYTES, "queue_depth": 1, "use_gds": False}
     tuned = {"nvme_path": "/x", "ratio": 1.0, "pipeline_read": True, "pipeline_write": True, "buffer_count": 5}
     optimizer, param = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
@@ -92,14 +92,14 @@ def test_keys_that_decide_nothing_beside_this_device_are_named() -> None:
     assert idle("none") == always | of_nvme | {f"{optimizer}ratio"}
 
 
-def test_one_share_for_both_is_told() -> None:
+def test_a_ratio_that_applies_to_parameters_too_is_reported() -> None:
     (note,) = read(3, offload_optimizer={**CPU, "ratio": 0.25}, offload_param=CPU).notes
     assert note == "offload_optimizer.ratio holds for offload_param too: 0.25 of the parameters rests elsewhere"
     assert read(3, offload_optimizer={**CPU, "ratio": 0.25}).notes == ()
     assert read(3, offload_optimizer=CPU, offload_param=CPU).notes == ()
 
 
-def test_the_shape_that_is_published_for_scratch_files_is_accepted() -> None:
+def test_a_configuration_published_for_nvme_offload_is_accepted() -> None:
     pool = {"pin_memory": True, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9}
     states = {"pin_memory": True, "buffer_count": 4, "fast_init": False, "convert_grad_on_cpu": True}
     aio = {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True}
@@ -196,7 +196,7 @@ BOTH = {"offload_optimizer": NVME, "offload_param": NVME}
         (4, {}, BOTH, "zero_optimization: zero.stage: expected one of [0, 1, 2, 3], found 4"),
     ],
 )
-def test_what_has_no_meaning_is_refused_with_one_message(
+def test_each_invalid_setting_is_refused_with_one_message(
     level: int, aio: dict[str, Any], zero: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(PlanError) as caught:
@@ -204,8 +204,8 @@ def test_what_has_no_meaning_is_refused_with_one_message(
     assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [told]
 
 
-def test_what_the_plan_refuses_of_a_device_is_told_with_the_rest() -> None:
-    """OffloadPlan.check is asked about the ranks' own device, here one that it never moves anything from."""
+def test_an_unsupported_device_is_reported_together_with_other_problems() -> None:
+    """OffloadPlan.check is called with the ranks' own device, here one for which offload is not supported."""
     config = {"train_batch_size": 9, "gradient_clipping": 0.0, "zero_optimization": {"stage": 2, "cpu_offload": True}}
     with pytest.raises(PlanError) as caught:
         read_config(config, 2, "mps")

@@ -1,4 +1,4 @@
-"""What of a DeepSpeed configuration is refused, and the very words: what was expected, what was found, what to do."""
+"""Invalid DeepSpeed configurations are refused with exact messages: what was expected, what was found, what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from zero_runtime.deepspeed.config import read_config
 from zero_runtime.errors import PlanError
 
-HIDDEN = 15  # odd: 0.9 of its square is no whole number
+HIDDEN = 15  # odd: 0.9 of its square is not an integer
 
 
 def config(**more: Any) -> dict[str, Any]:
@@ -184,5 +184,5 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("source", "told"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
-def test_it_is_refused_with_the_right_reason(source: dict[str, Any], told: list[str]) -> None:
+def test_an_invalid_configuration_is_refused_with_the_exact_message(source: dict[str, Any], told: list[str]) -> None:
     assert [line.strip() for line in problems(source)] == told

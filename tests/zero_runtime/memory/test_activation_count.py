@@ -1,4 +1,4 @@
-"""The arithmetic of what a step keeps and holds, on records written by hand."""
+"""Kept and peak activation bytes are computed correctly from traces written by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from zero_runtime.memory.activation_count import ActivationBytes, Trace, between
 
 
 def step(embedding: int, block: int, gradient: int, *, rest: int = 0) -> Trace:
-    """An embedding and a block's activations are kept, one of the block ends in forward, backward makes one."""
+    """The trace of an embedding and a block: two storages are kept, one is freed in forward, backward creates one."""
     trace = Trace()
     first = trace.came(embedding + rest, in_block=False)
     passing = trace.came(10, in_block=True)
@@ -20,7 +20,7 @@ def step(embedding: int, block: int, gradient: int, *, rest: int = 0) -> Trace:
     return trace
 
 
-def test_what_is_alive_at_the_end_of_the_forward_is_kept_and_the_worst_moment_is_the_peak() -> None:
+def test_bytes_alive_after_the_forward_are_kept_and_the_worst_moment_is_the_peak() -> None:
     assert step(100, 1000, 300).total() == ActivationBytes(
         kept=1100, kept_outside=100, peak=1400, peak_outside=100, peak_backward=300
     )
@@ -30,7 +30,7 @@ def test_what_is_alive_at_the_end_of_the_forward_is_kept_and_the_worst_moment_is
     assert Trace().total() == ActivationBytes(0, 0, 0, 0, 0)
 
 
-def test_what_rests_on_the_host_is_told_apart() -> None:
+def test_bytes_on_the_host_are_counted_separately() -> None:
     trace = Trace()
     trace.came(100, in_block=True)
     trace.came(64, in_block=True, on_host=True)
@@ -40,17 +40,17 @@ def test_what_rests_on_the_host_is_told_apart() -> None:
     )
 
 
-def test_a_batch_between_two_that_were_counted_is_worked_out_storage_by_storage() -> None:
+def test_a_micro_batch_between_two_traced_ones_is_interpolated_storage_by_storage() -> None:
     two, eight = (2, step(20, 8, 40, rest=5)), (8, step(80, 32, 160, rest=5))
     for micro in (3, 5, 7):
         assert between(two, eight, micro) == step(10 * micro, 4 * micro, 20 * micro, rest=5).total()
 
 
-def test_what_two_counts_do_not_prove_is_not_said() -> None:
+def test_sizes_that_two_traces_do_not_determine_give_none() -> None:
     two, eight = (2, step(20, 8, 40)), (8, step(80, 32, 160))
     assert between(two, eight, 8) is None
     assert between(two, eight, 9) is None
-    assert between(two, (8, step(80, 32, 161)), 3) is None  # no whole number of bytes a sequence
+    assert between(two, (8, step(80, 32, 161)), 3) is None  # not an integer number of bytes per sequence
     other = step(80, 32, 160)
     other.went(other.came(1, in_block=False))
     assert between(two, (8, other), 3) is None

@@ -1,4 +1,4 @@
-"""The memory model against the ZeRO paper (arXiv 1910.02054): figure 1, table 1 and section 7's volumes."""
+"""The memory model agrees with the ZeRO paper (arXiv 1910.02054): figure 1, table 1 and the volumes of section 7."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FP32 = MixedPrecision()
 DEFAULT_BF16 = MixedPrecision("bf16")
 GB = 10**9
 
-# By stage: bytes for an element that every rank holds, and bytes for one that is split over the ranks.
+# By stage: bytes per element that every rank holds, and bytes per element that are split over the ranks.
 CLOSED_FORMS = {
     PAPER: [(16, 0), (4, 12), (2, 14), (0, 16)],
     FP32: [(16, 0), (8, 8), (4, 12), (0, 16)],
@@ -43,7 +43,7 @@ def whole(numel: int) -> UnitSize:
 
 @pytest.mark.parametrize("world", [1, 2, 4, 64, 1024])
 @pytest.mark.parametrize(("precision", "stage"), ROWS, ids=IDS)
-def test_bytes_are_the_closed_form(precision: MixedPrecision, stage: int, world: int) -> None:
+def test_predicted_bytes_equal_the_closed_form(precision: MixedPrecision, stage: int, world: int) -> None:
     units = [whole(1024 * 7), whole(1024 * 3)]
     found = predict(ZeroPlan.from_stage(stage), precision, units, world=world)
     full, split = CLOSED_FORMS[precision][stage]
@@ -52,7 +52,7 @@ def test_bytes_are_the_closed_form(precision: MixedPrecision, stage: int, world:
 
 
 @pytest.mark.parametrize(("precision", "stage"), ROWS, ids=IDS)
-def test_the_formula_says_the_closed_form(precision: MixedPrecision, stage: int) -> None:
+def test_the_formula_prints_the_closed_form(precision: MixedPrecision, stage: int) -> None:
     full, split = CLOSED_FORMS[precision][stage]
     terms = ([f"{full}Ψ"] if full else []) + ([f"{split}Ψ/N"] if split else [])
     assert formula(ZeroPlan.from_stage(stage), precision) == " + ".join(terms)
@@ -63,7 +63,7 @@ def test_the_formulas_read_as_in_the_paper() -> None:
     assert texts == ["16Ψ", "4Ψ + 12Ψ/N", "2Ψ + 14Ψ/N", "16Ψ/N"]
 
 
-def test_accumulated_gradients_rest_in_their_own_dtype() -> None:
+def test_accumulated_gradients_are_kept_in_the_accumulate_dtype() -> None:
     texts = [formula(ZeroPlan.from_stage(stage), PAPER, micro_batches=2) for stage in STAGES]
     assert texts == ["18Ψ", "6Ψ + 12Ψ/N", "2Ψ + 16Ψ/N", "18Ψ/N"]
     found = predict(ZeroPlan.from_stage(1), PAPER, [whole(64)], world=2, micro_batches=2)
@@ -92,27 +92,27 @@ TABLE_1 = {
 
 
 @pytest.mark.parametrize("numel", TABLE_1)
-def test_table_1_of_the_paper(numel: int) -> None:
+def test_predictions_equal_table_1_of_the_paper(numel: int) -> None:
     for world, row in TABLE_1[numel].items():
         unit = UnitSize.of(FlatLayout.build([("all", (numel,))], shard_count=world, world=world), trainable=True)
         for stage, gigabytes in zip((1, 2, 3), row, strict=True):
             found = predict(ZeroPlan.from_stage(stage), PAPER, [unit], world=world)
-            # Half a byte: padding is told in whole bytes. The table's values are exact in binary.
+            # Tolerance of half a byte: padding is reported in whole bytes. The table's values are exact in binary.
             wanted = Fraction(gigabytes) * GB
             assert abs(found.total - found.padding - wanted) <= Fraction(1, 2), f"stage {stage} over {world}"
 
 
-def test_figure_1_of_the_paper() -> None:
+def test_predictions_equal_figure_1_of_the_paper() -> None:
     totals = [predict(ZeroPlan.from_stage(s), PAPER, [whole(7_500_000_000)], world=64).total / GB for s in STAGES]
     assert [round(total, 1) for total in totals] == [120.0, 31.4, 16.6, 1.9]
 
 
-def test_stage_0_does_not_depend_on_the_ranks() -> None:
+def test_bytes_at_stage_0_do_not_depend_on_the_number_of_ranks() -> None:
     plan = ZeroPlan.from_stage(0)
     assert len({predict(plan, PAPER, [whole(7680)], world=world).total for world in (1, 2, 3, 64)}) == 1
 
 
-def test_a_master_of_the_parameters_dtype_costs_nothing() -> None:
+def test_a_master_of_the_same_dtype_as_the_parameters_costs_nothing() -> None:
     plan = ZeroPlan.from_stage(0)
     assert predict(plan, FP32, [whole(32)], world=1).optimizer == 32 * 8
     assert predict(plan, DEFAULT_BF16, [whole(32)], world=1).optimizer == 32 * 12
@@ -130,17 +130,17 @@ def test_frozen_units_have_parameters_only(stage: int) -> None:
 
 
 @pytest.mark.parametrize(("precision", "stage"), ROWS, ids=IDS)
-def test_padding_is_told_apart_to_the_nearest_byte(precision: MixedPrecision, stage: int) -> None:
+def test_padding_is_reported_separately_to_the_nearest_byte(precision: MixedPrecision, stage: int) -> None:
     units = [UnitSize(70, 96, trainable=True), UnitSize(91, 96, trainable=True)]
     found = predict(ZeroPlan.from_stage(stage), precision, units, world=3)
     full, split = CLOSED_FORMS[precision][stage]
     assert found.total == 192 * full + 64 * split
-    # Half a byte: padding is told in whole bytes. 161 elements over 3 ranks are never half-way between two bytes.
+    # Below half a byte: padding is reported in whole bytes; 161 elements over 3 ranks never fall half-way between two.
     assert abs(found.total - found.padding - 161 * (full + Fraction(split, 3))) < Fraction(1, 2)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 7])
-def test_collective_counts_are_those_of_section_7_and_of_accumulation(micro_batches: int) -> None:
+def test_collective_counts_follow_section_7_of_the_paper_for_each_number_of_micro_batches(micro_batches: int) -> None:
     counts = [CollectiveCounts.of(ZeroPlan.from_stage(stage), micro_batches) for stage in STAGES]
     assert [(one.gathers, one.reductions) for one in counts] == [
         (0, 1),  # an all-reduce, which is both
@@ -150,7 +150,7 @@ def test_collective_counts_are_those_of_section_7_and_of_accumulation(micro_batc
     ]
 
 
-def test_one_reduction_at_the_boundary_saves_the_others() -> None:
+def test_reducing_at_the_boundary_leaves_one_reduction_per_step() -> None:
     for stage, gathers in ((2, 1), (3, 8)):
         counts = CollectiveCounts.of(ZeroPlan.from_stage(stage), 4, reduces_at_boundary=True)
         assert (counts.gathers, counts.reductions) == (gathers, 1)
@@ -163,21 +163,22 @@ def sent(stage: int, *, world: int, micro_batches: int = 1, shard_ranks: int | N
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_each_collective_sends_all_elements_but_the_ranks_own(stage: int) -> None:
+def test_each_collective_sends_all_elements_except_the_ranks_own(stage: int) -> None:
     assert sent(stage, world=1) == 0
     assert sent(stage, world=2) == (960, 960, 960, 1440)[stage]
     assert sent(stage, world=3, micro_batches=4) == (1280, 1280, 3200, 7680)[stage]
 
 
-def test_groups_send_within_and_their_replicas_across() -> None:
-    # Groups of 2 in a world of 4: 1/2 of 960 a collective within; 2 x 1/2 of the shard's 480 a reduction across.
+def test_shard_groups_add_a_reduction_across_their_replicas() -> None:
+    # Groups of 2 in a world of 4: 1/2 of 960 per collective within a group, 2 x 1/2 of the shard's 480 per reduction
+    # across groups.
     assert sent(1, world=4, shard_ranks=2) == 2 * 480 + 480
     assert sent(3, world=4, shard_ranks=2) == 3 * 480 + 480
     assert sent(3, world=4, shard_ranks=4) == 3 * 720
     assert sent(3, world=4, shard_ranks=1) == 2 * 720
 
 
-def test_the_formula_of_the_collectives_is_told_in_their_letters() -> None:
+def test_the_formula_of_the_collectives_prints_the_volume_with_and_without_groups() -> None:
     def told(stage: int, shard_count: int) -> str:
         return collective_formula(CollectiveCounts.of(ZeroPlan.from_stage(stage)), world=4, shard_count=shard_count)
 
@@ -185,7 +186,7 @@ def test_the_formula_of_the_collectives_is_told_in_their_letters() -> None:
     assert told(3, 2) == "3Ψ·(G-1)/G + 2Ψ/G·(N/G-1)/(N/G)"
 
 
-def test_keeping_gradients_whole_costs_their_accumulation_dtype_where_they_would_be_sharded() -> None:
+def test_keeping_full_gradients_costs_accumulate_dtype_bytes_if_they_would_be_sharded() -> None:
     units = [UnitSize(100, 128, trainable=True), UnitSize(5, 64, trainable=False)]
     costs = [kept_grad_bytes(ZeroPlan.from_stage(stage), DEFAULT_BF16, units) for stage in STAGES]
     assert costs == [0, 0, 4 * 128, 4 * 128]

@@ -1,4 +1,4 @@
-"""The scratch file and the pipeline under it: bytes come back, whatever fails is told with file and unit."""
+"""A scratch file and its pipeline return the bytes that were written, and report failures with file and unit."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def noise(size: int) -> torch.Tensor:
     return buffer.copy_(torch.randint(0, 256, (size,), dtype=torch.uint8))
 
 
-def test_what_was_written_comes_back_in_any_range(tmp_path: Path) -> None:
+def test_written_bytes_can_be_read_back_in_any_range(tmp_path: Path) -> None:
     file = scratch(tmp_path)
     assert list(tmp_path.iterdir()) == [], "unlinked at once: a killed run leaves nothing behind"
-    for values in (noise(10 * ALIGN_BYTES), noise(10 * ALIGN_BYTES)):  # the second in place of the first
+    for values in (noise(10 * ALIGN_BYTES), noise(10 * ALIGN_BYTES)):  # the second overwrites the first
         file.write(0, values, WHAT).wait()
     for first, count in ((0, 10), (1, 1), (2, 7), (9, 1)):
         target = aligned_buffer(count * ALIGN_BYTES)
@@ -63,7 +63,7 @@ def test_what_was_written_comes_back_in_any_range(tmp_path: Path) -> None:
     file.close()
 
 
-def test_a_file_system_without_direct_io_is_used_with_one_warning(
+def test_a_file_system_without_direct_io_is_used_after_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     really = os.open
@@ -85,7 +85,7 @@ def test_a_file_system_without_direct_io_is_used_with_one_warning(
 
 
 def _flags_of(address: int) -> list[str]:
-    """What the kernel says of the mapping that holds it."""
+    """The kernel's VmFlags of the memory mapping that contains `address`."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split(maxsplit=1)[0]
@@ -98,18 +98,20 @@ def _flags_of(address: int) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
-def test_large_buffers_ask_for_huge_pages() -> None:
+def test_large_buffers_request_huge_pages() -> None:
     buffer = aligned_buffer(2 * HUGE_BYTES)
     assert "hg" in _flags_of(buffer.data_ptr())
     assert "hg" in _flags_of(buffer.data_ptr() + buffer.nbytes - 1)
 
 
-def test_every_page_of_a_large_buffer_is_asked_for_new_or_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_pages_are_requested_for_new_and_for_reused_memory_of_large_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = []
 
     def madvise(address: ctypes.c_void_p, size: ctypes.c_size_t, advice: int) -> int:
         asked.append((address.value, size.value, advice))
-        return -1  # a kernel without them changes nothing
+        return -1  # as on a kernel without huge pages
 
     monkeypatch.setattr(scratch_module, "_libc", SimpleNamespace(madvise=madvise))
     buffer = aligned_buffer(HUGE_BYTES + 5)
@@ -119,7 +121,7 @@ def test_every_page_of_a_large_buffer_is_asked_for_new_or_used_before(monkeypatc
     assert len(asked) == len(HUGE_ADVICE), "a small one is left alone"
 
 
-def test_a_flipped_bit_is_found_unless_nobody_looks(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected_only_if_reads_are_verified(tmp_path: Path) -> None:
     for verify in (True, False):
         file = scratch(tmp_path, verify=verify)
         values = noise(4 * ALIGN_BYTES)
@@ -135,7 +137,7 @@ def test_a_flipped_bit_is_found_unless_nobody_looks(tmp_path: Path) -> None:
         file.close()
 
 
-def test_two_blocks_that_changed_places_are_found(tmp_path: Path) -> None:
+def test_two_swapped_blocks_are_detected(tmp_path: Path) -> None:
     file = scratch(tmp_path)
     block = file.settings.block_bytes
     values = noise(2 * block)
@@ -149,7 +151,7 @@ def test_two_blocks_that_changed_places_are_found(tmp_path: Path) -> None:
     file.close()
 
 
-def test_a_short_file_and_a_full_disk_are_told_with_unit_and_file(tmp_path: Path) -> None:
+def test_a_short_file_and_a_full_disk_are_reported_with_unit_and_file(tmp_path: Path) -> None:
     file = scratch(tmp_path)
     os.ftruncate(file._fd, ALIGN_BYTES)
     with pytest.raises(OffloadError, match=rf"{WHAT}: expected to read .* found the file's end"):
@@ -170,14 +172,14 @@ def _too_large(folder: Path) -> str:
     return str(error.value)
 
 
-def test_a_folder_that_cannot_hold_it_is_told_before_anything_is_allocated(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_hold_the_scratch_file_is_reported_before_any_allocation(tmp_path: Path) -> None:
     (text,) = run_ranks(_too_large, 1, tmp_path)
     assert f"expected to make a scratch file there for {10 * ALIGN_BYTES:,} bytes, found File too large" in text
     assert "make room or mend the rights, or give another offload.folder" in text
 
 
 def _no_room(folder: Path) -> list[str]:
-    """Both ranks need more than there is; each names what all of them need on this machine."""
+    """The errors if both ranks need more than the machine has; each names the sum over the machine's ranks."""
     collectives, told = Collectives(2, PhaseClock(torch.device("cpu"))), []
     check_room(collectives, folder, scratch=1, memory=1)
     for scratch_bytes, memory in ((10**18, 0), (0, 10**18)):
@@ -187,7 +189,7 @@ def _no_room(folder: Path) -> list[str]:
     return told
 
 
-def test_what_the_ranks_of_a_machine_need_together_is_compared_with_what_it_has(tmp_path: Path) -> None:
+def test_the_needs_of_all_ranks_on_a_machine_are_summed_and_compared_with_its_free_space(tmp_path: Path) -> None:
     first, second = run_ranks(_no_room, 2, tmp_path)
     assert first == second
     disk, memory = first
@@ -197,14 +199,14 @@ def test_what_the_ranks_of_a_machine_need_together_is_compared_with_what_it_has(
 
 
 def _no_folder(folder: Path) -> str:
-    """Only rank 1 has no folder."""
+    """The folder is missing on rank 1 only."""
     collectives = Collectives(2, PhaseClock(torch.device("cpu")))
     with pytest.raises(OffloadError) as error:
         check_room(collectives, folder / "other" / "scratch" if dist.get_rank() else folder, scratch=1, memory=1)
     return str(error.value)
 
 
-def test_a_folder_that_one_rank_lacks_is_reported_on_all_with_the_machine_and_is_not_made(tmp_path: Path) -> None:
+def test_a_folder_missing_on_one_rank_is_reported_on_all_with_the_machine_and_not_created(tmp_path: Path) -> None:
     told = run_ranks(_no_folder, 2, tmp_path)
     text = (
         f"{platform.node()}: {tmp_path}/other/scratch: expected a folder for scratch files, found none (of its path "
@@ -214,7 +216,7 @@ def test_a_folder_that_one_rank_lacks_is_reported_on_all_with_the_machine_and_is
     assert not (tmp_path / "other").exists()
 
 
-def test_a_scratch_file_makes_no_folder(tmp_path: Path) -> None:
+def test_a_scratch_file_does_not_create_its_folder(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match=f"{tmp_path}/fasst: expected a folder .* mkdir -p {tmp_path}/fasst$"):
         scratch(tmp_path / "fasst")
     assert list(tmp_path.iterdir()) == []
@@ -229,13 +231,15 @@ def test_a_scratch_file_makes_no_folder(tmp_path: Path) -> None:
         ({"ahead": -1}, "expected at least 0 units, found -1"),
     ],
 )
-def test_settings_that_no_file_can_have_are_refused(settings: dict[str, int], told: str, tmp_path: Path) -> None:
+def test_invalid_settings_of_a_scratch_file_are_refused(settings: dict[str, int], told: str, tmp_path: Path) -> None:
     (name,) = settings
     with pytest.raises(PlanError, match=f"^scratch.{name}: {told}$"):
         ScratchSettings(tmp_path, **settings)
 
 
-def test_a_drive_is_measured_at_every_setting(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_io_bench_measures_the_disk_at_every_setting_and_refuses_bad_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     found = list(measure_drive(tmp_path, total=1 << 20))
     assert len(found) == len(BLOCK_MIB) * len(REQUESTS)
     assert all(speed.read > 0 and speed.write > 0 and speed.both > 0 for speed in found)
@@ -263,7 +267,7 @@ class _Move:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
-def test_every_depth_computes_the_same_in_the_same_order_with_few_items_at_once(depth: int) -> None:
+def test_every_pipeline_depth_computes_in_the_same_order_and_bounds_the_items_in_memory(depth: int) -> None:
     log: list[str] = []
     held = most = 0
 
@@ -288,7 +292,7 @@ def test_every_depth_computes_the_same_in_the_same_order_with_few_items_at_once(
     assert most <= 2 * depth + 1
 
 
-def test_what_fails_is_raised_when_nothing_moves_any_more() -> None:
+def test_a_failed_transfer_is_raised_after_all_transfers_have_ended() -> None:
     log: list[str] = []
     with pytest.raises(OffloadError, match="fetch 1"):
         pipeline(
@@ -307,7 +311,7 @@ def test_what_fails_is_raised_when_nothing_moves_any_more() -> None:
 
 
 def _a_unit_comes_back_spoilt(folder: Path) -> str:
-    """Rank 1's drive gives other bytes than it was given: that rank says so, and no rank trains on."""
+    """Rank 1's disk returns other bytes than were written: that rank reports it, and no rank continues training."""
     setting = Setting(3, 2, MixedPrecision())
     runtime = runtime_of(setting, offload_to(folder, params=True), ADAMW)
     case = setting.case(model=SPEC)
@@ -322,14 +326,14 @@ def _a_unit_comes_back_spoilt(folder: Path) -> str:
     return str(error.value)
 
 
-def test_a_spoilt_unit_ends_the_run_with_its_name(tmp_path: Path) -> None:
+def test_a_corrupted_unit_ends_the_run_with_the_name_of_the_unit(tmp_path: Path) -> None:
     _, told = run_ranks(_a_unit_comes_back_spoilt, 2, tmp_path)
     assert "other bytes than were written there; the run ends here, its checkpoints are as they were" in told
     assert told.startswith("unit ")
 
 
 def _a_part_is_read_of_a_spoilt_block(folder: Path) -> str:
-    """The last state of a unit is read, and the page of its first is not what was written: one block holds both."""
+    """Read part of a unit's last state after the page of its first state was corrupted; one block holds both."""
     offload = offload_to(folder, params=True)
     assert offload.scratch is not None
     offload = replace(offload, scratch=replace(offload.scratch, block_bytes=1 << 20))
@@ -349,6 +353,6 @@ def _a_part_is_read_of_a_spoilt_block(folder: Path) -> str:
     return str(error.value)
 
 
-def test_a_part_of_a_spoilt_block_is_not_taken_for_good(tmp_path: Path) -> None:
+def test_reading_part_of_a_corrupted_block_is_refused(tmp_path: Path) -> None:
     (told,) = run_ranks(_a_part_is_read_of_a_spoilt_block, 1, tmp_path)
     assert "other bytes than were written there" in told

@@ -1,4 +1,4 @@
-"""What an optimizer's constants say without its tensors: states, momentum, what is refused and why."""
+"""Optimizer configurations give their states and bytes, and refuse invalid constants and unsupported optimizers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_optimizer_that_is_not_element_wise_is_refused_by_name_with_the_reaso
         TorchConfig(name)
 
 
-def test_every_optimizer_of_torch_is_run_or_refused_with_a_reason() -> None:
+def test_every_torch_optimizer_is_supported_or_refused_with_a_reason() -> None:
     kinds = {
         name
         for name, kind in vars(torch.optim).items()
@@ -42,7 +42,7 @@ def test_every_optimizer_of_torch_is_run_or_refused_with_a_reason() -> None:
     assert "is not known to be element-wise" in torch_problem("Adamm")
 
 
-def test_arguments_that_are_the_runtimes_and_a_decay_that_there_is_none_of_are_refused() -> None:
+def test_arguments_that_the_runtime_sets_and_unsupported_weight_decay_are_refused() -> None:
     with pytest.raises(PlanError, match="found params"):
         TorchConfig("SGD", {"params": [1]})
     with pytest.raises(PlanError, match=r"optimizer\.arguments: expected none of params, lr, .*, found lr, foreach"):
@@ -51,7 +51,7 @@ def test_arguments_that_are_the_runtimes_and_a_decay_that_there_is_none_of_are_r
         TorchConfig("Rprop", weight_decay=0.1)
 
 
-def test_one_that_reads_on_the_host_is_refused_for_a_dry_run_by_name() -> None:
+def test_an_optimizer_that_reads_on_the_host_is_refused_by_name_in_a_dry_run() -> None:
     refuse_host_reads(AdamWConfig())
     for name in TORCH_NAMES:
         config = TorchConfig(name)
@@ -72,18 +72,18 @@ def test_one_that_reads_on_the_host_is_refused_for_a_dry_run_by_name() -> None:
         (lambda: replace(LambConfig(), beta2=2.0), "optimizer.beta2"),
     ],
 )
-def test_constants_out_of_range_name_their_key(build_config, told: str) -> None:
+def test_constants_out_of_range_are_refused_with_their_key(build_config, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         build_config()
 
 
-def test_states_of_8_bits_cost_a_byte_and_a_share_of_a_scale_each() -> None:
+def test_an_8_bit_state_costs_one_byte_per_element_and_its_share_of_a_scale() -> None:
     assert AdamW8bitConfig().state_bytes == 2 * (1 + 4 / 256)
     assert [config.state_bytes for config in (SgdConfig(), LionConfig(), AdamWConfig())] == [0, 4, 8]
     assert (AdamW8bitConfig().block_numel, AdamWConfig().block_numel, SgdConfig().block_numel) == (BLOCK_NUMEL, 1, 1)
     assert AdamW8bitConfig().saved_as == AdamWConfig().saved_as != AdamConfig().saved_as
 
 
-def test_the_number_of_states_is_the_optimizers_own() -> None:
+def test_each_optimizer_has_its_own_number_of_states() -> None:
     configs = (SgdConfig(), SgdConfig(momentum=0.9), LionConfig(), AdamWConfig(), LambConfig())
     assert [len(config.state_names) for config in configs] == [0, 1, 1, 2, 2]

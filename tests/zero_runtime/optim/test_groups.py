@@ -1,4 +1,4 @@
-"""Groups: who is in which, what is decayed, which runs a shard has, which rate a group gets. No ranks, no torch."""
+"""Parameter groups give every element of a shard the right decay and learning rate. No ranks, no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def table(*groups: ParamGroup, no_decay: bool = True) -> GroupTable:
         ("h.0.mlp.bias", (4,), True),
         ("h.0.attn.bias", (4, 4), True),
         ("model.layers.0.input_layernorm.weight", (4,), True),
-        ("norm2d.weight", (4, 4), False),  # not a word of its own
+        ("norm2d.weight", (4, 4), False),  # norm is not a separate word here
         ("norm2.weight", (4, 4), True),
         ("ln_f.weight", (4, 4), True),
         ("encoder.LayerNorm.weight", (4, 4), True),
@@ -42,19 +42,19 @@ def table(*groups: ParamGroup, no_decay: bool = True) -> GroupTable:
         ("bias", (3, 3), True),
     ],
 )
-def test_norms_biases_and_what_has_no_or_one_dimension_go_without_decay(
+def test_norms_biases_and_tensors_of_at_most_one_dimension_are_not_decayed(
     name: str, shape: tuple[int, ...], expected: bool
 ) -> None:
     assert goes_without_decay(name, shape) is expected
 
 
-def test_by_default_all_are_one_group_and_norms_and_biases_are_not_decayed() -> None:
+def test_by_default_all_parameters_are_in_one_group_without_decay_of_norms_and_biases() -> None:
     decays = {name: table().settings(name, shape).weight_decay for name, shape in SHAPES.items()}
     assert decays == {"embed.weight": 0.1, "norm.weight": 0, "up.weight": 0.1, "up.bias": 0, "scale": 0, "head": 0.1}
     assert {table(no_decay=False).settings(name, shape).weight_decay for name, shape in SHAPES.items()} == {0.1}
 
 
-def test_a_group_that_gives_no_decay_has_the_default_and_one_that_does_decays_all_its_own() -> None:
+def test_a_group_without_decay_uses_the_default_and_one_with_decay_applies_it_to_all() -> None:
     groups = table(ParamGroup(("up.weight", "up.bias"), lr_scale=2.0), ParamGroup(("norm.weight",), weight_decay=0.3))
     assert groups.settings("up.weight", (8, 8)) == GroupSettings(0, 2.0, 0.1)
     assert groups.settings("up.bias", (8,)) == GroupSettings(0, 2.0, 0.0)
@@ -62,7 +62,7 @@ def test_a_group_that_gives_no_decay_has_the_default_and_one_that_does_decays_al
     assert groups.settings("head", (8, 10)) == GroupSettings(2, 1.0, 0.1)
 
 
-def test_runs_join_neighbours_with_equal_settings_and_leave_padding_out() -> None:
+def test_runs_merge_adjacent_parameters_with_equal_settings_and_exclude_padding() -> None:
     whole = FlatLayout.build(SHAPES.items(), shard_count=1, world=1)
     assert [(run.start, run.stop, run.settings.weight_decay) for run in table().runs(whole, 0)] == [
         (0, 80, 0.1),
@@ -83,7 +83,7 @@ def test_runs_of_all_shards_cover_each_element_once_and_stop_at_a_shards_end() -
     assert GroupTable((), ["a"], weight_decay=0.0, no_decay=True).runs(padding_only, 3) == ()
 
 
-def test_one_rate_is_multiplied_by_each_groups_factor_and_several_are_taken_in_order() -> None:
+def test_one_rate_is_scaled_by_each_groups_factor_and_several_rates_are_used_in_order() -> None:
     groups = table(ParamGroup(("head",), lr_scale=0.5), ParamGroup(()))
     first, rest = groups.settings("head", (8, 10)), groups.settings("scale", ())
     assert (groups.rate(0.2, first), groups.rate(0.2, rest)) == (0.1, 0.2)
@@ -94,17 +94,17 @@ def test_one_rate_is_multiplied_by_each_groups_factor_and_several_are_taken_in_o
 def test_a_wrong_number_of_rates_is_refused() -> None:
     with pytest.raises(PlanError, match="2 for the groups and one more for the parameters in none, found 2"):
         table(ParamGroup(("head",)), ParamGroup(())).check_rates((1.0, 2.0))
-    table(ParamGroup(tuple(SHAPES))).check_rates((1.0,))  # nobody is left over
+    table(ParamGroup(tuple(SHAPES))).check_rates((1.0,))  # no parameter is left over
 
 
-def test_an_unknown_name_and_one_in_two_groups_are_refused() -> None:
+def test_unknown_names_and_names_in_two_groups_are_refused() -> None:
     with pytest.raises(PlanError, match="group 1: no parameter of the model is called 'haed'"):
         table(ParamGroup(()), ParamGroup(("haed",)))
     with pytest.raises(PlanError, match="group 1: 'head' is in group 0 already"):
         table(ParamGroup(("head",)), ParamGroup(("head",)))
 
 
-def test_a_group_checks_its_own_values() -> None:
+def test_a_group_refuses_invalid_values() -> None:
     with pytest.raises(PlanError, match="found the text 'head'"):
         ParamGroup("head")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="lr_scale=-1"):

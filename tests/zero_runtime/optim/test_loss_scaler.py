@@ -1,4 +1,4 @@
-"""The loss scale moves by the published rule, step for step."""
+"""The loss scale follows the published rule at every step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 
 
 def published_trace(rule: LossScaleRule, overflows: list[bool]) -> list[float]:
-    """The rule written out with variables, as its publications tell it: an independent second version."""
+    """An independent second implementation of the rule, with variables as in its publications."""
     scale, left, last = 2.0**rule.initial_power, rule.hysteresis, -1
     scales = []
     for iteration, overflow in enumerate(overflows):
@@ -43,7 +43,9 @@ def trace(rule: LossScaleRule, overflows: list[bool]) -> list[float]:
 @pytest.mark.parametrize("consecutive", [False, True])
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
 @pytest.mark.parametrize("window", [1, 2, 5])
-def test_any_history_gives_the_published_trace(window: int, hysteresis: int, consecutive: bool) -> None:
+def test_the_scale_follows_the_published_rule_for_any_overflows(
+    window: int, hysteresis: int, consecutive: bool
+) -> None:
     rule = LossScaleRule(
         initial_power=10, window=window, hysteresis=hysteresis, consecutive_hysteresis=consecutive, minimum=4.0
     )
@@ -53,15 +55,15 @@ def test_any_history_gives_the_published_trace(window: int, hysteresis: int, con
         assert trace(rule, overflows) == published_trace(rule, overflows)
 
 
-def test_hysteresis_two_lets_the_first_overflow_pass_and_halves_at_the_second() -> None:
+def test_with_hysteresis_2_the_first_overflow_is_tolerated_and_the_second_halves_the_scale() -> None:
     assert trace(LossScaleRule(initial_power=4), [True, True, True, False]) == [16, 16, 8, 4]
 
 
-def test_the_scale_doubles_after_exactly_the_window() -> None:
+def test_the_scale_doubles_after_exactly_one_window_without_overflow() -> None:
     assert trace(LossScaleRule(initial_power=0, window=3), [False] * 7) == [1, 1, 1, 2, 2, 2, 4]
 
 
-def test_the_scale_stops_at_its_minimum_and_says_so() -> None:
+def test_the_scale_stops_at_its_minimum_and_is_then_exhausted() -> None:
     scaler = LossScaleRule(initial_power=2, hysteresis=1, minimum=2.0).start()
     assert not scaler.exhausted
     scaler = scaler.after(overflow=True)
@@ -70,7 +72,7 @@ def test_the_scale_stops_at_its_minimum_and_says_so() -> None:
     assert scaler.after(overflow=True).scale == 2
 
 
-def test_a_fixed_scale_never_moves_and_cannot_answer_an_overflow() -> None:
+def test_a_static_scale_never_changes_and_a_scale_of_one_is_exhausted() -> None:
     assert trace(LossScaleRule(static=128.0), [True, False] * 3) == [128.0] * 6
     assert UNSCALED.start().exhausted
 
@@ -85,6 +87,6 @@ def test_a_fixed_scale_never_moves_and_cannot_answer_an_overflow() -> None:
         {"initial_power": 0, "minimum": 8.0},
     ],
 )
-def test_a_rule_that_cannot_work_is_refused_by_name(values: dict[str, float]) -> None:
+def test_an_invalid_rule_is_refused_by_name(values: dict[str, float]) -> None:
     with pytest.raises(PlanError, match="loss_scale"):
         LossScaleRule(**values)

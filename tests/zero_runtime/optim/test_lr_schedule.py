@@ -1,4 +1,4 @@
-"""Each schedule's rates, from its published formula, written out."""
+"""Each schedule gives the rates of its published formula, which the tests write out."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def rates_of(schedule: LrSchedule, updates: int) -> list[float]:
 
 
 def approx(values: list[float]) -> object:
-    """The same real numbers: a few roundings of fp64 apart, since terms are written in another order."""
+    """Equal up to a few roundings of fp64, because the terms are written in a different order."""
     return pytest.approx(values, rel=8 * 2.0**-53, abs=1e-18)
 
 
-def test_constant_and_cosine() -> None:
+def test_constant_and_cosine_schedules_give_the_rates_of_their_formulas() -> None:
     assert rates_of(Constant(0.5), 3) == [0.5, 0.5, 0.5]
     half = 1 + (10 - 1) * (1 + math.cos(math.pi / 4)) / 2, 1 + 9 / 2, 1 + 9 * (1 - math.cos(math.pi / 4)) / 2
-    # total 7: two steps up, then five from the peak to a tenth of it, and there it stays.
+    # 7 steps in total: two up, then five from the peak to a tenth of it, where the rate stays.
     assert rates_of(Cosine(10.0, 7, 2, 0.1), 9) == approx([5, 10, 10, *half, 1, 1, 1])
 
 
 COSINE = Cosine(0.5, total_steps=13, warmup_steps=4, min_ratio=0.25)
 
 
-def test_cosine_has_its_peak_its_middle_and_its_floor_where_promised() -> None:
+def test_cosine_has_its_peak_midpoint_and_minimum_at_the_documented_updates() -> None:
     rates = rates_of(COSINE, 20)
     assert rates[:5] == [0.125, 0.25, 0.375, 0.5, 0.5]  # cos 0 is 1 exactly
-    # cos(pi/2) in doubles is 6.1e-17 and not 0, which 2^-53 of the value covers.
+    # cos(pi/2) in fp64 is 6.1e-17 instead of 0, which a relative tolerance of 2^-53 covers.
     assert rates[8] == pytest.approx(0.5 * (0.25 + 0.75 / 2), rel=2**-53, abs=0)
     assert set(rates[12:]) == {0.125}  # from the last of 13 updates on; cos pi is -1 exactly
     assert rates[4:] == sorted(rates[4:], reverse=True)
@@ -78,37 +78,37 @@ def test_log_warmup_rises_as_the_logarithm_of_the_step() -> None:
     assert rates_of(schedule, 11) == approx([0, *logs, 2, 2])
 
 
-def test_a_warmup_of_one_step_takes_two_as_published() -> None:
+def test_a_warmup_of_one_step_takes_two_steps_as_in_the_published_formula() -> None:
     assert rates_of(WarmupLR(0.0, 1.0, 1, "linear"), 5) == approx([0, 0, 0.5, 1, 1])
     assert rates_of(WarmupLR(0.0, 1.0, 1, "log"), 4) == approx([0, 0, 1, 1])
 
 
-def test_warmup_decay_falls_in_a_line_to_the_minimum_and_stays() -> None:
+def test_warmup_decay_falls_linearly_to_the_minimum_and_stays_there() -> None:
     schedule = WarmupDecayLR(1.0, 5.0, 2, "linear", total_num_steps=6)
     # iteration 2 has gamma (6 - 2) / (6 - 2) = 1, iteration 6 has 0
     assert rates_of(schedule, 10) == approx([1, 1, 3, 5, 4, 3, 2, 1, 1, 1])
 
 
-def test_warmup_cosine_rises_from_its_ratio_and_falls_to_the_other() -> None:
+def test_warmup_cosine_rises_from_warmup_min_ratio_and_falls_to_cos_min_ratio() -> None:
     schedule = WarmupCosineLR(10.0, 6, 0.2, 2, 0.1, "linear")
     fall = [10 * (0.1 + 0.9 * (1 + math.cos(math.pi * done / 4)) / 2) for done in (1, 2, 3, 4)]
     assert rates_of(schedule, 9) == approx([0, 2, 6, *fall, 1, 1])
 
 
-def test_one_cycle_goes_up_and_down_and_the_momentum_the_other_way() -> None:
+def test_one_cycle_raises_and_lowers_the_rate_and_moves_the_momentum_in_reverse() -> None:
     schedule = OneCycle(1.0, 5.0, 0.5, 4, 2, decay_step_size=2, cycle_min_mom=0.5, cycle_max_mom=0.9)
     assert rates_of(schedule, 11) == approx([1, 2, 3, 4, 5, 3, 1, 1 / 1.25, 1 / 1.5, 1 / 1.75, 0.5])
     momenta = [schedule.rates(made).momentum for made in range(9)]
     assert momenta == approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.7, 0.9, 0.9, 0.9])
 
 
-def test_one_cycle_without_decay_rests_and_without_momentum_says_none() -> None:
+def test_one_cycle_without_decay_stays_at_its_minimum_and_without_momentum_gives_none() -> None:
     schedule = OneCycle(1.0, 3.0, cycle_first_step_size=2, cycle_momentum=False)
     assert rates_of(schedule, 7) == approx([1, 2, 3, 2, 1, 1, 1])
     assert schedule.rates(1).momentum is None
 
 
-def test_one_cycle_in_stairs_holds_its_rate_between_them() -> None:
+def test_one_cycle_with_stairs_keeps_its_rate_on_each_stair() -> None:
     schedule = OneCycle(0.0, 4.0, cycle_first_step_size=8, cycle_second_step_size=4, cycle_first_stair_count=2)
     assert rates_of(schedule, 13) == approx([0, 0, 0, 0, 2, 2, 2, 2, 4, 2, 2, 0, 0])
 
@@ -120,7 +120,7 @@ def test_the_momentum_decays_after_the_cycle() -> None:
     assert [schedule.rates(made).momentum for made in (2, 4, 6)] == approx([0.8, 0.8 * 1.05, 0.8 * 1.1])
 
 
-def test_the_range_test_grows_for_ever_in_a_line_or_in_stairs() -> None:
+def test_the_range_test_grows_forever_linearly_or_in_stairs() -> None:
     assert rates_of(LRRangeTest(0.5, 2, 3.0), 5) == approx([0.5, 1.25, 2, 2.75, 3.5])
     assert rates_of(LRRangeTest(0.5, 2, 3.0, lr_range_test_staircase=True), 5) == approx([0.5, 0.5, 2, 2, 3.5])
 
@@ -138,13 +138,13 @@ BAD = [
 
 
 @pytest.mark.parametrize(("build", "told"), BAD)
-def test_what_makes_no_schedule_is_refused(build, told: str) -> None:
+def test_invalid_schedule_settings_are_refused(build, told: str) -> None:
     with pytest.raises(PlanError) as caught:
         build()
     assert told in str(caught.value)
 
 
-def test_the_pure_schedules_optimizers_and_groups_import_no_torch() -> None:
+def test_schedules_optimizer_configs_groups_and_the_memory_model_do_not_import_torch() -> None:
     code = (
         "import sys, zero_runtime.optim.lr_schedule, zero_runtime.optim.configs, zero_runtime.optim.groups, "
         "zero_runtime.memory.model; print('torch' in sys.modules)"
@@ -170,13 +170,13 @@ TORCH = {
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_a_torch_scheduler_gives_the_rates_it_gives_torch(name: str) -> None:
+def test_a_torch_scheduler_gives_the_same_rates_as_in_plain_torch(name: str) -> None:
     optimizer = torch.optim.SGD(
         [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.05, 0.1, 0.1)], lr=0.1, momentum=0.9
     )
     scheduler = TORCH[name](optimizer)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns of a scheduler that is ahead of its optimizer
+        warnings.simplefilter("error")  # torch warns if a scheduler steps before its optimizer
         ours = TorchSchedule(TORCH[name], AdamWConfig(groups=GROUPS), 0.1)
         for made in range(8):
             rates = ours.rates(made)
@@ -186,8 +186,8 @@ def test_a_torch_scheduler_gives_the_rates_it_gives_torch(name: str) -> None:
             scheduler.step()
 
 
-def test_a_torch_scheduler_is_a_function_of_the_updates_alone() -> None:
-    """A step that is skipped asks for the same rates again, and a restored run for those of its place."""
+def test_the_rates_of_a_torch_scheduler_depend_only_on_the_number_of_updates() -> None:
+    """A skipped step needs the same rates again, and a restored run needs those of its number of updates."""
     schedule = TorchSchedule(TORCH["step"], AdamWConfig(), 1.0)
     assert [schedule.rates(made) for made in (4, 4, 0, 3)] == [Rates((lr,)) for lr in (0.25, 0.25, 1.0, 0.5)]
 

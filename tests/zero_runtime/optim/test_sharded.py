@@ -1,4 +1,4 @@
-"""The optimizer on ranks: groups without effect, cycled momenta, states by name, what is refused."""
+"""The sharded optimizer matches plain torch with groups and schedules, and a run resumes from its named states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(*, frozen: bool = True) -> nn.Sequential:
 
 
 def batch(step: int) -> torch.Tensor:
-    """The same on every rank."""
+    """The same batch on every rank."""
     return torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
 
 
@@ -67,7 +67,7 @@ def weights(runtime: ZeroRuntime) -> dict[str, torch.Tensor]:
 
 
 def plain(groups: list[dict], rates: list[tuple[float, ...]], kind: type, **arguments: object) -> dict:
-    """Weights after plain torch has trained `groups` ({"params": names, ...}) with one rate a group."""
+    """Weights after plain torch has trained `groups` ({"params": names, ...}) with one rate per group."""
     layers = model()
     by_name = dict(layers.named_parameters())
     optimizer = kind([{**one, "params": [by_name[name] for name in one["params"]]} for one in groups], **arguments)
@@ -90,8 +90,8 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 GROUPS = (
     ParamGroup(("1.weight",), lr_scale=0.5, weight_decay=0.2),
-    ParamGroup(()),  # empty: kept, without effect
-    ParamGroup(FROZEN, lr_scale=100.0, weight_decay=0.9),  # all frozen: the same
+    ParamGroup(()),  # empty: kept, but without effect
+    ParamGroup(FROZEN, lr_scale=100.0, weight_decay=0.9),  # all frozen: also without effect
 )
 
 
@@ -112,7 +112,7 @@ def _groups() -> None:
         assert_equal(weights(runtime), by_rates)
 
 
-def test_groups_empty_and_frozen_ones_too_do_what_they_say_in_every_row() -> None:
+def test_groups_including_empty_and_frozen_ones_match_plain_torch_at_every_stage() -> None:
     run_ranks(_groups, 2)
 
 
@@ -126,7 +126,7 @@ def _all_groups_without_effect() -> None:
         assert torch.equal(weights(runtime)["0.weight"], model()[0].weight)
 
 
-def test_groups_of_nothing_and_of_frozen_parameters_change_no_bit() -> None:
+def test_empty_groups_and_groups_of_frozen_parameters_change_no_bits() -> None:
     run_ranks(_all_groups_without_effect, 2)
 
 
@@ -159,7 +159,7 @@ def _cycled_momentum() -> None:
         assert_equal(weights(runtime), {name: p.detach() for name, p in layers.named_parameters()})
 
 
-def test_a_cycled_momentum_is_beta1_or_the_momentum_of_plain_torch() -> None:
+def test_a_cycled_momentum_sets_beta1_or_momentum_as_in_plain_torch() -> None:
     run_ranks(_cycled_momentum, 1)
 
 
@@ -183,7 +183,7 @@ def _torch_scheduler() -> None:
     assert_equal(weights(runtime), {name: p.detach() for name, p in layers.named_parameters()})
 
 
-def test_a_torch_scheduler_drives_groups_as_it_drives_torchs() -> None:
+def test_a_torch_scheduler_drives_groups_as_in_plain_torch() -> None:
     run_ranks(_torch_scheduler, 2)
 
 
@@ -197,7 +197,7 @@ def _momentum_refused() -> str:
     return str(caught.value)
 
 
-def test_a_cycled_momentum_is_refused_where_there_is_none() -> None:
+def test_a_cycled_momentum_is_refused_for_an_optimizer_without_momentum() -> None:
     assert "cycles the momentum (now 0.8) and Sgd has none" in run_ranks(_momentum_refused, 1)[0]
 
 
@@ -215,7 +215,7 @@ CONFIGS = [
 
 
 def _resumed() -> None:
-    """States and counters copied by name into a new runtime: it goes on as the old one does."""
+    """Copy states and counters by name into a new runtime, which then must train exactly like the old one."""
     for config in CONFIGS:
         old, new = build(3, config), build(3, config)
         train(old, [0.1, 0.2])
@@ -235,7 +235,7 @@ def _resumed() -> None:
         assert new.optimizer.counters() == old.optimizer.counters()
 
 
-def test_states_by_name_and_counters_are_all_that_a_run_goes_on_from() -> None:
+def test_a_run_resumes_from_weights_named_states_and_counters_alone() -> None:
     run_ranks(_resumed, 2)
 
 
@@ -250,7 +250,7 @@ def _torch_states_are_ours() -> None:
         assert (more > less).any(), "the second step must have been written to the flat state"
 
 
-def test_torchs_states_lie_in_our_flat_tensors_after_the_first_step() -> None:
+def test_torch_optimizers_write_their_states_to_our_flat_tensors_after_the_first_step() -> None:
     run_ranks(_torch_states_are_ours, 1)
 
 
@@ -267,7 +267,7 @@ def _unfit() -> list[str]:
     return told
 
 
-def test_masters_that_are_not_fp32_and_unknown_arguments_are_refused_by_the_torch_rule() -> None:
+def test_torch_optimizers_refuse_masters_that_are_not_fp32_and_unknown_arguments() -> None:
     masters, arguments = run_ranks(_unfit, 1)[0]
     assert "torch.optim.Adagrad: expected precision.master=fp32, found torch.bfloat16" in masters
     assert "torch.optim.Adagrad refuses {'rho': 1}" in arguments

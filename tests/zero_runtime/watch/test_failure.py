@@ -1,4 +1,4 @@
-"""What a rank tells of its own error."""
+"""A rank reports its own error with the place where it happened and, if out of memory, the requested amount."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capaci
         (MemoryError(), "not told how much"),
     ],
 )
-def test_a_lack_of_memory_is_told_with_place_and_amount(error: BaseException, wanted: str) -> None:
+def test_an_out_of_memory_error_is_reported_with_its_place_and_amount(error: BaseException, wanted: str) -> None:
     text = told(error, AT)
     assert text.startswith("out of memory in backward of step 3, unit blocks.1: ")
     assert wanted in text
 
 
-def test_another_error_is_told_as_it_is_with_its_place() -> None:
+def test_any_other_error_is_reported_unchanged_with_its_place() -> None:
     assert told(KeyError("x"), AT) == "KeyError: 'x' (in backward of step 3, unit blocks.1)"
 
 
-def test_an_error_that_quotes_another_rank_is_no_lack_of_memory_of_this_one() -> None:
+def test_an_error_that_quotes_another_rank_is_not_this_ranks_out_of_memory_error() -> None:
     assert not is_out_of_memory(RankError("rank 1 failed: can't allocate memory", (1,)))

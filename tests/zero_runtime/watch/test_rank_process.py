@@ -1,4 +1,4 @@
-"""A rank's folder lies in the machine's temporary folder: it goes with its job, also where the job was killed."""
+"""A rank's folder in the machine's temporary folder is removed with its job, even if the job was killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_runtime.watch.process import OwnProcess
 
 
 @pytest.mark.skipif(not has_proc(), reason="this system has no /proc")
-def test_folders_of_jobs_that_were_killed_go_at_the_next_start_and_no_other(
+def test_the_next_start_removes_the_folders_of_killed_jobs_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -24,7 +24,7 @@ def test_folders_of_jobs_that_were_killed_go_at_the_next_start_and_no_other(
     child.kill()
     child.wait()
     killed = tmp_path / f"zero_rank_{dead}_{dead}_abc"
-    read_by_others = tmp_path / f"zero_rank_{dead}_{mark(os.getpid())}_abc"  # its launcher lives, and so may its peers
+    read_by_others = tmp_path / f"zero_rank_{dead}_{mark(os.getpid())}_abc"  # its launcher still lives; peers may too
     other = tmp_path / f"zero_rank_{mark(os.getpid())}_{dead}_abc"
     for folder in (killed, read_by_others, other):
         folder.mkdir()

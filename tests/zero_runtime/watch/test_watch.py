@@ -1,4 +1,4 @@
-"""Ranks that differ, die, fail or stop: each rank ends in seconds, and the one to blame is named with its stack."""
+"""If ranks differ, die, fail or stop, every rank ends within seconds and names the rank to blame with its stack."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BAD_RANK, BAD_STEP = 1, 3
 
 
 class Bad(nn.Module):
-    """A block that does something on one rank in one forward (counted from 1), else what the block does."""
+    """A block that calls `act` on the bad rank in one of its forwards, counted from 1, before it runs `block`."""
 
     def __init__(self, block: nn.Module, forward: int, act: Callable[[], object]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def one_step(runtime: ZeroRuntime, step: int) -> None:
 
 
 def train_with(watch: RankWatch, act: Callable[[], object], *, stage: int = 3, steps: int = 5) -> None:
-    """`act` on the bad rank in the forward of the second block in the bad step."""
+    """Train, and call `act` on the bad rank in the forward of the second block in the bad step."""
     model = TinyTransformer(SPEC)
     model.blocks = nn.ModuleList(Bad(block, BAD_STEP if i == 1 else 0, act) for i, block in enumerate(model.blocks))
     runtime = make_runtime(watch, stage, model)
@@ -68,12 +68,12 @@ def train_with(watch: RankWatch, act: Callable[[], object], *, stage: int = 3, s
 
 
 def assert_blamed(outcomes: list[Outcome], *words: str) -> str:
-    """Every rank but the bad one told the same: the bad rank, and each of the words. Returns the diagnosis.
+    """Assert that every other rank blames the bad rank with a text that contains all `words`; return one of the texts.
 
-    But those that gloo aborted: it does so where a rank receives more than it expects, to blame or not.
+    Ranks that gloo aborted are ignored: gloo aborts a rank that receives more than it expects, to blame or not.
     """
     others = [one for rank, one in enumerate(outcomes) if rank != BAD_RANK and one.exit_code != -signal.SIGABRT]
-    others = others or [outcomes[BAD_RANK]]  # the only one that is left to tell
+    others = others or [outcomes[BAD_RANK]]  # the only rank that could report
     for outcome in others:
         assert outcome.how in ("raised", "ended"), outcome
         assert outcome.blamed == (BAD_RANK,), outcome
@@ -86,7 +86,7 @@ def assert_blamed(outcomes: list[Outcome], *words: str) -> str:
 
 
 def _skips_a_step(watch: RankWatch) -> None:
-    """The bad rank has one batch less, and goes on to the evaluation."""
+    """The bad rank has fewer batches, and continues with the evaluation."""
     runtime = make_runtime(watch)
     for step in range(BAD_STEP - 1 if dist.get_rank() == BAD_RANK else 5):
         one_step(runtime, step)
@@ -112,8 +112,8 @@ def _has_a_wider_block(watch: RankWatch) -> None:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_a_rank_with_another_size_of_model_is_named_though_the_backend_aborts(world: int) -> None:
-    usual = SPEC.vocab * SPEC.width  # the first values that every rank takes from rank 0
+def test_a_rank_with_a_different_model_size_is_named_even_though_the_backend_aborts(world: int) -> None:
+    usual = SPEC.vocab * SPEC.width  # elements of the first broadcast from rank 0
     told = f"broadcast of unit embed ({usual} x float32) in start of step 1"
     text = assert_blamed(rank_outcomes(_has_a_wider_block, world), "the ranks differ in collective world 1: ", told)
     assert "_has_a_wider_block" in text
@@ -124,12 +124,12 @@ def _has_a_block_more(watch: RankWatch) -> None:
     one_step(runtime, 0)
 
 
-def test_a_rank_with_a_block_more_is_named_with_the_unit() -> None:
+def test_a_rank_with_an_extra_block_is_named_with_the_unit() -> None:
     assert_blamed(rank_outcomes(_has_a_block_more, 3), "the ranks differ", "blocks.2", "step 1")
 
 
 def _reduces_another_dtype(watch: RankWatch) -> None:
-    """As many bytes on every rank, so that the backend sees nothing wrong and the numbers are."""
+    """The number of bytes is equal on every rank, so the backend reports no error although the numbers are wrong."""
     runtime = make_runtime(watch, stage=0)
     one_step(runtime, 0)
     bad = dist.get_rank() == BAD_RANK
@@ -138,7 +138,7 @@ def _reduces_another_dtype(watch: RankWatch) -> None:
     one_step(runtime, 1)
 
 
-def test_a_mismatch_that_the_backend_does_not_see_is_found_before_anything_is_updated() -> None:
+def test_a_mismatch_that_the_backend_does_not_detect_is_reported_before_any_update() -> None:
     outcomes = rank_outcomes(_reduces_another_dtype, 3)
     assert_blamed(outcomes, "rank 1 issued all_reduce of unit blocks.0 (12 x float64)", "step 2")
     assert [outcome.how for outcome in outcomes] == ["raised"] * 3
@@ -152,7 +152,7 @@ def _saves_on_one_rank(watch: RankWatch) -> None:
     one_step(runtime, 1)
 
 
-def test_a_save_on_one_rank_only_is_named() -> None:
+def test_a_rank_that_alone_saves_a_checkpoint_is_named() -> None:
     text = assert_blamed(rank_outcomes(_saves_on_one_rank, 3), "rank 1 issued gather_objects", "step 2")
     assert "_saves_on_one_rank" in text
 
@@ -166,7 +166,7 @@ def _ends_early(watch: RankWatch) -> None:
         one_step(runtime, step)
     if dist.get_rank() == BAD_RANK:
         watch.close()
-        time.sleep(4)  # it stays connected, as a rank does that writes its results
+        time.sleep(4)  # stays connected, like a rank that is writing its results
 
 
 @pytest.mark.full
@@ -207,8 +207,8 @@ def _is_killed(watch: RankWatch) -> None:
 
 
 @pytest.mark.parametrize("function", [_exits, _is_killed])
-def test_a_rank_that_is_gone_is_named_with_where_it_was(function: Callable[[RankWatch], None]) -> None:
-    outcomes = rank_outcomes(function, 3)  # nobody is found stuck within the time of a test
+def test_a_rank_whose_process_died_is_named_with_its_last_position(function: Callable[[RankWatch], None]) -> None:
+    outcomes = rank_outcomes(function, 3)  # HASTY reports no rank as stuck within the time of a test
     assert_blamed(outcomes, "rank 1 is gone", "step 3, forward, unit blocks.1", "the last was")
     assert outcomes[BAD_RANK].how == "died"
 
@@ -221,7 +221,7 @@ def _runs_out_of_memory(watch: RankWatch) -> None:
     train_with(watch, _exhaust)
 
 
-def test_a_lack_of_memory_on_one_rank_is_told_as_such_by_all() -> None:
+def test_an_out_of_memory_error_on_one_rank_is_reported_by_all_ranks() -> None:
     outcomes = rank_outcomes(_runs_out_of_memory, 3)
     told = "out of memory in forward of step 3, unit blocks.1: wanted 4503599627370496 bytes"
     assert_blamed(outcomes, told)
@@ -238,7 +238,7 @@ def _rank_0_ends(watch: RankWatch, act: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(("act", "told"), [(_kill, "rank 0"), (_raise, "rank 0 failed: KeyError: 'no such token'")])
-def test_the_others_name_rank_0_though_the_store_ends_with_it(act: Callable[[], object], told: str) -> None:
+def test_the_other_ranks_name_rank_0_even_though_the_store_ends_with_it(act: Callable[[], object], told: str) -> None:
     outcomes = rank_outcomes(partial(_rank_0_ends, act=act), 3, tcp=True)
     for outcome in outcomes[1:]:
         assert outcome.how in ("raised", "ended")
@@ -289,7 +289,7 @@ def _is_slow(watch: RankWatch) -> None:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_a_slow_rank_is_not_accused(world: int) -> None:
+def test_a_slow_rank_is_not_blamed(world: int) -> None:
     outcomes = rank_outcomes(_is_slow, world, replace(HASTY, slow_s=0.3))
     assert [outcome.how for outcome in outcomes] == ["ok"] * world, outcomes
     assert outcomes[0].seconds > 3.0
@@ -303,16 +303,16 @@ def _works_alone_at_the_end(watch: RankWatch) -> None:
 
 
 @pytest.mark.full
-def test_a_rank_that_works_on_after_the_others_have_ended_accuses_nobody() -> None:
+def test_a_rank_that_still_works_after_the_others_have_ended_blames_no_rank() -> None:
     outcomes = rank_outcomes(_works_alone_at_the_end, 2, replace(HASTY, slow_s=0.3, stuck_s=5.0))
     assert [outcome.how for outcome in outcomes] == ["ok", "ok"], outcomes
 
 
-# ---- what it costs -----------------------------------------------------------------------------------------------
+# ---- cost --------------------------------------------------------------------------------------------------------
 
 
 class CountingStore:
-    """Counts the calls; nobody else is in this world of two."""
+    """Records the calls; the second rank of this world of two does not exist."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -331,7 +331,7 @@ class CountingStore:
         return False
 
 
-def test_a_run_that_moves_costs_one_look_at_the_store_in_poll_s_and_nothing_per_collective() -> None:
+def test_a_run_that_progresses_checks_the_store_once_per_poll_s_and_not_per_collective() -> None:
     store = CountingStore()
     begun = time.monotonic()
     watch = RankWatch(store, 0, 2, replace(HASTY, poll_s=0.1))

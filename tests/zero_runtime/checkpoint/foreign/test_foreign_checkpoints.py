@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed and of torch.distributed.checkpoint, made by those libraries, go into ours at any plan."""
+"""Checkpoints written by DeepSpeed and by torch.distributed.checkpoint load into the runtime at every stage."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _from_deepspeed(saved: int) -> None:
             if key in expected:
                 assert torch.equal(values, expected[key]), (saved, stage, key)
             else:
-                # DeepSpeed puts moments together at stage 3 alone. The stages sum bf16 gradients in orders of their
-                # own, one rounding of 2^-8 a step; what lies at another place differs by its whole size.
+                # DeepSpeed merges moments only at stage 3. Each stage sums bf16 gradients in its own order, which
+                # costs a rounding of 2^-8 per step; a value from a wrong position would differ by its full magnitude.
                 bound = STEPS * 2.0**-8 * moments[key].abs().max()
                 assert torch.allclose(values, moments[key], rtol=0, atol=float(2 * bound)), (saved, stage, key)
         runtime.close()
@@ -80,12 +80,12 @@ def _from_deepspeed(saved: int) -> None:
 
 @pytest.mark.parametrize("saved", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_deepspeed_checkpoint_goes_into_every_row(saved: int, world: int) -> None:
+def test_a_deepspeed_checkpoint_loads_at_every_stage(saved: int, world: int) -> None:
     run_ranks(_from_deepspeed, world, saved)
 
 
 def _continues_like_torch() -> None:
-    """What goes on after it is what plain torch does from the same weights, moments and step."""
+    """Training after the load equals plain torch that continues from the same weights, moments and step."""
     runtime = _runtime(_model(), 3, AdamWConfig(weight_decay=0.0))
     load_foreign(runtime, partial(open_deepspeed, MADE / "stage3"))
     expected = load_file(MADE / "stage3" / "expected.safetensors")
@@ -111,7 +111,7 @@ def _continues_like_torch() -> None:
     assert len(groups_of(plain)) == 2
 
 
-def test_training_goes_on_as_plain_torch_would_from_its_states() -> None:
+def test_training_after_loading_a_deepspeed_checkpoint_continues_like_plain_torch() -> None:
     run_ranks(_continues_like_torch, 1)
 
 
@@ -132,13 +132,13 @@ class OtherModel(Model):
 
 
 class _Evil:
-    """Ends the rank where anyone runs what the file says."""
+    """Exits the rank if unpickling runs the code that the file names."""
 
     def __reduce__(self):
         return os._exit, (3,)
 
 
-def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_mismatched_and_damaged_checkpoints_are_refused_and_change_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     shutil.copytree(MADE / "stage2", folder)
 
@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> 
     assert "expected the files of 2 ranks, found 1" in told()
 
 
-def test_formats_are_told_apart(tmp_path: Path) -> None:
+def test_checkpoint_formats_are_distinguished(tmp_path: Path) -> None:
     assert is_deepspeed(MADE / "stage1")
     assert is_deepspeed(MADE / "stage1" / "global_step3")
     assert not is_deepspeed(tmp_path)
@@ -173,7 +173,7 @@ SPEC = TinySpec(frozen=True, tied=True, seed=4)
 
 
 def _save_with_fsdp(path: Path, wrapped: bool) -> dict[str, torch.Tensor]:
-    """FSDP2 over this world: its full states, and its checkpoint on the disk."""
+    """Train with FSDP2 over all ranks, save a checkpoint, and return the full states."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
@@ -217,7 +217,7 @@ def _fsdp_into_every_row(path: Path, wrapped: bool) -> None:
 
 
 @pytest.mark.parametrize(("world", "wrapped"), [(1, True), (2, True), (2, False)])
-def test_an_fsdp2_checkpoint_goes_into_every_row(world: int, wrapped: bool, tmp_path: Path) -> None:
+def test_an_fsdp2_checkpoint_loads_at_every_stage(world: int, wrapped: bool, tmp_path: Path) -> None:
     run_ranks(_fsdp_into_every_row, world, tmp_path / "dcp", wrapped)
 
 
@@ -243,11 +243,11 @@ def _other_names(path: Path) -> ForeignCheckpoint:
         load_foreign(runtime, partial(open_dcp, path))
 
 
-def test_other_models_and_short_files_are_told(tmp_path: Path) -> None:
+def test_checkpoints_of_other_models_and_truncated_files_are_refused(tmp_path: Path) -> None:
     run_ranks(_other_names, 1, tmp_path / "dcp")
 
 
-def test_the_made_files_are_zip_archives_of_torch() -> None:
+def test_the_stored_deepspeed_files_are_zip_archives() -> None:
     files = list(MADE.glob("stage*/global_step3/*.pt"))
     assert len(files) == 10
     assert all(zipfile.is_zipfile(file) for file in files)

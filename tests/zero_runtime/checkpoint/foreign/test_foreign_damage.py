@@ -1,4 +1,4 @@
-"""Damaged and malicious checkpoints of other libraries: refused by name, and nothing of this process is changed."""
+"""Damaged and malicious checkpoints of other libraries are refused by name and change nothing in the process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def saved(tmp_path: Path) -> Path:
     return write_dcp(tmp_path / "dcp")
 
 
-def test_what_stands_in_for_torch_s_classes_holds_what_was_saved(saved: Path) -> None:
+def test_stand_ins_for_classes_of_torch_hold_the_saved_values(saved: Path) -> None:
     found = open_dcp(saved, NAMES)
     assert found.updates == 3
     assert {name: entry.shape for name, entry in found.parameters.items()} == {"weight": (4, 3), "bias": (4,)}
@@ -37,7 +37,7 @@ def test_what_stands_in_for_torch_s_classes_holds_what_was_saved(saved: Path) ->
     assert torch.equal(found.source("exp_avg").read("weight", 0, 12), torch.ones(12))
 
 
-# ---- what would change the process ----------------------------------------------------------------------------------
+# ---- attacks on the process -----------------------------------------------------------------------------------------
 
 METADATA_CLASS = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
 POISON = {
@@ -66,7 +66,7 @@ def test_a_pickle_that_sets_attributes_of_a_class_is_refused_and_sets_none(name:
 
 
 def kinds_in(found: Any) -> set[type]:
-    """The types of all that it is made of."""
+    """The types of `found` and of everything that it contains."""
     inner: list[Any] = []
     if isinstance(found, StandIn):
         inner = [*found.arguments, found.state]
@@ -77,7 +77,7 @@ def kinds_in(found: Any) -> set[type]:
     return {type(found)}.union(*map(kinds_in, inner))
 
 
-def test_no_class_of_anybody_else_s_is_made(saved: Path) -> None:
+def test_reading_a_pickle_creates_only_stand_ins_and_builtin_types(saved: Path) -> None:
     with (saved / METADATA).open("rb") as file:
         found = kinds_in(read_pickle(file, lambda module, name: True))
     assert StandIn in found
@@ -107,14 +107,14 @@ def told(open_it: Callable[[], object]) -> str:
         METADATA_CLASS + b".",
     ],
 )
-def test_metadata_of_any_other_kind_is_named(text: bytes, saved: Path) -> None:
+def test_invalid_metadata_is_refused_with_its_path(text: bytes, saved: Path) -> None:
     (saved / METADATA).write_bytes(text)
     assert told(lambda: open_dcp(saved, NAMES)).startswith(
         f"{saved / METADATA}: expected the metadata of a distributed"
     )
 
 
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(saved: Path, tmp_path: Path) -> None:
+def test_a_pipe_instead_of_a_file_is_refused_without_waiting(saved: Path, tmp_path: Path) -> None:
     (saved / METADATA).unlink()
     os.mkfifo(saved / METADATA)
     assert "no regular file" in told(lambda: open_dcp(saved, NAMES))
@@ -130,14 +130,14 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(saved: Path, tmp_path: 
     assert "no regular file" in told(lambda: open_deepspeed(deepspeed))
 
 
-def test_a_deep_index_is_no_index(tmp_path: Path) -> None:
+def test_a_deeply_nested_index_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000001"
     folder.mkdir()
     (folder / "index.json").write_bytes(b"[" * 10_000_000)
     assert "expected an index in JSON" in told(lambda: CheckpointReader.open(folder))
 
 
-def test_a_flipped_bit_in_a_tensor_is_found(saved: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_in_a_tensor_is_detected(saved: Path, tmp_path: Path) -> None:
     data = bytearray((saved / DATA).read_bytes())
     data[data.index(SAVED["model.weight"].numpy().tobytes()) + 5] ^= 1
     (saved / DATA).write_bytes(data)
@@ -155,7 +155,7 @@ def test_a_flipped_bit_in_a_tensor_is_found(saved: Path, tmp_path: Path) -> None
         check_archive(file)
 
 
-def test_a_file_that_was_saved_without_checksums_is_taken(tmp_path: Path) -> None:
+def test_a_file_that_was_saved_without_checksums_is_accepted(tmp_path: Path) -> None:
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -165,7 +165,7 @@ def test_a_file_that_was_saved_without_checksums_is_taken(tmp_path: Path) -> Non
     check_archive(tmp_path / "a.pt")
 
 
-def test_a_latest_that_no_folder_can_be_called_is_refused(tmp_path: Path) -> None:
+def test_a_latest_file_with_an_impossible_folder_name_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "deepspeed"
     shutil.copytree(MADE / "stage2", folder)
     for tag in ("9" * 400, "x" * 100_000, "a\0b"):

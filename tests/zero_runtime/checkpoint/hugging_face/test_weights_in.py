@@ -1,4 +1,4 @@
-"""A folder of weights goes onto the shards: each rank reads its own ranges, at every row, and no rank holds it all."""
+"""Weights in a folder load into the shards at every stage: each rank reads its own ranges, and none holds them all."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _write(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_at_every_row(folder: Path) -> list[tuple[int, int]]:
-    """Bytes that were read and those of this rank's shards, by row, after comparing the values."""
+    """By stage and precision: bytes read and bytes of this rank's shards, after comparing the values."""
     wanted, found = _write(folder.with_name(f"{folder.name}-own-{os.getpid()}")), []
     for stage in range(4):
         for precision in (MixedPrecision(), BF16):
@@ -81,7 +81,7 @@ def _read_at_every_row(folder: Path) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_each_rank_reads_its_own_ranges_and_all_have_the_folders_bits(world: int, tmp_path: Path) -> None:
+def test_each_rank_reads_only_its_own_ranges_and_the_weights_have_the_folders_bits(world: int, tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     _write(folder)
     for rows in run_ranks(_read_at_every_row, world, folder):
@@ -89,7 +89,7 @@ def test_each_rank_reads_its_own_ranges_and_all_have_the_folders_bits(world: int
 
 
 def _part_of_the_model(folder: Path) -> None:
-    """What the folder lacks is drawn; a source under other names is the same source."""
+    """Parameters that the folder lacks get initial values, and `Renamed` gives a source other names."""
     with WeightsFolder(folder) as source:
         names = [name for name in source.names() if name != "blocks.0.up.weight"]
         runtime = _runtime(Renamed(source, {name: name for name in names}), stage=2)
@@ -98,13 +98,13 @@ def _part_of_the_model(folder: Path) -> None:
         assert not bool((values["blocks.0.up.bias"] == 0.25).any())
 
 
-def test_what_the_source_lacks_is_drawn(tmp_path: Path) -> None:
+def test_parameters_that_the_source_lacks_get_initial_values(tmp_path: Path) -> None:
     _write(tmp_path)
     run_ranks(_part_of_the_model, 2, tmp_path)
 
 
 class _Broken:
-    """A source whose disk fails on rank 1 alone."""
+    """A source whose disk fails on rank 1 only."""
 
     def __init__(self, source: WeightsFolder, rank: int) -> None:
         self._source, self._rank = source, rank
@@ -125,7 +125,7 @@ def _one_rank_cannot_read(folder: Path) -> str:
     return str(error.value)
 
 
-def test_one_rank_that_cannot_read_fails_all_alike(tmp_path: Path) -> None:
+def test_if_one_rank_cannot_read_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
     _write(tmp_path)
     assert run_ranks(_one_rank_cannot_read, 2, tmp_path) == ["rank 1: the disk fails"] * 2
 
@@ -138,14 +138,14 @@ def _other_shape(folder: Path) -> None:
         _runtime(source)
 
 
-def test_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_weight_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     run_ranks(_other_shape, 1, tmp_path)
 
 
 # ---- folders that cannot be read -------------------------------------------------------------------------------------
 
 
-def test_what_is_missing_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_missing_or_unreadable_files_are_reported_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="found nothing; give the folder of a model"):
         WeightsFolder(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="found neither; give the folder that save_pretrained wrote"):
@@ -165,13 +165,13 @@ def test_what_is_missing_is_told_with_what_to_do(tmp_path: Path) -> None:
     assert len(str(error.value)) < 600
 
 
-def test_a_dtype_that_is_not_ours_is_named(tmp_path: Path) -> None:
+def test_an_unsupported_dtype_is_refused_by_name(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(4).to(torch.float8_e4m3fn)}, tmp_path / WEIGHTS)
     with pytest.raises(CheckpointError, match="found F8_E4M3; convert the weights"):
         WeightsFolder(tmp_path)
 
 
-def test_names_are_matched_by_any_of_their_spellings_and_nothing_is_left_over() -> None:
+def test_names_match_by_any_of_their_spellings_and_unmatched_names_are_refused() -> None:
     own = {"model.embed": ["model.embed", "head"], "model.norm": ["model.norm", "norm"]}
     assert match_names(own, ["head", "norm"], "w") == {"model.embed": "head", "model.norm": "norm"}
     with pytest.raises(CheckpointError, match=r"lacks model\.norm and has gain too many"):
@@ -236,8 +236,8 @@ def _write_large(folder: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's size from /proc")
-def test_weights_larger_than_the_memory_allowed_are_read_onto_the_shards(tmp_path: Path) -> None:
-    """256 MiB of weights where RLIMIT_DATA allows 56 MiB more; one of 32 ranks. To take them whole dies of it."""
+def test_weights_larger_than_the_memory_limit_are_read_into_the_shards(tmp_path: Path) -> None:
+    """One of 32 ranks reads 256 MiB of weights while RLIMIT_DATA allows 56 MiB more; loading all of them fails."""
     run_alone(_write_large, tmp_path)
     read, whole = (
         subprocess.run(
