@@ -19,8 +19,8 @@ from harness.ranks import RANK_THREADS
 from zero_runtime.errors import RankError
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 
-# A short slow_s keeps tests fast. With the long stuck_s a rank that only waits for a core does not count as stuck; tests
-# of stuck ranks set another limit.
+# A short slow_s keeps tests fast. With the long stuck_s a rank that only waits for a core does not count as stuck;
+# tests of stuck ranks set another limit.
 HASTY = WatchSettings(slow_s=1.0, stuck_s=HANG_S, answer_s=3.0, poll_s=0.1, grace_s=0.5)
 
 

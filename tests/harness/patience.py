@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-HANG_S = 600.0  # then something hangs; below pytest's own limit, so that the test can report what is missing
+HANG_S = 600.0  # a longer wait means a hang; below pytest's own limit, so that the test can report what is missing
 Found = TypeVar("Found")
 
 

@@ -66,7 +66,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
 
 
 def run_alone(function: Callable[..., Any], *args: Any, timeout_s: float = HANG_S) -> Any:
-    """Run `function(*args)` in a separate forked process without a process group: the function may create any."""
+    """Run `function(*args)` in a separate forked process without a process group: the function may create one."""
     return run_ranks(function, 0, *args, timeout_s=timeout_s)[0]
 
 

@@ -1,4 +1,4 @@
-"""Runs with states offloaded to a scratch file have the bits of the same run without: losses, weights, moments."""
+"""Runs with states in a scratch file have the bits of the same run without: losses, weights, moments, checkpoints."""
 
 from __future__ import annotations
 

@@ -167,7 +167,8 @@ def check_rows(name: str, world: int, rows: list[Row]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", SHAPES_AND_MIXED)
 def test_at_world_3_gradients_are_within_the_bound_of_any_order_of_sums(name: str) -> None:
-    """|fl(sum) - sum| <= (n-1) u sum|g| for n terms in any order (see test_rows.py); two orders differ by twice that.
+    """|fl(sum) - sum| <= (n-1) u sum|g| for n terms in any order (see test_rows.py); two orders
+    differ by at most twice that.
 
     The unit size determines where the backend splits a sum, and so the order: the bound holds for each size, but equal
     bits are not claimed.
