@@ -229,7 +229,7 @@ def test_a_waiting_process_logs_it_and_after_the_limit_compiles_without_the_lock
 
 @pytest.fixture
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the test make the choices that a process otherwise makes only once; afterwards the earlier ones apply again."""
+    """Let the test make choices that a process makes only once; afterwards the earlier choices apply again."""
     monkeypatch.delenv("ZLAB_KERNELS", raising=False)
     for cached in (backends._compiled, backends._warn_once):
         monkeypatch.setattr(backends, cached.__name__, _uncached(cached))
