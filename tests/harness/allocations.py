@@ -1,4 +1,4 @@
-"""What torch's CPU allocator gives out and gets back, down to the buffers that kernels take for themselves."""
+"""Memory allocated by torch's CPU allocator, including buffers that kernels allocate internally."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def allocated_peak(function: Callable[[], None]) -> int:
-    """The most bytes that were alive at once in a call, above what was alive when it began."""
+    """Peak of the bytes allocated during a call, above the bytes allocated when it began."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         function()
     assert record.profiler is not None

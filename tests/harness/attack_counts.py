@@ -1,6 +1,6 @@
-"""A pytest plugin: how much the tests of tests/attack tried, one line a kind and one of all together.
+"""A pytest plugin that prints how much the tests in tests/attack tried: one line per kind and one for the total.
 
-A count travels in the report of its test, so that the processes of pytest-xdist need no file in common.
+A count is part of its test's report, so the processes of pytest-xdist need no shared file.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _COUNTS = pytest.StashKey[dict[str, Counter[str]]]()
 
 class Tally(Protocol):
     def __call__(self, kind: str, **counts: int) -> None:
-        """Adds to the counts of a kind. `wrong_exit_codes=0` is printed as "0 wrong exit codes"."""
+        """Add to the counts of a kind. `wrong_exit_codes=0` is printed as "0 wrong exit codes"."""
 
 
 @pytest.fixture
 def tally(request: pytest.FixtureRequest) -> Tally:
-    """Counts that the end of the run prints, of failed tests too."""
+    """Counts that are printed at the end of the run, those of failed tests included."""
     kinds: dict[str, dict[str, int]] = {}
 
     def add(kind: str, **counts: int) -> None:
@@ -35,13 +35,13 @@ def tally(request: pytest.FixtureRequest) -> Tally:
 
 
 class _Counting:
-    """Hears the reports, of this process or of pytest-xdist's."""
+    """Collects counts from the reports, of this process or of pytest-xdist's workers."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.counts = config.stash.setdefault(_COUNTS, {})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "teardown":  # each of a test's three reports holds what was added until then
+        if report.when != "teardown":  # each of a test's three reports holds the counts so far
             return
         for name, value in report.user_properties:
             if name == PROPERTY:
@@ -65,5 +65,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def spelled(counts: Counter[str]) -> str:
-    """`2,500 inputs, 0 wrong exit codes`."""
+    """The counts as text: `2,500 inputs, 0 wrong exit codes`."""
     return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items())

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints do on ranks: train, save, load elsewhere, go on; and how a file is spoilt."""
+"""Steps of checkpoint tests on ranks: train, save, load at another setting, continue; and damage to a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GOES_ON = 5
 
 @dataclass(frozen=True)
 class Setting:
-    """A row at a world: all that a checkpoint must not depend on."""
+    """Stage, world, precision and sizes: everything that a checkpoint must not depend on."""
 
     stage: int = 2
     world: int = 1
@@ -52,7 +52,7 @@ def train(runtime: ZeroRuntime, case: Case, first: int, steps: int) -> list[floa
 
 
 def whole(runtime: ZeroRuntime) -> dict[str, torch.Tensor]:
-    """Every state of every parameter, whole, by `state/name`: what two runs must have alike."""
+    """The full states of all parameters by `state/name`, which must be the same in two runs that are compared."""
     found = {}
     for unit in runtime.units:
         with runtime.resident(unit):
@@ -69,7 +69,7 @@ def save_after(
     settings: SaveSettings | None = None,
     **changes: Any,
 ) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Train, save; the folder and the whole states at that moment."""
+    """Train and save. Returns the checkpoint's folder and the full states at that moment."""
     runtime = setting.runtime(optimizer, **changes)
     train(runtime, setting.case(**changes), 0, SAVED_AFTER)
     path = save_checkpoint(runtime, root, step=SAVED_AFTER, trainer={"samples": 96}, settings=settings)
@@ -81,21 +81,21 @@ def save_after(
 def load_into(
     path: Path, setting: Setting, optimizer: OptimizerConfig = ADAMW, **changes: Any
 ) -> tuple[ZeroRuntime, dict[str, Any]]:
-    """A runtime of other first values, filled from the checkpoint."""
+    """A runtime with other initial values, filled from the checkpoint; and the trainer state that was saved."""
     model = replace(changes.pop("model", TinySpec()), seed=77)
     runtime = setting.runtime(optimizer, model=model, **changes)
     return runtime, load_checkpoint(runtime, CheckpointReader.open(path, verify=False))
 
 
 def assert_states(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Equal bits, after rounding to what the finder keeps (a master of 16 bits)."""
+    """Equal bits, after rounding `wanted` to the dtypes of `found` (which may have a 16-bit master)."""
     assert found.keys() == wanted.keys()
     for key, values in wanted.items():
         assert torch.equal(found[key], values.to(found[key].dtype)), key
 
 
 def draw() -> tuple[float, float, float]:
-    """One number of each generator."""
+    """One number from each generator: torch's, numpy's and Python's."""
     return float(torch.rand(())), float(np.random.rand()), random.random()
 
 

@@ -1,4 +1,4 @@
-"""Copies that come as late as they may: what does not wait for one reads noise."""
+"""Copies that run as late as allowed: code that does not wait for a copy reads NaN."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_runtime.offload.copy_streams import CopyEvent, PlainCopies
 
 
 class _Late:
-    """A copy that is made when somebody waits for it, and not before."""
+    """A copy that runs only when it is waited for."""
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._lock = threading.Lock()
@@ -28,8 +28,9 @@ class _Late:
 
 
 class LateCopies(PlainCopies):
-    """As CUDA's are allowed to be: until a mark is waited for, the target is not a number and the host's memory has not
-    been read. (The device's is read in the order of what is issued there.)"""
+    """Copies as late as CUDA's may be: until the event is waited for, the target holds NaN, and a source in host memory
+    has not been read. (A source on the device is read in the order of the work issued there, so it is read at the
+    call.)"""
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         return self._late(target, source.detach().clone())

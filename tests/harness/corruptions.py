@@ -1,4 +1,4 @@
-"""What bad disks, full disks, other programs and other people make of a file."""
+"""Damage that bad disks, full disks, other programs and other people do to a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 DEPTH = 200_000
-LARGE = 1 << 40  # sparse: it takes no room
+LARGE = 1 << 40  # sparse: it takes no space
 
 
 def _written(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
@@ -19,12 +19,12 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _flipped(data: bytes) -> bytes:
-    """Every digit is the next one: no JSON notices."""
+    """Replace every digit with another one: the JSON stays valid."""
     return data.translate(bytes.maketrans(b"0123456789", b"1234567891"))
 
 
 def _one_flipped(data: bytes) -> bytes:
-    """One bit of the byte in the middle."""
+    """Flip one bit of the byte in the middle."""
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if data else b"1"
 

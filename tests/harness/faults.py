@@ -1,6 +1,7 @@
-"""Named faults that are put into the runtime on purpose, so that the suite is shown to be able to fail.
+"""Named faults that are injected into the runtime on purpose, to show that the test suite can fail.
 
-Each is what a plausible mistake would do. `apply(name)` patches this process's runtime; ranks call it when told to.
+Each imitates a plausible mistake. `apply(name)` patches the runtime of this process; ranks call it if a fault is set
+(see `harness.ranks.set_fault`).
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def the_norm_is_one_ranks_own() -> None:
     def local(self: collectives.Collectives, control: torch.Tensor) -> torch.Tensor:
         own = control.clone()
         summed = agree(self, control)
-        if control.numel() == 4:  # the loss, the squares, and the fingerprint of what was sent
+        if control.numel() == 4:  # the loss, the squares, and two fingerprints of the collectives
             summed[1] = own[1]
         return summed
 

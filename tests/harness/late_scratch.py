@@ -1,8 +1,8 @@
-"""Scratch files as slow as they may be: a read or write runs when somebody waits for it, and not before.
+"""Scratch files that are as slow as allowed: a read or write runs only when it is waited for.
 
-What uses a buffer before its read has ended computes with noise there; what changes one before its write has ended has
-written something else; and a transfer that meets another under way, in the file or in memory, is an error at once. No
-clock is involved: as late as possible is an order, and as early as possible, at its start, another.
+Code that uses a buffer before its read has ended computes with NaN; code that changes a buffer before its write has
+ended writes other bytes than it meant to; and a transfer that overlaps another one under way, in the file or in memory,
+raises immediately. No clock is involved: a transfer runs either as late as possible or at its start (see ORDERS).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from zero_runtime.offload.scratch_file import ScratchFile, Transfer
 
-POISON = 0xFF  # four of them are no number in fp32, two none in bf16 and fp16
+POISON = 0xFF  # four such bytes are NaN in fp32, two are NaN in bf16 and fp16
 ORDERS: dict[str, Callable[[bool, random.Random], bool]] = {
     "all late": lambda writes, _: True,
     "reads late": lambda writes, _: not writes,
@@ -26,12 +26,12 @@ ORDERS: dict[str, Callable[[bool, random.Random], bool]] = {
 
 
 class LateTransfer(Transfer):
-    """Bytes [start, stop) of a file, from or to a tensor, that move in `wait` or `settle`, by whoever is first."""
+    """A transfer of bytes [start, stop) of a file from or to a tensor, made by the first call of `wait` or `settle`."""
 
     def __init__(self, drive: LateDrive, file: ScratchFile, start: int, tensor: torch.Tensor, writes: bool) -> None:
         super().__init__([])
         self.file, self.start, self.stop, self.writes = file, start, start + tensor.nbytes, writes
-        self.tensor = tensor  # kept alive, as a transfer's buffer is
+        self.tensor = tensor  # kept alive, like the buffer of a real transfer
         self.low, self.high = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         self._drive = drive
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class LateTransfer(Transfer):
                 self._error = error
 
     def disturbs(self, other: LateTransfer) -> str | None:
-        """What may go wrong where both are under way at once."""
+        """Where two transfers that are under way together conflict; None if they do not."""
         if not (self.writes or other.writes) or self.file is not other.file:
             in_file = False
         else:
@@ -71,9 +71,10 @@ class LateTransfer(Transfer):
 
 
 class LateDrive:
-    """All scratch files of this process, while `late_scratch` lasts.
+    """The late transfers of all scratch files of this process, inside `late_scratch`.
 
-    `late` tells whether a transfer (does it write?) waits for its waiter; `gate` is passed before any moves.
+    late: given whether a transfer writes, returns whether it runs only when waited for. gate: called before any
+        transfer moves its bytes.
     """
 
     def __init__(self, late: Callable[[bool], bool], gate: Callable[[], None]) -> None:
@@ -105,13 +106,13 @@ class LateDrive:
         really(transfer.file, transfer.start, transfer.tensor, "a late unit").wait()
 
     def ended(self, transfer: LateTransfer) -> None:
-        with self._lock, suppress(ValueError):  # somebody else waited too
+        with self._lock, suppress(ValueError):  # another caller has waited too
             self._under_way.remove(transfer)
 
 
 @contextmanager
 def late_scratch(order: str, gate: Callable[[], None] = lambda: None) -> Iterator[LateDrive]:
-    """Every scratch file of this process is slow inside, in one of ORDERS."""
+    """Inside the context every scratch file of this process is slow. `order`: a key of ORDERS."""
     chooses, draw = ORDERS[order], random.Random(order)
     drive = LateDrive(lambda writes: chooses(writes, draw), gate)
     read, write = ScratchFile.read, ScratchFile.write

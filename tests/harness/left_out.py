@@ -1,6 +1,6 @@
-"""A pytest plugin: tests that a run leaves out on purpose are deselected and counted, one line a reason.
+"""A pytest plugin that deselects and counts tests that a run leaves out on purpose, and prints one line per reason.
 
-So a skip means that something is missing on this machine.
+So a skip always means that something is missing on this machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NO_GPU = "GPU tests left out, no CUDA device here: `make gpu`"
 _COUNTS = pytest.StashKey[dict[str, int]]()
 
 
-@pytest.hookimpl(trylast=True)  # after -m and -k: what those deselect was not asked for
+@pytest.hookimpl(trylast=True)  # after -m and -k: tests that those deselect are not counted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wants_long_form = "full" in (config.option.markexpr or "")
     has_gpu = any(item.get_closest_marker("gpu") for item in items) and _finds_cuda()
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def reason_to_leave_out(item: pytest.Item, *, wants_long_form: bool, has_gpu: bool) -> str | None:
     if item.get_closest_marker("gpu") and not has_gpu:
         return NO_GPU
-    if item.get_closest_marker("full") and not wants_long_form:  # not by keyword: a folder of this name is one too
+    if item.get_closest_marker("full") and not wants_long_form:  # not by keyword: a folder named full counts as one
         return LONG_FORM
     return None
 
@@ -39,14 +39,14 @@ def _finds_cuda() -> bool:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist: the one at the terminal counts nothing
+    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist; its controller counts nothing
         session.config.workeroutput["left_out"] = session.config.stash.get(_COUNTS, {})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: object) -> None:
-    """Every process of pytest-xdist collects all tests, so any of them has the whole count."""
-    output = getattr(node, "workeroutput", {})  # a process that crashed left none
+    """Every worker of pytest-xdist collects all tests, so the count of any of them is complete."""
+    output = getattr(node, "workeroutput", {})  # a worker that crashed has none
     if "left_out" in output:
         node.config.stash[_COUNTS] = output["left_out"]  # type: ignore[attr-defined]
 

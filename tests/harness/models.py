@@ -1,4 +1,4 @@
-"""Small models of plain torch for the runtime's tests: a transformer with every shape of ownership that matters."""
+"""A small transformer in plain torch for the runtime's tests, with options for tied, frozen and recomputed blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TinySpec:
     width: int = 20
     blocks: int = 3
     tied: bool = False
-    frozen: bool = False  # a whole block, which gradients must pass through, and a part of the next
+    frozen: bool = False  # one full block, through which gradients must pass, and a part of the next
     recomputed: bool = False
     seed: int = 0
 
@@ -78,7 +78,7 @@ def token_loss_sum(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) ->
 def batch(spec: TinySpec, step: int, rank: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and labels [3, 11]: counting modulo the vocabulary with a tenth of noise, so there is something to learn.
 
-    Masks differ by rank, and in step 1 the first micro-batch of every rank but 0 is all masked.
+    Masks differ by rank, and in step 1 the first micro-batch of every rank but 0 is fully masked.
     """
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
     ids = (torch.randint(spec.vocab, (3, 1), generator=generator) + torch.arange(12)) % spec.vocab

@@ -1,8 +1,8 @@
-"""The oracle: one process of plain PyTorch that does what all ranks together should have done.
+"""The oracle: one process of plain PyTorch that computes the result that all ranks together must have.
 
 It runs each rank's micro-batches in rank order, divides by the tokens of the global batch as the runtime does, and
-sums in the order of the accumulation class: gradients that are kept whole are summed over micro-batches first and
-over ranks last; sharded ones are summed over the ranks in each micro-batch, then over micro-batches.
+sums in the order of the accumulation class: full gradients are summed over micro-batches first and over ranks
+last; sharded ones are summed over the ranks in each micro-batch, then over micro-batches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Case:
 
 @dataclass
 class Trace:
-    """What a run leaves: losses and norms by step, final fp32 weights, the first step's gradient, by name."""
+    """Results of a run: losses and norms by step; final fp32 weights and the first step's gradients, by name."""
 
     losses: list[float]
     norms: list[float]
@@ -63,7 +63,7 @@ def step_tokens(case: Case, step: int) -> int:
 
 @dataclass(frozen=True)
 class Nudge:
-    """Ways to round differently without being wrong, to see how far apart two right runs drift."""
+    """Changes that make a run round differently but correctly, to measure how far two correct runs drift apart."""
 
     reversed_ranks: bool = False
     clip_factor: float = 1.0
@@ -71,7 +71,7 @@ class Nudge:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run goes on: the steps that were made, and whole states by `state/name` (`master/...`, ...)."""
+    """Where a run resumes: the number of completed steps, and full states by `state/name` (`master/...`, ...)."""
 
     step: int
     states: dict[str, torch.Tensor]
@@ -85,9 +85,10 @@ def oracle(
     optimizer: OptimizerConfig = ADAMW,
     start: Start | None = None,
 ) -> Trace:
-    """Run the case with AdamW on fp32 masters, or what else `optimizer` means: see plain_optimizers.py.
+    """Run the case with AdamW on fp32 masters, or with another `optimizer`: see plain_optimizers.py.
 
-    `start`: go on from there (an optimizer of torch's, no step of which was skipped); `case.steps` are then made after.
+    `start`: resume from there and run `case.steps` more steps. The optimizer must name its states as torch's does, and
+    no earlier step may have been skipped.
     """
     nudge = nudge or Nudge()
     torch.set_num_threads(1)
@@ -142,7 +143,7 @@ Parts = dict[tuple[int, int], dict[str, torch.Tensor]]  # gradients by (rank, mi
 
 
 def rank_gradients(case: Case, masters: dict[str, torch.Tensor], step: int, scale: float = 1.0) -> tuple[Parts, float]:
-    """Each rank's and micro-batch's own gradient in compute dtype, times the loss scale; and the global loss."""
+    """The gradients of each rank and micro-batch in compute dtype, times the loss scale; and the global loss."""
     tokens = torch.tensor(step_tokens(case, step))
     parts: Parts = {}
     loss_sum = 0.0
@@ -176,7 +177,7 @@ def _working_copy(case: Case, masters: dict[str, torch.Tensor]) -> TinyTransform
 
 
 def _sum(case: Case, parts: Parts, name: str, ranks: range, reduces_every_backward: bool) -> torch.Tensor:
-    """The gradient of the step in the dtype in which it rests, summed in the order of the accumulation class."""
+    """The gradient of the step in the dtype in which it is stored, summed in the order of the accumulation class."""
     reduce = TORCH_DTYPE[case.precision.reduce]
     rest = TORCH_DTYPE[case.precision.grad(case.micro_batches)]
     micros = range(case.micro_batches)

@@ -1,4 +1,4 @@
-"""rank_outcomes: like run_ranks, for runs that are meant to fail: how each rank ended, and after how long."""
+"""rank_outcomes: like run_ranks, for runs that are meant to fail. Returns how and when each rank ended."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from harness.ranks import RANK_THREADS
 from zero_runtime.errors import RankError
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 
-# Tests ask early. A rank that only got no core is not found stuck; a test of a rank that is stuck has its own limit.
+# A short slow_s keeps tests fast. With the long stuck_s a rank that only waits for a core does not count as stuck;
+# tests of stuck ranks set another limit.
 HASTY = WatchSettings(slow_s=1.0, stuck_s=HANG_S, answer_s=3.0, poll_s=0.1, grace_s=0.5)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`how`: "ok", "raised" (by the working thread), "ended" (by the watching one), or "died" without a word.
+    """`how`: "ok", "raised" (by the working thread), "ended" (by the watching one), or "died" without a report.
 
-    `blamed`: the ranks that its RankError names. `seconds`: of the whole run, all ranks alike.
+    `blamed`: the ranks that its RankError names. `seconds`: duration of the complete run, the same for all ranks.
     """
 
     how: str
@@ -45,9 +46,9 @@ def rank_outcomes(
     limit_s: float = HANG_S,
     tcp: bool = False,
 ) -> list[Outcome]:
-    """`function(watch)` on each of `world` ranks; no rank is killed before `limit_s`, or before the last that runs.
+    """Run `function(watch)` on each of `world` ranks. Ranks that are still alive after `limit_s` are killed.
 
-    A rank that is stopped is killed once all others have ended. `tcp`: the store lives in the process of rank 0.
+    A stopped rank is killed once all others have ended. `tcp`: the store is in the process of rank 0, not in a file.
     """
     context = mp.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
@@ -114,9 +115,9 @@ def _rank_main(
         leave(Outcome("ended", str(error), error.ranks))
 
     torch.set_num_threads(RANK_THREADS)
-    signal.alarm(int(HANG_S))  # a test that is itself wrong leaves no process behind
+    signal.alarm(int(HANG_S))  # so that a test that is itself wrong leaves no process behind
     store = _tcp_store(folder, rank, world) if tcp else dist.FileStore(str(Path(folder, "store")), world)
-    # The backend's own time-out is longer than any test: what ends a rank here is the watch.
+    # The backend's timeout is longer than any test, so that only the watch ends a rank.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=10))
     watch = watch_ranks(store, WorldSettings(watch=settings, on_end=on_end))
     Path(folder, f"joined{rank}").touch()

@@ -1,8 +1,9 @@
-"""The optimizers of one process of plain PyTorch, whole tensors at a time.
+"""Optimizers on full tensors, for one process of plain PyTorch.
 
-AdamW, Adam and SGD are `torch.optim`'s algorithms and order of operations, Lion and LAMB their papers', written in
-additions, multiplications, divisions and roots that each round once: the bits that every machine has. How far
-`torch.optim` itself is from them is the subject of tests/kernels/test_torch_optim.py. Other classes are torch's own.
+AdamW, Adam and SGD have the algorithms and order of operations of `torch.optim`, Lion and LAMB those of their papers.
+They consist of additions, multiplications, divisions and square roots that each round once, so every machine computes
+the same bits. tests/kernels/test_torch_optim.py bounds their distance from `torch.optim`. Other classes are torch's
+own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from zero_runtime.optim.configs import (
 
 
 def root(values: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded, by way of fp64: torch's own fp32 root differs between processors."""
+    """Correctly rounded square root, computed in fp64: torch's own fp32 root differs between processors."""
     return values.double().sqrt().float()
 
 
@@ -169,7 +170,7 @@ class AdamW8bit(AdamW):
 
 
 def rounded_to_codes(block: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """Each value's nearest code times the block's scale, code by code of the table."""
+    """Each value rounded to its nearest code, times the block's scale, by comparison with the complete table."""
     table = dynamic_codes(block.device, signed=signed)
     most = block.abs().max()
     scale = most if bool((block == most).any()) else -most
@@ -181,7 +182,8 @@ def rounded_to_codes(block: torch.Tensor, *, signed: bool) -> torch.Tensor:
 
 
 def plain_optimizer(config: OptimizerConfig, masters: dict[str, torch.Tensor], lr: float) -> torch.optim.Optimizer:
-    """What `config` means, over named fp32 tensors. Norms and biases are those of no or one dimension."""
+    """The optimizer that `config` describes, over named fp32 tensors. Norms and biases are the tensors with at most one
+    dimension."""
     groups = [group for group in _groups(config, masters, lr) if group["params"]]
     if isinstance(config, LionConfig):
         return Lion(groups, {"betas": (config.beta1, config.beta2)})

@@ -1,4 +1,4 @@
-"""run_ranks: a function on every rank of a gloo world, each rank a process forked from a warm fork server."""
+"""run_ranks: runs a function on every rank of a gloo world. Each rank is a process forked from a warm fork server."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from typing import Any
 
 from harness.patience import HANG_S
 
-# What a rank would spend most of its life importing. orchestrator.workloads.models comes before transformers, which it
-# tells to stay offline. An architecture that is not here costs its first import in each test that builds it.
+# Modules that a rank would otherwise spend most of its time importing. orchestrator.workloads.models comes before
+# transformers, because it sets transformers to offline mode. An architecture that is missing here is imported again in
+# each test that builds it.
 PRELOAD = [
     *("torch", "torch.distributed", "numpy", "pytest", "safetensors.torch"),
     *("orchestrator.workloads.models", "orchestrator.worker.train", "zero_runtime.checkpoint.background"),
     *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
 ]
 RANK_THREADS = 1
-_fault: str | None = None  # a fault of harness.faults that ranks started from here on are given
+_fault: str | None = None  # the fault of harness.faults for ranks that are started from now on
 
 
 def set_fault(name: str | None) -> None:
-    """Ranks of later calls run a runtime with this fault in it."""
+    """Inject this fault into the runtime of ranks of later calls; None: no fault."""
     global _fault
     _fault = name
 
@@ -41,10 +42,10 @@ def prepare_fork_server() -> None:
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = HANG_S) -> list[Any]:
-    """`function(*args)` on each of `world` ranks with a process group; their results by rank. World 0: see run_alone.
+    """Run `function(*args)` on each of `world` ranks with a process group. Returns the results by rank.
 
-    `function` and `args` must pickle. The first rank that fails, or silence past the timeout, fails the call with
-    every rank's traceback.
+    World 0: see run_alone. `function` and `args` must be picklable. If a rank fails, or the timeout passes, the call
+    raises AssertionError with the traceback of every rank that failed.
     """
     context = mp.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
@@ -65,12 +66,12 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
 
 
 def run_alone(function: Callable[..., Any], *args: Any, timeout_s: float = HANG_S) -> Any:
-    """`function(*args)` in one forked process of its own, without a process group: it may make what it likes."""
+    """Run `function(*args)` in a separate forked process without a process group: the function may create one."""
     return run_ranks(function, 0, *args, timeout_s=timeout_s)[0]
 
 
 def _await_all(processes: list[Any], deadline: float) -> None:
-    """Return when all have ended, or soon after one has failed: its peers would wait for it for ever."""
+    """Return when all have ended, or one second after one has failed, because its peers would wait for it forever."""
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         if any(process.exitcode not in (None, 0) for process in processes):
             time.sleep(1.0)
@@ -100,13 +101,13 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
-    # A collection would visit all objects of the libraries, and copy the pages shared with the server in doing so. A
-    # census of live tensors collects before it counts.
+    # A garbage collection would visit all objects of the libraries, and so copy the pages shared with the fork server.
+    # (A census of live tensors runs a collection before it counts.)
     gc.freeze()
     torch.set_num_threads(RANK_THREADS)
     if hasattr(os, "SCHED_BATCH"):
-        # A thread that wakes up then preempts no other. gloo's would preempt the one that holds the lock it wants, in
-        # the middle of a send, and ask for that lock until its slice of the scheduler's time ends.
+        # A waking thread then preempts no other thread. Otherwise a thread of gloo would preempt the holder of a lock
+        # that it needs, in the middle of a send, and retry to take that lock until its time slice ends.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if fault is not None:
         from harness import faults
@@ -115,7 +116,7 @@ def _rank_main(
     if world:
         store = dist.FileStore(str(Path(folder, "store")), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=HANG_S))
-        dist.barrier()  # else a rank with nothing to say could leave while another still connects
+        dist.barrier()  # otherwise a rank that sends nothing could exit while another still connects
     try:
         outcome: tuple[bool, Any] = (True, function(*args))
     except BaseException:

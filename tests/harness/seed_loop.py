@@ -1,5 +1,5 @@
-"""A training script written for DeepSpeed, as people write it, and what it needs of the world: a tokenizer and a model
-without a hub, data, and its two configuration files. Only its import of deepspeed is another."""
+"""A training script as users write it for DeepSpeed, and everything that it needs: a tokenizer and a model without a
+hub, data, and its two configuration files. Only its import of deepspeed is changed."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def tiny_llama(_name: str, *, torch_dtype: Any) -> Any:
 
 
 def initialize_quietly(**given: Any) -> tuple[Any, Any, Any, Any]:
-    """initialize without its warning, which other tests read."""
+    """initialize without its warning, which other tests check."""
     import zero_runtime
 
     with warnings.catch_warnings():
@@ -146,7 +146,8 @@ def initialize_quietly(**given: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def run_script(folder: str, config: str, steps: int) -> dict[str, Any]:
-    """Run it in `folder` with one of its files for `steps` batches; what it told and counted, or how it was refused."""
+    """Run the script in `folder` with one of its files for `steps` batches. Returns what it printed and counted, or the
+    message with which it was refused."""
     import transformers
 
     from zero_runtime.errors import PlanError

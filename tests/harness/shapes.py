@@ -1,7 +1,6 @@
-"""Models of unusual shapes: each takes ids [batch, tokens].
+"""Models of unusual shapes for the parity tests. Each takes ids [batch, tokens].
 
-Each model's `forward(ids)` returns something from which `loss_of` makes a 0-dim tensor, so that any shape of output
-can be tried.
+Each model's `forward(ids)` returns any kind of output, from which `loss_of` computes a 0-dim tensor.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Tied(Base):
 
 
 class Borrowed(Base):
-    """The output multiplies by the embedding's weight without owning it; the embedding is a unit of its own."""
+    """The output multiplies by the embedding's weight without owning it; the embedding is a separate unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +80,7 @@ class BorrowingHead(nn.Module):
 
 
 class BorrowedInHead(Base):
-    """The same inside a module, and two weights of another block besides, read before their owner runs."""
+    """Like Borrowed, but inside a module. Also reads two weights of a block before that block runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +92,7 @@ class BorrowedInHead(Base):
 
 
 class HeldWeight(Base):
-    """A weight kept in a plain list: a reference that torch does not know of."""
+    """A weight kept in a plain list: a reference that torch does not track."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +117,7 @@ class SmallParts(nn.Module):
 
 
 class Small(Base):
-    """Parameters of 0 and 1 elements and of no dimension, in units of their own and in the root."""
+    """Parameters with 0 elements, 1 element and no dimension, in separate units and in the root."""
 
     layer = SmallParts
 
@@ -132,7 +131,7 @@ class Small(Base):
 
 
 class Repeated(Base):
-    """Every block is used twice, the second time around after the others."""
+    """All blocks run in order, and then all run once more."""
 
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         for block in [*self.blocks, *self.blocks]:
@@ -148,7 +147,7 @@ class Parallel(Base):
 
 
 class Sometimes(Base):
-    """The middle block takes part only where the first id is even; one parameter never does."""
+    """The middle block runs only if the first id is even; a parameter and a submodule are never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +162,7 @@ class Sometimes(Base):
 
 
 class Nested(Base):
-    """Lists of lists, none of which is ever called."""
+    """Blocks in lists of lists; the lists themselves are never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +195,7 @@ class Shaped(nn.Module):
 
 
 class Silent(nn.Module):
-    """Returns nothing: what it computes goes into a list that it was handed."""
+    """Returns None and appends its result to a list argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +207,7 @@ class Silent(nn.Module):
 
 
 class Outputs(Base):
-    """Several inputs and outputs, keywords, and modules that return every kind of thing."""
+    """Several inputs and outputs, keywords, and modules that return many kinds of objects."""
 
     layer = Shaped
 
@@ -231,7 +230,7 @@ class Outputs(Base):
 
 
 class Adapted(nn.Module):
-    """A linear layer with a low-rank adapter; the weight's norm is computed aside from the input's path, as in DoRA."""
+    """A linear layer with a low-rank adapter; the weight's norm is computed outside the input's path, as in DoRA."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
@@ -265,7 +264,7 @@ class Adapters(Base):
 
 
 class FrozenMiddle(Base):
-    """A frozen block between trained ones: its gradient passes through and it has none of its own."""
+    """A frozen block between trained ones: gradients pass through it, and its parameters get none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,14 +312,14 @@ SHAPES: dict[str, type[Base]] = {
 
 
 def build_shape(kind: type[Base]) -> Base:
-    """The model with weights that depend on its class alone; small ones, so that twenty steps stay finite."""
+    """The model with weights that depend only on its class, small enough that twenty steps stay finite."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return kind()
 
 
 def ids_of(step: int, rank: int) -> torch.Tensor:
-    """[2, 5] int64; the first id is even on some steps and ranks and odd on others."""
+    """[2, 5] int64; the first id is the step, so it is even in some steps and odd in others."""
     ids = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
-    ids[0, 0] = step  # all ranks alike: ranks must use the same modules
+    ids[0, 0] = step  # the same on all ranks, since ranks must use the same modules
     return ids

@@ -1,4 +1,4 @@
-"""The same case on ranks: what `run_ranks` runs to be compared with the oracle."""
+"""Runs a case of the oracle on ranks: functions for `run_ranks`, whose results are compared with the oracle's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build_runtime(
 
 
 def backwards_of_step(runtime: ZeroRuntime, case: Case, step: int) -> None:
-    """Every micro-batch of this rank's step, up to and without the update."""
+    """Forward and backward of all micro-batches of this rank's step, without the update."""
     rank = dist.get_rank()
     batches = [batch(case.model, step, rank, micro) for micro in range(case.micro_batches)]
     tokens = runtime.sum_over_ranks(sum(int((labels != IGNORED).sum()) for _, labels in batches))
@@ -50,7 +50,7 @@ def backwards_of_step(runtime: ZeroRuntime, case: Case, step: int) -> None:
 
 
 def train(case: Case, stages: tuple[int, ...] = (0, 1, 2, 3), prefetch: int = 1) -> dict[int, Trace]:
-    """On every rank: the case at each stage in turn. Full weights and first gradients are gathered by hand."""
+    """Run the case at each stage in turn. Full weights and first gradients are joined by `full_tensors`."""
     traces = {}
     for stage in stages:
         runtime = build_runtime(case, stage, prefetch=prefetch)
@@ -75,7 +75,7 @@ def train(case: Case, stages: tuple[int, ...] = (0, 1, 2, 3), prefetch: int = 1)
 
 
 def full_tensors(runtime: ZeroRuntime, attribute: str) -> dict[str, torch.Tensor]:
-    """Put the shards of every unit together without the runtime's own gather: by name, in the parameters' shapes."""
+    """Join the shards of every unit without the runtime's own gather. Returns tensors by name, in parameter shapes."""
     found = {}
     for unit in runtime.units:
         shard = getattr(unit, attribute)
@@ -85,7 +85,7 @@ def full_tensors(runtime: ZeroRuntime, attribute: str) -> dict[str, torch.Tensor
         if runtime.collectives.shard_count > 1:
             pieces = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
             dist.all_gather(pieces, shard.contiguous())
-            full = torch.cat(pieces[: runtime.collectives.shard_count])  # the first group's; the others replicate it
+            full = torch.cat(pieces[: runtime.collectives.shard_count])  # of the first group; others are replicas
         for segment in unit.layout.segments:
             values = full[segment.offset : segment.offset + segment.numel]
             found[segment.name] = values.reshape(segment.shape).clone()

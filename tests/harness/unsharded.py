@@ -1,4 +1,4 @@
-"""Counts what is in memory at once: units with their full parameters, and the bytes of all model states."""
+"""Measures peaks of memory: the units that are unsharded at the same time, and the bytes of all model states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALLOCATING = ("unshard", "take_grad", "reduce_grad", "wait_reduce")
 
 @dataclass
 class UnshardedPeak:
-    """The most that was whole at one moment: units by name, their elements with padding, and each moment's count."""
+    """The peak of unsharded units: their names, their padded elements; counts: number of unsharded units per gather."""
 
     units: tuple[str, ...] = ()
     numel: int = 0
@@ -31,7 +31,8 @@ class UnshardedPeak:
 
 @contextmanager
 def unsharded_peak(units: list[Unit]) -> Iterator[UnshardedPeak]:
-    """Look after every gather that begins inside: storages only grow there. Storages are looked at, not states."""
+    """Measure after every gather that starts inside the context, since storages grow only there. Inspects the storages
+    themselves, not the states of the units."""
     peak = UnshardedPeak()
 
     def watched(verb: Any) -> Any:
@@ -52,14 +53,14 @@ def unsharded_peak(units: list[Unit]) -> Iterator[UnshardedPeak]:
 
 @dataclass
 class StateBytesPeak:
-    """The most bytes of model states, sharded and whole, that one rank held at one moment."""
+    """Peak of this rank's bytes of model states, sharded and full."""
 
     bytes: int = 0
 
 
 @contextmanager
 def state_bytes_peak(runtime: ZeroRuntime) -> Iterator[StateBytesPeak]:
-    """Look after every verb of a unit that allocates; each storage counts once, by the bytes that it holds."""
+    """Measure after every call of a unit's method that allocates. Each storage counts once, with the bytes it holds."""
     peak = StateBytesPeak()
 
     def watched(verb: Any) -> Any:

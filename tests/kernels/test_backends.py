@@ -1,4 +1,4 @@
-"""An implementation is tried before it is trusted: one that fails or is wrong leaves the work to the reference."""
+"""An implementation is checked before it is used: if it fails or gives wrong results, the check reports why."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def _like_the_reference(**changes: object) -> SimpleNamespace:
     return SimpleNamespace(**{name: getattr(reference, name) for name in names} | changes)
 
 
-def test_the_reference_has_no_trouble() -> None:
+def test_the_reference_passes_the_check() -> None:
     assert trouble_of(_like_the_reference(), CPU) is None
 
 
-def test_one_that_does_not_compile_is_told_in_one_line() -> None:
+def test_an_implementation_that_does_not_compile_is_reported_in_one_line() -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no kernel image\n  is available")
 
     assert trouble_of(_like_the_reference(accumulate=broken), CPU) == "RuntimeError: no kernel image is available"
 
 
-def test_one_with_other_numbers_is_found() -> None:
+def test_an_implementation_with_wrong_results_is_reported() -> None:
     def off(values: torch.Tensor) -> torch.Tensor:
         return reference.sum_of_squares(values) * 1.1
 
@@ -37,7 +37,7 @@ def test_one_with_other_numbers_is_found() -> None:
     assert told.startswith("its results are off by up to")
 
 
-def test_one_whose_moments_of_8_bits_are_wrong_is_found() -> None:
+def test_an_implementation_with_wrong_8_bit_moments_is_reported() -> None:
     def off(*arguments: torch.Tensor) -> None:
         reference.adamw8bit(*arguments)
         arguments[4].sub_(5)

@@ -1,5 +1,5 @@
-"""The compiled library: built once under a lock into a private cache, never at import, and done without where it
-cannot be had."""
+"""The compiled library is built once under a lock into a private cache, never at import; if it cannot be built, the
+reference runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from zero_runtime.kernels.cpu.build import BuildError, LockWait
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-# A source that compiles at once, so that what is timed and counted here is not the compiler.
+# A source that compiles quickly, so that the compiler does not dominate what is timed and counted here.
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sources and a cache of the test's own; the path of the one source."""
+    """A separate source folder and cache for the test. Returns the path of the only source."""
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "one.cpp").write_text(SOURCE)
@@ -47,7 +47,7 @@ def libraries() -> list[Path]:
 
 
 def counting_compiler(folder: Path, script: str = 'exec g++ "$@"') -> Path:
-    """A compiler that writes a line for each compilation into `count` beside it."""
+    """A compiler that writes a line for each compilation into the file `count` next to it."""
     path = folder / "compiler"
     path.write_text(
         f'#!/bin/sh\ncase "$1" in --version) echo stub; exit 0;; esac\necho x >> {folder}/count\n{script}\n'
@@ -69,7 +69,7 @@ def test_import_compiles_and_loads_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_second_load_takes_what_the_first_compiled(
+def test_the_second_load_uses_the_library_that_the_first_compiled(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", str(counting_compiler(tmp_path)))
@@ -79,11 +79,13 @@ def test_the_second_load_takes_what_the_first_compiled(
     assert not list(build.cache_folder().glob("*.part"))
 
 
-def test_the_cache_is_the_users_alone(sources: Path) -> None:
+def test_only_the_user_can_access_the_cache(sources: Path) -> None:
     assert stat.S_IMODE(build.cache_folder().stat().st_mode) == 0o700
 
 
-def test_another_source_flag_or_compiler_is_another_library(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_source_flag_compiler_or_processor_gives_another_library(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = build.find_compiler()
     keys = {build.library_key(compiler)}
     sources.write_text(SOURCE + "// changed\n")
@@ -97,25 +99,27 @@ def test_another_source_flag_or_compiler_is_another_library(sources: Path, monke
     assert len(keys) == 5
 
 
-def test_a_folder_that_others_may_write_is_refused(sources: Path) -> None:
+def test_a_cache_folder_that_others_can_write_to_is_refused(sources: Path) -> None:
     build.cache_folder().chmod(0o777)
     with pytest.raises(BuildError, match="writable to nobody else"):
         build.load_library()
 
 
-def test_a_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_created_is_an_error_that_names_the_variable(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(BuildError, match="set XDG_CACHE_HOME"):
         build.load_library()
 
 
-def test_without_a_home_that_can_be_written_to_the_cache_lies_among_temporary_files(
+def test_without_a_writable_home_the_cache_is_in_the_temporary_folder(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
-    # Nobody may make folders in /proc, and "~" is what expanduser leaves where it knows no home.
+    # No user can create folders in /proc, and expanduser returns "~" if it knows no home.
     for home in ("/proc", str(sources), "~"):
         monkeypatch.setattr(os.path, "expanduser", lambda path, home=home: home)
         assert build.cache_folder() == tmp_path / "temporary" / f"zero-lab-{os.getuid()}"
@@ -126,7 +130,7 @@ def test_without_a_home_that_can_be_written_to_the_cache_lies_among_temporary_fi
 
 
 def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:4096])  # the loader maps such a file, and dies of it
+    path.write_bytes(path.read_bytes()[:4096])  # the loader maps such a file and crashes
 
 
 def _flip(path: Path) -> None:
@@ -147,7 +151,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_library_that_is_not_what_was_compiled_is_compiled_again_and_never_loaded(
+def test_a_damaged_library_is_compiled_again_and_never_loaded(
     damage: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", str(counting_compiler(tmp_path)))
@@ -164,7 +168,7 @@ def test_a_library_that_is_not_what_was_compiled_is_compiled_again_and_never_loa
 
 
 @pytest.mark.usefixtures("fresh_choice")
-def test_kernels_whose_numbers_are_off_are_not_used(
+def test_kernels_with_wrong_results_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def accumulate(self: object, target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
@@ -203,14 +207,14 @@ def lock_path() -> Path:
     return build.cache_folder() / f"kernels-{build.library_key(build.find_compiler())}.lock"
 
 
-def test_a_lock_file_that_nobody_holds_is_no_lock(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_leftover_lock_file_that_no_process_holds_is_ignored(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
     lock_path().touch()
     assert build.load_library(LockWait(limit_s=0.5, message_after_s=0.0)).answer() == 42
     assert "waiting for another process" not in caplog.text
     assert "compiling without it" not in caplog.text
 
 
-def test_who_waits_says_so_and_after_the_limit_compiles_for_itself(
+def test_a_waiting_process_logs_it_and_after_the_limit_compiles_without_the_lock(
     sources: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with lock_path().open("a") as held:
@@ -225,7 +229,7 @@ def test_who_waits_says_so_and_after_the_limit_compiles_for_itself(
 
 @pytest.fixture
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process decides once is undecided, and undecided again after the test."""
+    """Let the test make choices that a process makes only once; afterwards the earlier choices apply again."""
     monkeypatch.delenv("ZLAB_KERNELS", raising=False)
     for cached in (backends._compiled, backends._warn_once):
         monkeypatch.setattr(backends, cached.__name__, _uncached(cached))
@@ -238,7 +242,7 @@ def _uncached(function):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.usefixtures("sources", "fresh_choice")
-def test_without_a_compiler_one_warning_tells_why_and_the_reference_runs(
+def test_without_a_compiler_one_warning_gives_the_reason_and_the_reference_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -249,7 +253,7 @@ def test_without_a_compiler_one_warning_tells_why_and_the_reference_runs(
 
 
 @pytest.mark.usefixtures("fresh_choice")
-def test_a_compilation_that_fails_tells_the_compilers_words_and_leaves_nothing(
+def test_a_failed_compilation_reports_the_compilers_message_and_leaves_no_files(
     sources: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sources.write_text("this is no C++;\n")
@@ -261,7 +265,7 @@ def test_a_compilation_that_fails_tells_the_compilers_words_and_leaves_nothing(
 
 
 @pytest.mark.usefixtures("sources", "fresh_choice")
-def test_cpp_alone_is_an_error_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requiring_cpp_without_a_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("ZLAB_KERNELS", "cpp")
     with pytest.raises(BuildError, match="no-such-compiler"):
@@ -269,7 +273,7 @@ def test_cpp_alone_is_an_error_where_it_cannot_be_had(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("fresh_choice")
-def test_a_processor_without_fused_multiply_add_takes_the_reference(
+def test_a_processor_without_fused_multiply_add_uses_the_reference(
     sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> str:
@@ -279,7 +283,7 @@ def test_a_processor_without_fused_multiply_add_takes_the_reference(
     assert backends.backend_for(CPU) is reference
 
 
-def test_a_compiler_that_hangs_is_given_up(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_hangs_times_out(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(counting_compiler(tmp_path, "exec sleep 30")))
     monkeypatch.setattr(build, "COMPILE_LIMIT_S", 0.3)
     with pytest.raises(BuildError, match="timed out after"):

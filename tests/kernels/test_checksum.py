@@ -1,4 +1,4 @@
-"""The compiled checksum is what its note says, and either one finds what a drive may do to a block."""
+"""The compiled checksum matches its note, and both checksums detect the damage that a disk may do to a block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = 4096
 
 
 def crc32c(data: bytes) -> int:
-    """By its definition, bit by bit."""
+    """CRC-32C by its definition, bit by bit."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -62,12 +62,12 @@ def test_the_definition_has_the_published_check_value() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 23, 24, 25, 31, 47, 48, 49, 1000, PAGE, 10007])
 @pytest.mark.parametrize("offset", [0, 1])
-def test_the_compiled_one_has_the_bits_of_its_definition(size: int, offset: int) -> None:
+def test_the_compiled_checksum_equals_its_definition(size: int, offset: int) -> None:
     data = noise(size + offset)[offset:]
     assert compiled()(data) == wanted_of(data.numpy().tobytes())
 
 
-def test_every_flipped_bit_of_a_page_is_found(checksum: Checksum) -> None:
+def test_every_flipped_bit_of_a_page_is_detected(checksum: Checksum) -> None:
     page = noise(PAGE)
     right, seen = checksum(page), set()
     for place in range(PAGE):
@@ -79,7 +79,7 @@ def test_every_flipped_bit_of_a_page_is_found(checksum: Checksum) -> None:
     assert checksum(page) == right
 
 
-def test_bytes_that_change_places_are_found(checksum: Checksum) -> None:
+def test_bytes_that_change_places_are_detected(checksum: Checksum) -> None:
     pages = noise(3 * PAGE).view(3, PAGE)
     sums = {checksum(pages[list(order)].flatten()) for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0))}
     assert len(sums) == 5
@@ -89,7 +89,7 @@ def test_bytes_that_change_places_are_found(checksum: Checksum) -> None:
     assert checksum(zeros) != checksum(zeros[:-1]), "a block that ends early"
 
 
-def test_without_a_compiler_or_the_instruction_zlib_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_or_the_instruction_zlib_computes_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     data = noise(PAGE)
     compiled()
     monkeypatch.setenv(backends.VARIABLE, "auto")
@@ -99,7 +99,7 @@ def test_without_a_compiler_or_the_instruction_zlib_sums(monkeypatch: pytest.Mon
     assert checksum_function()(data) == zlib.crc32(data.numpy().tobytes())
 
 
-def test_what_runs_here_is_the_compiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_function_is_chosen_if_available(monkeypatch: pytest.MonkeyPatch) -> None:
     data = noise(PAGE)
     monkeypatch.setenv(backends.VARIABLE, "auto")
     assert compiled()(data) == checksum_function()(data) != zlib.crc32(data.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Every operation in C++ has the reference's bits: any dtype, length, place in memory and number of threads."""
+"""Every operation in C++ has the reference's bits for any dtype, length, alignment and number of threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zero_runtime.kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
 LENGTHS = (0, 1, 15, 16, 17, 10**6 + 3)
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
-# Of master, gradient and parameters: what precisions use, and what has a path of its own in the sources.
+# Dtypes of master, gradient and parameters: those that precisions use, and those with a separate path in the sources.
 MIXES = [(FP32, FP32, None), (FP32, BF16, BF16), (FP32, FP16, FP16), (BF16, BF16, FP16), (FP16, FP32, FP32)]
 ADAM = (1e-2, 0.9, 0.95, 1e-8, 0.1, 3)
 SCALE = torch.tensor(0.37)
@@ -53,7 +53,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def random(numel: int, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
-    """Over many magnitudes, a few of them zero."""
+    """Random values over many magnitudes, a few of them zero."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-6, 3, (numel,), generator=generator)
     return torch.where(torch.rand(numel, generator=generator) < 0.05, 0.0, values).to(dtype)
@@ -69,7 +69,7 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Operands:
-    """Fresh tensors of one length, each laid where `place` puts it."""
+    """New tensors of one length, each put in memory by `place`."""
 
     def __init__(self, numel: int, mix: Mix, place: Place = lambda tensor: tensor) -> None:
         master, grad, out = mix
@@ -145,7 +145,7 @@ def formats(which: Backend, o: Operands) -> Results:
 OPERATIONS: dict[str, Callable[[Backend, Operands], Results]] = {
     "adamw": adam_with(AdamW(*ADAM)),
     "adam": adam_with(Adam(*ADAM)),
-    "adam_without_decay": adam_with(Adam(1e-2, 0.4, 0.95, 1e-8, 0.0, 1)),  # the other side of torch's lerp too
+    "adam_without_decay": adam_with(Adam(1e-2, 0.4, 0.95, 1e-8, 0.0, 1)),  # also takes the other branch of torch's lerp
     "sgd": sgd_with(Sgd(1e-2, 0.9, 0.1, 0.1, False, 2)),
     "sgd_first": sgd_with(Sgd(1e-2, 0.9, 0.1, 0.1, False, 1)),
     "sgd_plain": sgd_with(Sgd(1e-2, 0.0, 0.0, 0.1, False, 2)),
@@ -209,7 +209,7 @@ def test_numbers_that_are_none_spread_as_in_the_reference(cpp: CpuKernels, name:
         assert_same_bits(OPERATIONS[name](cpp, found), OPERATIONS[name](reference, wanted))
 
 
-def test_sparse_layouts_and_wide_dtypes_take_the_reference(cpp: CpuKernels) -> None:
+def test_strided_layouts_and_wide_dtypes_use_the_reference(cpp: CpuKernels) -> None:
     strided = torch.zeros(20)[::2]
     cpp.accumulate(strided, torch.ones(10), 2.0)
     wide = torch.zeros(10, dtype=torch.float64)
@@ -221,7 +221,7 @@ def test_sparse_layouts_and_wide_dtypes_take_the_reference(cpp: CpuKernels) -> N
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 100_003])
-def test_the_sum_of_squares_is_that_of_fp64_and_finite_where_all_elements_are(numel: int) -> None:
+def test_the_sum_of_squares_is_computed_in_fp64_and_finite_if_all_elements_are(numel: int) -> None:
     values = random(numel, 5)
     exact = float(values.double().square().sum())
     # Squares of fp32 are exact in fp64; two orders of n sums differ by at most 2 n roundings.
@@ -257,7 +257,7 @@ def test_dynamic_codes_are_256_ascending_numbers_and_keep_second_moments_above_z
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_what_was_read_from_codes_is_written_as_the_same_codes(signed: bool) -> None:
+def test_values_read_from_codes_are_written_as_the_same_codes(signed: bool) -> None:
     values = random(20_003, 7) * 10.0 ** torch.randint(-12, 4, (20_003,), generator=torch.Generator().manual_seed(8))
     values[256:512], values[600], values[610] = -values[256:512].abs(), 9e4, -9e4
     values = values if signed else values.abs()
@@ -310,7 +310,7 @@ def calls() -> dict[str, tuple[object, ...]]:
     }
 
 
-def test_the_catalogue_is_all_there_is() -> None:
+def test_the_registered_operations_are_those_that_are_checked_here() -> None:
     declared = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("zero_lab::")}
     assert declared == set(calls())
 
@@ -328,10 +328,12 @@ def test_fake_tensors_pass_through_and_nothing_is_compiled_for_them(monkeypatch:
         assert ops.sum_of_squares(four[0]).dtype == torch.float64
 
 
-# ---- the choice ------------------------------------------------------------------------------------------------------
+# ---- choice of a backend ---------------------------------------------------------------------------------------------
 
 
-def test_the_variable_chooses_and_refuses_other_words(monkeypatch: pytest.MonkeyPatch, cpp: CpuKernels) -> None:
+def test_the_environment_variable_chooses_the_backend_and_refuses_unknown_names(
+    monkeypatch: pytest.MonkeyPatch, cpp: CpuKernels
+) -> None:
     device = torch.device("cpu")
     for choice, kind in (("auto", CpuKernels), ("cpp", CpuKernels), ("reference", type(reference))):
         monkeypatch.setenv("ZLAB_KERNELS", choice)
@@ -342,7 +344,7 @@ def test_the_variable_chooses_and_refuses_other_words(monkeypatch: pytest.Monkey
 
 
 def _after_a_fork_of_busy_threads() -> bool:
-    """In a child of a process that has used several threads, in ours and in torch's."""
+    """Runs an update in a child of a process that has used several threads, of the kernels and of torch."""
     operands = Operands(300_003, MIXES[1])
     with threads(3):
         OPERATIONS["adamw"](backends.backend_for(torch.device("cpu")), operands)

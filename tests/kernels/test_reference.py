@@ -1,4 +1,4 @@
-"""The reference has the bits of IEEE 754 arithmetic, as numpy has it, at every length and in pieces of any size."""
+"""The reference has the bits of IEEE 754 arithmetic, as in numpy, at every length and in pieces of any size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Arrays = list[np.ndarray]
 
 
 def random(numel: int, seed: int) -> torch.Tensor:
-    """Over many magnitudes, a few of them zero."""
+    """Random values over many magnitudes, a few of them zero."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-12, 4, (numel,), generator=generator)
     return torch.where(torch.rand(numel, generator=generator) < 0.05, 0.0, values)
@@ -31,7 +31,7 @@ def operands(numel: int) -> list[torch.Tensor]:
     return [master, random(numel, 2), random(numel, 3), random(numel, 4).abs()]
 
 
-# ---- the same in numpy, whose operations on fp32 arrays are IEEE 754's one by one ------------------------------------
+# ---- the same in numpy, whose operations on fp32 arrays are each those of IEEE 754 -----------------------------------
 
 
 def adam_in_numpy(arrays: Arrays, s: AdamW) -> Arrays:
@@ -110,12 +110,12 @@ def test_an_update_has_the_bits_of_ieee_arithmetic(name: str, numel: int) -> Non
     assert_same_bits(updated(SETTINGS[name], operands(numel)), wanted)
 
 
-def test_the_root_is_correctly_rounded_whatever_library_fp64_roots_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_root_is_correctly_rounded_with_any_library_for_fp64_roots(monkeypatch: pytest.MonkeyPatch) -> None:
     every = torch.arange(0, 0x7F800001, 8191, dtype=torch.int64).to(torch.int32).view(torch.float32)
     wanted = torch.from_numpy(np.sqrt(every.numpy()))
     assert torch.equal(reference.root(every), wanted)
     exact = torch.Tensor.sqrt_
-    for towards in (torch.inf, -torch.inf):  # the library is wrong in the last place of fp64, three times over
+    for towards in (torch.inf, -torch.inf):  # the library is off by three units in the last place of fp64
 
         def off(values: torch.Tensor, towards: float = towards) -> torch.Tensor:
             exact(values)
@@ -127,7 +127,7 @@ def test_the_root_is_correctly_rounded_whatever_library_fp64_roots_come_from(mon
         assert torch.equal(reference.root(every), wanted)
 
 
-def test_the_fp64_root_is_correctly_rounded_from_a_library_that_errs_in_the_last_place(
+def test_the_fp64_root_is_correctly_rounded_with_a_library_that_errs_in_the_last_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -155,7 +155,7 @@ def test_a_power_is_the_nearest_fp64_number(base: float) -> None:
             assert all(off <= abs(Decimal(neighbour) - exact) for neighbour in neighbours)
 
 
-# ---- what it takes and leaves ----------------------------------------------------------------------------------------
+# ---- inputs and side effects -----------------------------------------------------------------------------------------
 
 
 def test_a_bf16_gradient_is_widened_and_scaled_in_fp32_first() -> None:
@@ -174,7 +174,7 @@ def test_pieces_of_any_size_have_the_same_bits(chunk_numel: int, monkeypatch: py
     assert_same_bits(updated(SETTINGS["adamw"], operands(1000)), whole)
 
 
-def test_the_gradient_and_the_scale_are_left_as_they_were() -> None:
+def test_the_gradient_and_the_scale_do_not_change() -> None:
     for settings in SETTINGS.values():
         tensors, scale = operands(100), torch.tensor(0.5)
         kept = tensors[1].clone()

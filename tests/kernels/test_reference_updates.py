@@ -1,4 +1,4 @@
-"""The reference arithmetic: values worked out by hand, bits in any pieces, rounding of the master, no host reads."""
+"""The reference arithmetic: values worked out by hand, equal bits in pieces, rounding of the master, no host reads."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ BY_HAND = {
     "nesterov": 2 - 0.1 * ((3 + 0.5 * 2) + 0.9 * (0.9 * 1 + (3 + 0.5 * 2))),
     "plain_sgd": 2 - 0.1 * (3 + 0.5 * 2),
     "lion": 2 - 0.1 * (1 + 0.5 * 2),
-    "lamb": 2 - 0.1 * 2,  # one element: the ratio takes the update to the weight's own size
+    "lamb": 2 - 0.1 * 2,  # with one element the ratio scales the update to the size of the weight
 }
 
 
@@ -75,7 +75,7 @@ def test_the_gradient_is_multiplied_by_its_scale_first(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in UPDATES if name != "lamb"])
-def test_pieces_have_the_bits_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_in_pieces_has_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, pieces = state(1003), state(1003)
     UPDATES[name](whole)
     monkeypatch.setattr(reference, "CHUNK_NUMEL", 17)
@@ -95,7 +95,7 @@ def test_a_bf16_master_is_the_fp32_result_rounded_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UPDATES)
-def test_nothing_is_read_on_the_host(name: str) -> None:
+def test_an_update_reads_no_value_on_the_host(name: str) -> None:
     """A fake tensor has no value to read: `.item()` would raise."""
     with FakeTensorMode():
         UPDATES[name](tuple(torch.empty(100) for _ in range(4)), torch.empty(()))

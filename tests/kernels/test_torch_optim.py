@@ -1,12 +1,12 @@
-"""How far one update is from torch.optim's: the same algorithm and order, and a bound on what torch rounds otherwise.
+"""One update equals torch.optim's in algorithm and order, and stays within a derived bound of its rounding.
 
-[Note: distance] Both compute the same expression. Ours rounds each operation to nearest: u = 2^-24 of its result. torch
-may fuse a multiplication with an addition, which leaves one of those roundings out, and its square root may be one unit
-in the last place off, 2u of it. So each of torch's operations is within u of its exact result, the root within 2u (to
-which the rounding of u is added here), and the distance of two such evaluations is at most the sum of both errors. With
-T the sum of the magnitudes of all terms that are added or subtracted on the way to a result, every rounding before the
-last adds at most u * T to it, and n operations in sequence at most n * u * T to first order; the products of errors are
-below 1 % of that for n <= 12, so the bounds below count one operation more than there are.
+[Note: distance] Both compute the same expression. The reference rounds each operation to nearest: u = 2^-24 of its
+result. torch may fuse a multiplication with an addition, which leaves one of those roundings out, and its square root
+may be one unit in the last place off, 2u of it. So each of torch's operations is within u of its exact result, the root
+within 2u (to which the rounding of u is added here), and the distance of two such evaluations is at most the sum of
+both errors. With T the sum of the magnitudes of all terms that are added or subtracted on the way to a result, every
+rounding before the last adds at most u * T to it, and n operations in sequence at most n * u * T to first order; the
+products of errors are below 1 % of that for n <= 12, so the bounds below count one operation more than there are.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def operands() -> list[torch.Tensor]:
 
 
 def ours(settings: Settings) -> list[torch.Tensor]:
-    """[master, states] after one update."""
+    """[master, states] after one update by the reference."""
     master, grad, first, second = operands()
     if isinstance(settings, AdamW):
         reference.adamw(master, grad, first, second, ONE, settings)
@@ -125,7 +125,7 @@ RULES: dict[object, Callable[..., torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_an_update_is_torchs_with_every_operation_rounded_once(name: str) -> None:
+def test_an_update_equals_torch_optim_with_every_operation_rounded_once(name: str) -> None:
     with Unfused():
         wanted = torchs(SETTINGS[name])
     for found, other in zip(ours(SETTINGS[name]), wanted, strict=True):
@@ -136,7 +136,7 @@ def test_an_update_is_torchs_with_every_operation_rounded_once(name: str) -> Non
 
 
 def torch_rounds_once() -> bool:
-    """Whether torch fuses nothing here and its square root is correctly rounded: then its bits are ours."""
+    """Whether torch fuses nothing here and rounds its square root correctly: its bits then equal the reference's."""
     one = torch.tensor([1 + 2.0**-12] * 64)
     fuses = bool((torch.full((64,), -1 - 2.0**-11).addcmul_(one, one) != 0).any())
     values = random_magnitudes()
@@ -148,13 +148,13 @@ def random_magnitudes() -> torch.Tensor:
 
 
 def bounds(settings: Settings) -> list[torch.Tensor]:
-    """What [master, states] may differ by, element by element, in fp64; see [Note: distance]."""
+    """The largest allowed differences of [master, states], element by element, in fp64; see [Note: distance]."""
     w, g, m, v = (tensor.double().abs() for tensor in operands())
     if isinstance(settings, Sgd):
         grad = g + settings.weight_decay * w
         buffer = grad if settings.step == 1 or not settings.momentum else settings.momentum * m + grad
         step = grad + settings.momentum * buffer if settings.nesterov else buffer
-        # l2: 2 operations; the buffer: 3; Nesterov: 2; the weight: 2. Twice, for ours and torch's.
+        # l2: 2 operations; the buffer: 3; Nesterov: 2; the weight: 2. Twice, for the reference and torch.
         found = [2 * 10 * U * settings.lr * step + 2 * 2 * U * w]
         return [*found, 2 * 6 * U * buffer] if settings.momentum else found
     grad = g + settings.l2 * w

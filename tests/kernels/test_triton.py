@@ -1,6 +1,6 @@
-"""The Triton kernels on CPU tensors through Triton's interpreter, against the reference.
+"""The Triton kernels agree with the reference on CPU tensors, run by Triton's interpreter.
 
-The interpreter must be chosen before Triton is imported, so one process of its own computes all cases.
+The interpreter must be chosen before Triton is imported, so one separate process computes all cases.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def differences(*arguments: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_triton_agrees_with_the_reference(case: str) -> None:
-    """In cells in which each pair of values of two axes occurs."""
+    """In a cut of the cells that covers each pair of values of two axes."""
     check(case, differences("cut"))
 
 

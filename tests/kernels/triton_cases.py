@@ -1,8 +1,9 @@
-"""Run by test_triton.py under TRITON_INTERPRET=1: by case, the largest difference over its bound.
+"""The cases of test_triton.py, which runs this file under TRITON_INTERPRET=1. Writes a pickled dictionary: by case, the
+largest difference divided by its bound.
 
-fp32 results have the reference's bits, and so have codes, scales and fp16 results. Triton's interpreter cuts bf16 off
-where a GPU rounds to nearest, which is one unit of bf16: 2^-7 of the largest number. Sums of squares are added in
-another order.
+fp32 and fp16 results, codes and scales have the reference's bits. Triton's interpreter truncates to bf16 where a GPU
+rounds to nearest, so bf16 results may differ by one unit of bf16: 2^-7 of the largest number. Sums of squares are added
+in another order.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def dtypes_at(row: int, numel: int, lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.dtype, ...]:
-    """All; in a cut one, which takes turns along the rows and along the lengths."""
+    """All dtypes; in the cut only one, which alternates along the rows and along the lengths."""
     return (DTYPES[(row + lengths.index(numel)) % len(DTYPES)],) if IS_CUT else DTYPES
 
 
@@ -93,7 +94,7 @@ def lamb_parts(which, settings, numel, dtype) -> list[torch.Tensor]:  # type: ig
 
 
 def moments() -> Numbers:
-    """From random codes, so that all of the table is read."""
+    """Starts from random codes, so that the complete table is read."""
     lengths = (*LENGTHS, 256)
     for row, name in enumerate(("adamw", "adam", "adam_from_end")):
         for numel in lengths:
@@ -121,7 +122,7 @@ def moments_after(which, settings, numel, dtype) -> list[torch.Tensor]:  # type:
 
 
 def excess(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """0 for equal bits; of bf16 the largest difference in units of the largest number."""
+    """0 for equal bits; for bf16 the largest difference, in bf16 units of the largest number; 9 for other dtypes."""
     if torch.equal(found, wanted):
         return 0.0
     if wanted.dtype != torch.bfloat16:

@@ -1,4 +1,4 @@
-"""AdamW on 8-bit moments beyond one run: saved and loaded anywhere, traded with AdamW's, and what it learns."""
+"""AdamW with 8-bit moments: checkpoints load at any setting and into AdamW and back, and the loss stays close."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def held(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     [Setting(2, 2), pytest.param(Setting(0, 3), marks=pytest.mark.full)],
     ids=["stage2-world2", "stage0-world3"],
 )
-def test_codes_saved_anywhere_are_the_same_numbers_anywhere(saved: Setting, tmp_path: Path) -> None:
-    """At another world, row, size of units and precision: blocks hold the same elements, and reading loses nothing."""
+def test_8_bit_states_load_as_the_same_numbers_at_every_setting(saved: Setting, tmp_path: Path) -> None:
+    """At another world, stage, unit size and precision: blocks hold the same elements, so reading loses nothing."""
     wanted = run_ranks(_save, saved.world, tmp_path, saved)[0]
     path = next(tmp_path.glob("step-*"))
     for world in (1, 2, 3):
@@ -75,7 +75,7 @@ def _continues(root: Path, setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
-def test_a_resumed_run_has_the_bits_of_the_unbroken_one(stage: int, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_run(stage: int, tmp_path: Path) -> None:
     run_ranks(_continues, 2, tmp_path, Setting(stage, 2))
 
 
@@ -92,12 +92,12 @@ def _traded(root: Path, setting: Setting) -> None:
     assert back.optimizer.updates == SAVED_AFTER
 
 
-def test_adamw_and_its_8_bit_form_go_on_from_each_other(tmp_path: Path) -> None:
-    """The one rounds the fp32 moments to codes, the other takes the codes' numbers as they are."""
+def test_adamw_and_its_8_bit_form_load_each_others_checkpoints(tmp_path: Path) -> None:
+    """The 8-bit form rounds the fp32 moments to codes; AdamW takes the numbers of the codes unchanged."""
     run_ranks(_traded, 1, tmp_path, Setting(2, 1))
 
 
-def test_full_optimizer_state_tells_numbers() -> None:
+def test_full_optimizer_state_returns_fp32_numbers() -> None:
     run_ranks(_told, 2)
 
 
@@ -126,11 +126,11 @@ def _curves() -> dict[str, list[float]]:
 
 
 @pytest.mark.full
-def test_8_bit_moments_move_the_loss_less_than_a_tenth_of_the_learning_rate_does(
+def test_8_bit_moments_change_the_loss_less_than_a_10_percent_lower_learning_rate(
     capsys: pytest.CaptureFixture,
 ) -> None:
-    """The first update is made of moments that were never rounded, so the first two losses are equal bits. What
-    rounding does from then on is printed; a change that nobody would notice in a run is its measure."""
+    """The first update uses moments that were never rounded, so the first two losses have equal bits. The effect of
+    rounding from then on is printed, and must stay below that of a change that would go unnoticed in a run."""
     curves = run_ranks(_curves, 1)[0]
     assert curves["8 bit"][:2] == curves["fp32"][:2]
     apart = {name: max(abs(a - b) for a, b in zip(curves[name], curves["fp32"], strict=True)) for name in curves}

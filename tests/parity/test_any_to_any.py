@@ -1,14 +1,14 @@
-"""Saved at any row, world and precision, loaded at any other: the run goes on as plain torch does from that state.
+"""A checkpoint saved at any stage, world and precision, and loaded at any other, continues as plain torch does.
 
-The loaded states are the saved bits. What follows is compared with two references. Where world, precision and
-accumulation class are the same: the run that was never interrupted, bit for bit, weights and states too. Everywhere:
-plain torch from the same states at the target's setting, with the same bits at worlds 1 and 2. At worlds 3 and 4 the
-first loss is a sum of world * micro-batches equal fp32 numbers in fp64, so two orders of it differ by no more than
-2 (n-1) 2^-53 of the sum (Higham, eq. 4.4); later losses are within 20 times what two orders of summation give, and the
-spacing of fp32, to which each rank's loss is rounded.
+The loaded states have the saved bits. The continued run is compared with two references. If world, precision and
+accumulation class are the same: the run that was never interrupted, bit for bit, including weights and states. In all
+cases: plain torch from the same states at the target's setting, with the same bits at worlds 1 and 2. At worlds 3 and 4
+the first loss is a sum in fp64 of n = world * micro-batches fp32 numbers, which are the same in both runs, so two
+orders of summation differ by at most 2 (n-1) 2^-53 of the sum (Higham, eq. 4.4). Later losses are within 20 times the
+difference between two orders of summation, plus the spacing of fp32, to which each rank's loss is rounded.
 
-`make test` runs a cut in which every pair of values of two axes occurs, up to world 2; `make test-full` runs every pair
-of settings.
+`make test` runs a cut that covers every pair of values of two axes, up to world 2; `make test-full` runs every pair of
+settings.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def source(cell: Cell) -> Setting:
 
 
 def target(cell: Cell) -> Setting:
-    """Units of another size where that keeps the order of sums (worlds 1 and 2)."""
+    """The target setting, with another unit size at worlds 1 and 2, where that keeps the order of sums."""
     found = setting(*cell[3:])
     return replace(found, unit_numel=500) if found.world <= 2 else found
 
 
 class Continued(NamedTuple):
-    """What went on from a checkpoint."""
+    """Losses and final states of a run that continued from a checkpoint."""
 
     losses: list[float]
     states: dict[str, torch.Tensor]
@@ -65,7 +65,7 @@ def folder(root: Path, saved: Setting) -> Path:
 
 
 def save_all(root: Path, settings: list[Setting]) -> None:
-    """Every source of one world, with the whole states beside it as torch saves them, and the run that goes on."""
+    """Save every source of one world. Next to it, torch.save stores the full states and the uninterrupted run."""
     for saved in settings:
         own = folder(root, saved)
         runtime = saved.runtime()
@@ -84,7 +84,7 @@ def reference(root: Path, saved: Setting) -> tuple[dict[str, torch.Tensor], Cont
 
 
 def continue_all(root: Path, cells: list[Cell]) -> list[list[float]]:
-    """Every cell of one target world: load, compare, go on; the losses of each."""
+    """For every cell of one target world: load, compare the states, continue. Returns the losses of each cell."""
     found = []
     for cell in cells:
         saved, wanted = source(cell), target(cell)
@@ -102,8 +102,8 @@ def continue_all(root: Path, cells: list[Cell]) -> list[list[float]]:
 
 
 def steps_of(cell: Cell) -> int:
-    """From equal states all go on alike, so one source of each class goes on for long; of the others the second step
-    shows the loaded moments and the count of updates."""
+    """Equal states continue in the same way, so one source of each class runs GOES_ON steps. For the others two steps
+    are enough: the second depends on the loaded moments and update count."""
     saved = source(cell)
     return GOES_ON if cell in SHORT_CUT or saved == of_class(saved) else 2
 
@@ -131,7 +131,7 @@ def make_sources(root: Path, cells: tuple[Cell, ...]) -> None:
 
 @cache
 def plain_traces(root: Path, saved: Setting, wanted: Setting) -> tuple[Trace, Trace]:
-    """Plain torch from the saved states at the target's setting, and once more with the ranks summed backwards."""
+    """Plain torch from the saved states at the target's setting, and the same with the ranks summed in reverse."""
     states, _ = reference(root, saved)
     every, case = reduces_every_backward(wanted), wanted.case(steps=GOES_ON)
     start = Start(SAVED_AFTER, states)
@@ -142,7 +142,7 @@ def plain_traces(root: Path, saved: Setting, wanted: Setting) -> tuple[Trace, Tr
 
 
 def of_class(one: Setting) -> Setting:
-    """The row by which a class of equal bits goes."""
+    """The setting that represents its class: all settings whose runs have the same bits."""
     return replace(one, stage=2 if reduces_every_backward(one) else 0, unit_numel=None)
 
 
@@ -150,7 +150,8 @@ def check(root: Path, cells: list[Cell], world: int) -> None:
     made = {source(cell) for cell in cells}
     for cell, losses in zip(cells, run_ranks(continue_all, world, root, cells, timeout_s=3000)[0], strict=True):
         wanted = of_class(target(cell))
-        saved = source(cell)  # equal references are made once where the source by which the class goes is there
+        # Sources of one class have equal references: use the representative's, if it was saved, so it is computed once.
+        saved = source(cell)
         right, other_order = plain_traces(root, of_class(saved) if of_class(saved) in made else saved, wanted)
         if wanted.world <= 2:
             assert losses == right.losses[: len(losses)], cell
@@ -159,20 +160,20 @@ def check(root: Path, cells: list[Cell], world: int) -> None:
         assert abs(losses[0] - right.losses[0]) <= 2 * (terms - 1) * 2.0**-53 * right.losses[0], cell
         drift = drift_between(wanted.case(), right, other_order)
         for step, (loss, plain) in enumerate(zip(losses, right.losses, strict=False)):
-            bound = 20 * drift + 2.0**-23 * plain  # and the spacing of fp32, as in assert_losses_within
+            bound = 20 * drift + 2.0**-23 * plain  # plus the spacing of fp32, as in assert_losses_within
             assert abs(loss - plain) <= bound, f"{cell}, step {step}: {loss} against {plain}, drift {drift}"
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_cut_of_all_pairs_goes_on_as_plain_torch(world: int, root: Path) -> None:
+def test_a_cut_of_all_pairs_continues_as_plain_torch(world: int, root: Path) -> None:
     make_sources(root, tuple(SHORT_CUT))
     cells = [cell for cell in SHORT_CUT if cell[4] == world]
     assert cells
     check(root, cells, world)
 
 
-def test_classes_have_one_state(root: Path) -> None:
-    """What lets the references of the long form be shared: sources of one class saved the same bits."""
+def test_sources_of_one_class_save_the_same_states(root: Path) -> None:
+    """The reason why the long form can share references: sources of one class saved the same bits."""
     make_sources(root, tuple(SHORT_CUT))
     seen: dict[Setting, dict[str, torch.Tensor]] = {}
     for saved in {source(cell) for cell in SHORT_CUT}:
@@ -183,6 +184,6 @@ def test_classes_have_one_state(root: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", WORLDS)
-def test_all_pairs_go_on_as_plain_torch(world: int, full_root: Path) -> None:
+def test_all_pairs_continue_as_plain_torch(world: int, full_root: Path) -> None:
     make_sources(full_root, tuple(CELLS))
     check(full_root, [cell for cell in CELLS if cell[4] == world], world)

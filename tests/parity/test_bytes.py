@@ -1,4 +1,4 @@
-"""Counted bytes and counted collectives equal the formulas, for every row and dtype."""
+"""Counted bytes and counted collectives equal the formulas, at every stage and in every precision."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SCALARS_BYTES = 64  # a loss, a norm, a token count and the like; the smallest g
 
 
 def _let_go_of_operands(runtime: ZeroRuntime) -> None:
-    """A thread of a gloo group holds on to a collective's tensors until it takes up the next: give all small ones."""
+    """A thread of a gloo group keeps a collective's tensors until its next collective: give every thread small ones."""
     for _ in range(GLOO_THREADS):
         shard = torch.zeros(runtime.collectives.replica_count)
         full = torch.zeros(runtime.collectives.world)
@@ -45,7 +45,7 @@ def _let_go_of_operands(runtime: ZeroRuntime) -> None:
 
 
 def _census_of_rows(case: Case) -> dict[int, tuple]:
-    """On every rank, by stage: the census between the last backward of the second step and its update."""
+    """By stage: the census between the second step's last backward and its update, predicted bytes, and numel."""
     found = {}
     for stage in STAGES:
         runtime = build_runtime(case, stage)
@@ -57,7 +57,7 @@ def _census_of_rows(case: Case) -> dict[int, tuple]:
         found[stage] = (take_census(runtime), runtime.predicted_state_bytes(), numel)
         runtime.close()
         del runtime
-        gc.collect()  # the next row is not to find this one's hooks and scalars
+        gc.collect()  # so that the next stage's census does not count this one's hooks and scalars
     return found
 
 
@@ -106,7 +106,7 @@ def test_counted_bytes_less_padding_are_the_closed_form(precision: MixedPrecisio
         text = formula(ZeroPlan.from_stage(stage), precision)
         assert text == closed_forms[stage]
         exact = sum(int(term.partition("Ψ")[0]) * numel / (world if "/N" in term else 1) for term in text.split(" + "))
-        assert census.states - predicted.padding == pytest.approx(exact, abs=0.5)  # padding is told in whole bytes
+        assert census.states - predicted.padding == pytest.approx(exact, abs=0.5)  # padding is in integer bytes
 
 
 def _census_with_a_leak(case: Case) -> tuple[int, int, int]:
@@ -114,20 +114,20 @@ def _census_with_a_leak(case: Case) -> tuple[int, int, int]:
     backwards_of_step(runtime, case, 0)
     before = take_census(runtime)
     predicted = runtime.predicted_state_bytes()
-    leaked = torch.empty_like(runtime.units[0].grad_shard)  # nobody's: only a walk over all tensors sees it
+    leaked = torch.empty_like(runtime.units[0].grad_shard)  # no unit owns it: only a census of all tensors counts it
     after = take_census(runtime)
     assert runtime.predicted_state_bytes() == predicted
     return after.states - before.states, after.other - before.other, leaked.nbytes
 
 
-def test_a_leaked_buffer_moves_the_count_and_not_the_prediction() -> None:
+def test_a_leaked_buffer_changes_the_count_but_not_the_prediction() -> None:
     for states, other, leaked in run_ranks(_census_with_a_leak, 2, Case(2)):
         assert states == 0
         assert other == leaked
 
 
 def _census_with_a_kept_gradient(case: Case) -> tuple[int, int, int]:
-    """A row that shards gradients, broken so that it keeps one full gradient: the count must show it."""
+    """Stage 2 shards gradients. Here it is broken so that it keeps one full gradient: the count must show that."""
     runtime = build_runtime(case, 2)
     unit = runtime.units[0]
     backwards_of_step(runtime, case, 0)
@@ -135,13 +135,13 @@ def _census_with_a_kept_gradient(case: Case) -> tuple[int, int, int]:
     return take_census(runtime).grads, runtime.predicted_state_bytes().grads, unit.unsharded_grad.nbytes
 
 
-def test_a_full_gradient_that_is_not_freed_moves_the_count_and_not_the_prediction() -> None:
+def test_a_full_gradient_that_is_not_freed_changes_the_count_but_not_the_prediction() -> None:
     for counted, predicted, kept in run_ranks(_census_with_a_kept_gradient, 2, Case(2)):
         assert counted == predicted + kept
 
 
 def _ledgers_of_rows(case: Case) -> dict[int, list[tuple]]:
-    """On every rank, by stage: each step's counted data elements, its control elements, padded and plain numel."""
+    """By stage, for each step: counted data elements, counted control elements, and the model's padded numel."""
     found: dict[int, list[tuple]] = {}
     for stage in STAGES:
         runtime = build_runtime(case, stage)
@@ -163,7 +163,7 @@ def test_counted_collectives_equal_the_theory_and_padding_exactly(micro_batches:
     factors = {0: 2, 1: 2, 2: micro_batches + 1, 3: 3 * micro_batches}
     for by_stage in run_ranks(_ledgers_of_rows, world, case):
         for stage, steps in by_stage.items():
-            for counted, _, padded in steps[1:]:  # the first step gathers nothing where parameters are replicated
+            for counted, _, padded in steps[1:]:  # with replicated parameters the first step gathers nothing
                 assert counted * world == factors[stage] * padded * (world - 1)
                 plan = ZeroPlan.from_stage(stage)
                 counts = CollectiveCounts.of(plan, micro_batches)
@@ -171,7 +171,7 @@ def test_counted_collectives_equal_the_theory_and_padding_exactly(micro_batches:
                 assert counted == collective_elements(counts, padded, world=world, shard_count=shard_count)
 
 
-def test_control_messages_are_a_few_numbers_and_counted_apart() -> None:
+def test_control_messages_have_five_elements_and_are_counted_separately() -> None:
     for by_stage in run_ranks(_ledgers_of_rows, 2, Case(2)):
         for steps in by_stage.values():
             assert {control for _, control, _ in steps} == {5}  # a token count; loss, squared norm, two fingerprints
@@ -194,5 +194,5 @@ def _activations(case: Case) -> tuple[int, int]:
 def test_activations_grow_with_the_batch_and_hold_no_model_state() -> None:
     wide = replace(MODEL, width=64)  # states far larger than the activations of 33 tokens
     for small, large in run_ranks(_activations, 2, Case(2, model=wide)):
-        # Everything that forward saves but LayerNorm's and the loss's few scalars has a row a token.
+        # All saved activations have one row per token, except a few scalars of LayerNorm and the loss.
         assert 1.9 * small < large <= 2 * small

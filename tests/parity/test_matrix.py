@@ -1,7 +1,7 @@
-"""The whole matrix: rows x worlds x dtypes x micro-batches x clipping x shapes of model, each cell against the oracle.
+"""The full matrix: stages x worlds x dtypes x micro-batches x clipping x model shapes, each cell against the oracle.
 
-In a cut of the cells every pair of values of two axes occurs; `make test` runs one of it at world 2, `make test-full`
-every cell. (test_rows.py has the other worlds in the short form.)
+A cut of the cells covers every pair of values of two axes. `make test` runs one cell of the cut at world 2, `make
+test-full` runs every cell. (test_rows.py covers the other worlds in the short form.)
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ AXES = {
 }
 Cell = tuple
 CELLS: list[Cell] = list(product(*AXES.values()))
-STEPS, FEW_STEPS = 20, 3  # of the cells of the cut, which must learn, and of the others
+STEPS, FEW_STEPS = 20, 3  # for the cells of the cut, whose loss must fall, and for the others
 
 
 def covering_cut(cells: list[Cell]) -> list[Cell]:
-    """Greedily, few cells in which every pair of values of two axes occurs."""
+    """A small, greedily chosen part of the cells that covers every pair of values of two axes."""
 
     def pairs(cell: Cell) -> set:
         return {((i, cell[i]), (j, cell[j])) for i, j in combinations(range(len(cell)), 2)}
@@ -69,14 +69,14 @@ def case_of(cell: Cell) -> Case:
         STEPS if cell in CUT else FEW_STEPS,
         clip_norm=CLIP_NORM if clip else None,
         precision=MixedPrecision(dtype),
-        # A scale that never overflows here; what overflows has tests of its own.
+        # A scale that never overflows here; overflows have separate tests.
         loss_scale=LossScaleRule(initial_power=8, window=1000) if dtype == "fp16" else UNSCALED,
         model=TinySpec(tied=shape == "tied", frozen=shape == "frozen", recomputed=shape == "recomputed"),
     )
 
 
 def check(cell: Cell) -> None:
-    """Every row of one cell. Rows of one accumulation class have one result; each class is compared with its oracle."""
+    """Run one cell at every stage. Stages of one accumulation class must have equal bits; each class has an oracle."""
     case = case_of(cell)
     traces = run_ranks(train, case.world, case)[0]
     classes = [(0, 1), (2, 3)] if case.micro_batches > 1 else [STAGES]

@@ -1,4 +1,5 @@
-"""Parts of Hugging Face's models, called on their own at every row: T5's generate, backbones, tied embeddings."""
+"""Parts of Hugging Face models that are called separately match the plain models at every stage: T5's generate,
+backbones, tied embeddings."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def llama() -> tuple[nn.Module, Calls]:
 
 
 def parts(make: Callable[[], tuple[nn.Module, Calls]]) -> list[str]:
-    """What differs from the plain model's, by stage, part and step; the second step trains the parts alone."""
+    """Names of outputs that differ from the plain model's, by stage and step. The second step trains only the parts."""
     wrong = []
     for stage in (0, 1, 2, 3):
         torch.manual_seed(0)
@@ -91,7 +92,7 @@ def whole(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     "make", [t5, pytest.param(gpt2, marks=pytest.mark.full), pytest.param(llama, marks=pytest.mark.full)]
 )
-def test_parts_of_a_model_compute_what_the_plain_models_do(
+def test_parts_of_a_model_have_the_outputs_of_the_plain_models_parts(
     make: Callable[[], tuple[nn.Module, Calls]], world: int
 ) -> None:
     for wrong in run_ranks(parts, world, make):

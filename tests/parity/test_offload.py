@@ -1,4 +1,4 @@
-"""Rows whose states rest in a scratch file have the bits of the same row without: losses, weights, moments, saves."""
+"""Runs with states in a scratch file have the bits of the same run without: losses, weights, moments, checkpoints."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ EVERY = [(stage, world, precision) for stage in (0, 1, 2, 3) for world in (1, 2)
     [pytest.param(*one, marks=() if one in SHORT else pytest.mark.full) for one in EVERY],
     ids=lambda value: getattr(value, "param", str(value)),
 )
-def test_a_row_with_its_states_in_a_file_has_the_same_bits(
+def test_states_offloaded_to_a_file_give_the_same_bits(
     stage: int, world: int, precision: MixedPrecision, tmp_path: Path
 ) -> None:
     plans = [offload_to(tmp_path, params=False), offload_to(tmp_path, params=False, ratio=0.5, ahead=0)]
@@ -97,12 +97,12 @@ def test_a_row_with_its_states_in_a_file_has_the_same_bits(
     [pytest.param(SgdConfig(momentum=0.9), marks=pytest.mark.full), LionConfig(), AdamW8bitConfig()],
     ids=lambda config: config.name,
 )
-def test_other_optimizers_rest_too(optimizer: OptimizerConfig, tmp_path: Path) -> None:
+def test_states_of_other_optimizers_can_be_offloaded(optimizer: OptimizerConfig, tmp_path: Path) -> None:
     run_ranks(_rows, 2, tmp_path, Setting(3, 2, BF16), optimizer, [offload_to(tmp_path, params=True)])
 
 
 def _saves(folder: Path, precision: MixedPrecision, optimizer: OptimizerConfig = ADAMW) -> None:
-    """Saved while resting, loaded into memory and back into a file: one continuation."""
+    """Save offloaded states, load them into memory and back into a file: all runs continue with the same losses."""
     resting, setting = offload_to(folder, params=True), Setting(3, 2, precision)
     case = setting.case(model=SPEC)
     runtime = runtime_of(setting, resting, optimizer)
@@ -120,11 +120,11 @@ def _saves(folder: Path, precision: MixedPrecision, optimizer: OptimizerConfig =
 
 
 @pytest.mark.parametrize("precision", [pytest.param(FP32, marks=pytest.mark.full), BF16], ids=["fp32", "bf16"])
-def test_what_rests_is_saved_and_loaded_like_the_rest(precision: MixedPrecision, tmp_path: Path) -> None:
+def test_offloaded_states_are_saved_and_loaded(precision: MixedPrecision, tmp_path: Path) -> None:
     run_ranks(_saves, 2, tmp_path, precision)
 
 
-def test_codes_that_rest_are_saved_and_loaded_as_numbers(tmp_path: Path) -> None:
+def test_offloaded_8_bit_codes_are_saved_and_loaded_as_numbers(tmp_path: Path) -> None:
     run_ranks(_saves, 2, tmp_path, BF16, AdamW8bitConfig())
 
 
@@ -144,7 +144,7 @@ def _memory(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_between_steps_nothing_that_rests_has_memory(world: int, tmp_path: Path) -> None:
+def test_between_steps_offloaded_states_take_no_memory(world: int, tmp_path: Path) -> None:
     run_ranks(_memory, world, tmp_path)
 
 
@@ -168,12 +168,12 @@ def _refusals(folder: Path) -> None:
         replace(offload_to(folder, params=True), ratio=0.0)
 
 
-def test_rows_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+def test_unsupported_offload_plans_are_refused(tmp_path: Path) -> None:
     run_ranks(_refusals, 1, tmp_path)
 
 
 def _skips(folder: Path) -> None:
-    """Steps that overflow are skipped alike; what was read ahead for them is let go."""
+    """The same steps overflow and are skipped; states that were read ahead for them are released."""
     fp16 = MixedPrecision(param="fp16", reduce="fp16", master="fp32")
     setting = Setting(3, 2, fp16)
     case = setting.case(model=SPEC)
@@ -197,5 +197,5 @@ def _skips(folder: Path) -> None:
         assert torch.equal(weights[name], value), name
 
 
-def test_a_skipped_step_leaves_what_rests_as_it_was(tmp_path: Path) -> None:
+def test_a_skipped_step_leaves_offloaded_states_unchanged(tmp_path: Path) -> None:
     run_ranks(_skips, 2, tmp_path)

@@ -1,4 +1,4 @@
-"""Counted bytes of offload, on the device, in the host's memory and in the file, equal the formulas."""
+"""Counted bytes of offload on the device, in host memory and in the scratch file equal the formulas."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plans_of(stage: int, folder: Path) -> list[OffloadPlan]:
 
 
 def _counts(folder: Path, setting: Setting) -> None:
-    """Between the last backward of the fourth step and its update, when every slot has been used."""
+    """Count between the fourth step's last backward and its update, when every slot has been used."""
     case = setting.case(model=SPEC)
     for plan in plans_of(setting.stage, folder):
         runtime = runtime_of(setting, plan, clip_norm=1.0)
@@ -77,9 +77,9 @@ def test_counted_bytes_of_offload_equal_the_memory_model(stage: int, precision: 
     run_ranks(_counts, 2, tmp_path, Setting(stage, 2, precision))
 
 
-def test_a_device_without_its_optimizer_holds_its_parameters_alone() -> None:
-    """ZeRO-Offload's claim (arXiv 2101.06840): 2 bytes an element with the device of the paper's 16, the rest with the
-    host; and ZeRO-Infinity's, that these two rest there as well."""
+def test_bytes_left_on_the_device_match_the_claims_of_the_offload_papers() -> None:
+    """ZeRO-Offload's claim (arXiv 2101.06840): of the paper's 16 bytes per element, 2 are on the device and the rest
+    on the host; and ZeRO-Infinity's claim that these 2 can be on the host as well."""
     numel, kind = 1 << 20, PAPER
     for stage, params_rest, device, host in ((2, False, 2 * numel, 14 + 2), (3, True, 0, 16)):
         size = UnitSize(numel, numel, True, params_rest=params_rest, optimizer_rests=True, apart=True)

@@ -1,7 +1,8 @@
-"""Rows whose states rest in the host's memory, or behind it in a file, have the bits of the same row without.
+"""Runs with states offloaded to host memory, or through it to a file, have the bits of the same run without offload.
 
-A CPU's memory is the host's, so the tier is given copies of its own and moves shards between two places of that memory
-as it does between a GPU's and the host's. `LateCopies` fill their targets when they are waited for and not before.
+A CPU's memory is the host's memory, so the plans give `copies` explicitly: the tier then moves shards between two
+places in that memory as it does between a GPU and the host. `LateCopies` fill their targets only when they are waited
+for.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PAPER = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="fp32")
 OPTIMIZER = OffloadPlan(optimizer=Tier.HOST, copies=LateCopies)
 PARAMS = OffloadPlan(params=Tier.HOST, copies=LateCopies)
 BOTH = OffloadPlan(Tier.HOST, Tier.HOST, copies=LateCopies)
-CLIP = 0.3  # below the norms of every step of these rows
+CLIP = 0.3  # below the gradient norm of every step in these tests
 
 
 def plans_of(stage: int) -> list[OffloadPlan]:
@@ -42,7 +43,7 @@ def plans_of(stage: int) -> list[OffloadPlan]:
 
 
 def behind_it(stage: int, folder: Path) -> list[OffloadPlan]:
-    """The states rest in a file, and the parameters with the device, on the host, or in the file too."""
+    """Plans with the states in a file and the parameters on the device, in host memory, or in the file as well."""
     optimizer = replace(offload_to(folder, params=False), copies=LateCopies)
     plans = [optimizer, replace(offload_to(folder, params=False, ratio=0.5, ahead=0), copies=LateCopies)]
     if stage == 3:
@@ -77,7 +78,7 @@ EVERY = list(product((0, 1, 2, 3), (1, 2), PRECISIONS))
 
 
 def cells_of(*short: tuple[int, int, str]) -> list[Any]:
-    """Every cell; all but the short ones are the long form's."""
+    """Every cell; those not in `short` run only in the long form."""
     return [pytest.param(*one, marks=() if one in short else pytest.mark.full) for one in EVERY]
 
 
@@ -85,12 +86,12 @@ def cells_of(*short: tuple[int, int, str]) -> list[Any]:
     ("stage", "world", "precision"),
     cells_of((0, 2, "paper"), (1, 2, "fp32"), (3, 2, "paper")),
 )
-def test_a_row_with_its_states_on_the_host_has_the_same_bits(stage: int, world: int, precision: str) -> None:
+def test_states_offloaded_to_the_host_give_the_same_bits(stage: int, world: int, precision: str) -> None:
     run_ranks(_rows, world, Setting(stage, world, PRECISIONS[precision]), ADAMW, plans_of(stage), CLIP)
 
 
 @pytest.mark.parametrize(("stage", "world", "precision"), cells_of((3, 2, "paper")))
-def test_a_row_with_its_states_in_a_file_behind_the_host_has_the_same_bits(
+def test_states_offloaded_through_the_host_to_a_file_give_the_same_bits(
     stage: int, world: int, precision: str, tmp_path: Path
 ) -> None:
     run_ranks(_rows, world, Setting(stage, world, PRECISIONS[precision]), ADAMW, behind_it(stage, tmp_path), CLIP)
@@ -101,12 +102,12 @@ def test_a_row_with_its_states_in_a_file_behind_the_host_has_the_same_bits(
     [pytest.param(SgdConfig(momentum=0.9), marks=pytest.mark.full), LionConfig(), AdamW8bitConfig()],
     ids=lambda config: config.name,
 )
-def test_other_optimizers_rest_on_the_host_too(optimizer: OptimizerConfig, tmp_path: Path) -> None:
+def test_states_of_other_optimizers_can_be_offloaded_to_the_host(optimizer: OptimizerConfig, tmp_path: Path) -> None:
     plans = [BOTH, behind_it(3, tmp_path)[-1]]
     run_ranks(_rows, 2, Setting(3, 2, BF16, micro_batches=1), optimizer, plans, None)
 
 
-def test_shards_on_the_host_may_have_replicas(tmp_path: Path) -> None:
+def test_replicated_shards_can_be_offloaded_to_the_host(tmp_path: Path) -> None:
     run_ranks(_rows, 2, Setting(3, 2, BF16, shard_ranks=1), ADAMW, [BOTH, *behind_it(3, tmp_path)[1::3]], CLIP)
 
 
@@ -116,7 +117,7 @@ def _saves(folder: Path, precision: MixedPrecision, plan: OffloadPlan) -> None:
     runtime = runtime_of(setting, plan)
     train(runtime, case, 0, SAVED_AFTER)
     saver = BackgroundSaver(folder / "saved")
-    path = saver.save(runtime, step=SAVED_AFTER, trainer={})  # behind training: the update of its step may still run
+    path = saver.save(runtime, step=SAVED_AFTER, trainer={})  # in the background: the update of its step may still run
     wanted = train(runtime, case, SAVED_AFTER, 3)
     saver.wait(runtime)
     runtime.close()
@@ -128,19 +129,19 @@ def _saves(folder: Path, precision: MixedPrecision, plan: OffloadPlan) -> None:
 
 
 @pytest.mark.parametrize("precision", [pytest.param(FP32, marks=pytest.mark.full), BF16], ids=["fp32", "bf16"])
-def test_what_rests_on_the_host_is_saved_and_loaded_like_the_rest(precision: MixedPrecision, tmp_path: Path) -> None:
+def test_states_offloaded_to_the_host_are_saved_and_loaded(precision: MixedPrecision, tmp_path: Path) -> None:
     run_ranks(_saves, 2, tmp_path, precision, BOTH)
 
 
 @pytest.mark.parametrize(
     "kept", [*(pytest.param(kept, marks=pytest.mark.full) for kept in (0, 2)), 4], ids=["device", "host", "file"]
 )
-def test_what_rests_behind_the_host_is_saved_and_loaded_like_the_rest(kept: int, tmp_path: Path) -> None:
+def test_states_offloaded_through_the_host_to_a_file_are_saved_and_loaded(kept: int, tmp_path: Path) -> None:
     run_ranks(_saves, 2, tmp_path, BF16 if kept else FP32, behind_it(3, tmp_path)[kept])
 
 
 def _skips(folder: Path, nth: int) -> None:
-    """The scale starts where the first steps overflow."""
+    """The loss scale starts so high that the first steps overflow."""
     case = Setting(3, 2, FP16).case(model=SPEC)
     found = []
     for offload in (None, replace(BOTH, ratio=0.5), *behind_it(3, folder)[1::nth]):
@@ -162,12 +163,12 @@ def _skips(folder: Path, nth: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("nth", [4, pytest.param(2, marks=pytest.mark.full)])
-def test_a_skipped_step_leaves_what_rests_on_the_host_as_it_was(nth: int, tmp_path: Path) -> None:
+def test_a_skipped_step_leaves_states_on_the_host_unchanged(nth: int, tmp_path: Path) -> None:
     run_ranks(_skips, 2, tmp_path, nth)
 
 
 def _gradients(folder: Path) -> None:
-    """full_grad finds them where they went, and a unit that is used by hand has what came back."""
+    """full_grad returns a gradient that was moved to the host, and a direct read returns the updated weight."""
     setting = Setting(1, 1, FP32, micro_batches=1)
     case, found = setting.case(model=SPEC), []
     for offload in (None, OPTIMIZER, behind_it(1, folder)[0]):
@@ -183,7 +184,7 @@ def _gradients(folder: Path) -> None:
         assert torch.equal(weight, returned)
 
 
-def test_gradients_and_weights_are_found_where_they_are(tmp_path: Path) -> None:
+def test_full_gradients_and_updated_weights_can_be_read_with_offload(tmp_path: Path) -> None:
     run_ranks(_gradients, 1, tmp_path)
 
 
@@ -208,7 +209,7 @@ def _fails(folder: Path) -> None:
         runtime.close()
 
 
-def test_what_fails_in_the_hosts_thread_ends_the_run(tmp_path: Path) -> None:
+def test_an_error_in_the_host_thread_ends_the_run(tmp_path: Path) -> None:
     run_ranks(_fails, 1, tmp_path)
 
 
@@ -217,11 +218,11 @@ def _refusals() -> None:
         runtime_of(Setting(2, 1), OPTIMIZER, LambConfig())
     with pytest.raises(ValueError, match="expected a plan that shards parameters"):
         runtime_of(Setting(2, 1), BOTH)
-    plain = OffloadPlan(optimizer=Tier.HOST)  # on a CPU without copies of its own: the same tier
+    plain = OffloadPlan(optimizer=Tier.HOST)  # on a CPU without `copies` the host is the device
     runtime = runtime_of(Setting(2, 1), plain, LambConfig())
     assert runtime.host_tensors() == {}
     runtime.close()
 
 
-def test_what_the_host_cannot_update_is_refused_where_it_is_apart() -> None:
+def test_lamb_and_unsharded_parameters_are_refused_with_separate_host_memory() -> None:
     run_ranks(_refusals, 1)

@@ -1,4 +1,4 @@
-"""A model trains with its states in a scratch file where they would not fit into memory, with the same losses."""
+"""A model whose states do not fit into memory trains with them in a scratch file, with the same losses."""
 
 from __future__ import annotations
 
@@ -67,9 +67,10 @@ print(train(BLOCKS, NVME if how == "nvme" else OffloadPlan(), 3))
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's size from /proc")
-def test_a_model_larger_than_the_memory_allowed_trains_and_dies_without(tmp_path: Path) -> None:
-    """16.8 M parameters, 18 bytes each. RLIMIT_DATA bounds every private writable page, thread stacks among them, to
-    60 % of that above the start. `none` dies of it; without a limit it has the same losses."""
+def test_a_model_larger_than_the_allowed_memory_trains_only_with_offload(tmp_path: Path) -> None:
+    """16.8 M parameters, 18 bytes each. RLIMIT_DATA bounds all private writable pages, thread stacks included, to
+    60 % of that above the process's size at the start. Without offload (`none`) the limited process dies, and the
+    unlimited one has the same losses."""
     runs = [("nvme", "limited"), ("none", "free"), ("none", "limited")]
     resting, free, dead = (
         subprocess.run(

@@ -1,4 +1,4 @@
-"""Every optimizer in every row against plain PyTorch in one process: same bits, and one bound (LAMB's)."""
+"""Every optimizer has, at every stage, the bits of plain PyTorch in one process; LAMB is within a derived bound."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zero_runtime.plan import ZeroPlan
 STAGES = (0, 1, 2, 3)
 WORLDS = [2, *(pytest.param(world, marks=pytest.mark.full) for world in (1, 3))]
 STEPS = 3
-CENSUS_STAGE = 3  # a census walks all of Python's objects; test_bytes.py takes it in every row
+CENSUS_STAGE = 3  # a census visits all of Python's objects; test_bytes.py takes one at every stage
 GROUPS = (
     ParamGroup(("blocks.1.mix.weight", "blocks.1.up.bias", "embed.weight"), lr_scale=0.3, weight_decay=0.02),
     ParamGroup(()),
@@ -69,7 +69,7 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "torch_sgd": torch_config("SGD", momentum=0.9),
 }
 IS_BOUNDED = {name for name, config in OPTIMIZERS.items() if isinstance(config, LambConfig)}
-# Of torch's own the short form has one without groups and one with: the others differ in torch's code alone.
+# The short form runs one of torch's classes without groups and one with: the others differ only in torch's code.
 TORCHS_OF_THE_LONG_FORM = {name for name in OPTIMIZERS if name.startswith("torch_")} - {"torch_nadam", "torch_rmsprop"}
 NAMES = [pytest.param(name, marks=pytest.mark.full if name in TORCHS_OF_THE_LONG_FORM else ()) for name in OPTIMIZERS]
 EXACT = [param for param in NAMES if param.values[0] not in IS_BOUNDED]
@@ -77,12 +77,12 @@ EXACT = [param for param in NAMES if param.values[0] not in IS_BOUNDED]
 
 @dataclass
 class Steps:
-    """What one row leaves: weights before the first and after each step and the gradients of each, by name; of the
-    rows after the first, the last weights alone."""
+    """Results of one stage, by name: the weights before the first step and after each step, and each step's
+    gradients. Stages after the first record only the last weights."""
 
     weights: list[dict[str, torch.Tensor]]
     grads: list[dict[str, torch.Tensor]]
-    counted: tuple[int, int]  # bytes of optimizer states on this rank after the second backward, and predicted
+    counted: tuple[int, int]  # bytes of this rank's optimizer states after the second backward: counted, predicted
     control: int  # elements of control messages in a step
 
 
@@ -105,7 +105,7 @@ def _steps_of(case: Case, stage: int, config: OptimizerConfig) -> Steps:
 
 
 def _steps_by_stage(case: Case, config: OptimizerConfig) -> dict[int, Steps] | None:
-    """One optimizer in every row; what rank 0 saw."""
+    """Run one optimizer at every stage. Results on rank 0 only."""
     found = {stage: _steps_of(case, stage, config) for stage in STAGES}
     return found if dist.get_rank() == 0 else None
 
@@ -123,8 +123,8 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("world", WORLDS[:2])
-def test_every_row_has_the_bits_of_plain_torch(world: int, name: str) -> None:
-    """The whole step, gradients and all: the plain process runs the model too."""
+def test_every_stage_has_the_bits_of_plain_torch(world: int, name: str) -> None:
+    """Compares complete steps, gradients included: the plain process runs the model too."""
     wanted = oracle(Case(world, steps=STEPS), reduces_every_backward=False, optimizer=OPTIMIZERS[name])
     for stage in STAGES:
         assert_equal(steps_at(world, name)[stage].weights[-1], wanted.weights)
@@ -133,7 +133,7 @@ def test_every_row_has_the_bits_of_plain_torch(world: int, name: str) -> None:
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("world", WORLDS)
 def test_given_the_same_gradients_each_step_has_the_bits_of_plain_torch(world: int, name: str) -> None:
-    """Also at world 3, where the order in which gradients were summed is the backend's. Other rows equal this one."""
+    """Also at world 3, where the backend chooses the order of the gradients' sums. Stages 1 to 3 equal stage 0."""
     found = steps_at(world, name)[STAGES[0]]
     masters = {key: value.clone() for key, value in found.weights[0].items()}
     plain = plain_optimizer(OPTIMIZERS[name], masters, LR)
@@ -147,9 +147,9 @@ def test_given_the_same_gradients_each_step_has_the_bits_of_plain_torch(world: i
 @pytest.mark.parametrize("name", sorted(IS_BOUNDED))
 @pytest.mark.parametrize("world", WORLDS)
 def test_given_the_same_gradients_each_lamb_step_is_within_the_bound(world: int, name: str) -> None:
-    """Moments have the same bits, since they follow from the gradients alone; each step starts from our weights.
+    """Moments have the same bits, since they depend only on the gradients; each step starts from the runtime's weights.
 
-    What may differ is the trust ratio. Its two norms are sums of fp64 squares in another order: with fewer than 2^13
+    Only the trust ratio may differ. Its two norms are sums of fp64 squares in another order: with fewer than 2^13
     terms they agree to 2^13 * 2^-53, far below fp32's spacing, so the ratio rounded to fp32 differs by at most one
     spacing, 2^-23 of itself. The product of rate, ratio and update is rounded in two other orders, at most 3 roundings
     of 2^-24 on each side: together the update differs by at most 2^-23 + 6 * 2^-24 = 2^-21 of itself. The sum is
@@ -164,7 +164,7 @@ def test_given_the_same_gradients_each_lamb_step_is_within_the_bound(world: int,
             master.grad = grads[key]
         plain.step()
         for key, master in masters.items():
-            # The update itself is a difference of weights, known to a rounding of them.
+            # The update is computed as a difference of weights, so it is known up to a rounding of those.
             larger = torch.maximum(before[key].abs(), master.abs()).double()
             update = (master - before[key]).double().abs() + 2**-23 * larger
             excess = (after[key] - master).double().abs() - (2**-21 * update + 2**-23 * larger)
@@ -173,7 +173,7 @@ def test_given_the_same_gradients_each_lamb_step_is_within_the_bound(world: int,
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_optimizer_has_one_result_in_every_row(world: int, name: str) -> None:
+def test_every_optimizer_has_the_same_result_at_every_stage(world: int, name: str) -> None:
     for stage in STAGES[1:]:
         assert_equal(steps_at(world, name)[stage].weights[-1], steps_at(world, name)[0].weights[-1])
 
@@ -195,8 +195,8 @@ def test_the_closed_forms_follow_the_number_of_states() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lamb_sends_one_control_message_more_and_the_others_none(name: str) -> None:
+def test_only_lamb_sends_an_additional_control_message(name: str) -> None:
     found = steps_at(2, name)
-    agreed = 4  # a loss, a squared norm and the two fingerprints of what was sent
+    agreed = 4  # a loss, a squared norm and two fingerprints of the collectives
     wanted = agreed + (2 * len(found[0].weights[0]) if name in IS_BOUNDED else 0)
     assert {steps.control for steps in found.values()} == {wanted}

@@ -1,5 +1,5 @@
-"""What a rank holds at the worst moment of a step, counted in live storages, falls from row to row; or a warning says
-that it cannot."""
+"""The peak bytes of a rank's model states in a step, counted in live storages, fall from stage to stage; or a warning
+says that they cannot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHALLOW = TinySpec(blocks=1, tied=True)
 
 
 def _peaks(spec: TinySpec, precision: MixedPrecision) -> dict[int, tuple[int, StepPeak, list[str]]]:
-    """By stage: the counted peak of the third step, the predicted one, and the warnings of the start."""
+    """By stage: the counted peak of the third step, the predicted peak, and the warnings at construction."""
     found = {}
     for stage in STAGES:
         with warnings.catch_warnings(record=True) as caught:
@@ -54,7 +54,7 @@ def _peaks(spec: TinySpec, precision: MixedPrecision) -> dict[int, tuple[int, St
         *(pytest.param(*one, marks=pytest.mark.full) for one in (("fp32", False), ("fp32", True), ("bf16", False))),
     ],
 )
-def test_eight_blocks_hold_less_from_row_to_row_and_no_more_than_predicted(param: str, tied: bool) -> None:
+def test_with_eight_blocks_each_stage_lowers_the_peak_and_none_exceeds_the_prediction(param: str, tied: bool) -> None:
     spec = TinySpec(blocks=DEEP.blocks, tied=tied)
     for by_stage in run_ranks(_peaks, 2, spec, MixedPrecision(param)):
         counted = [by_stage[stage][0] for stage in STAGES]
@@ -66,7 +66,7 @@ def test_eight_blocks_hold_less_from_row_to_row_and_no_more_than_predicted(param
         assert not any("whole at once" in text for _, _, texts in by_stage.values() for text in texts)
 
 
-def test_a_row_whose_window_is_the_model_warns_with_the_numbers() -> None:
+def test_a_stage_that_unshards_most_of_the_model_together_warns_with_the_bytes() -> None:
     for by_stage in run_ranks(_peaks, 2, SHALLOW, MixedPrecision()):
         warned = {
             stage: [text for text in texts if "whole at once" in text] for stage, (_, _, texts) in by_stage.items()

@@ -1,4 +1,4 @@
-"""Every way to a weight, at every row, between and in steps: this step's value, or the one error that names it."""
+"""Every read of a weight, at every stage, in and between steps, gives this step's value or an error that names it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STAGES = (0, 1, 2, 3)
 PRECISIONS = {
     "fp32": MixedPrecision(),
     "bf16": MixedPrecision("bf16"),
-    "bf16 in fp32": MixedPrecision("bf16", compute="fp32"),  # what is gathered is cast into the full copy
+    "bf16 in fp32": MixedPrecision("bf16", compute="fp32"),  # gathered values are cast into the full copy
 }
 FEW = ("named_parameters", "references", "deepcopy")  # of WAYS
 LR = 1e-2
@@ -34,7 +34,7 @@ Way = Callable[[nn.Module, dict[str, nn.Parameter]], Values]
 
 
 def make(stage: int, precision: MixedPrecision, kind: type[Base] = Borrowed) -> tuple[ZeroRuntime, Values]:
-    """A runtime, and references to its model's parameters from before it was made."""
+    """A runtime, and references to its model's parameters that were taken before the runtime was created."""
     model = build_shape(kind)
     before = dict(model.named_parameters())
     plan = ZeroPlan.from_stage(stage)
@@ -54,7 +54,7 @@ def in_file(value: Any) -> Any:
 
 
 def averaged(kept: Values) -> Values:
-    """An exponential average that forgets at once: lerp by 1 gives the parameter's own bits."""
+    """An exponential average that keeps no history: lerp by 1 gives the parameter's own bits."""
     mean = {name: torch.zeros_like(param) for name, param in kept.items()}
     torch._foreach_lerp_(list(mean.values()), list(kept.values()), 1.0)
     return mean
@@ -83,7 +83,7 @@ WAYS: dict[str, Way] = {
 
 
 def outcome(way: Way, runtime: ZeroRuntime, kept: dict[str, nn.Parameter]) -> str:
-    """`current`, the parameter that the error names, or which values are wrong."""
+    """`current` if all values are right; otherwise the parameter that the error names, or the names of wrong values."""
     try:
         found = way(runtime.model, kept)
     except ParameterReadError as error:
@@ -96,14 +96,15 @@ def outcome(way: Way, runtime: ZeroRuntime, kept: dict[str, nn.Parameter]) -> st
 
 
 def current(runtime: ZeroRuntime) -> Values:
-    """What a forward computes with: the masters, rounded as the parameters are. Every rank calls it."""
+    """The values that a forward computes with: the masters, rounded as the parameters are. Every rank must call it."""
     with runtime.full_params() as masters:
         narrow = torch.bfloat16 if runtime.precision.param == "bf16" else torch.float32
         return {name: value.to(narrow).to(runtime.model.get_parameter(name).dtype) for name, value in masters.items()}
 
 
 def every_way() -> dict[tuple[int, str, str], str]:
-    """Each way is the first to look after a step of its own, so none waits for the gather on behalf of another."""
+    """Outcomes by stage, precision and way. Each way is the first read after a separate step, so that none relies on
+    another one having waited for the gather."""
     found = {}
     for stage in STAGES:
         for label, precision in PRECISIONS.items():
@@ -119,7 +120,7 @@ def every_way() -> dict[tuple[int, str, str], str]:
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_after_a_step_every_way_to_a_weight_gives_its_value_or_the_error_that_names_it(world: int) -> None:
+def test_after_a_step_every_read_of_a_weight_gives_its_value_or_an_error_that_names_it(world: int) -> None:
     names = {name for name, _ in build_shape(Borrowed).named_parameters()}
     for found in run_ranks(every_way, world):
         for (stage, label, way), told in found.items():
@@ -138,7 +139,7 @@ def told_of(way: Way, runtime: ZeroRuntime, kept: dict[str, nn.Parameter], wante
 
 
 def in_a_step() -> dict[int, list[str]]:
-    """What hooks that hold references read in forward and in backward, by stage."""
+    """Outcomes of the reads in hooks that hold references, in forward and in backward, by stage."""
     found: dict[int, list[str]] = {}
     for stage in STAGES:
         runtime, kept = make(stage, MixedPrecision())
@@ -168,20 +169,20 @@ def test_a_hook_that_holds_references_reads_this_steps_values_in_forward_and_bac
     for by_stage in run_ranks(in_a_step, 2):
         for stage, told in by_stage.items():
             assert told[:6] == ["current"] * 6, stage
-            # A unit whose backward is over on this rank may still be under way on another: no gather is sound.
+            # A unit's backward that has ended on this rank may still run on another, so no gather is safe.
             assert all(one == "current" or (stage == 3 and "full_params" in one) for one in told), stage
 
 
 def wrong_calls() -> None:
     for stage in STAGES:
         runtime, kept = make(stage, MixedPrecision("bf16"))
-        for step in range(2):  # the second time the schedule knows the order of the units
+        for step in range(2):  # in the second step the schedule knows the order of the units
             train(runtime, step)
             loss = runtime.model.loss_of(runtime(ids_of(0, dist.get_rank())))
             with pytest.raises(CallOrderError, match=r"call engine\.backward\(loss\)"):
                 loss.backward()
             assert all(param.grad is None for param in kept.values())
-        # Inside autograd.grad no parameter gets a gradient: that is nobody's backward but the caller's.
+        # autograd.grad gives no parameter a gradient, so the runtime does not take part in this backward.
         x = torch.randn(2, 12, dtype=torch.bfloat16, requires_grad=True)
         block = runtime.model.blocks[0]
         (slope,) = torch.autograd.grad(block(x).sum(), x)
@@ -198,13 +199,13 @@ def wrong_calls() -> None:
                 write(kept["norm.weight"])
         with pytest.raises(ParameterReadError, match=r"'norm\.weight'"):
             nn.Module.double(runtime.model.norm)
-        runtime.model.to("cpu")  # where it is: nothing is read
+        runtime.model.to("cpu")  # it is there already: nothing is read
         kept["norm.weight"].requires_grad_(True)
         train(runtime, 3)
         runtime.close()
 
 
-def test_a_backward_or_a_write_past_the_runtime_is_one_clear_error_and_training_goes_on() -> None:
+def test_a_backward_or_write_that_bypasses_the_runtime_raises_and_training_continues() -> None:
     run_ranks(wrong_calls, 2)
 
 
@@ -224,12 +225,12 @@ def copies() -> None:
     runtime.close()
 
 
-def test_a_copy_is_a_plain_model_that_trains_on_its_own() -> None:
+def test_a_deep_copy_is_a_plain_model_that_trains_without_the_runtime() -> None:
     run_ranks(copies, 2)
 
 
 def one_rank_alone() -> None:
-    """Rank 1 asks for nothing: a read that gathered would hang or mix up what the ranks send."""
+    """Only rank 0 reads: a read that gathered would hang or mix up the ranks' messages."""
     for stage in (0, 1, 2):
         runtime, kept = make(stage, MixedPrecision())
         for step in range(3):
@@ -242,7 +243,7 @@ def one_rank_alone() -> None:
         runtime.close()
 
 
-def test_one_rank_alone_may_read_and_evaluate_where_full_parameters_are_kept() -> None:
+def test_a_single_rank_may_read_and_evaluate_if_full_parameters_are_kept() -> None:
     run_ranks(one_rank_alone, 2)
 
 
@@ -250,7 +251,7 @@ def test_one_rank_alone_may_read_and_evaluate_where_full_parameters_are_kept() -
 
 
 def part_calls() -> dict[tuple[int, str], bool]:
-    """Parts called on their own, before and after a step, under no_grad and in training, against the plain model's."""
+    """Whether parts called separately equal the plain model's, before and after a step, with and without no_grad."""
     found = {}
     for stage in STAGES:
         runtime, _ = make(stage, MixedPrecision(), Tied)
@@ -261,7 +262,7 @@ def part_calls() -> dict[tuple[int, str], bool]:
             with torch.no_grad():
                 for name, call in PARTS.items():
                     found[stage, f"{name}, step {step}"] = torch.equal(call(runtime.model), call(plain))
-            # Two parts and the whole model in one graph, the parts' own losses first and last.
+            # All parts and the full model in one graph; the embedding is called again at the end.
             losses = []
             for model in (plain, runtime.model):
                 loss = sum((call(model).square().mean() for call in PARTS.values()), model.loss_of(model(ids_of(0, 0))))
@@ -291,7 +292,7 @@ PARTS: dict[str, Callable[[Any], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_part_that_is_called_on_its_own_has_the_plain_models_outputs_and_gradients(world: int) -> None:
+def test_a_separately_called_part_has_the_outputs_and_gradients_of_the_plain_model(world: int) -> None:
     for found in run_ranks(part_calls, world):
         assert [case for case, same in found.items() if not same] == []
 
@@ -310,11 +311,11 @@ def released_parts() -> None:
                 assert len(whole()) == 1, "one part's units at a time"
         model(ids_of(0, 0))
     assert whole() == set()
-    # Named by the read alone, not by a call: refused, also right after a part that read it has been called.
+    # A read outside any call is refused, even right after a call that read the same parameter.
     with pytest.raises(ParameterReadError, match=r"'norm\.weight'"):
         model.norm.weight.sum()
     runtime.close()
 
 
-def test_what_a_part_reads_is_released_when_another_part_or_the_whole_model_has_been_called() -> None:
+def test_units_read_by_a_part_are_released_after_a_call_of_another_part_or_the_full_model() -> None:
     run_ranks(released_parts, 2)

@@ -1,4 +1,4 @@
-"""Every row of the plan's table against plain single-process PyTorch."""
+"""Every stage, and hybrid sharding, against plain single-process PyTorch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 
 STAGES = (0, 1, 2, 3)
-# Equal bits are equal in any step, and a step that adds wrongly shows in the next loss: three have moments and a
-# count of updates in them. test_matrix.py runs twenty.
+# Three steps are enough to compare bits: a wrong step shows in the next loss, and later steps depend on the moments and
+# the update count. test_matrix.py runs twenty steps.
 STEPS_OF_EQUAL_BITS = 3
 LONG = pytest.mark.full
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}  # unit roundoff, round to nearest
@@ -80,7 +80,7 @@ def test_bf16_has_the_bits_of_plain_torch(
     assert_same_bits(ranks_traces(case)[stage], expected(case, stage))
 
 
-# ---- world 3: the order of the sum is the backend's ------------------------------------------------------------------
+# ---- world 3: the backend chooses the order of the sum ---------------------------------------------------------------
 #
 # |fl(sum) - sum| <= (n-1) u sum|g| for any order of n terms (Higham, Accuracy and Stability of Numerical Algorithms,
 # eq. 4.4, to first order in u), so two orders differ by at most twice that. n counts ranks and micro-batches.
@@ -105,7 +105,7 @@ def update_bound(case: Case, wanted: Trace, name: str) -> torch.Tensor:
 
     From zero moments the update is -lr * g / (|g| + eps) and decay, whose slope is lr * eps / (|g| + eps)^2; over
     [|g| - d, |g| + d] that is largest at the low end, and it never exceeds 2 lr. The dozen roundings of the step are
-    relative to the update (lr) and to the weight, of which the update is a difference.
+    relative to the update (lr) and to the weight, since the update is computed as a difference of weights.
     """
     grad, shift = wanted.first_grads[name].double().abs(), gradient_bound(case, wanted, name)
     low = (grad - shift).clamp(min=0)
@@ -125,14 +125,14 @@ def case_name(case: Case) -> str:
     return f"{dtypes}_micro{case.micro_batches}" + ("_tied" if case.model.tied else "")
 
 
-# The short form has the dtype that rounds most, and tied weights; test_bytes.py counts micro-batches at this world.
+# The short form runs the dtype that rounds most, with tied weights; test_bytes.py covers micro-batches at this world.
 SHORT_WORLD_3 = [Case(3, precision=BF16_PAPER, model=TinySpec(tied=True))]
 WORLD_3_PARAMS = [pytest.param(case, marks=() if case in SHORT_WORLD_3 else LONG) for case in WORLD_3]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", WORLD_3_PARAMS, ids=case_name)
-def test_at_world_3_an_accumulation_class_has_one_result(case: Case) -> None:
+def test_at_world_3_stages_of_one_accumulation_class_have_the_same_bits(case: Case) -> None:
     traces = ranks_traces(case)
     for first, *others in [(0, 1), (2, 3)] if case.micro_batches > 1 else [STAGES]:
         for other in others:
@@ -157,8 +157,8 @@ def test_at_world_3_gradient_norm_and_update_are_within_the_bound(stage: int, ca
 
 @pytest.mark.parametrize("case", WORLD_3_PARAMS, ids=case_name)
 @pytest.mark.parametrize("stage", STAGES)
-def test_at_world_3_twenty_free_steps_keep_the_losses(stage: int, case: Case) -> None:
-    """Rounding grows from step to step, so the yardstick is how far two right orders of summation drift apart."""
+def test_at_world_3_the_losses_of_twenty_steps_stay_within_the_drift_bound(stage: int, case: Case) -> None:
+    """Rounding errors grow from step to step, so the bound follows from the drift between two correct sum orders."""
     found, wanted = ranks_traces(case)[stage], expected(case, stage)
     every = ZeroPlan.from_stage(stage).reduces_every_backward
     other_order = oracle_trace(case, every, Nudge(reversed_ranks=True))
@@ -167,8 +167,8 @@ def test_at_world_3_twenty_free_steps_keep_the_losses(stage: int, case: Case) ->
 
 
 def drift_between(case: Case, right: Trace, also_right: Trace) -> float:
-    """How far rounding alone moves a loss: the largest difference between two right runs, and at least what one
-    parameter rounded the other way does to the first loss (two runs may happen to round alike throughout)."""
+    """How far rounding alone moves a loss: the largest difference between two correct runs, and at least the effect on
+    the first loss of rounding one parameter the other way (two runs may happen to round the same throughout)."""
     observed = max(abs(a - b) for a, b in zip(right.losses, also_right.losses, strict=True))
     influence = max(
         float((right.first_grads[name].double() * right.weights[name].double()).abs().max()) for name in right.weights
@@ -177,8 +177,8 @@ def drift_between(case: Case, right: Trace, also_right: Trace) -> float:
 
 
 def assert_losses_within(found: Trace, wanted: Trace, drift: float) -> None:
-    """Within 20 times the drift, of which one sample is a rough measure, and the spacing of fp32: each rank's loss is
-    rounded to it on both sides, so two that differ by less may be neighbours."""
+    """The bound is 20 times the drift, since one sample measures it only roughly, plus the spacing of fp32: each
+    rank's loss is rounded to fp32 on both sides, so two losses that differ by less may be neighbours."""
     for step, (loss, right) in enumerate(zip(found.losses, wanted.losses, strict=True)):
         bound = 20 * drift + 2.0**-23 * right
         assert abs(loss - right) <= bound, f"step {step}: {loss} against {right}, drift {drift}"
@@ -215,8 +215,8 @@ def test_clipping_follows_the_global_norm_with_each_element_once(stage: int, wor
 @pytest.mark.parametrize(
     ("world", "tied"), [(2, True), *(pytest.param(world, False, marks=LONG) for world in (1, 2, 3))]
 )
-def test_a_clipped_run_has_one_result_in_every_row(world: int, tied: bool) -> None:
-    """The norm is summed in the same parts in every row, so clipping tells no rows apart."""
+def test_a_clipped_run_has_the_same_bits_at_every_stage(world: int, tied: bool) -> None:
+    """The norm is summed in the same parts at every stage, so clipping has the same result at every stage."""
     traces = ranks_traces(Case(world, clip_norm=CLIP_NORM, model=TinySpec(tied=tied)))
     for stage in STAGES[1:]:
         assert_same_bits(traces[stage], traces[0])
@@ -259,7 +259,7 @@ def test_no_sync_sums_locally_and_reduces_once(stage: int, world: int, precision
 
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=LONG)])
 @pytest.mark.parametrize("stage", STAGES[1:])
-def test_hybrid_sharding_is_within_the_bound_of_the_sum(stage: int, micro_batches: int) -> None:
+def test_hybrid_sharding_stays_within_the_rounding_bound(stage: int, micro_batches: int) -> None:
     case = Case(4, micro_batches, shard_ranks=2, steps=STEPS_OF_EQUAL_BITS)
     found, wanted = ranks_traces(case)[stage], expected(case, stage)
     for name, grad in wanted.first_grads.items():
@@ -269,7 +269,7 @@ def test_hybrid_sharding_is_within_the_bound_of_the_sum(stage: int, micro_batche
     assert_losses_within(found, wanted, drift_between(case, wanted, nudged))
 
 
-def test_hybrid_sharding_in_groups_of_one_or_all_is_a_row_of_the_table() -> None:
+def test_hybrid_sharding_in_groups_of_one_or_all_equals_a_plain_stage() -> None:
     whole = ranks_traces(Case(2, steps=3))
     for group, stage, row in ((1, 3, 0), (2, 3, 3), (2, 1, 1)):
         assert_same_bits(ranks_traces(Case(2, steps=3, shard_ranks=group))[stage], whole[row])

@@ -1,4 +1,4 @@
-"""Models of every shape, at every row and unit size, against plain torch in one process."""
+"""Models of every shape match plain torch in one process, at every stage and unit size."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 STAGES = (0, 1, 2, 3)
 STEPS = 3
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
-# Elements: none smaller than a parameter can be split, every one a unit of its own; two or three modules a unit; all
-# blocks in one unit. A block has 612 elements, the embedding 204.
+# In elements. 1: the smallest units possible, since parameters are never split; 500: two or three modules per unit;
+# 10**6: all blocks in one unit. A block has 612 elements, the embedding 204.
 UNIT_SIZES = (1, 500, 10**6)
 SHAPES_AND_MIXED = {**SHAPES, "Fp32Norms": Fp32Norms}
 MIXED = MixedPrecision("bf16")
@@ -37,7 +37,7 @@ UNIT_ROUNDOFF = 2.0**-24
 
 @dataclass
 class Run:
-    """Losses by step, final weights, and what is needed for the bound: the first step's gradient."""
+    """Losses by step, final weights and, for the rounding bound, the first step's gradients and their absolute sums."""
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -52,13 +52,13 @@ class Row:
 
 
 ROWS = [Row(stage) for stage in STAGES] + [Row(stage, size) for stage in (2, 3) for size in UNIT_SIZES]
-STAGE_ROWS = [*ROWS[: len(STAGES)], Row(3, 500)]  # and units that are less than a block
+STAGE_ROWS = [*ROWS[: len(STAGES)], Row(3, 500)]  # also units that are smaller than a block
 ROWS_AT_WORLD_3 = [Row(stage) for stage in STAGES] + [Row(3, 500)]
 
 
 @cache
 def plain(name: str, world: int) -> Run:
-    """Each rank's gradient in rank order, summed, one AdamW step on fp32 masters; unused parameters get zeros."""
+    """The expected run: gradients summed in rank order, AdamW on fp32 masters; unused parameters get zero gradients."""
     torch.set_num_threads(1)
     model = build_shape(SHAPES_AND_MIXED[name])
     trained = {key: param for key, param in model.named_parameters() if param.requires_grad}
@@ -103,7 +103,8 @@ def make_runtime(name: str, row: Row) -> ZeroRuntime:
 
 
 def train_rows(names: list[str], rows: list[Row]) -> dict[tuple[str, Row], Run]:
-    """On every rank: each shape in each row. Between steps the model is evaluated, which must change nothing."""
+    """Train each shape in each row. The model is evaluated before each step, which must change nothing. Results on
+    rank 0 only."""
     world, rank = dist.get_world_size(), dist.get_rank()
     found = {}
     for name in names:
@@ -136,14 +137,14 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
 
 
 @pytest.mark.parametrize("name", SHAPES_AND_MIXED)
-def test_rows_that_shard_some_and_all_have_the_bits_of_plain_torch(name: str) -> None:
+def test_stages_1_and_3_have_the_bits_of_plain_torch(name: str) -> None:
     check_rows(name, 2, [Row(1), Row(3)])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", SHAPES_AND_MIXED)
-def test_every_row_has_the_bits_of_plain_torch(name: str, world: int) -> None:
+def test_every_stage_has_the_bits_of_plain_torch(name: str, world: int) -> None:
     check_rows(name, world, STAGE_ROWS)
 
 
@@ -166,10 +167,11 @@ def check_rows(name: str, world: int, rows: list[Row]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", SHAPES_AND_MIXED)
 def test_at_world_3_gradients_are_within_the_bound_of_any_order_of_sums(name: str) -> None:
-    """|fl(sum) - sum| <= (n-1) u sum|g| for n terms in any order (see test_rows.py); two orders differ by twice that.
+    """|fl(sum) - sum| <= (n-1) u sum|g| for n terms in any order (see test_rows.py); two orders
+    differ by at most twice that.
 
-    The unit's size moves the borders at which the backend splits a sum, and with them the order: the bound holds for
-    each size, and equal bits are not claimed.
+    The unit size determines where the backend splits a sum, and so the order: the bound holds for each size, but equal
+    bits are not claimed.
     """
     wanted = plain(name, 3)
     for row in ROWS_AT_WORLD_3:
@@ -179,7 +181,7 @@ def test_at_world_3_gradients_are_within_the_bound_of_any_order_of_sums(name: st
             assert excess.numel() == 0 or excess.max() <= 0, f"{row}: {key}"
 
 
-def test_frozen_parameters_stay_as_they_are_and_have_no_states() -> None:
+def test_frozen_parameters_do_not_change_and_have_no_states() -> None:
     for row, states in run_ranks(_frozen_states, 2)[0].items():
         assert states == {"frozen": {(False, False, False)}, "unchanged": True}, row
 
@@ -213,11 +215,11 @@ def _frozen_states() -> dict[Row, dict[str, Any]]:
     return found
 
 
-# ---- what is whole at once -------------------------------------------------------------------------------------------
+# ---- units that are unsharded together -------------------------------------------------------------------------------
 
 
 def _peaks(names: list[str], prefetches: tuple[int, ...]) -> dict[tuple[str, int], tuple[tuple[str, ...], list[int]]]:
-    """By shape and prefetch: which units were whole at the worst moment of the third step, and after it."""
+    """By shape and prefetch: the units unsharded at the peak of the third step, and their number at each gather."""
     found = {}
     for name in names:
         for prefetch in prefetches:
@@ -241,7 +243,7 @@ def _peaks(names: list[str], prefetches: tuple[int, ...]) -> dict[tuple[str, int
 
 
 class DeepFrozen(Base):
-    """Eight blocks of which six in the middle are frozen, so gradients pass through all but one of those."""
+    """Eight blocks of which the six in the middle are frozen; gradients pass through those to the first block."""
 
     def __init__(self) -> None:
         super().__init__(blocks=8)
@@ -264,7 +266,7 @@ SHAPES_DEEP: dict[str, Callable[[], Base]] = {
 
 
 def test_frozen_and_trained_units_are_released_in_forward_and_in_backward() -> None:
-    """Blocks with adapters are two units each, a frozen and a trained one, that live together."""
+    """A block with adapters is two units, a frozen one and a trained one, that are unsharded together."""
     for found in run_ranks(_peaks, 2, list(SHAPES_DEEP), (0, 1, 2)):
         for (name, prefetch), (units, _) in found.items():
             beside_root = [unit for unit in units if not unit.startswith("root")]
@@ -272,7 +274,7 @@ def test_frozen_and_trained_units_are_released_in_forward_and_in_backward() -> N
             assert len(beside_root) <= at_once, (name, prefetch, units)
 
 
-# ---- reads that nobody declared --------------------------------------------------------------------------------------
+# ---- undeclared reads and small details ------------------------------------------------------------------------------
 
 
 def _load_outside(stage: int) -> None:
@@ -281,7 +283,7 @@ def _load_outside(stage: int) -> None:
         runtime.model.load_state_dict(build_shape(Borrowed).state_dict())
 
 
-def test_load_state_dict_is_refused_since_what_it_writes_would_be_lost() -> None:
+def test_load_state_dict_is_refused_because_its_values_would_be_lost() -> None:
     run_ranks(_load_outside, 1, 3)
 
 
@@ -298,7 +300,7 @@ def _runtime_of(model: nn.Module, **settings: Any) -> ZeroRuntime:
 
 def _small_things() -> None:
     runtime = make_runtime("Outputs", Row(3))
-    # What the runtime has not itself is the model's; several inputs by keyword, outputs of every kind.
+    # Attributes that the runtime does not have come from the model; inputs by keyword, outputs of every kind.
     assert runtime.blocks is runtime.model.blocks
     with pytest.raises(AttributeError, match="no_such_thing"):
         runtime.no_such_thing  # noqa: B018
@@ -306,18 +308,18 @@ def _small_things() -> None:
     assert set(output) == {"logits", "side"}
     runtime.backward(runtime.model.loss_of(output))
     runtime.step(LR)
-    # A forward that fails leaves nothing behind: the next one works, and a read outside is still refused.
+    # A failed forward leaves nothing behind: the next one works, and a read outside a call is still refused.
     with pytest.raises(TypeError):
         runtime(ids_of(0, 0), offset="not a tensor")
     with pytest.raises(ParameterReadError):
         runtime.embed.weight.sum()
     runtime.backward(runtime.model.loss_of(runtime(ids_of(1, 0))))
     runtime.step(LR)
-    # Closing gives the model its own tables back.
+    # After closing, the modules have plain dictionaries of parameters again.
     model = runtime.model
     runtime.close()
     assert {type(module._parameters) for module in model.modules()} == {dict}
-    # Mixed dtypes: buffers keep theirs, patterns keep parameters', a pattern without a match is refused.
+    # Mixed dtypes: buffers and parameters that match a pattern keep theirs; a pattern without a match is refused.
     model = build_shape(Fp32Norms)
     runtime = _runtime_of(model, keep_dtype=("*norm*",))
     assert {unit.precision.param for unit in runtime.units} == {"bf16", "fp32"}
@@ -327,7 +329,7 @@ def _small_things() -> None:
         _runtime_of(build_shape(Fp32Norms), keep_dtype=("*nrom*",))
 
 
-def test_attributes_keywords_failures_and_kept_dtypes() -> None:
+def test_attributes_keyword_inputs_failed_forwards_and_kept_dtypes_are_handled() -> None:
     run_ranks(_small_things, 1)
 
 
@@ -342,7 +344,7 @@ def _warning_of_mixed_dtypes() -> str:
     return messages[0]
 
 
-def test_a_model_of_several_dtypes_is_told_that_it_loses_them() -> None:
+def test_a_model_of_several_dtypes_gets_one_warning_that_it_loses_them() -> None:
     message = run_ranks(_warning_of_mixed_dtypes, 1)[0]
     assert "torch.bfloat16 (embed.weight)" in message
     assert "keep_dtype" in message

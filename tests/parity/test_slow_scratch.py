@@ -1,4 +1,4 @@
-"""A drive that is slow changes when things happen and nothing else: rows over it keep their bits, and ranks wait."""
+"""A slow disk changes only the timing: runs with states on it keep their bits, and the other ranks wait."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS = range(4)
 
 
 class Cell(NamedTuple):
-    """apart: as beside a GPU, with copies between two memories that are late too."""
+    """apart: as with a GPU, whose memory is separate; the copies between the two memories are late too."""
 
     order: str
     ahead: int
@@ -47,7 +47,8 @@ class Cell(NamedTuple):
 
 
 def cells_of(stage: int) -> list[Cell]:
-    """Every depth with and without guessing, one depth of each apart; the orders by turns, and what rests too."""
+    """Every depth with and without speculation, one depth of each with separate memory; the order of transfers and
+    whether parameters are offloaded alternate."""
     orders = list(ORDERS)
     depths = [(0, False), (1, False), (2, False), (1, True)]
     return [
@@ -62,7 +63,7 @@ def all_cells_of(stage: int) -> list[Cell]:
 
 
 def _late(folder: Path, setting: Setting, cells: list[Cell]) -> None:
-    """Steps of which some are clipped, so that guesses are undone too."""
+    """Some of the steps are clipped, so that some guesses are undone."""
     plain = runtime_of(setting, None)
     norms = sorted(train(plain, setting, STEPS).norms)
     plain.close()
@@ -86,7 +87,7 @@ def _late(folder: Path, setting: Setting, cells: list[Cell]) -> None:
     ("stage", "precision"),
     [(3, BF16), *(pytest.param(*one, marks=pytest.mark.full) for one in ((0, FP32), (1, BF16), (2, FP32)))],
 )
-def test_a_row_keeps_its_bits_however_late_its_drive_is(stage: int, precision: MixedPrecision, tmp_path: Path) -> None:
+def test_a_slow_disk_does_not_change_the_bits(stage: int, precision: MixedPrecision, tmp_path: Path) -> None:
     run_ranks(_late, 2, tmp_path, Setting(stage, 2, precision), cells_of(stage))
 
 
@@ -95,15 +96,15 @@ def test_a_row_keeps_its_bits_however_late_its_drive_is(stage: int, precision: M
 @pytest.mark.parametrize(
     ("stage", "world", "precision"), [(0, 2, BF16), (1, 2, FP32), (2, 2, BF16), (3, 2, FP32), (3, 1, BF16)]
 )
-def test_every_depth_and_order_keeps_the_bits(
+def test_every_read_ahead_depth_and_order_of_transfers_keeps_the_bits(
     stage: int, world: int, precision: MixedPrecision, tmp_path: Path
 ) -> None:
-    """Each rank has a drive of its own, so that other worlds and precisions ask for nothing else."""
+    """Each rank has a separate disk, so other combinations of world and precision would add nothing."""
     run_ranks(_late, world, tmp_path, Setting(stage, world, precision), all_cells_of(stage), timeout_s=3000)
 
 
 def _saves_late(folder: Path) -> None:
-    """Saved from a slow drive, gone on from on one: a checkpoint holds what had been written, late or not."""
+    """Save from a slow disk and resume on one: the checkpoint holds all that was written, late or not."""
     setting = Setting(3, 2, BF16)
     for order, speculative in (("all late", False), ("writes late", True)):
         plan = Cell(order, 1, speculative, params=True).plan(folder)
@@ -122,7 +123,7 @@ def _saves_late(folder: Path) -> None:
                 again.close()
 
 
-def test_what_rests_on_a_slow_drive_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_states_on_a_slow_disk_are_saved_and_loaded(tmp_path: Path) -> None:
     run_ranks(_saves_late, 2, tmp_path)
 
 
@@ -131,7 +132,7 @@ def _fails(folder: Path, speculative: bool) -> None:
     plan = Cell("all late", 1, speculative, params=True).plan(folder)
 
     def moves_until(failing: int, steps: range) -> int:
-        """Transfers of a run of which one fails."""
+        """Number of transfers of a run in which transfer number `failing` fails; with 0, none fails."""
         moves = 0
 
         def gate() -> None:
@@ -156,15 +157,15 @@ def _fails(folder: Path, speculative: bool) -> None:
 
 
 @pytest.mark.parametrize("speculative", [False, True], ids=["after_backward", "speculative"])
-def test_whichever_transfer_fails_and_however_late_training_ends(speculative: bool, tmp_path: Path) -> None:
+def test_any_failed_transfer_ends_training_however_late_it_fails(speculative: bool, tmp_path: Path) -> None:
     run_ranks(_fails, 1, tmp_path, speculative)
 
 
-# ---- one rank's drive ------------------------------------------------------------------------------------------------
+# ---- one rank's slow disk --------------------------------------------------------------------------------------------
 
 
 class Gate:
-    """Where rank 1's drive stands until rank 0 has ended its step: a pipe with a byte a step in it."""
+    """Blocks rank 1's disk until rank 0 has ended its step: a pipe into which rank 0 writes one byte per step."""
 
     def __init__(self, path: Path) -> None:
         self._pipe = os.open(path, os.O_RDWR)
@@ -178,7 +179,7 @@ class Gate:
         os.write(self._pipe, b"x")
 
     def passed(self) -> None:
-        """Blocks while it is closed."""
+        """If the gate is closed, block until it is opened."""
         if self._closed:
             self._closed = False
             self.stops += 1
@@ -196,13 +197,13 @@ def _one_rank_is_slow(pipe: Path, folder: Path, setting: Setting, cell: Cell) ->
         for step in STEPS:
             runtime.expect_rate(LR)
             if dist.get_rank() and cell.speculative:
-                gate.close()  # the update begins during backward, and stands still
+                gate.close()  # the update begins during backward, and blocks
             backwards_of_step(runtime, case, step)
             if dist.get_rank() and not cell.speculative:
                 gate.close()
             reports.append(str(runtime.step(LR)))
             if not dist.get_rank():
-                gate.open()  # only now does rank 1's drive go on
+                gate.open()  # only now does rank 1's disk continue
         assert_states(states_of(runtime), states)
         runtime.close()
     assert reports == wanted
@@ -211,9 +212,7 @@ def _one_rank_is_slow(pipe: Path, folder: Path, setting: Setting, cell: Cell) ->
 
 @pytest.mark.parametrize("speculative", [False, True], ids=["after_backward", "speculative"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_with_a_slow_drive_makes_the_others_wait_and_no_more(
-    stage: int, speculative: bool, tmp_path: Path
-) -> None:
+def test_a_rank_with_a_slow_disk_only_makes_the_others_wait(stage: int, speculative: bool, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     cell = Cell("all late", 1, speculative, params=False)
     run_ranks(_one_rank_is_slow, 2, tmp_path / "pipe", tmp_path, Setting(stage, 2, BF16), cell)
@@ -239,7 +238,7 @@ def page(value: int = 0) -> torch.Tensor:
     return aligned_buffer(ALIGN_BYTES).fill_(value)
 
 
-def test_a_late_read_is_noise_until_it_is_waited_for(file: ScratchFile, drive: LateDrive) -> None:
+def test_the_target_of_a_late_read_is_nan_until_the_read_is_waited_for(file: ScratchFile, drive: LateDrive) -> None:
     file.write(0, page(7), "unit").wait()
     target = page()
     reading = file.read(0, target, "unit")
@@ -250,7 +249,7 @@ def test_a_late_read_is_noise_until_it_is_waited_for(file: ScratchFile, drive: L
     assert bool((target == 7).all())
 
 
-def test_a_late_write_has_what_its_buffer_held_when_it_was_waited_for(file: ScratchFile, drive: LateDrive) -> None:
+def test_a_late_write_takes_its_buffers_content_when_it_is_waited_for(file: ScratchFile, drive: LateDrive) -> None:
     source, target = page(1), page()
     writing = file.write(0, source, "unit")
     source.fill_(2)
@@ -259,7 +258,7 @@ def test_a_late_write_has_what_its_buffer_held_when_it_was_waited_for(file: Scra
     assert bool((target == 2).all())
 
 
-def test_transfers_that_meet_are_told(file: ScratchFile, drive: LateDrive) -> None:
+def test_overlapping_transfers_raise(file: ScratchFile, drive: LateDrive) -> None:
     here, there = page(), page()
     writing = file.write(0, here, "unit")
     for move, offset, tensor in ((file.read, 0, there), (file.write, 0, there), (file.read, ALIGN_BYTES, here)):

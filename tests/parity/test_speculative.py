@@ -1,5 +1,8 @@
-"""A step that is made during backward, before the norm is known, has the bits of one that is made after it: when the
-guess was right, when it is undone because of clipping, an overflow, another rate or a write in between."""
+"""A speculative step, made during backward before the norm is known, has the bits of a step made after backward.
+
+This holds if the guess was right, and if it is undone because of clipping, an overflow, another learning rate or a
+write in between.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ HOST = OffloadPlan(optimizer=Tier.HOST, speculative=True, copies=LateCopies)
 
 
 def plans_of(stage: int, folder: Path) -> list[OffloadPlan]:
-    """Of both tiers, with the parameters too where the row shards them."""
+    """Speculative plans for both tiers; at stage 3, which shards parameters, also plans that offload those."""
     nvme = replace(offload_to(folder, params=False), speculative=True)
     plans = [
         HOST,
@@ -50,11 +53,11 @@ def plans_of(stage: int, folder: Path) -> list[OffloadPlan]:
 
 @dataclass
 class Outcomes:
-    """What became of a runtime's guesses: steps of which nothing had to be updated again, and those undone."""
+    """Results of a runtime's guesses. right: steps in which no unit had to be updated again; wrong: all other steps."""
 
     right: int = 0
     wrong: int = 0
-    reports: list[str] = field(default_factory=list)  # as text, in which nan is nan
+    reports: list[str] = field(default_factory=list)  # as text, so that nan equals nan
     norms: list[float] = field(default_factory=list)
 
 
@@ -102,7 +105,7 @@ def _clipping(folder: Path, setting: Setting, optimizer: OptimizerConfig) -> Non
     plain = runtime_of(setting, None, optimizer)
     norms = sorted(train(plain, setting, range(4)).norms)
     plain.close()
-    for clip_norm in ((norms[1] + norms[2]) / 2, None):  # some steps are clipped; none is
+    for clip_norm in ((norms[1] + norms[2]) / 2, None):  # clips some of the steps; clips none
         plain = runtime_of(setting, None, optimizer, clip_norm=clip_norm)
         without, states = train(plain, setting, range(4)), states_of(plain)
         plain.close()
@@ -123,13 +126,13 @@ def _clipping(folder: Path, setting: Setting, optimizer: OptimizerConfig) -> Non
         *(pytest.param(*one, marks=pytest.mark.full) for one in ((0, FP32), (2, BF16), (3, BF16), (3, FP32))),
     ],
 )
-def test_a_guess_that_clipping_undoes_leaves_nothing_behind(
+def test_speculative_steps_have_the_same_bits_with_and_without_clipping(
     stage: int, precision: MixedPrecision, tmp_path: Path
 ) -> None:
     run_ranks(_clipping, 2, tmp_path, Setting(stage, 2, precision), ADAMW)
 
 
-def test_one_rank_and_another_optimizer_guess_too(tmp_path: Path) -> None:
+def test_speculative_steps_have_the_same_bits_on_one_rank_with_sgd(tmp_path: Path) -> None:
     run_ranks(_clipping, 1, tmp_path, Setting(3, 1, FP32, micro_batches=1), SgdConfig(momentum=0.9))
 
 
@@ -150,12 +153,12 @@ def _overflowing(folder: Path, nth: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("nth", [4, pytest.param(2, marks=pytest.mark.full)])
-def test_a_guess_that_overflowed_is_skipped_with_the_step(nth: int, tmp_path: Path) -> None:
+def test_a_speculative_step_that_overflows_is_undone_and_skipped(nth: int, tmp_path: Path) -> None:
     run_ranks(_overflowing, 2, tmp_path, nth)
 
 
 def _other_ways(folder: Path, nth: int) -> None:
-    """Another rate than was told, a weight that is written between backward and step, and no rate told at all."""
+    """A rate other than the expected one, a weight written between backward and step, and no expected rate at all."""
     setting, name = Setting(3, 2, BF16), "blocks.0.mix.weight"
     case = setting.case(model=SPEC)
 
@@ -183,12 +186,12 @@ def _other_ways(folder: Path, nth: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("nth", [2, pytest.param(1, marks=pytest.mark.full)])
-def test_what_was_not_foreseen_is_stepped_over_alike(nth: int, tmp_path: Path) -> None:
+def test_another_rate_a_write_or_a_missing_rate_gives_the_same_bits(nth: int, tmp_path: Path) -> None:
     run_ranks(_other_ways, 2, tmp_path, nth)
 
 
 def _saved(folder: Path, nth: int) -> None:
-    """Between two swaps of what is current: saved, and gone on from."""
+    """Save between two steps, each of which makes the second copies current; then resume without and with the plan."""
     setting = Setting(3, 2, BF16)
     for number, plan in enumerate(plans_of(3, folder)[::nth]):
         runtime = runtime_of(setting, plan)
@@ -204,7 +207,7 @@ def _saved(folder: Path, nth: int) -> None:
 
 
 @pytest.mark.parametrize("nth", [4, pytest.param(2, marks=pytest.mark.full)])
-def test_a_checkpoint_holds_what_is_current(nth: int, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_speculative_run_resumes_with_the_same_reports(nth: int, tmp_path: Path) -> None:
     run_ranks(_saved, 2, tmp_path, nth)
 
 
@@ -226,12 +229,12 @@ def _not_finite(folder: Path) -> None:
         runtime.close()
 
 
-def test_a_step_that_is_not_finite_ends_with_everything_as_it_was(tmp_path: Path) -> None:
+def test_a_non_finite_step_raises_and_leaves_all_states_unchanged(tmp_path: Path) -> None:
     run_ranks(_not_finite, 2, tmp_path)
 
 
 def _forgotten(folder: Path) -> None:
-    """Closing in the middle of a step waits for no gradient that will not come."""
+    """Closing in the middle of a step does not wait for gradients that will never arrive."""
     setting = Setting(3, 1, BF16, micro_batches=1)
     for plan in plans_of(3, folder):
         runtime = runtime_of(setting, plan)
@@ -240,13 +243,13 @@ def _forgotten(folder: Path) -> None:
         runtime.close()
 
 
-def test_a_guess_without_gradients_ends_with_its_runtime(tmp_path: Path) -> None:
+def test_closing_during_a_guess_does_not_wait_for_missing_gradients(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_ranks(_forgotten, 1, tmp_path)
 
 
-def test_there_is_nothing_to_guess_with_where_nothing_rests_elsewhere() -> None:
+def test_a_speculative_plan_without_offloaded_states_is_refused() -> None:
     row = ZeroPlan.from_stage(3)
     for plan in (OffloadPlan(speculative=True), OffloadPlan(optimizer=Tier.HOST, speculative=True)):
         with pytest.raises(ValueError, match="expected masters and states that rest away from cpu, found them with it"):

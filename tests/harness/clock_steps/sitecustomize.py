@@ -1,5 +1,6 @@
-"""A wall clock that a test sets, in every process of a command: Python imports this file first where its folder is on
-PYTHONPATH. The file that ZLAB_CLOCK names holds how many seconds the clock was stepped by; monotonic clocks stay."""
+"""Lets a test step the wall clock in every process of a command: Python imports this file first if its folder is on
+PYTHONPATH. The file named by ZLAB_CLOCK holds the seconds by which the clock is stepped; monotonic clocks do not
+change."""
 
 import contextlib
 import os
