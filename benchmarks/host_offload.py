@@ -41,7 +41,7 @@ from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
 
 LR = 1e-4
-STEPS = 3  # consecutive steps for one reading: the end of a step's work runs in the next step's forward
+STEPS = 3  # consecutive steps for one reading: the end of a step's work overlaps the next forward
 PRECISION = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="fp32")
 NEVER_CLIPPED = 1e9  # the norm is waited for, but no speculative update is undone
 

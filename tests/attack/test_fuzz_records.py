@@ -61,7 +61,8 @@ def damage(path: Path, scene: Scene, chance: random.Random) -> str:
         other = FILES[chance.choice(RECORDS)](scene)
         path.write_bytes(other.read_bytes() if other.is_file() else b"")
         return f"{path.name} as {other.name}"
-    name = chance.choice([one for one in CORRUPTIONS if path.suffix != ".log" or one != "a terabyte"])  # it is printed
+    # A log is printed, so it must not become a terabyte.
+    name = chance.choice([one for one in CORRUPTIONS if path.suffix != ".log" or one != "a terabyte"])
     CORRUPTIONS[name](path)
     return f"{path.name}: {name}"
 

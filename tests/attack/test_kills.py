@@ -59,7 +59,7 @@ def test_the_mlflow_store_is_complete_after_kills_at_any_moment(tmp_path: Path, 
     kill_sweeps(tmp_path, tally, 2, 12, 200, "tracked")
 
 
-# ---- whole commands --------------------------------------------------------------------------------------------------
+# ---- complete commands -----------------------------------------------------------------------------------------------
 
 LINE = (
     "model=llama_tiny data=synthetic precision=fp32 tracking=none resources.device=cpu resources.ranks=2 "

@@ -38,7 +38,7 @@ from orchestrator.text.paths import program
 
 # Allowed beginnings of lines on stderr: any other line comes from a message with a line break in it.
 LINES = ("error: ", "nothing was started (exit 2)", "refused: ", "note: ", "warning: ", "== ", "in /")
-LINE_SIGNS = 6000  # limit of one line, whatever was typed
+LINE_SIGNS = 6000  # characters of one line at most, whatever was typed
 ALL_SIGNS = 60_000
 CODES = (0, 1, 2, 3, 4)
 TEXTS = {"--help", "-h", "--version", "--cfg", "-c", "--info", "-i", "--hydra-help", "-sc"}  # text even with --json

@@ -78,7 +78,7 @@ def test_every_shipped_sweep_has_several_points_and_breaks_no_rule(name: str) ->
     assert len(points) > 1
 
 
-def test_groups_folders_and_defaults_are_the_same_set() -> None:
+def test_groups_conf_folders_and_defaults_name_the_same_set() -> None:
     defaults = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
     assert defaults[0] == "_self_", "experiment and sweep files must win over this file"
     chosen = {name: option for entry in defaults[1:] for name, option in entry.items()}

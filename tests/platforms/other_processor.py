@@ -171,13 +171,13 @@ def compile_program(processor: Processor, folder: Path) -> Path:
     flags = [flag for flag in FLAGS if flag not in shared]
     sources = map(str, sorted(SOURCES.glob("*.cpp")))
     command = [processor.compiler, *flags, *processor.flags, "-static", "-I", str(SOURCES), *sources]
-    # A static program refers to the thread functions by weak symbols, unless the complete library is linked in.
+    # In a static program, weak references to thread functions stay empty unless the complete library is linked in.
     whole = ["-Wl,--whole-archive", "-lpthread", "-Wl,--no-whole-archive"]
     subprocess.run([*command, str(folder / "main.cpp"), "-o", str(folder / "kernels"), *whole], check=True)
     return folder / "kernels"
 
 
-# ---- the library in front of it --------------------------------------------------------------------------------------
+# ---- the stand-in for the library ------------------------------------------------------------------------------------
 
 
 class Library:

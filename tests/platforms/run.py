@@ -131,7 +131,7 @@ def user(folder: Path) -> Variation:
     same = f"import sys; assert sys.version == {sys.version!r}; open({str(ROOT / 'run.py')!r})"
     probe = [*prefix, "--inh-caps", "-all", sys.executable, "-c", same]
     if missing is None and subprocess.run(probe, capture_output=True, cwd="/").returncode != 0:
-        # The interpreter or the checkout is in a folder that only root may read: the user gets that permission alone.
+        # The interpreter or the checkout is in a folder that only root may read: the user may read it, no more.
         reading = "+dac_read_search"
         prefix[-1] = f"-all,{reading}"
         prefix += ["--inh-caps", f"-all,{reading}", "--ambient-caps", f"-all,{reading}"]
