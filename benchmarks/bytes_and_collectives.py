@@ -1,4 +1,4 @@
-"""Bytes of model states and elements sent per step for every row of the plan: the formula beside the count.
+"""Counts bytes of model states and elements sent per step for every row of the plan, next to the formulas.
 
 `python benchmarks/bytes_and_collectives.py [--world N]`; prints the table of docs/runtime.md.
 """
@@ -72,7 +72,7 @@ def rank_main(rank: int, world: int, folder: str) -> None:
 
 
 def count(name: str, precision: MixedPrecision, stage: int, micro_batches: int) -> dict[str, object]:
-    """One row: two steps, counted in the second."""
+    """One row of the table: runs two steps and counts in the second."""
     plan = ZeroPlan.from_stage(stage)
     settings = RuntimeSettings(micro_batches=micro_batches)
     torch.manual_seed(0)

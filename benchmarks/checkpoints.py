@@ -1,8 +1,9 @@
-"""Saving and loading a checkpoint beside raw writing and reading of as many bytes on the same disk, in turn.
+"""Compares saving and loading a checkpoint with raw writes and reads of as many bytes on the same disk, in turn.
 
 `python benchmarks/checkpoints.py [--rounds N] [--folder PATH] [--layers ..]`; writes benchmarks/results/. raw write:
-every rank writes its share from one buffer in 8 MiB blocks and syncs it. raw read: the same bytes back, dropped from
-the page cache before. stall: how long a save in the background holds training up, beside one copy of its tensors.
+every rank writes its share from one buffer in 8 MiB blocks and syncs it. raw read: reads the same bytes back, after
+dropping them from the page cache. stall: how long a save in the background blocks training, compared with one copy of
+its tensors.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def rank_main(rank: int, folder: str, size: GptSize, rounds: int) -> None:
 
 
 def measure(runtime: ZeroRuntime, folder: Path, rounds: int) -> tuple[dict[str, list[float]], int]:
-    """Seconds of the slower rank by what was done, and the bytes of one rank."""
+    """Seconds of the slower rank by operation, and the bytes of one rank."""
     rank = dist.get_rank()
     shards = [shard for unit in runtime.units for shard in shards_of(runtime, unit).values()]
     share = sum(shard.nbytes for shard in shards)
@@ -87,7 +88,7 @@ def measure(runtime: ZeroRuntime, folder: Path, rounds: int) -> tuple[dict[str, 
     raw, root = folder / f"raw{rank}", folder / "checkpoints"
     saver = BackgroundSaver(folder / "background")
     copies = [torch.empty_like(shard) for shard in shards]
-    saver.save(runtime, step=0, trainer={})  # its memory is there from now on
+    saver.save(runtime, step=0, trainer={})  # allocates its memory, which it keeps
     saver.wait(runtime)
 
     def load() -> None:
@@ -141,7 +142,7 @@ def read_raw(path: Path, buffer: torch.Tensor) -> None:
 
 
 def drop_caches(folder: Path) -> None:
-    """What is on the disk must be read from there: every file's pages are given up."""
+    """Drops every file's pages from the page cache, so that reads come from the disk."""
     dist.barrier()
     if dist.get_rank() == 0:
         for path in folder.rglob("*"):

@@ -1,7 +1,7 @@
-"""How long the command line takes to answer when nothing is started: typos, help, broken rules, plans from a cache.
+"""Measures how long the command line takes when it starts nothing: typos, help, broken rules, plans from a cache.
 
-`python benchmarks/command_line.py [--rounds N]`. Every line runs once a round, in turn with an interpreter that does
-nothing; prints medians of wall and processor seconds and each line's ratio to that interpreter within its round.
+`python benchmarks/command_line.py [--rounds N]`. Every line runs once per round, in turn with an interpreter that does
+nothing; prints medians of wall and CPU seconds and each line's ratio to that interpreter within the same round.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def seconds_of(command: list[str], folder: str) -> tuple[float, float]:
-    """Wall and processor seconds of a command, whatever it answers."""
+    """Wall and CPU seconds of a command, whatever its exit code."""
     before, start = os.times(), time.perf_counter()
     subprocess.run(command, cwd=folder, capture_output=True, check=False)
     wall, after = time.perf_counter() - start, os.times()

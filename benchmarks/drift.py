@@ -1,4 +1,4 @@
-"""Whether a row's readings moved over the rounds: then its median says when it was measured, not how fast it is."""
+"""Detects drift: if a row's readings move over the rounds, its median depends on when the row was measured."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from itertools import pairwise
 
 LEAST_ROUNDS = 6  # two in each third
 STANDARD_ERRORS = 5
-TELLABLE = 0.25  # a spread that explains more hides a drift that would change what a table says
-# Of normal noise: the median of |a - b| for two readings is 0.6745 * sqrt(2) standard deviations, a median of k
-# readings scatters by sqrt(pi / 2) standard deviations over sqrt(k).
+TELLABLE = 0.25  # a spread that explains more could hide a drift that changes the conclusions
+# For normal noise, the median of |a - b| for two readings is 0.6745 * sqrt(2) standard deviations, and the standard
+# error of the median of k readings is sqrt(pi / 2) standard deviations over sqrt(k).
 MEDIAN_STEP = 0.6745 * math.sqrt(2)
 MEDIAN_SCATTER = math.sqrt(math.pi / 2)
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How much later readings exceed earlier ones, and how much their own spread explains; 0.05 is 5 %."""
+    """By how much later readings exceed earlier ones, and how much of that their spread can explain; 0.05 is 5 %."""
 
     moved: float
     explained: float
@@ -32,12 +32,12 @@ class Drift:
 
 
 def drift_of(readings: list[float]) -> Drift | None:
-    """Of readings in the order of their rounds; None where there are too few to tell.
+    """The drift of readings that are in the order of their rounds; None if there are too few to judge.
 
-    The median of the last third is compared with that of the first. The spread is taken from the steps between
-    neighbouring rounds, less the typical step, which is the drift itself; medians keep it free of single slow rounds.
-    What it explains is five standard errors of the difference of two medians of a third. Less than five would call
-    steady rows drifting too often, since a dozen readings give the spread only roughly and a dozen rows are looked at.
+    The median of the last third is compared with that of the first. The spread is computed from the steps between
+    neighbouring rounds, less the typical step, which is the drift itself; medians make it ignore single slow rounds.
+    It explains five standard errors of the difference of two medians of a third. With fewer than five, steady rows
+    would too often count as drifting, since a dozen readings give the spread only roughly and a dozen rows are checked.
     """
     if len(readings) < LEAST_ROUNDS:
         return None
@@ -51,7 +51,7 @@ def drift_of(readings: list[float]) -> Drift | None:
 
 
 def drift_verdict(what: str, rows: dict[str, list[float]]) -> str:
-    """One line about the readings of all rows, whatever was found."""
+    """One line about the drift of all rows, whether or not any row moved."""
     drifts = {name: drift for name, readings in rows.items() if (drift := drift_of(readings)) is not None}
     if len(drifts) < len(rows):
         return f"Drift of {what}: not judged, at least {LEAST_ROUNDS} rounds are needed."

@@ -1,4 +1,4 @@
-"""A GPT-2-like model of plain torch: what the benchmarks train where transformers is not at hand."""
+"""A GPT-2-like model in plain torch, which the benchmarks train so that they do not need transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-STD = 0.02  # of every weight, as in GPT-2
+STD = 0.02  # standard deviation of initial weights, as in GPT-2
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Ids [batch, seq] to logits [batch, seq, vocab]; the head is tied to the token embedding.
+    """Maps ids [batch, seq] to logits [batch, seq, vocab]; the head is tied to the token embedding.
 
-    Its first values are GPT-2's. torch's own are no place to measure from: embeddings of N(0, 1), tied to the head,
-    give logits in the hundreds, softmax then computes among denormal numbers, and a CPU takes several times as long
-    for those.
+    Its initial values are GPT-2's. torch's defaults are unsuitable for measurements: embeddings of N(0, 1), tied to the
+    head, give logits in the hundreds, so that softmax computes with denormal numbers, for which a CPU takes several
+    times as long.
     """
 
     def __init__(self, size: GptSize) -> None:
@@ -68,14 +68,14 @@ class Gpt(nn.Module):
         return self.head(self.norm(x))
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Hugging Face's name, by which a model whose parameters are drawn later finds the rule too."""
+        """Sets initial values. Hugging Face's name, by which the rule is also found if parameters are drawn later."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=STD)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()  # 1 and 0
-        if isinstance(module, Block):  # a rule for a block runs after those of its layers
+        if isinstance(module, Block):  # the block's rule runs after those of its layers
             for residual in (module.project, module.down):
                 nn.init.normal_(residual.weight, std=STD / math.sqrt(2 * self.size.layers))
 
@@ -86,24 +86,24 @@ def loss_of(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.
 
 
 def draw_tokens(size: GptSize, seed: int) -> torch.Tensor:
-    """Random ids [micro, seq + 1]: the same for whoever asks with the same seed."""
+    """Random ids [micro, seq + 1]; the same seed always gives the same ids."""
     return torch.randint(size.vocab, (size.micro, size.seq + 1), generator=torch.Generator().manual_seed(seed))
 
 
 def starting_loss(size: GptSize, tokens: int) -> tuple[float, float]:
-    """The mean loss that an untrained Gpt should have on `tokens` random tokens, and how far off it may be.
+    """The mean loss that an untrained Gpt should have on `tokens` random tokens, and the allowed deviation.
 
     [Note: the starting loss]
     The last LayerNorm's output h has |h|^2 = width, and the head's rows are independent of it with STD in each
     component, so a logit is N(0, s^2) with s^2 = width * STD^2. Then the sum of V exponentials is V * exp(s^2 / 2),
     a random label's logit is 0 on average, and the loss is ln V + s^2 / 2.
-    One row is not independent of h, the input token's own, since the head is tied. Its logit is at most
+    The input token's own row is not independent of h, since the head is tied. Its logit is at most
     s^2 / (standard deviation of the residual stream). The MLPs alone give that stream a variance of s^4 / 2: each adds
     4 * width * E[gelu(u)^2] * STD^2 / (2 * layers) with u of N(0, s^2), and E[gelu(u)^2] >= s^2 / 4. So that logit is
     at most sqrt(2), which adds less than exp(sqrt 2) / V to the loss.
-    Two things scatter: the mean of the labels' logits, by s / sqrt(tokens), and the sum of exponentials, by
-    sqrt((exp(s^2) - 1) / V). Six standard deviations are allowed. Rounding to bf16 moves logits of size s by 2^-9 of
-    themselves, up and down, which is far within these.
+    Two quantities scatter: the mean of the labels' logits, by s / sqrt(tokens), and the sum of exponentials, by
+    sqrt((exp(s^2) - 1) / V). Six standard deviations are allowed. Rounding to bf16 changes logits of size s by 2^-9 of
+    their size, up and down, which is far within these.
     """
     variance = size.width * STD**2
     scatter = math.sqrt(variance / tokens + math.expm1(variance) / size.vocab)
@@ -111,7 +111,7 @@ def starting_loss(size: GptSize, tokens: int) -> tuple[float, float]:
 
 
 def starting_loss_trouble(size: GptSize, tokens: int, losses: dict[str, float]) -> str | None:
-    """What is wrong with the first losses by row, in a sentence for who started the benchmark; None if nothing is."""
+    """A message to the user that names the rows whose first losses are wrong; None if all of them are right."""
     expected, allowed = starting_loss(size, tokens)
     wrong = {name: loss for name, loss in losses.items() if not abs(loss - expected) <= allowed}  # NaN is wrong too
     if not wrong:

@@ -1,6 +1,6 @@
-"""Everything that needs a GPU, in one command for a borrowed machine: the GPU tests, then the benchmarks on CUDA.
+"""Runs everything that needs a GPU, in one command for a borrowed machine: the GPU tests, then benchmarks on CUDA.
 
-Needs torch, numpy, safetensors and pytest alone. Results, with date and versions, go into benchmarks/results/.
+Needs only torch, numpy, safetensors and pytest. Writes results, with date and versions, to benchmarks/results/.
 """
 
 from __future__ import annotations

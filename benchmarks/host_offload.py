@@ -1,12 +1,12 @@
-"""A training step whose optimizer rests in the host's memory or behind it in a file, beside the same step without.
+"""Compares a training step whose optimizer is offloaded to host memory or to a file with the same step without.
 
 `python benchmarks/host_offload.py [--rounds N] [--accumulation N] [--folder DRIVE] [sizes]`; writes
 benchmarks/results/. One GPU, AdamW, bf16 with fp32 masters. compute: a step without offload less its update. work:
-the update and the copies of gradients and new parameters, each run alone with nothing beside it; with a file also its
-reading and writing. exposed: what a row's step takes longer than compute; hidden: the share of work that is not
-exposed. Where parameters rest too, their way to the device for each gather is in exposed and not in work. Rows with a
-file lie in --folder. Rows are stepped in turn. `--device cpu` moves shards between two places of one memory: it tries
-the command, and its numbers say nothing.
+the update and the copies of gradients and new parameters, each run alone with nothing else running; with a file, also
+its reads and writes. exposed: by how much a row's step takes longer than compute; hidden: the share of work that is
+not exposed. If parameters are offloaded too, their copies to the device for each gather count as exposed but not as
+work. The files of rows that use one are in --folder. Rows are stepped in turn. `--device cpu` moves shards between two
+places of one memory: it only tries the command out, and its numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
 
 LR = 1e-4
-STEPS = 3  # in a row, for one reading: the end of a step's work lies in the next step's forward
+STEPS = 3  # consecutive steps for one reading: the end of a step's work overlaps the next forward
 PRECISION = MixedPrecision("bf16", reduce="bf16", accumulate="bf16", master="fp32")
-NEVER_CLIPPED = 1e9  # so that the norm is waited for, and no guess is undone
+NEVER_CLIPPED = 1e9  # the norm is waited for, but no speculative update is undone
 
 
 @dataclass
 class Row:
-    """One run, and its readings by round in seconds."""
+    """One run, and its readings in seconds, one per round."""
 
     name: str
     runtime: ZeroRuntime
     step_s: list[float] = field(default_factory=list)
-    update_s: list[float] = field(default_factory=list)  # the update alone, with what it sends back
-    leave_s: list[float] = field(default_factory=list)  # the gradients' way to the host alone
+    update_s: list[float] = field(default_factory=list)  # the update alone, with the parameters that it sends back
+    leave_s: list[float] = field(default_factory=list)  # the copies of gradients to the host alone
     device_bytes: int = 0
 
 
@@ -109,7 +109,7 @@ def build(size: GptSize, device: torch.device, accumulation: int, stage: int, of
 
 
 def measure(row: Row, ids: torch.Tensor, *, keep: bool) -> None:
-    """One reading of whole steps, and of the parts of one step, each alone."""
+    """Takes one reading of complete steps, and of the parts of one step, each alone."""
     settle(row.runtime)
     start = time.perf_counter()
     for _ in range(STEPS):
@@ -132,7 +132,7 @@ def measure(row: Row, ids: torch.Tensor, *, keep: bool) -> None:
 
 
 def backwards(runtime: ZeroRuntime, ids: torch.Tensor, *, guess: bool = True) -> None:
-    """Of one step. Without `guess` a row that guesses does so in vain: its update is made after backward."""
+    """The micro-batches of one step. Without `guess`, speculation is in vain: the update runs after backward."""
     runtime.expect_rate(LR if guess else 2 * LR)
     for _ in range(runtime.settings.micro_batches):
         logits = runtime(ids).float()
@@ -141,7 +141,7 @@ def backwards(runtime: ZeroRuntime, ids: torch.Tensor, *, guess: bool = True) ->
 
 
 def leaving(runtime: ZeroRuntime) -> float:
-    """Seconds of copying each unit's gradient to the host, one after another; 0 where none leaves."""
+    """Seconds of copying each unit's gradient to the host, one after another; 0 if none is copied."""
     grads = runtime.host_tensors().get("grads", [])
     if not grads:
         return 0.0
@@ -155,7 +155,7 @@ def leaving(runtime: ZeroRuntime) -> float:
 
 
 def settle(runtime: ZeroRuntime) -> None:
-    """Nothing is under way, neither with the host nor with the device."""
+    """Waits until neither the host nor the device has work in progress."""
     for unit in runtime.units:
         unit.settle()
     if runtime.device.type == "cuda":

@@ -1,8 +1,10 @@
-"""The AdamW step on a CPU beside a bare loop over the same streams, torch's fused step and the reference, in turn; and
-LAMB's and the one on 8-bit moments beside a copy of as many bytes.
+"""Compares the AdamW step on a CPU with a bare loop over the same streams, torch's fused step and the reference.
+
+All contestants take turns. LAMB and AdamW on 8-bit moments are compared with a copy of as many bytes.
 
 `python benchmarks/kernels.py [--numel N] [--rounds N]`; writes benchmarks/results/. One round runs every contestant
-once, each round from another one on, so that a drifting host moves all alike; a ratio is the median of the rounds'.
+once and each round starts with another one, so that a drifting host affects all of them equally; a ratio is the median
+over the rounds.
 """
 
 from __future__ import annotations
@@ -36,16 +38,17 @@ from zero_runtime.kernels.cpu import build  # noqa: E402
 from zero_runtime.kernels.settings import AdamW, Lamb  # noqa: E402
 
 THREADS = (1, 2)
-REFERENCE_ROUNDS = 2  # it takes seconds where the cores are busy
+REFERENCE_ROUNDS = 2  # it takes seconds if the cores are busy
 LIMIT = "bare loop"
-# An element: 2 + 12 read and 12 + 2 written, or 16 and 12; with codes 2 + 6 and 6 + 2; LAMB's three parts, mixed.
+# Bytes read and written per element: 2 + 12 and 12 + 2 (mixed), 16 and 12 (fp32), 2 + 6 and 6 + 2 (with codes), and
+# LAMB's three parts (mixed).
 BYTES = {"mixed": 28, "fp32": 28, "adamw8bit": 16, "lamb": 18 + 12 + 18}
 SETTINGS = AdamW(1e-3, 0.9, 0.999, 1e-8, 0.01, 10)
 Step = Callable[[int], object]
 
 
 class Streams:
-    """The tensors that contestants step over."""
+    """The tensors that the contestants step over."""
 
     def __init__(self, numel: int) -> None:
         self.master = torch.randn(numel)
@@ -69,7 +72,7 @@ def main() -> None:
 
 
 def seconds_to_compile() -> float:
-    """Of the library, as on first use."""
+    """Seconds to compile the library, as on first use."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         build.compile_library(build.find_compiler(), Path(folder, "kernels.so"))
@@ -85,12 +88,12 @@ def bare_library() -> ctypes.CDLL:
 
 
 def contestants(kind: str, s: Streams) -> dict[str, Step]:
-    """One step each, given the number of threads that torch is set to."""
+    """One step per contestant, a function of the number of threads that torch is set to."""
     if kind in ("adamw8bit", "lamb"):
         return beside_a_copy(kind, s)
     bare = bare_library()
     numel = ctypes.c_int64(s.master.numel())
-    own = Streams(s.master.numel())  # its sums are no moments: the root of a negative one would end every master as NaN
+    own = Streams(s.master.numel())  # its sums are not moments: roots of negative ones would turn masters into NaN
     mixed = kind == "mixed"
     grad, out = (s.grad16, s.param16) if mixed else (s.grad, None)
 
@@ -112,7 +115,7 @@ def contestants(kind: str, s: Streams) -> dict[str, Step]:
 
 
 def beside_a_copy(kind: str, s: Streams) -> dict[str, Step]:
-    """Fewer or more bytes than AdamW's: the limit is a copy of as many."""
+    """Contestants that move fewer or more bytes than AdamW: the limit is a copy of as many bytes."""
     numel = s.master.numel()
     source = torch.ones(BYTES[kind] * numel // 2, dtype=torch.uint8)
     target = torch.zeros_like(source)
@@ -166,7 +169,7 @@ def deepspeeds(s: Streams, grad: torch.Tensor, out: torch.Tensor | None) -> Step
 
 
 def measure(kind: str, streams: Streams, rounds: int) -> dict[str, list[float]]:
-    """Seconds by `contestant/threads`, one a round."""
+    """Seconds by `contestant/threads`, one reading per round."""
     steps = {(name, threads): step for name, step in contestants(kind, streams).items() for threads in THREADS}
     order = list(steps)
     times: dict[str, list[float]] = {f"{name}/{threads}": [] for name, threads in order}
@@ -180,14 +183,14 @@ def measure(kind: str, streams: Streams, rounds: int) -> dict[str, list[float]]:
             steps[name, threads](threads)
             if index >= 0:
                 times[f"{name}/{threads}"].append(time.perf_counter() - start)
-        streams.first.fill_(1e-4)  # every round starts from moments as in training
+        streams.first.fill_(1e-4)  # every round starts from moments typical of training
         streams.second.fill_(1e-6)
     refuse_unusual_numbers(kind, streams)
     return times
 
 
 def refuse_unusual_numbers(kind: str, streams: Streams) -> None:
-    """Contestants that step over numbers which no training has are not measured: nothing is written."""
+    """Exits, so that nothing is written, if the contestants stepped over numbers that do not occur in training."""
     wrong = [name for name, values in vars(streams).items() if not bool(torch.isfinite(values).all())]
     if wrong:
         sys.exit(f"kernels.py, {kind}: expected finite numbers after the rounds, found others in {', '.join(wrong)}")

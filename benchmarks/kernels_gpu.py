@@ -1,7 +1,8 @@
-"""The updates on a GPU: each Triton kernel beside a copy of as many bytes and beside the reference, in turn.
+"""Compares each Triton update kernel on a GPU with a copy of as many bytes and with the reference, in turn.
 
 `python benchmarks/kernels_gpu.py [--numel N] [--rounds N]`; writes benchmarks/results/. A share is the median over the
-rounds of the copy's time in the same round over the row's. fp32 masters, bf16 gradients in, bf16 parameters out.
+rounds of the copy's time divided by the row's time in the same round. fp32 masters, bf16 gradients in, bf16 parameters
+out.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from zero_runtime.kernels.block_formats import blocks_of  # noqa: E402
 from zero_runtime.kernels.settings import AdamW, Lamb, Lion, Sgd  # noqa: E402
 
 ADAM = (1e-3, 0.9, 0.999, 1e-8, 0.01, 10)
-# Read and written an element: master 4 + 4, gradient 2, parameter 2, and the states.
+# Bytes read and written per element: master 4 + 4, gradient 2, parameter 2, and the states.
 BYTES = {"adamw": 28, "adamw8bit": 16 + 4 * 4 / 256, "sgd": 20, "lion": 20, "lamb": 18 + 12 + 18, "accumulate": 10}
 Step = Callable[[], object]
 
 
 class Streams:
-    """The tensors that all operations step over."""
+    """The tensors over which all operations step."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.master, self.first = torch.randn(numel, device=device), torch.full((numel,), 1e-4, device=device)
@@ -90,7 +91,7 @@ def main() -> int:
 
 
 def measure(ours: Backend, numel: int, rounds: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds by operation and contestant, one a round after one that compiles and warms up."""
+    """Milliseconds by operation and contestant, one per round, after a round that compiles and warms up."""
     streams, times = Streams(numel, device), {}
     for name in BYTES:
         half = torch.empty(int(BYTES[name] * numel / 2), dtype=torch.uint8, device=device)

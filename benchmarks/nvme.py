@@ -1,18 +1,18 @@
-"""The optimizer's step over a scratch file, beside raw direct reads and writes of as many bytes in the same file.
+"""Compares the optimizer's step over a scratch file with raw direct reads and writes of as many bytes in that file.
 
 `python benchmarks/nvme.py [--rounds N] [--folder PATH] [--block-mib N] [--requests N] [--ahead N] [--threads N]`
 prints the table of docs/offload.md and writes benchmarks/results/. One rank, 50 M parameters in bf16 with fp32 masters
-and moments at rest in the file: each step reads and writes 12 bytes a parameter.
+and moments stored in the file: each step reads and writes 12 bytes per parameter.
 
-Compared are the seconds of `runtime.step` (norm, reads, checksums, update, writes) and those of raw: every block of the
-same file read into memory and written back from there, with the block size of the step, as many requests of each kind
-in flight at once, and as many bytes of buffers, of the same kind of memory. raw has no checksums, no arithmetic and no
-units: a block is written as soon as it has been read. Both go past this machine's page cache (O_DIRECT; a folder
-without it is refused); what is behind a virtual drive has caches of its own, which serve both alike.
+The seconds of `runtime.step` (norm, reads, checksums, update, writes) are compared with those of raw, which reads every
+block of the same file into memory and writes it back from there, with the block size of the step, as many concurrent
+requests of each kind, and as many bytes of buffers, in the same kind of memory. raw has no checksums, no arithmetic and
+no units: a block is written as soon as it has been read. Both bypass this machine's page cache (O_DIRECT; a folder
+without it is refused); the storage behind a virtual disk has its own caches, which serve both equally.
 
-A drive's speed drifts, so the two take turns: each round has one raw test right before or right after each step, by
-turns, and a share is the quotient of two such neighbours. verified by zlib: with the checksum that there is without a
-compiler. in memory: the same step without offload.
+A disk's speed drifts, so the two take turns: each round has one raw test directly before or directly after each step,
+alternating by round, and a share is the quotient of two such neighbours. verified by zlib: with the checksum that is
+used without a compiler. in memory: the same step without offload.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
 
 WIDTH, BLOCKS = 2048, 12  # 50.3 M parameters in blocks of 4.2 M
-STATE_BYTES = 12  # a parameter: master and moments
+STATE_BYTES = 12  # per parameter: master and moments
 AIM = 0.85
 
 
@@ -79,7 +79,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         scratch = ScratchSettings(Path(folder), args.block_mib << 20, args.requests, args.ahead)
         runtimes = {"verified": build(scratch)}
-        with mock.patch.dict(os.environ, {VARIABLE: "reference"}):  # the file keeps the checksum that it is made with
+        with mock.patch.dict(os.environ, {VARIABLE: "reference"}):  # the file keeps the checksum of its creation
             runtimes["verified by zlib"] = build(scratch)
         runtimes |= {"not verified": build(replace(scratch, verify=False)), "in memory": build(None)}
         raws = {name: Raw(runtime, scratch) for name, runtime in runtimes.items() if runtime.scratch_bytes}
@@ -97,7 +97,7 @@ def main() -> None:
 
 @dataclass
 class Measured:
-    """Seconds by row, round by round: of the step, and of its neighbour where it has one."""
+    """Seconds by row, one per round: of the step, and of the raw test next to it if there is one."""
 
     steps: dict[str, list[float]]
     raws: dict[str, list[float]]
@@ -116,7 +116,7 @@ class Measured:
 
 
 def neighbours(runtime: ZeroRuntime, raw: Raw | None, *, raw_first: bool) -> tuple[float, float | None]:
-    """Seconds of a step and of the raw test beside it; forward and backward, of one row of input, are before both."""
+    """Seconds of a step and of the raw test next to it; forward and backward, of one row of input, run before both."""
     runtime.backward(runtime(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().mean())
     before = raw.run() if raw and raw_first else None
     start = time.perf_counter()
@@ -139,7 +139,7 @@ def build(scratch: ScratchSettings | None) -> ZeroRuntime:
 
 
 class Raw:
-    """Direct reads and writes of every block of a runtime's own file, each written back as it was read."""
+    """Direct reads and writes of every block of a runtime's scratch file; each block is written back unchanged."""
 
     def __init__(self, runtime: ZeroRuntime, settings: ScratchSettings) -> None:
         assert runtime._tier is not None
@@ -156,7 +156,7 @@ class Raw:
             self._free.put(block)
 
     def run(self) -> float:
-        """Seconds of all of it."""
+        """Reads and writes all blocks, and returns the seconds."""
         start = time.perf_counter()
         for reading in [self._readers.submit(self._read, place) for place in range(0, self._size, self._block)]:
             reading.result().result()

@@ -1,4 +1,4 @@
-"""The same training step in FSDP2 and DeepSpeed, to stand beside the rows. Needs the `bench` extra for the latter."""
+"""The same training step in FSDP2 and DeepSpeed, for comparison with the rows. DeepSpeed needs the `bench` extra."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.stages_task import PEERS
 
 LR, WEIGHT_DECAY = 1e-4, 0.01
 Batch = tuple[torch.Tensor, torch.Tensor]  # ids and labels, [micro, seq] each
-Step = Callable[[Batch], float]  # a whole step, which returns this rank's share of the loss
+Step = Callable[[Batch], float]  # a complete step, which returns this rank's share of the loss
 
 
 def peers_here() -> tuple[str, ...]:
@@ -23,7 +23,7 @@ def peers_here() -> tuple[str, ...]:
 
 
 def import_peer(name: str) -> None:
-    """What a peer imports is no memory of its training: a measurement begins after it."""
+    """Imports a peer before a measurement begins, since imports do not count as memory of its training."""
     import_module(_module(name))
 
 
@@ -32,8 +32,10 @@ def _module(name: str) -> str:
 
 
 def peer_step(name: str, size: GptSize, precision: str, device: torch.device) -> Step:
-    """A step of one of PEERS; both divide gradients by the world, so the loss that they get is a mean over this rank's
-    tokens."""
+    """A step of one of PEERS.
+
+    FSDP2 and DeepSpeed divide gradients by the world size, so their loss is the mean over this rank's tokens.
+    """
     torch.manual_seed(0)
     model = Gpt(size).to(device)
     if name.startswith("fsdp2"):
@@ -68,7 +70,7 @@ def _deepspeed(model: Gpt, precision: str, *, stage: int) -> Step:
 
     config = {
         "train_micro_batch_size_per_gpu": model.size.micro,
-        "gradient_clipping": 0.0,  # it clips at 1.0 unless told
+        "gradient_clipping": 0.0,  # by default it clips at 1.0
         "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
         "zero_optimization": {"stage": stage},

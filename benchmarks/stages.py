@@ -1,10 +1,12 @@
-"""One training step of each ZeRO stage, against the machine's own limits and, with --peers, FSDP2 and DeepSpeed.
+"""Compares a training step of each ZeRO stage with the machine's limits and, with --peers, FSDP2 and DeepSpeed.
 
 A row should take (forward + backward alone) + (its collectives alone) + (its optimizer alone). All are measured in the
-same processes, stepped in turn, so that a drifting host moves all alike, and from equal states (stages_contestants.py).
---memory starts each row in processes of its own and measures the peak memory and the page faults of its steady steps.
+same processes and from equal states (stages_contestants.py), stepped in turn, so that a drifting host affects them
+equally. --memory runs each row in separate processes and measures the peak memory and the page faults of its steady
+steps.
+
 `python benchmarks/stages.py [--precision fp32|bf16] [--rounds N] [--peers] [--memory] [--layers ..]`; writes results/,
-unless a row does not start from the loss that the model must have.
+unless a row's first loss differs from the loss that the untrained model must have.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from benchmarks.stages_task import LIMIT, ROWS, WARMUP, Task  # noqa: E402
 from zero_runtime.collectives import WorldSettings, join_world, leave_world  # noqa: E402
 from zero_runtime.watch.watch import RankWatch  # noqa: E402
 
-GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"  # freed blocks stay: no page faults
+GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"  # keeps freed blocks: no page faults
 
 
 def main() -> None:
@@ -84,9 +86,9 @@ def refuse_wrong_start(task: Task, losses: dict[str, float]) -> None:
 
 
 def on_ranks(measure: Callable[..., Any], task: Task, what: str) -> Any:
-    """`measure(task, what, ...)` on fresh ranks; what rank 0 returned."""
+    """Runs `measure(task, what, ...)` on fresh ranks, and returns the result of rank 0."""
     print(f"measuring {what} ...", flush=True)
-    # The allocator as our launcher sets it; a peer whose memory is measured has the defaults that its users have.
+    # The allocator settings of our launcher; a peer whose memory is measured gets the defaults that its users have.
     os.environ["GLIBC_TUNABLES"] = "" if what in task.peers else GLIBC
     mp.spawn(rank_main, (measure, task, what), nprocs=task.world)
     return json.loads(Path(task.folder, "found.json").read_text())
@@ -109,9 +111,9 @@ def rank_main(rank: int, measure: Callable[..., Any], task: Task, what: str) -> 
 
 
 def measure_time(task: Task, _what: str, device: torch.device, watch: RankWatch) -> dict[str, Any]:
-    """By row, round by round: the seconds of the slower rank after the warm-up, and the losses from the first step on.
+    """Per row, one per round: seconds of the slower rank after the warm-up, and losses from the first step on.
 
-    A row's parts are rows of `seconds` too, as `<row> collectives` and `<row> optimizer`.
+    `seconds` also has an entry for each part of a row, named `<row> collectives` and `<row> optimizer`.
     """
     whole = {name: whole_step(name, task, device, watch) for name in (LIMIT, *task.trained)}
     parts = {
@@ -123,7 +125,7 @@ def measure_time(task: Task, _what: str, device: torch.device, watch: RankWatch)
     times: dict[str, list[float]] = {name: [] for name in contestants}
     losses: dict[str, list[float]] = {name: [] for name in whole}
     gc.collect()
-    gc.disable()  # one contestant's garbage must not be collected in another's time
+    gc.disable()  # one contestant's garbage must not be collected while another is timed
     for index in range(WARMUP + task.rounds):
         batch = batch_of(task, index, device)
         for name in in_turn(list(contestants), index):
@@ -146,12 +148,12 @@ def measure_time(task: Task, _what: str, device: torch.device, watch: RankWatch)
 
 
 def in_turn(names: list[str], index: int) -> list[str]:
-    """The order of one round, the same on every rank: nobody always follows the same contestant's warm caches."""
+    """The order of a round, the same on every rank; random, so that no contestant always inherits the same caches."""
     return random.Random(index).sample(names, len(names))
 
 
 def timed(step: Callable[[Batch], Any], batch: Batch, device: torch.device) -> tuple[float, Any]:
-    """Seconds from a common start until this rank's device has done the step, and what the step returned."""
+    """Seconds from a common start until this rank's device has finished the step, and the result of the step."""
     dist.barrier()
     start = time.perf_counter()
     loss = step(batch)

@@ -1,9 +1,9 @@
-"""What takes turns in benchmarks/stages.py: whole steps of every row, and the parts of ours alone.
+"""The contestants that take turns in benchmarks/stages.py: complete steps of every row, and parts of our rows alone.
 
 [Note: equal states]
 Every contestant begins from the same weights, takes the same step number on the same tokens, and has taken as many
-steps before. So what has to step a row in order to look at it (how often it gathers, a gradient for its optimizer)
-does that with a copy of its own. Forward and backward alone stay at the first weights: they have no optimizer.
+steps before. So code that has to step a row in order to inspect it (how often it gathers, a gradient for its optimizer)
+does that with a separate copy. Forward and backward alone keep the initial weights: they have no optimizer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from zero_runtime.watch.watch import RankWatch
 
 
 def batch_of(task: Task, step: int, device: torch.device) -> Batch:
-    """This rank's tokens of a step: others at every step and on every rank, the same for every contestant."""
+    """This rank's tokens of a step: different at every step and on every rank, the same for every contestant."""
     ids = draw_tokens(task.size, seed=step * task.world + dist.get_rank()).to(device)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def whole_step(name: str, task: Task, device: torch.device, watch: RankWatch) -> Step:
-    """Of LIMIT, one of ROWS or one of PEERS, at its first weights."""
+    """A complete step of LIMIT, one of ROWS or one of PEERS, from its initial weights."""
     if name == LIMIT:
         return limit_step(task, device)
     if name in ROWS:
@@ -57,8 +57,8 @@ def row_step(runtime: ZeroRuntime, task: Task) -> Step:
     def step(batch: Batch) -> float:
         runtime.backward(loss_of(runtime.model, *batch) / task.tokens)
         loss = runtime.step(LR).loss / dist.get_world_size()
-        runtime.clock.lap()  # as whoever shows phases does each step; its marks would grow without end
-        for unit in runtime.units:  # what the step has started belongs to its time, and not to the next contestant's
+        runtime.clock.lap()  # as callers that show phases do at each step; its marks would grow without end
+        for unit in runtime.units:  # work that the step started counts as its time, not the next one's
             unit.wait_current()
         return loss
 
@@ -66,7 +66,7 @@ def row_step(runtime: ZeroRuntime, task: Task) -> Step:
 
 
 def parts_alone(stage: int, task: Task, device: torch.device, watch: RankWatch) -> dict[str, Callable[[Batch], Any]]:
-    """The row's collectives and its optimizer, each alone: of one copy of the row, see [Note: equal states]."""
+    """The row's collectives and its optimizer, each alone, on one copy of the row; see [Note: equal states]."""
     runtime = make_runtime(stage, task, device, watch)
     batch = batch_of(task, 0, device)
     return {
@@ -76,7 +76,7 @@ def parts_alone(stage: int, task: Task, device: torch.device, watch: RankWatch) 
 
 
 def collectives_alone(runtime: ZeroRuntime, row: Step, batch: Batch) -> Callable[[Batch], None]:
-    """What the row's step sends, one after another and nothing beside it, between buffers that are there already."""
+    """The collectives of the row's step, one after another with nothing else running, in allocated buffers."""
     row(batch)
     runtime.reset_ledger()
     row(batch)
@@ -100,7 +100,7 @@ def collectives_alone(runtime: ZeroRuntime, row: Step, batch: Batch) -> Callable
 
 
 def optimizer_alone(runtime: ZeroRuntime, batch: Batch, task: Task) -> Callable[[Batch], None]:
-    """The row's update of its shards, again and again from one gradient."""
+    """The row's update of its shards, repeated from one gradient."""
     runtime.backward(loss_of(runtime.model, *batch) / task.tokens)
     unscaled = torch.ones((), device=runtime.device)
     return lambda _batch: runtime.optimizer.step(LR, unscaled)

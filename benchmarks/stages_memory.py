@@ -1,4 +1,4 @@
-"""Peak memory and page faults of one row's training, in processes of its own."""
+"""Measures peak memory and page faults of one row's training, in separate processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ MiB = 2**20
 
 
 def measure_memory(task: Task, what: str, device: torch.device, watch: RankWatch) -> dict[str, float]:
-    """Of the worse rank: MiB above what the imports took, in the whole run and in steady steps; faults of a step.
-    Of all ranks: the loss of the first and the last step."""
+    """Measures the memory of one row and its losses.
+
+    Of the worse rank: peak MiB above the memory after the imports, in the complete run and in steady steps, and page
+    faults of a step in percent of the unsharded fp32 parameters. Of all ranks: the loss of the first and the last step.
+    """
     if what in PEERS:
         import_peer(what)
     base = memory(device)

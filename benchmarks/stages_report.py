@@ -1,4 +1,4 @@
-"""What benchmarks/stages.py found, as a page in markdown and as JSON; and several such runs as one short table.
+"""Writes results of benchmarks/stages.py as a Markdown page and as JSON, and several such runs as one short table.
 
 `python benchmarks/stages_report.py RESULT.json ..` prints that table: a row for each engine, columns for each run.
 """
@@ -24,7 +24,7 @@ from benchmarks.drift import drift_of, drift_verdict  # noqa: E402
 from benchmarks.gpt import GptSize, starting_loss  # noqa: E402
 from benchmarks.stages_task import LIMIT, PEERS, ROWS, SETTLED, STEADY, TITLES  # noqa: E402
 
-Found = dict[str, Any]  # a result file: what was measured, on what, and how
+Found = dict[str, Any]  # a result file: the measurements, the machine and the task
 
 
 def main() -> None:
@@ -37,12 +37,12 @@ def main() -> None:
 
 
 def ratios(above: list[float], below: list[float]) -> list[float]:
-    """Round by round: a machine that is slow in one round is so for both."""
+    """Ratios round by round: a machine that is slow in one round is slow for both."""
     return [a / b for a, b in zip(above, below, strict=True)]
 
 
 def of_limit(found: Found, name: str) -> list[float]:
-    """The row's share of forward + backward alone, by round: 1 where all else costs nothing."""
+    """The time of forward + backward alone over the row's time, by round: 1 if everything else costs nothing."""
     return ratios(found["seconds"][LIMIT], found["seconds"][name])
 
 
@@ -54,7 +54,7 @@ def of_parts(found: Found, name: str) -> list[float]:
 
 
 def of_ours(found: Found, name: str) -> list[float]:
-    """A peer's time over that of our row at the same stage, by round: 2 where it takes twice as long."""
+    """A peer's time over that of our row at the same stage, by round: 2 if the peer takes twice as long."""
     ours = next(row for row, stage in ROWS.items() if stage == PEERS[name])
     return ratios(found["seconds"][name], found["seconds"][ours])
 
@@ -64,7 +64,7 @@ def trained(found: Found) -> list[str]:
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Lower, median, upper; never outside of what was found."""
+    """Lower quartile, median, upper quartile; never outside the range of the values."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -83,7 +83,7 @@ def percent(values: list[float]) -> str:
 
 
 def verdicts(found: Found) -> list[str]:
-    """Of the drift over the rounds: of step times, and of the shares that a drifting machine should leave alone."""
+    """Verdicts about drift over the rounds: of step times, and of shares, which a drifting host should not change."""
     rows = {TITLES[name]: found["seconds"][name] for name in (LIMIT, *trained(found))}
     shares = {TITLES[name]: of_limit(found, name) for name in trained(found)}
     return [drift_verdict("step times", rows), drift_verdict("shares of forward + backward", shares)]
@@ -160,7 +160,7 @@ def memory_lines(memory: dict[str, dict[str, float]]) -> list[str]:
 
 
 def write_report(found: Found, results: Path) -> None:
-    """The run's page and its numbers, side by side; and the page on the screen."""
+    """Writes the run's page and its numbers next to each other, and prints the page."""
     results.mkdir(exist_ok=True)
     lines = report_lines(found)
     stem = results / f"stages_{found['device']}_{found['task']['precision']}_{found['date']}"
@@ -174,7 +174,7 @@ def write_report(found: Found, results: Path) -> None:
 
 
 def short_table(runs: list[Found]) -> list[str]:
-    """Share of forward + backward and peak memory a rank, by engine and run."""
+    """Share of forward + backward and peak memory per rank, by engine and run."""
     heads, rows = ["engine"], [name for name in (*ROWS, *PEERS) if any(name in run["seconds"] for run in runs)]
     for run in runs:
         precision = run["task"]["precision"]
@@ -205,7 +205,7 @@ def short_table(runs: list[Found]) -> list[str]:
 
 
 def machine_now(peers: tuple[str, ...]) -> Found:
-    """Date, machine and versions, and how busy the machine is before anything is measured."""
+    """Date, machine and versions, and the load of the machine before anything is measured."""
     cuda = torch.cuda.is_available()
     cpu = f"{cpu_name()} ({os.cpu_count()} cores, torch's kernels for {torch.backends.cpu.get_cpu_capability()})"
     versions = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]

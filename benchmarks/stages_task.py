@@ -1,4 +1,4 @@
-"""What benchmarks/stages.py measures, for how long, and by which names a reader knows the rows."""
+"""Defines what benchmarks/stages.py measures and for how long, and the names of its rows in reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.gpt import GptSize
 
 ROWS = {f"stage{stage}": stage for stage in (0, 1, 2, 3)}
 LIMIT = "forward+backward"
-# With which row of ours a peer's setting is to be compared.
+# For each setting of a peer, the stage of our row with which it is compared.
 PEERS = {"fsdp2": 2, "fsdp2 reshard": 3} | {f"deepspeed {stage}": stage for stage in range(4)}
 TITLES = {
     LIMIT: "forward + backward alone",
@@ -18,12 +18,12 @@ TITLES = {
     **{f"deepspeed {stage}": f"DeepSpeed, stage {stage}" for stage in range(4)},
 }
 WARMUP = 2
-SETTLED, STEADY = 6, 4  # steps until the heap has found its layout, and those whose peak and page faults count
+SETTLED, STEADY = 6, 4  # steps until the heap has settled, and later steps whose peak and page faults count
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one set of ranks has to do, and where it says what it found."""
+    """The task of one set of ranks, and the folder for its results."""
 
     folder: str
     world: int
@@ -34,10 +34,10 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """Of one step, over all ranks."""
+        """Tokens of one step over all ranks."""
         return self.world * self.size.micro * self.size.seq
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The rows that make whole steps."""
+        """The rows that take complete steps."""
         return (*ROWS, *self.peers)

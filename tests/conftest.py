@@ -1,4 +1,4 @@
-"""One fork server for the whole run: torch and transformers are imported once, a rank then costs 0.3 s."""
+"""Starts one fork server for the test run: it imports torch and transformers once, so that a rank starts in 0.3 s."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from harness import attack_counts, left_out, ranks
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's `&` has it ignored, and so would every child
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # ignored by a shell's `&` and then by every child
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(left_out)
     config.pluginmanager.register(attack_counts)
     ranks.prepare_fork_server()
-    # Slots of their own: what else runs on this machine neither waits for the tests nor keeps them waiting.
+    # Separate slots: other work on this machine neither waits for the tests nor makes them wait.
     os.environ["ZLAB_LOCKS"] = tempfile.mkdtemp(prefix="zlab-locks-")
 
 

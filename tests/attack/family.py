@@ -1,8 +1,8 @@
-"""A command and all its descendants as forks of one warm process, of which one is killed where an aim says.
+"""Runs a command and all its descendants as forks of one warm process, and kills one of them at a given point.
 
 A real sweep starts a Python for its controller, its tracker, each launcher and each rank: most of a second of imports
-a process. Here `subprocess.Popen` forks instead, wherever one of our own programs is asked for (children.words). The
-words, environment, streams, session and signals are those that the real process gets, and so is what it then does; a
+per process. Here `subprocess.Popen` forks instead whenever one of our own programs is started (children.words). The
+fork gets the same words, environment, streams, session and signals as the real process and therefore does the same; a
 kill costs a tenth of a second.
 """
 
@@ -27,7 +27,7 @@ from orchestrator.machine import children
 from orchestrator.records import record_file
 from zero_runtime.process_identity import started
 
-# What a program of ours is, by its module and first word.
+# The roles of our programs, by module and first word.
 ROLES = {
     "orchestrator.launch.controller": "controller",
     "orchestrator.launch.local_executor controller": "launcher",
@@ -41,7 +41,7 @@ _popen_execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
 class Member(NamedTuple):
-    """A process of the family: "/command0/controller0/launcher1/rank0"."""
+    """A process of the family; its name is, for example, "/command0/controller0/launcher1/rank0"."""
 
     pid: int
     name: str
@@ -52,7 +52,7 @@ class Member(NamedTuple):
 
 
 class Family:
-    """One command's processes. The log has what they change, see KillPoints, and how each of them was born."""
+    """One command's processes. The log records what they change (see KillPoints) and the start of each process."""
 
     def __init__(self, log: Path, watched: Sequence[Path], aim: Aim | None = None) -> None:
         self.log = log
@@ -62,7 +62,7 @@ class Family:
         self._children: Counter[str] = Counter()
 
     def start(self, command: Callable[[], int], screen: Path) -> int:
-        """The pid of the command, a child of this process whose output goes to the file."""
+        """Starts the command as a child of this process, with its output in the file `screen`, and returns its pid."""
 
         def begin() -> int:
             descriptor = os.open(screen, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -76,12 +76,12 @@ class Family:
     def living(self) -> list[Member]:
         names = {pid: name for pid, (name,) in notes(self.log, "born")}
         found = [pid for pid in names if self._is_ours(pid)]
-        if not found:  # unless one was forked and has not said so yet
+        if not found:  # one may have been forked and not be in the log yet
             found = [int(path.name) for path in Path("/proc").glob("[0-9]*") if self._is_ours(int(path.name))]
         return [Member(pid, names.get(pid, "")) for pid in found]
 
     def _is_ours(self, pid: int) -> bool:
-        """Whether it runs and has the title, which forks inherit: a pid may be another's by now."""
+        """Whether the process runs and has our title, which forks inherit: its pid may belong to another by now."""
         try:
             return Path(f"/proc/{pid}/comm").read_bytes().strip() == self._title and started(pid) is not None
         except OSError:
@@ -131,7 +131,7 @@ class Family:
         return execute
 
     def _become(self, words: list[str], env: dict[str, str] | None, ends: list[int], is_leader: bool) -> int:
-        """What Python would do for `children.words(*words)`."""
+        """Does what a new Python would do for `children.words(*words)`."""
         if is_leader:
             os.setsid()
         self._take_streams((ends[0], ends[3], ends[5]))
@@ -148,12 +148,12 @@ class Family:
         record_file.logger.propagate = True
         sys.argv = list(words)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the module is there already
+            warnings.simplefilter("ignore", RuntimeWarning)  # the module is already imported
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         return 0
 
     def _take_streams(self, streams: Sequence[int]) -> None:
-        """These become stdin, stdout and stderr (-1 stays); all other descriptors are closed, as at an exec."""
+        """Makes these stdin, stdout and stderr (-1: unchanged); closes all others except the log, as exec would."""
         for target, source in enumerate(streams):
             if source not in (-1, target):
                 os.dup2(source, target)
@@ -165,13 +165,13 @@ class Family:
 
 
 def role_of(name: str) -> str:
-    """`rank1` of "/command0/controller0/launcher2/rank1"; of all others the word without the number."""
+    """`rank1` for "/command0/controller0/launcher2/rank1"; for other processes the last word without its number."""
     last = name.rpartition("/")[2]
     return last if last.startswith("rank") else last.rstrip("0123456789")
 
 
 def _program(args: Any) -> list[str] | None:
-    """The module and its words, where it is a program of ours."""
+    """The module and its words if one of our own programs is started, else None."""
     words = [str(word) for word in args] if isinstance(args, (list, tuple)) else []
     script = os.path.abspath(children.__file__)
     return words[words.index(script) + 1 :] if script in words else None

@@ -1,4 +1,4 @@
-"""Odd texts, numbers and bytes, and changes of what was right: the stuff that inputs of every door are made of."""
+"""Odd texts, numbers and bytes, and changes to valid data, from which the inputs of all attack tests are built."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ CALLS = ("choice", "range", "interval", "glob", "shuffle", "sort", "tag", "int",
 
 
 def chosen(chance: random.Random, *lists: Sequence[str]) -> str:
-    """One text of one of the lists, each as likely."""
+    """A random text from a random list; all lists are equally likely."""
     return chance.choice(chance.choice(lists))
 
 
 def call(chance: random.Random) -> str:
-    """A function of Hydra's grammar, with arguments that it takes or not."""
+    """A call of a function of Hydra's grammar, with valid or invalid arguments."""
     name = chance.choice(CALLS)
     if chance.random() < 0.4:
         right = {
@@ -105,14 +105,14 @@ def call(chance: random.Random) -> str:
 
 
 def nested(chance: random.Random) -> str:
-    """Lists and mappings of the grammar of overrides: whole, deep, or without an end."""
+    """Lists and mappings of the override grammar: complete, deeply nested, or without a closing bracket."""
     depth = chance.choice((1, 2, 5, 60, 400))
     opening, closing = chance.choice((("[", "]"), ("{a:", "}"), ("(", ")"), ("[[", "]]")))
     return opening * depth + chosen(chance, NUMBERS, WORDS) + closing * (depth - chance.choice((0, 0, 1)))
 
 
 def value(chance: random.Random) -> str:
-    """Anything that may stand behind a key."""
+    """Anything that may follow a key."""
     what = chance.randrange(12)
     if what == 0:
         return call(chance)
@@ -127,7 +127,7 @@ def value(chance: random.Random) -> str:
 
 
 def changed(data: bytes, chance: random.Random) -> bytes:
-    """One to five small changes: bytes set, a part cut out, doubled, turned or exchanged, or an end lost."""
+    """`data` with one to five small changes: a part replaced, removed, repeated or reversed, or the end cut off."""
     found = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 5))):
         start = chance.randrange(max(len(found), 1))
@@ -150,7 +150,7 @@ def changed(data: bytes, chance: random.Random) -> bytes:
 
 
 def fitting(hint: Any, chance: random.Random) -> str:
-    """A value of this type, as it would be typed: what is right so far goes deeper."""
+    """A value of this type, as a user would type it: valid values get past the first checks."""
     kind, optional = type_of(hint)
     if optional and chance.random() < 0.15:
         return "null"
@@ -170,7 +170,7 @@ def fitting(hint: Any, chance: random.Random) -> str:
 
 
 def misspelled(word: str, chance: random.Random) -> str:
-    """The word with one to three signs left out, doubled, exchanged or put in."""
+    """The word with one to three characters removed, doubled, replaced or inserted."""
     for _ in range(chance.choice((1, 1, 2, 3))):
         place = chance.randrange(len(word) + 1)
         sign = chance.choice("=,.[]{}()'\"\\ $~+-_:!@/%\t\nxé0😀")

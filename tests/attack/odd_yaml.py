@@ -1,4 +1,4 @@
-"""YAML files that are nearly right: real keys with odd values, other shapes, and what YAML can do to its readers."""
+"""YAML files that are nearly valid: real keys with odd values, other shapes, and YAML that can harm its readers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import odd
 import yaml
 
-# Each puts the reader to work or calls something, in a reader that lets it.
+# In a reader that allows it, each of these starts a conversion or calls something.
 TAGS = [
     *(
         "!!python/object/apply:zlab_canary.go []",
@@ -87,7 +87,7 @@ BOMBS = [
 
 
 def scalar(chance: random.Random, levels: int = 4) -> str:
-    """A value as it may stand behind `key:`."""
+    """The text of a value as it may follow `key:`."""
     what = chance.randrange(10) if levels else 9
     if what == 0:
         return chance.choice(TAGS)
@@ -104,7 +104,7 @@ def scalar(chance: random.Random, levels: int = 4) -> str:
 
 
 def plain(chance: random.Random, levels: int = 4) -> Any:
-    """A value as Python's, for what is dumped."""
+    """A value as a Python object, for data that is dumped."""
     what = chance.randrange(8) if levels else 7
     if what == 0:
         return [plain(chance, levels - 1) for _ in range(chance.choice((0, 1, 2, 30)))]
@@ -116,7 +116,7 @@ def plain(chance: random.Random, levels: int = 4) -> Any:
 
 
 def inner(found: Any, chance: random.Random) -> Any:
-    """One of the mappings and lists in it, itself too."""
+    """A random mapping or list in `found`, or `found` itself."""
     places = [found]
     for place in places:
         children = place.values() if isinstance(place, dict) else place
@@ -125,7 +125,7 @@ def inner(found: Any, chance: random.Random) -> Any:
 
 
 def reshaped(found: Any, keys: Sequence[str], chance: random.Random) -> Any:
-    """The same with one to three values or keys that are others, missing, doubled or wrapped."""
+    """`found`, changed in place: one to three values or keys are replaced, removed, repeated or wrapped."""
     for _ in range(chance.choice((1, 1, 2, 3))):
         place = inner(found, chance) if found else found
         key = chance.choice(keys)
@@ -154,7 +154,7 @@ def reshaped(found: Any, keys: Sequence[str], chance: random.Random) -> Any:
 
 
 def lines_changed(text: str, keys: Sequence[str], chance: random.Random) -> str:
-    """The text with lines put in, doubled, indented otherwise, or with other values behind their keys."""
+    """The text with lines inserted, doubled, indented differently, or with other values after their keys."""
     lines = text.splitlines()
     for _ in range(chance.choice((1, 1, 2, 3))):
         place = chance.randrange(len(lines) + 1)
@@ -175,7 +175,7 @@ def lines_changed(text: str, keys: Sequence[str], chance: random.Random) -> str:
 
 
 def document(right: Sequence[str], keys: Sequence[str], chance: random.Random) -> bytes:
-    """The bytes of a file: one of `right`, changed as a structure, by lines or by bytes, or something else."""
+    """The bytes of a file: a valid text of `right`, changed as a structure, by lines or by bytes, or an odd text."""
     text, what = chance.choice(right), chance.random()
     if what < 0.4:
         found = reshaped(yaml.safe_load(text), keys, chance)

@@ -1,7 +1,7 @@
-"""What must not happen while the product looks at an input: seen by Python's audit events, and stopped there.
+"""Detects, by Python's audit events, what the product must not do while it reads an input, and stops it there.
 
-An audit hook hears every start of a process, every connection, import and change of a file, whatever module asks for
-it, and cannot be taken out of a process again: there is one, and it is deaf outside of `Sandbox.watching`.
+An audit hook is called for every start of a process, every connection, import and change of a file, whichever module
+does it, and cannot be removed from a process: so there is only one, and it does nothing outside `Sandbox.watching`.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ STARTS = {
     *("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostbyname"),
     *("webbrowser.open", "urllib.Request"),
 }
-# What a command that only reads and checks may import: our own, Hydra and what it reads with, the screen.
+# What a command that only reads and checks may import: our packages, Hydra and its parsers, terminal output.
 OWN = {"orchestrator", "zero_runtime", "hydra", "hydra_plugins", "omegaconf", "antlr4", "yaml", "_yaml", "psutil"}
 OWN |= {"rich", "markdown_it", "mdurl", "pygments"}
 TENSORS = {"torch", "numpy", "safetensors"}
-# The places of paths in the arguments of the events that change files, and of the folder that a path is relative to.
+# For each audit event that changes files: the argument positions of a path and of the folder that it is relative to.
 CHANGES = {
     **{"os.remove": ((0, 1),), "os.rmdir": ((0, 1),), "os.rename": ((0, 2), (1, 3)), "os.truncate": ((0, None),)},
     **{"os.chmod": ((0, 2),), "os.chown": ((0, 3),), "os.link": ((1, 3),), "os.symlink": ((1, 2),)},
     **{"os.utime": ((0, 3),), "os.setxattr": ((0, None),)},
 }
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# Of one input, which takes milliseconds. Both are far above: they end what has no end.
+# Limits for one input, which takes milliseconds. Both are far above that: they only stop inputs that would never end.
 CPU_S = 20
 MORE_BYTES = 3 << 30
 
 
 class Stopped(BaseException):
-    """Nothing of the product's may catch it."""
+    """Raised at a forbidden action; no code of the product may catch it."""
 
 
 class Endless(Stopped):
-    """The input took too much CPU."""
+    """The input took too much CPU time."""
 
 
 class Sandbox:
-    """The one of this process. `seen`: what happened since `watching` began that must not, as (kind, what)."""
+    """The only one of its process. `seen`: forbidden actions since `watching` began, as (kind, description)."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str]] = []
@@ -57,7 +57,7 @@ class Sandbox:
 
     @contextlib.contextmanager
     def watching(self, may_write: Sequence[Path], may_import: Sequence[str] = ()) -> Iterator[None]:
-        """Files below `may_write` may be changed; libraries beside OWN and Python's own may be imported."""
+        """Allows changes to files below `may_write`, and imports of `may_import`, OWN and the standard library."""
         self.seen = []
         self._may_write = tuple(f"{os.path.abspath(folder)}" for folder in may_write)
         self._may_import = frozenset({*OWN, *sys.stdlib_module_names, *may_import})
@@ -78,7 +78,7 @@ class Sandbox:
         elif event == "open" and _writes(args[1], args[2]):
             self._judge(event, args[0], None)
         elif event == "os.mkdir" and not self._is_allowed(_absolute(args[0], args[2])):
-            # A path that was typed may be anywhere; this test makes no folder there.
+            # A typed path may point anywhere; the test must not create a folder there.
             raise PermissionError(13, "no folder is made outside of the test", os.fsdecode(args[0]))
         elif event in CHANGES:
             for place, folder in CHANGES[event]:
@@ -112,7 +112,7 @@ def _absolute(path: Any, folder: Any) -> str:
 
 @contextlib.contextmanager
 def limited_cpu() -> Iterator[None]:
-    """CPU time and not time: on a busy machine an input takes no more of it."""
+    """Limits CPU time instead of wall time, since a busy machine does not increase it."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Endless(f"still at work after {CPU_S} s of CPU")
@@ -128,7 +128,7 @@ def limited_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def limited_memory() -> Iterator[None]:
-    """MemoryError for what grows without a bound, before the machine has none left."""
+    """Turns unbounded growth into a MemoryError before the machine runs out of memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most = used + MORE_BYTES

@@ -1,8 +1,8 @@
-"""Chains of kills of a sweep or a run of the stub worker, each ended by the same command without a kill.
+"""Kills a sweep or a run of the stub worker several times in a chain, whose last command is not killed.
 
-`python sweep_kills.py FOLDER KILLS SEED SHARE OF [tracked]` makes so many kills, half of them aimed at the
-SHAREth of OF equal parts of all kinds of changes and half at random moments, and prints what it counted as JSON.
-Whatever the moment of a kill was, the same must hold; what does not is an AssertionError, after the chain's seed.
+`python sweep_kills.py FOLDER KILLS SEED SHARE OF [tracked]` makes KILLS kills, half of them aimed at the SHAREth of OF
+equal parts of all kinds of changes and half at random moments, and prints its counts as JSON. The same conditions must
+hold whatever the moment of a kill was; a violation is an AssertionError, printed after the chain's seed.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from orchestrator.tracking import process as tracking  # noqa: E402
 
 PRELOADED = (stub_worker, controller, local_executor, tracking)
 POINTS = 3
-# 0: all measured. 1: a point failed, or the disk. 3: not all was run. Minus 9: the command itself was killed.
+# 0: all points measured. 1: a point or the disk failed. 3: not all points run. Also -9: the command was killed.
 CODES = {0, 1, 3}
 LEFTOVERS = (".*.tmp", "*.partial", ".trash-*", "zero_rank_*")
 
 
 class Scene:
-    """One output folder, and the commands of a chain in it."""
+    """One output folder, and the commands of a chain that run in it."""
 
     def __init__(self, folder: Path, what: str, store: Path | None) -> None:
-        """`what`: sweep or single. `store`: an empty store of MLflow, where the runs are tracked."""
+        """`what`: sweep or single. `store`: an empty MLflow store if the runs are tracked, else None."""
         self.folder, self.output, self.locks = folder, folder / "outputs", folder / "locks"
         self.output.mkdir(parents=True)
         self.what, self._is_tracked = what, store is not None
@@ -68,7 +68,7 @@ class Scene:
         self._results: dict[Path, bytes] = {}
 
     def start(self, aim: Aim | None = None) -> tuple[Family, int]:
-        """The same command each time."""
+        """Starts the command, which is the same each time; returns its family and its pid."""
         self._commands += 1
         family = Family(self.folder / f"family{self._commands}.log", [self.output, self.locks], aim)
         return family, family.start(self._command, self.screen)
@@ -91,7 +91,7 @@ class Scene:
         return run_point(self.points[0], entry=STUB)
 
     def ended(self, family: Family, pid: int) -> int:
-        """The code of the command, once no process of its family is left; what must hold after every command does."""
+        """Waits for all processes of the family, checks what must hold after any command, and returns its exit code."""
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         wait_until(lambda: not family.living())
         assert code in CODES | {-signal.SIGKILL}, f"exit code {code}: {self.screen.read_text()}"
@@ -109,7 +109,7 @@ class Scene:
         return len(self._results) == len(self.points)
 
     def check(self) -> None:
-        """At the end of a chain whose last command was not killed."""
+        """Checks what must hold at the end of a chain, whose last command was not killed."""
         if self.what == "sweep":
             (sweep, *more) = sweep_record.all_sweeps(self.output)
             assert more == [], "the same command made a second sweep"
@@ -125,10 +125,10 @@ class Scene:
             self._check_store()
         for lock in [*self.locks.iterdir(), *self.output.rglob(".*lock")]:
             with lock.open("a") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: somebody dead or alive has it
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: it is still held
 
     def _check_store(self) -> None:
-        """Of each attempt one run, which says what the attempt's state does; none only of one that never began."""
+        """Each attempt has one MLflow run with the attempt's status; only attempts that never began may have none."""
         assert list(tracking_path(self.output).glob("*")) == [], "MLflow does not have all"
         states = {str(path.parent): require_json(path)["state"] for path in self.output.glob("points/*/*/*/state.json")}
         with closing(sqlite3.connect(store_path(self.output))) as store:
@@ -147,7 +147,7 @@ def _is_of(result: Path, point: Point) -> bool:
 
 
 def _points(output: Path, tracking: TrackingKind) -> list[Point]:
-    """Of one rank and of two."""
+    """Points with one and with two ranks."""
     found = []
     for micro in range(1, POINTS + 1):
         ranks = 1 + micro % 2
@@ -161,7 +161,7 @@ def _points(output: Path, tracking: TrackingKind) -> list[Point]:
 
 
 def kinds_of(scene: Scene) -> tuple[list[Aim], float]:
-    """Where a run that nobody kills can be killed: each change with its last count. And how long it takes, in s."""
+    """The changes at which a run can be killed, each with its last count; and the seconds of a run without a kill."""
     begun = time.monotonic()
     family, pid = scene.start()
     with closing(family):
@@ -172,7 +172,7 @@ def kinds_of(scene: Scene) -> tuple[list[Aim], float]:
 
 
 def kill_at_random(family: Family, pid: int, lasts_s: float, chance: random.Random) -> bool:
-    """Whether there was somebody to kill when the moment had come."""
+    """Kills a random process at a random moment; False if no process was left at that moment."""
     moment = time.monotonic() + chance.uniform(0, lasts_s)
     while time.monotonic() < moment:
         time.sleep(0.005)
@@ -181,12 +181,12 @@ def kill_at_random(family: Family, pid: int, lasts_s: float, chance: random.Rand
         return False
     role = chance.choice(sorted({one.role for one in found}))
     victim = chance.choice([one for one in found if one.role == role])
-    os.kill(victim.pid, signal.SIGKILL)  # of this family: checked a moment ago, and pids are not used again so soon
+    os.kill(victim.pid, signal.SIGKILL)  # checked a moment ago to be of this family, and pids are not reused so soon
     return True
 
 
 def chain(scene: Scene, aims: Iterator[Aim], lasts_s: float, chance: random.Random, most: int) -> Counter[str]:
-    """Up to `most` kills, half of them aimed; the last command is not killed."""
+    """Makes up to `most` kills, half of them aimed; the last command is not killed."""
     counts: Counter[str] = Counter()
     while counts["kills"] < most and not scene.done:
         aim = next(aims) if chance.random() < 0.5 else None
@@ -225,8 +225,8 @@ def main(argv: list[str]) -> None:
 
 
 def _make_store(folder: Path) -> Path:
-    """An empty one, which takes MLflow seconds; a tracker then is a fork of a process that has imported it."""
-    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when it is imported
+    """Creates an empty store, which takes MLflow seconds; trackers are then forks of a process that imported MLflow."""
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # MLflow reads it when it is imported
     import mlflow
 
     path = folder / "empty.db"
@@ -235,7 +235,7 @@ def _make_store(folder: Path) -> Path:
 
 
 def _endless(every: list[Aim], chance: random.Random) -> Iterator[Aim]:
-    """Each kind once in a random order, at a random one of its counts, then again."""
+    """Yields each kind once in a random order, at a random count up to its last, and then starts again."""
     while True:
         for last in chance.sample(every, len(every)):
             yield Aim(last.change, chance.randint(1, last.count))

@@ -1,4 +1,4 @@
-"""Whatever a checkpoint folder holds, it is read as it was written or refused by name, and nothing of it is called."""
+"""Any checkpoint folder is read as it was written or refused with its path, and nothing that it names is called."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from zero_runtime.errors import CheckpointError
 
 DOOR = "checkpoint folders"
 OWN = "step-00000003"
-MADE = Path(__file__).resolve().parents[1] / "foreign" / "deepspeed"  # by tests/foreign/make_deepspeed.py
+MADE = Path(__file__).resolve().parents[1] / "foreign" / "deepspeed"  # written by tests/foreign/make_deepspeed.py
 KEYS = ["step", "world", "ranks", "parameters", "files", "pieces", "shape", "dtype", "states", "weight_map"]
 KEYS += ["data_offsets", "trainer", "rng", "format", "version", "bytes", "checksum", "__metadata__"]
 KEYS += ["../x", "/etc/passwd", "a\0b", ""]
@@ -70,7 +70,7 @@ def _save(root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of each kind, as it was written."""
+    """One undamaged checkpoint folder of each kind."""
     root = tmp_path_factory.mktemp("checkpoints")
     run_ranks(_save, 2, root)
     write_dcp(root / "dcp")
@@ -88,7 +88,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reshaped(data: bytes, chance: random.Random) -> bytes:
-    """JSON, or a safetensors file's header, with other values, keys and shapes."""
+    """`data` with other values, keys and shapes in its JSON or in its safetensors header."""
     size = int.from_bytes(data[:8], "little")
     has_header = data[8:9] == b"{" and size < len(data)
     text = data[8 : 8 + size] if has_header else data
@@ -101,7 +101,7 @@ def reshaped(data: bytes, chance: random.Random) -> bytes:
 
 
 def signed(folder: Path) -> None:
-    """The folder of our own format with checksums that fit, as whoever changes it on purpose would have them."""
+    """Gives a folder in our own format matching checksums, as someone who damages it on purpose would."""
     if not (folder / INDEX).exists():
         return
     rest = (folder / INDEX).read_bytes().partition(b"\n")[2]
@@ -113,13 +113,13 @@ def signed(folder: Path) -> None:
         del index["checksum"]
         rest = json.dumps(index, separators=(",", ":")).encode()[1:]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass  # the index is what was changed
+        pass  # the index itself was damaged
     first = f'{{"checksum":"{checksum_text(zlib.crc32(rest))}",'.encode()
     (folder / INDEX).write_bytes(first + b"\n" + rest)
 
 
 def damage(folder: Path, chance: random.Random) -> tuple[str, bool]:
-    """Does something to a file of the folder: what, and whether a checksum is over it that was not made again."""
+    """Damages a file of the folder; returns a description, and whether a checksum of its original bytes remains."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     if not files:
         return "nothing left", False
@@ -142,7 +142,7 @@ def damage(folder: Path, chance: random.Random) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("tried", numbers(90, 2450))
-def test_any_checkpoint_is_read_or_refused_by_name(
+def test_any_checkpoint_folder_is_read_or_refused_with_its_path(
     tried: list[int], folders: Path, tmp_path: Path, tally: Tally
 ) -> None:
     wanted = {name: read(folders / name) for name, read in READERS.items()}

@@ -1,4 +1,4 @@
-"""Whatever is typed is answered by an exit code that is documented and lines that say why, and nothing is started."""
+"""Any command line gets a documented exit code and lines that state the reason, and nothing is started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from orchestrator.compose.arguments import CHOICES, SHORT, SWITCHES, VALUED, VER
 from orchestrator.compose.settable import Tree, read_tree
 
 DOOR = "command lines"
-# Right as they are: what is changed in them goes deep.
+# Valid lines: changes to them get past the first checks.
 RIGHT = [
     ["zero=stage2", "precision=bf16"],
     ["zero=stage1", "optimizer.lr=1e-3", "batch.micro=2", "--json"],
@@ -36,7 +36,7 @@ RIGHT = [
     ["--cfg", "job", "zero=stage1", "--package", "zero"],
     ["-m", "zero=stage1,stage2", "--retry", "error,hang", "--fresh", "--detach"],
 ]
-# Ways of Hydra to show something cost it a tenth of a second or more.
+# Hydra's information options; each takes a tenth of a second or more.
 SHOWING = [["--info"], ["--info", "defaults"], ["--hydra-help"], ["-sc", "install=bash"], ["--cfg", "all"], ["-h"]]
 VERB_WORDS = ["last", "x", "--json", "--output", "outputs", "missing", "-f", "--rank", "0", "--retry", "oom", "--port"]
 VERB_WORDS += ["--dtype", "bf16", "--help", "--version", "--js", "--out", "step-00000001"]
@@ -44,7 +44,7 @@ VERB_WORDS += ["--dtype", "bf16", "--help", "--version", "--js", "--out", "step-
 
 @pytest.fixture
 def typist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Typist:
-    """Stands in a folder with files, a pipe, links that lead nowhere, and folders that are not what they look like."""
+    """Runs lines in a folder with files, a pipe, broken links, and folders that are not what their names suggest."""
     found = Typist(tmp_path, monkeypatch)
     Path("user.txt").write_text("some text\n" * 40)
     Path("folder").mkdir()
@@ -63,7 +63,7 @@ def tree() -> Tree:
 
 
 def setting(chance: random.Random) -> str:
-    """A word with a real key and any value, right or not."""
+    """A setting with a real key and any value, valid or not."""
     known = tree()
     if chance.random() < 0.25:
         group = chance.choice(list(known.groups))
@@ -75,7 +75,7 @@ def setting(chance: random.Random) -> str:
 
 
 def wrong_word(chance: random.Random) -> str:
-    """A word in no form that a setting has."""
+    """A word that does not have the form of a setting."""
     known = tree()
     key = chance.choice([*known.groups, *known.keys])
     forms = [
@@ -96,7 +96,7 @@ def wrong_word(chance: random.Random) -> str:
 
 
 def flag(chance: random.Random) -> list[str]:
-    """A flag, with a value that it takes or not."""
+    """A flag, with or without a value, which may be valid or not."""
     name = chance.choice(
         [*SWITCHES[1:4], *SWITCHES[6:], *VALUED, *list(SHORT)[1:5], "--config-path", "--dry-run", "--x"]
     )
@@ -110,7 +110,7 @@ def flag(chance: random.Random) -> list[str]:
 
 
 def settings_line(chance: random.Random) -> list[str]:
-    """A right line with some of its words changed, left out, or others put between."""
+    """A valid line with some of its words changed or removed, or with others inserted."""
     line = list(chance.choice(RIGHT)) if chance.random() < 0.85 else []
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         place = chance.randrange(len(line) + 1)
@@ -129,14 +129,14 @@ def settings_line(chance: random.Random) -> list[str]:
 
 
 def verb_line(chance: random.Random) -> list[str]:
-    """A verb and any words. What measures a drive is left out, and the server of the dashboard has no store."""
+    """A verb and any words. io-bench, which measures a disk, is left out, and the dashboard server has no store."""
     verb = chance.choice([one for one in VERBS if one != "io-bench"])
     words = [chance.choice([*VERB_WORDS, odd.value(chance), odd.value(chance)]) for _ in range(chance.randrange(5))]
     return [verb, *words] if chance.random() < 0.95 else [odd.misspelled(verb, chance), *words]
 
 
 def can_be_typed(line: list[str]) -> list[str]:
-    """What a process can be given: no NUL."""
+    """The line without NUL characters, which a process cannot be given."""
     return [word.replace("\0", "") for word in line]
 
 
@@ -144,7 +144,7 @@ MAKERS: list[Callable[[random.Random], list[str]]] = [settings_line] * 6 + [verb
 
 
 @pytest.mark.parametrize("tried", numbers(30, 1250))
-def test_any_line_is_answered(tried: list[int], typist: Typist, tally: Tally) -> None:
+def test_any_command_line_gets_a_documented_answer(tried: list[int], typist: Typist, tally: Tally) -> None:
     def case(trial: Trial) -> None:
         line = can_be_typed(trial.chance.choice(MAKERS)(trial.chance))
         trial.shown = shlex.join(line)

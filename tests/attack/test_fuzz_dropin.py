@@ -1,4 +1,4 @@
-"""Whatever a DeepSpeed JSON holds, reading it gives a configuration or a PlanError of readable length."""
+"""Reading any DeepSpeed JSON gives a configuration or a PlanError of readable length."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ KEYS = [*keys_of(TOP), "lr", "momentum", "cycle_min_lr", "cycle_max_lr", "decay_
 
 
 def change(found: dict[str, Any], chance: random.Random) -> None:
-    """One value of it, at any depth, or a key more."""
+    """Changes one value, at any depth, or adds a key."""
     places = [found]
     while chance.random() < 0.7:
         inner = [value for value in places[-1].values() if isinstance(value, dict)]
@@ -69,7 +69,7 @@ def change(found: dict[str, Any], chance: random.Random) -> None:
 
 
 def file_of(found: dict[str, Any], chance: random.Random) -> bytes:
-    """The same as text, with what the format allows beside JSON, and changed."""
+    """`found` as text, with additions such as comments that are not JSON, and possibly damaged."""
     text = json.dumps(found, indent=chance.choice((None, 1)))
     extras = ["// text", "/* text */", "# text", "/*", "//", ",", '"', "NaN", "-Infinity", '"a": 1, "a": 1,', "\ufeff"]
     for _ in range(chance.choice((0, 1, 3))):
@@ -80,7 +80,7 @@ def file_of(found: dict[str, Any], chance: random.Random) -> bytes:
 
 
 def read(source: Any) -> None:
-    """As an engine does when it starts."""
+    """Reads a configuration as an engine does when it starts."""
     try:
         found = read_config(source, 2)
         if found.schedule is not None:
@@ -93,7 +93,7 @@ def read(source: Any) -> None:
 
 
 @pytest.mark.parametrize("tried", numbers(120, 4000))
-def test_any_configuration_is_read_or_refused(tried: list[int], tmp_path: Path, tally: Tally) -> None:
+def test_any_deepspeed_configuration_is_read_or_refused(tried: list[int], tmp_path: Path, tally: Tally) -> None:
     path = tmp_path / "ds.json"
 
     def case(trial: Trial) -> None:
@@ -123,5 +123,5 @@ def can_be_written(found: Any) -> bool:
 def shortly(found: Any) -> str:
     try:
         return repr(found)[:3000]
-    except (ValueError, RecursionError):  # a number of more digits than Python writes, lists in lists in lists
+    except (ValueError, RecursionError):  # a number with more digits than Python prints, or lists nested too deeply
         return "(it cannot be shown: try its number again)"

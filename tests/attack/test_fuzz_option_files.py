@@ -1,4 +1,4 @@
-"""Whatever an option file of a user's own conf/ holds is a configuration or is refused with its name."""
+"""Any option file in a user's own conf/ gives a configuration or is refused with its name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from orchestrator.config.strict import hints_of
 DOOR = "option files"
 GROUPS = sorted({path.parent.name for path in folders.CONF.glob("*/*.yaml")})
 FILES = {group: sorted((folders.CONF / group).glob("*.yaml")) for group in GROUPS}
-# What Hydra reads in an option file beside its settings.
+# Directives that Hydra reads in an option file in addition to its settings.
 HEADS = ["# @package _global_", "# @package _group_", "# @package a.b", "# @package hydra", "# @package ", ""]
 DEFAULTS = [
     *("defaults: [stage1]", "defaults: [mine]", "defaults: [/zero: stage1]", "defaults: [override /precision: fp32]"),

@@ -1,4 +1,4 @@
-"""Whatever became of the records of an output folder, every verb answers, and nothing in it is lost."""
+"""Whatever the damage to the records of an output folder, every verb answers and no file in the folder is lost."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from typed import Typist
 DOOR = "records"
 VERBS = (["list"], ["list", "--json"], ["status"], ["status", "--json"], ["report"], ["report", "--json"], ["watch"])
 VERBS += (["logs"], ["logs", "last", "stage3", "--rank", "1"], ["watch", "--json"], ["status", "torn"], ["cancel"])
-# These give the command of sweep.json again, in the folder of sweep.json.
+# These repeat the command that sweep.json names, in the folder that it names.
 AGAIN = (["resume"], ["retry"], ["retry", "--retry", "error,oom", "--json"])
 RECORDS = [name for name in FILES if ".json" in name]
 KEYS = ["state", "point", "points", "label", "pid", "started", "time", "do", "event", "attempt", "config", "command"]
 KEYS += ["folder", "rank", "message", "result", "throughput", "memory", "checksum", "slots", "loss", "decision", "job"]
 KEYS += ["step", "on_cluster", "tracked", "rank_by", "host", "boot", ""]
-# What verbs write, whatever else they do.
+# Files that verbs write in any case.
 WRITTEN = ("report.md", "results.csv")
-# A file that is as it was, or under another name.
+# Part of the name under which a damaged file is set aside.
 KEPT = ".bad"
 
 
 def reshaped(data: bytes, chance: random.Random) -> bytes:
-    """The record, or some of its lines, with other values, keys and shapes, and without the checksum that tells."""
+    """The record, or some of its lines, with other values, keys and shapes, and without a checksum to reveal that."""
     lines = []
     for line in data.splitlines() if b"\n{" in data.strip() else [data]:
         try:
@@ -49,7 +49,7 @@ def reshaped(data: bytes, chance: random.Random) -> bytes:
 
 
 def damage(path: Path, scene: Scene, chance: random.Random) -> str:
-    """Does something to the file, and says what."""
+    """Damages the file and returns a description."""
     what = chance.random()
     if what < 0.5 and path.is_file():
         path.write_bytes(reshaped(path.read_bytes(), chance))
@@ -61,13 +61,14 @@ def damage(path: Path, scene: Scene, chance: random.Random) -> str:
         other = FILES[chance.choice(RECORDS)](scene)
         path.write_bytes(other.read_bytes() if other.is_file() else b"")
         return f"{path.name} as {other.name}"
-    name = chance.choice([one for one in CORRUPTIONS if path.suffix != ".log" or one != "a terabyte"])  # it is printed
+    # A log is printed, so it must not become a terabyte.
+    name = chance.choice([one for one in CORRUPTIONS if path.suffix != ".log" or one != "a terabyte"])
     CORRUPTIONS[name](path)
     return f"{path.name}: {name}"
 
 
 def contents(output: Path) -> dict[str, bytes]:
-    """Every regular file by its path in the folder; what a terabyte holds is left out."""
+    """Contents of every regular file, by its path in the folder; files of 16 MiB or more are left out."""
     found = {}
     for path in output.rglob("*"):
         if path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 24:
@@ -76,7 +77,7 @@ def contents(output: Path) -> dict[str, bytes]:
 
 
 def lost(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> list[str]:
-    """Files that are not there any more, neither under their name nor set aside."""
+    """Files whose contents no longer exist under their name or set aside under another."""
     aside = {data for name, data in after.items() if KEPT in name}
     return [
         name
@@ -86,7 +87,7 @@ def lost(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> list[str]:
 
 
 @pytest.mark.parametrize("tried", numbers(25, 1000))
-def test_any_records_are_answered_for(
+def test_every_verb_answers_whatever_the_damage_to_the_records(
     tried: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally
 ) -> None:
     typist = Typist(tmp_path, monkeypatch)

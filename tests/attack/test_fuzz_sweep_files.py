@@ -1,4 +1,4 @@
-"""Whatever a file of sweeps/ holds is a plan of a bounded size or is refused with its name, and nothing is started."""
+"""Any file in sweeps/ gives a plan of bounded size or is refused with its name, and nothing is started."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RIGHT += [
     "# @package _global_\ndefaults: [override /precision: fp32]\n"
     "hydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n",
 ]
-# A file as large as this is what a program would write, and the bound must hold before it is expanded.
+# A file as large as a program might write: the limit of points must apply before the file is expanded.
 LARGE = "axes: {seed: [%s], batch.micro: [%s], batch.seq: [%s]}\n"
 KEYS = [*SWEEP_KEYS, "zero", "precision", "batch.micro", "seed", "model", "model.config.hidden_size", "optimizer.lr"]
 KEYS += ["resources.ranks", "cluster", "output", "hydra", "defaults", "if", "set", "zeroo", "a b", "", "~", "${seed}"]
@@ -60,7 +60,7 @@ def test_any_sweep_file_is_planned_or_refused(
             line.append(odd.value(chance).replace("\0", ""))
         trial.shown = f"{line}\n{data!r:.3000}"
         typist.type(trial, line)
-        # Points that stand for themselves are not a product, and are as many as the file has lines for them.
+        # Points that are listed one by one are not a product: there are only as many as the file has lines for them.
         assert typist.points <= POINTS, f"{typist.points} points were composed"
         assert file.read_bytes() == data
 

@@ -1,5 +1,7 @@
-"""SIGKILL at any moment: no result is lost, repeated or changed, no process and no garbage is left, and the same
-command ends well."""
+"""After SIGKILL at any moment, no result is lost, repeated or changed, and no process or leftover file remains.
+
+The same command, run again, finishes successfully.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ PROMISES = dict.fromkeys(
 
 
 def kill_sweeps(folder: Path, tally: Tally, shares: int, kills: int, seed: int, *words: str) -> None:
-    """`kills` in each of `shares` processes side by side; what they assert is in sweep_kills.py."""
+    """Makes `kills` kills in each of `shares` parallel processes; their assertions are in sweep_kills.py."""
     command = [sys.executable, str(HERE / "sweep_kills.py")]
     drivers = []
     for share in range(shares):
@@ -53,11 +55,11 @@ def test_sweeps_and_runs_survive_a_hundred_kills_before_every_kind_of_change(tmp
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_what_mlflow_has_is_whole_after_kills_at_any_moment(tmp_path: Path, tally: Tally) -> None:
+def test_the_mlflow_store_is_complete_after_kills_at_any_moment(tmp_path: Path, tally: Tally) -> None:
     kill_sweeps(tmp_path, tally, 2, 12, 200, "tracked")
 
 
-# ---- whole commands --------------------------------------------------------------------------------------------------
+# ---- complete commands -----------------------------------------------------------------------------------------------
 
 LINE = (
     "model=llama_tiny data=synthetic precision=fp32 tracking=none resources.device=cpu resources.ranks=2 "
@@ -69,7 +71,7 @@ COMMAND_KILLS, SEED = 20, 5
 
 
 class Commands:
-    """One output folder in which the same command is given until it ends by itself."""
+    """One output folder in which the same command is repeated until it ends by itself."""
 
     def __init__(self, folder: Path, what: str) -> None:
         (folder / "tmp").mkdir(parents=True)
@@ -84,7 +86,7 @@ class Commands:
             return subprocess.Popen(self._line, cwd=self.folder, env=environment, stdout=log, stderr=log, text=True)
 
     def living(self) -> list[psutil.Process]:
-        """The processes that work for this output folder."""
+        """The running processes that work for this output folder."""
         return [
             process
             for process in psutil.process_iter(["cmdline", "status"])
@@ -102,7 +104,7 @@ class Commands:
         return {path: path.read_bytes() for path in self.output.glob("points/*/attempts/*/result.json")}
 
     def bits(self) -> dict[str, object]:
-        """What must be the same however often the command was killed: losses by point and step, the last weights."""
+        """Losses by point and step, and the last weights: the same however often the command was killed."""
         found: dict[str, object] = {}
         for path in sorted(self.output.glob("points/*/attempts/*/metrics.jsonl")):
             for event in map(json.loads, path.read_text().splitlines()):
@@ -124,7 +126,7 @@ def part_of(process: psutil.Process) -> str:
 
 
 def kill_one(commands: Commands, moment: float, chance: random.Random) -> str:
-    """Which part of the command was killed; empty where it had ended by then."""
+    """Kills a random process and returns its part of the command; empty if the command had ended by then."""
     while time.monotonic() < moment:
         time.sleep(0.01)
     found = commands.living()
@@ -141,7 +143,7 @@ def kill_one(commands: Commands, moment: float, chance: random.Random) -> str:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_whole_commands_are_bit_equal_to_unbroken_ones_after_kills(tmp_path: Path, tally: Tally) -> None:
+def test_killed_and_repeated_commands_give_the_bits_of_unbroken_ones(tmp_path: Path, tally: Tally) -> None:
     chance = random.Random(SEED)
     unbroken, lasts_s = {}, {}
     for what in WHAT:
@@ -164,7 +166,7 @@ def test_whole_commands_are_bit_equal_to_unbroken_ones_after_kills(tmp_path: Pat
             results = now
         commands.check()
         assert commands.bits() == unbroken[what], f"{commands.folder} is not what an unbroken run gives"
-        if what == "sweep":  # a single run is measured whenever it is asked for
+        if what == "sweep":  # a single run is measured each time it is started
             assert len(results) == 2, "a point was measured twice"
         counts.update(chains=1)
     tally("kills of whole commands", **counts, **PROMISES)

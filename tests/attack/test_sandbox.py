@@ -1,4 +1,4 @@
-"""The watch over the inputs sees what must not happen, and a failing input is shown with what tries it again."""
+"""The sandbox detects forbidden actions, and a failing input is shown with the variables that repeat it."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def hidden() -> BaseException:
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_must_not_happen_is_stopped_and_counted(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forbidden_actions_are_stopped_and_counted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, call = FOUND[name]
     (tmp_path / "there").write_text("x")
     (tmp_path / "mine").mkdir()
@@ -79,7 +77,7 @@ def test_what_must_not_happen_is_stopped_and_counted(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "there"]
 
 
-def test_what_may_be_changed_and_imported_is_left_alone(tmp_path: Path) -> None:
+def test_allowed_changes_and_imports_are_not_stopped(tmp_path: Path) -> None:
     def work() -> None:
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "b").write_text("x")
@@ -93,7 +91,7 @@ def test_what_may_be_changed_and_imported_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "after").write_text("it is deaf again")
 
 
-def test_an_input_follows_from_its_number_alone() -> None:
+def test_an_input_depends_only_on_its_number() -> None:
     drawn: list[float] = []
     for tried in ([1, 2, 3], [3], [2]):
         attack("a door", tried, lambda door, **counts: None, lambda trial: drawn.append(trial.chance.random()))

@@ -1,7 +1,7 @@
-"""What all doors have in common: inputs by number, the watch over each, and the count of what went wrong.
+"""Common parts of the attack tests: inputs by number, the sandbox around each input, and counts of failures.
 
-An input follows from its number and a seed alone. `ZLAB_ATTACK_SEED=WORD` makes other inputs; `ZLAB_ATTACK_ONLY=7,12`
-tries these numbers alone, which is how an input that failed is tried again.
+An input depends only on its test, its number and a seed. `ZLAB_ATTACK_SEED=WORD` gives other inputs;
+`ZLAB_ATTACK_ONLY=7,12` tries only these numbers, for example to repeat an input that failed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sandbox import SANDBOX, Endless, Stopped
 
 SEED = os.environ.get("ZLAB_ATTACK_SEED", "14")
 ONLY = os.environ.get("ZLAB_ATTACK_ONLY", "")
-# What is counted, in the order in which it is printed.
+# Kinds of failures, in the order in which their counts are printed.
 WRONG = ("tracebacks", "wrong exit codes", "unclear messages", "endless", "started", "imported", "changed")
-SHOWN = 12  # inputs that failed
+SHOWN = 12  # failed inputs that are printed
 Result = TypeVar("Result")
 
 
 class Wrong(AssertionError):
-    """The product answered, and not as it must. `kind` is one of WRONG."""
+    """The product gave a wrong answer. `kind` is one of WRONG."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -34,7 +34,7 @@ class Wrong(AssertionError):
 
 
 class Trial:
-    """One input. `chance` decides it; `shown` is set to what can be typed or written again."""
+    """One input. `chance` generates it; `shown` is set to the text that can be typed or written to repeat it."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
@@ -43,20 +43,20 @@ class Trial:
     def watched(
         self, call: Callable[[], Result], *, may_write: Sequence[Path] = (), may_import: Sequence[str] = ()
     ) -> Result:
-        """What the product answers; Stopped where it did what it must not."""
+        """Returns the product's answer; raises Stopped if it did something forbidden."""
         with SANDBOX.watching(may_write, may_import):
             return call()
 
 
 def numbers(short: int, long: int) -> list[object]:
-    """The numbers of inputs as two tests: those of every run of the suite, and the others up to `long`."""
+    """Input numbers for two tests: those of every run of the suite, and the others up to `long`."""
     if ONLY:
         return [pytest.param([int(one) for one in ONLY.split(",")], id="only")]
     return [pytest.param(range(short), id="short"), pytest.param(range(short, long), marks=pytest.mark.full, id="long")]
 
 
 def attack(door: str, tried: Sequence[int], tally: Tally, case: Callable[[Trial], None]) -> None:
-    """Every input; then it fails with the first that went wrong. `case` raises Wrong, or what the product raised."""
+    """Tries every input, then fails with the first ones that went wrong. `case` raises Wrong or the product's error."""
     counts = dict.fromkeys(WRONG, 0)
     told = []
     for number in tried:
@@ -80,7 +80,7 @@ def _problem_of(trial: Trial, case: Callable[[Trial], None]) -> tuple[str, str] 
     except Endless as endless:
         return "endless", _trace(endless)
     except (Stopped, Exception) as error:
-        # What the sandbox stopped may have come out as another error.
+        # The product may have turned what the sandbox raised into another error.
         return (SANDBOX.seen[0][0] if SANDBOX.seen else "tracebacks"), _trace(error)
     except SystemExit as end:
         return "wrong exit codes", f"SystemExit({end.code!r})"

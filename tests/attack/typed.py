@@ -1,8 +1,8 @@
-"""The command line in this process: what a person types, the exit code, and what stood on the screen.
+"""Runs typed command lines in this process and checks the exit code and the output.
 
-What would come after the checks is left out: the run of a point, the controller, the reading of a checkpoint, and the
-tools of GPUs and clusters, which are not there. The process that counts activations answers the same of every model.
-All that is before them is the product's own.
+Everything after the checks is left out: the run of a point, the controller and the reading of a checkpoint. Tools of
+GPUs and clusters are missing, and the process that counts activations gives the same answer for every model.
+Everything before that is the product's own code.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from orchestrator.plan.point import Point
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import program
 
-# The start of every line that stderr may have: what else is there came out of a message with a line break in it.
+# Allowed beginnings of lines on stderr: any other line comes from a message with a line break in it.
 LINES = ("error: ", "nothing was started (exit 2)", "refused: ", "note: ", "warning: ", "== ", "in /")
-LINE_SIGNS = 6000  # of one line, whatever was typed
+LINE_SIGNS = 6000  # characters of one line at most, whatever was typed
 ALL_SIGNS = 60_000
 CODES = (0, 1, 2, 3, 4)
-TEXTS = {"--help", "-h", "--version", "--cfg", "-c", "--info", "-i", "--hydra-help", "-sc"}  # whatever else is asked
+TEXTS = {"--help", "-h", "--version", "--cfg", "-c", "--info", "-i", "--hydra-help", "-sc"}  # text even with --json
 TOOLS = ("nvidia-smi", "sbatch", "sinfo", "squeue", "sacct", "scontrol", "scancel", "git")
 RUN, LOAD, READ = subprocess.run, yaml.load, compose.read_yaml
 _READ: dict[Path, Any] = {}
@@ -59,8 +59,8 @@ UNITS = {
 ACTIVATIONS = {
     "bytes": {"kept": 1 << 20, "kept_outside": 1 << 18, "peak": 1 << 21, "peak_outside": 1 << 18, "peak_backward": 1}
 }
-POINTS = 12  # that a sweep may have here: each costs milliseconds
-# Nobody may import these; whoever looks into the current folder first does.
+POINTS = 12  # limit of a sweep here: each costs milliseconds
+# These must not be imported; code that searches the current folder first would import them.
 CANARIES = ("queue", "torch", "yaml", "zlab_canary")
 CANARY = 'open("imported", "w").close()\ndef go(*words, **named): open("called", "w").close()\n'
 
@@ -72,14 +72,14 @@ class Answer(NamedTuple):
 
 
 class Typist:
-    """Types lines in a folder of its own, `home`/work, in which the output folder is `outputs`."""
+    """Runs command lines in the folder `home`/work, with `outputs` in it as the output folder."""
 
     def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.work, self.home = home / "work", home
         self.output = self.work / "outputs"
         for folder in (self.work, self.output, home / "cache", home / "locks"):
             folder.mkdir(mode=0o700)
-        self.points = 0  # composed for the last line
+        self.points = 0  # points composed for the last line
         for name in CANARIES:
             (self.work / f"{name}.py").write_text(CANARY)
         monkeypatch.chdir(self.work)
@@ -112,7 +112,7 @@ class Typist:
         monkeypatch.setattr(compose.Composer, "point", counted)
 
     def type(self, trial: Trial, words: Sequence[str]) -> Answer:
-        """What the command answers, after it was judged: exit code, screen, what it made and imported."""
+        """Runs the line and returns its answer, after a check of exit code, output, written files and imports."""
         self.points = 0
         places = [self.output, self.home / "cache", self.home / "locks"]
         out, err = _Stream(), _Stream()
@@ -128,7 +128,7 @@ class Typist:
 
 
 class _Stream(io.TextIOWrapper):
-    """As the terminal's in a UTF-8 locale: it refuses what has no encoding, unless the product asks otherwise."""
+    """As a terminal's in a UTF-8 locale: it refuses text that it cannot encode, unless the product asks otherwise."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), encoding="utf-8", write_through=True, newline="\n")
@@ -141,7 +141,7 @@ class _Stream(io.TextIOWrapper):
 def _code(words: Sequence[str]) -> int:
     try:
         return cli.main(words)
-    except SystemExit as end:  # of --help, and of what Hydra shows
+    except SystemExit as end:  # from --help and Hydra's information options
         if not isinstance(end.code, int | None):
             raise
         return end.code or 0
@@ -166,7 +166,7 @@ def _judge(answer: Answer, words: Sequence[str]) -> None:
 
 
 def _is_progress(line: str, code: int) -> bool:
-    """What a plan says on its way stands on stderr with --json; where nothing is wrong."""
+    """Whether the line may be progress of a plan, which --json prints to stderr, if nothing is wrong."""
     return code == 0 and line.isprintable()
 
 
@@ -179,9 +179,9 @@ def _is_json(text: str) -> bool:
 
 @contextlib.contextmanager
 def _restored() -> Iterator[None]:
-    """What a command may change of its own process, which here is the test's."""
+    """Restores what a command may change in its own process, which here is the test's."""
     folder, argv, path, umask = os.getcwd(), list(sys.argv), list(sys.path), os.umask(0o022)
-    handlers, level = logging.root.handlers[:], logging.root.level  # Hydra sets its own up when it shows something
+    handlers, level = logging.root.handlers[:], logging.root.level  # Hydra sets up its own when it shows information
     try:
         yield
     finally:
@@ -193,7 +193,7 @@ def _restored() -> Iterator[None]:
 
 
 def _recorded(point: Point, *, as_json: bool) -> int:
-    """What a run does first: it shows its plan, and writes the configuration down."""
+    """Does only what a run does first: shows its plan and writes out the configuration."""
     screen = Screen(make_console(on_stderr=as_json))
     screen.plan(point.label, point.config, "folder")
     print(json.dumps(to_dict(point.config)))
@@ -201,13 +201,13 @@ def _recorded(point: Point, *, as_json: bool) -> int:
 
 
 def _counted(asked: Mapping[str, Any], total: int, tell: object) -> Iterator[tuple[str, Any]]:
-    """What the child process would have answered, of one small model."""
+    """What the child process would answer for one small model."""
     yield from ((key, UNITS) for key in asked["units"])
     yield from ((key, ACTIVATIONS) for family in asked["activations"] for key in family)
 
 
 def _loaded_once(stream: Any, Loader: type) -> Any:
-    """yaml.load, which is most of the time that a line takes, does not read again what ships."""
+    """yaml.load, but each shipped file is parsed only once, since parsing takes most of the time of a line."""
     is_shipped = isinstance(stream, str) or str(getattr(stream, "name", "")).startswith(str(folders.CONF))
     if not is_shipped:
         return LOAD(stream, Loader)
@@ -220,7 +220,7 @@ def _loaded_once(stream: Any, Loader: type) -> Any:
 
 
 def _read_once(path: Path) -> Any:
-    """compose.read_yaml, as above."""
+    """compose.read_yaml, but each shipped file is read only once."""
     if not path.is_relative_to(folders.CONF):
         return READ(path)
     if path not in _READ:
@@ -234,7 +234,7 @@ def _shipped() -> frozenset[str]:
 
 
 def _no_tool(words: Sequence[str], **named: Any) -> Any:
-    """The tools that the product asks about the machine are not here; nothing else is to be started."""
+    """subprocess.run, but the tools that describe the machine are missing; nothing else should be started."""
     if words[0] in TOOLS:
         raise FileNotFoundError(2, "no such tool here", words[0])
     return RUN(words, **named)

@@ -1,4 +1,4 @@
-"""The model that the benchmarks train starts as GPT-2 does, from numbers that occur in training."""
+"""The model that the benchmarks train has GPT-2's initial values, so that its numbers are typical of training."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_an_untrained_model_has_the_starting_loss(size: GptSize, dtype: torch.dt
     assert trouble(Gpt(size).to(dtype)) is None
 
 
-def test_the_starting_loss_is_ln_v_and_half_of_the_logits_variance() -> None:
+def test_the_starting_loss_is_ln_v_plus_half_of_the_logits_variance() -> None:
     expected, allowed = starting_loss(GptSize(), 1024)
     assert expected == pytest.approx(math.log(8192) + 512 * 0.02**2 / 2)
-    assert allowed < 0.1  # narrow enough to tell a model from one with the logits of another initialization
+    assert allowed < 0.1  # narrow enough to detect the logits of another initialization
 
 
-def test_torchs_own_first_values_are_refused() -> None:
+def test_torchs_default_initial_values_are_refused() -> None:
     model = Gpt(SIZES[1])
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm)):
@@ -65,7 +65,7 @@ def test_neither_the_probabilities_nor_the_gradients_of_the_first_step_are_denor
         assert not bool(((values != 0) & (values.abs() < torch.finfo(torch.float32).tiny)).any())
 
 
-def test_a_model_whose_parameters_are_drawn_later_has_the_same_first_values() -> None:
+def test_parameters_that_are_drawn_later_have_gpt2s_initial_values() -> None:
     with parameters_on_meta():
         model = Gpt(SIZES[1])
     birth = InitialValues(model, seed=0)
@@ -75,10 +75,10 @@ def test_a_model_whose_parameters_are_drawn_later_has_the_same_first_values() ->
     scaled = STD / math.sqrt(2 * model.size.layers)
     for name, deviation in {"tokens": STD, "positions": STD, "blocks.0.qkv": STD, "blocks.1.down": scaled}.items():
         value = drawn[f"{name}.weight"]
-        # A sample's standard deviation scatters by 1 / sqrt(2 n) of itself; six of those.
+        # The relative error of the standard deviation of n samples is 1 / sqrt(2 n); six of those are allowed.
         assert float(value.std()) == pytest.approx(deviation, rel=6 / math.sqrt(2 * value.numel()))
 
 
-def test_each_seed_draws_other_tokens_and_each_time_the_same() -> None:
+def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
     assert torch.equal(draw_tokens(SIZES[1], seed=3), draw_tokens(SIZES[1], seed=3))
     assert not torch.equal(draw_tokens(SIZES[1], seed=3), draw_tokens(SIZES[1], seed=4))

@@ -1,4 +1,4 @@
-"""The contestants of the kernels' benchmark step over numbers as in training, from the first round to the last."""
+"""The contestants of the kernel benchmark step over numbers typical of training, from the first round to the last."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from zero_runtime.kernels import ops
 
 
 @pytest.mark.parametrize("kind", ["mixed", "fp32"])
-def test_the_bare_loop_leaves_the_others_their_numbers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sums, taken for second moments, are negative for half of the elements."""
-    # Where DeepSpeed is installed its first use would compile for a minute.
+def test_the_bare_loop_does_not_change_the_tensors_of_the_other_contestants(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sums, used as second moments, would be negative for half of the elements."""
+    # If DeepSpeed is installed, its first use would compile for a minute.
     monkeypatch.setattr(benchmark, "deepspeeds", lambda *_: lambda _threads: None)
     ops.prepare(torch.device("cpu"))
     threads = torch.get_num_threads()
@@ -27,7 +29,7 @@ def test_the_bare_loop_leaves_the_others_their_numbers(kind: str, monkeypatch: p
     assert bool((streams.second >= 0).all())
 
 
-def test_numbers_that_are_not_finite_are_not_reported() -> None:
+def test_non_finite_numbers_after_the_rounds_are_refused() -> None:
     streams = Streams(16)
     streams.master[3] = torch.nan
     with pytest.raises(SystemExit, match="mixed: expected finite numbers after the rounds, found others in master"):

@@ -1,4 +1,4 @@
-"""Contestants that take turns are in equal states: the same weights, the same tokens, as many steps before."""
+"""Contestants that take turns have equal states: the same weights, the same tokens and as many earlier steps."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def _measured_and_alone() -> tuple[dict[str, Any], list[float]]:
     return measured, [alone(batch_of(TASK, index, CPU)) for index in range(WARMUP + TASK.rounds)]
 
 
-def test_every_row_has_the_losses_of_one_that_nothing_else_has_stepped() -> None:
+def test_every_row_has_the_losses_of_a_row_that_is_trained_alone() -> None:
     (measured, alone), (_, other) = run_ranks(_measured_and_alone, 2)
     expected = [mine + its for mine, its in zip(alone, other, strict=True)]
     assert {name: losses for name, losses in measured["losses"].items() if name != LIMIT} == dict.fromkeys(
         ROWS, expected
     )
-    assert measured["losses"][LIMIT][0] == expected[0]  # afterwards the others have other weights
+    assert measured["losses"][LIMIT][0] == expected[0]  # after that step the others have other weights
     assert {len(seconds) for seconds in measured["seconds"].values()} == {TASK.rounds}
 
 
-def test_a_round_has_every_contestant_once_in_an_order_that_changes_and_is_the_same_on_all_ranks() -> None:
+def test_each_round_has_every_contestant_once_in_a_changing_order_that_all_ranks_share() -> None:
     names = list("abcdefgh")
     orders = [in_turn(names, index) for index in range(4)]
     assert orders == [in_turn(names, index) for index in range(4)]

@@ -1,4 +1,4 @@
-"""The arithmetic of the report: ratios within a round, medians with quartiles, one table of several runs."""
+"""The report computes ratios within a round and medians with quartiles, and puts several runs into one table."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def found(precision: str = "fp32") -> dict[str, Any]:
     }
 
 
-def test_a_share_is_taken_within_each_round() -> None:
-    assert of_limit(found(), "stage2") == [0.8, 0.8, 0.8]  # though every step took twice the one before
+def test_shares_are_computed_within_each_round() -> None:
+    assert of_limit(found(), "stage2") == [0.8, 0.8, 0.8]  # although the steps became slower
 
 
 def test_the_parts_are_summed_within_each_round() -> None:
@@ -60,7 +60,7 @@ def test_a_peer_is_compared_with_our_row_at_its_stage() -> None:
     assert of_ours(found(), "fsdp2") == [2.0, 2.0, 1.0]
 
 
-def test_quartiles_stay_within_what_was_found() -> None:
+def test_quartiles_stay_within_the_range_of_the_values() -> None:
     assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
     assert quartiles([1.0, 9.0]) == (3.0, 5.0, 7.0)
     assert quartiles([7.0]) == (7.0, 7.0, 7.0)
@@ -68,7 +68,7 @@ def test_quartiles_stay_within_what_was_found() -> None:
     assert spread([1.0, 2.0, 3.0], 1e3, ".0f") == "2000 (1500 to 2500)"
 
 
-def test_the_page_says_command_machine_repeats_losses_and_the_drift_verdicts() -> None:
+def test_the_page_contains_command_machine_rounds_losses_and_drift_verdicts() -> None:
     page = "\n".join(report_lines(found()))
     for part in (
         "Command: `python benchmarks/stages.py --precision fp32`",
@@ -95,7 +95,7 @@ def test_the_short_table_has_a_row_for_each_engine_and_columns_for_each_precisio
     assert sum("Drift of step times" in line for line in lines) == 2
 
 
-def test_the_numbers_are_written_with_the_verdicts_and_make_the_page_again(tmp_path: Path) -> None:
+def test_the_json_contains_the_verdicts_and_reproduces_the_page(tmp_path: Path) -> None:
     write_report(found(), tmp_path)
     page, numbers = (tmp_path / f"stages_cpu_fp32_2026-11-22.{kind}" for kind in ("md", "json"))
     again = json.loads(numbers.read_text())

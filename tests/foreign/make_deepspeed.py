@@ -1,8 +1,8 @@
-"""Makes the checkpoints of tests/foreign/deepspeed with DeepSpeed itself: `python tests/foreign/make_deepspeed.py OUT`.
+"""Creates the checkpoints of tests/foreign/deepspeed with DeepSpeed: `python tests/foreign/make_deepspeed.py OUT`.
 
 Needs the extra `bench` and starts two ranks over gloo on the CPU. For each of stages 1 to 3: bf16 with fp32 masters,
-two groups of parameters, one frozen and one tied parameter, three steps of Adam. Beside each checkpoint it leaves
-`expected.safetensors`: every parameter's master, and in stage 3 its moments, as DeepSpeed itself puts them together.
+two groups of parameters, one frozen and one tied parameter, three steps of AdamW. Next to each checkpoint it writes
+`expected.safetensors`: every parameter's master, and in stage 3 its moments, as DeepSpeed itself reassembles them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 WORLD, STEPS = 2, 3
-# Spelt with the widths of no other parameter: a piece read at the wrong place cannot look right.
+# Widths that differ from each other: a piece that is read from the wrong place cannot look right.
 VOCAB, WIDTH, INNER = 13, 6, 7
 
 
@@ -86,7 +86,7 @@ def make(rank: int, out: str, stage: int) -> None:
                 expected[f"master/{name}"] = param.detach().float().clone()
             continue
         expected[f"master/{name}"] = safe_get_full_fp32_param(param).clone()
-        for state in ("exp_avg", "exp_avg_sq") if stage == 3 else ():  # it knows them by parameter in stage 3 alone
+        for state in ("exp_avg", "exp_avg_sq") if stage == 3 else ():  # per parameter only in stage 3
             expected[f"{state}/{name}"] = safe_get_full_optimizer_state(param, state).clone()
     if rank == 0:
         save_file({key: value.contiguous().view(-1) for key, value in expected.items()}, f"{out}/expected.safetensors")

@@ -1,4 +1,4 @@
-"""A small checkpoint as torch.distributed.checkpoint writes it, in one file, and all that a foreign one holds."""
+"""Writes a small checkpoint in the format of torch.distributed.checkpoint, and reads all of a foreign checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAVED |= {"optim.state.weight.step": torch.tensor(3.0), "optim.state.weight.exp_
 
 
 def write_dcp(folder: Path) -> Path:
-    """The folder, which is made."""
+    """Creates the folder, writes the checkpoint into it, all data in one file, and returns the folder."""
     folder.mkdir()
     entries, places, data = {}, {}, b""
     for key, values in SAVED.items():
@@ -37,7 +37,7 @@ def write_dcp(folder: Path) -> Path:
 
 
 def read_all(found: ForeignCheckpoint) -> dict[str, torch.Tensor]:
-    """All that it holds, flattened, by state and parameter."""
+    """All tensors of the checkpoint, flattened, by `state/parameter`."""
     found.verify()
     sources = {state: found.source(state) for state in found.chunks}
     return {

@@ -1,4 +1,4 @@
-"""The suite can fail: each named fault in the runtime turns a test of the parity suite red."""
+"""The suite can fail: each named fault in the runtime makes a test of the parity suite fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def world_3() -> None:
     test_rows.test_at_world_3_gradient_norm_and_update_are_within_the_bound(2, case)
 
 
-# What finds each fault, called as pytest would call it.
+# The test that detects each fault, called as pytest would call it.
 FINDERS: dict[str, Callable[[], None]] = {
     "gradients_are_averaged_over_the_ranks": world_3,
     "padding_is_not_zeroed": clipped,
@@ -60,21 +60,21 @@ FINDERS: dict[str, Callable[[], None]] = {
 
 @pytest.fixture(autouse=True)
 def _no_cached_runs() -> Iterator[None]:
-    """The parity tests keep runs; a faulty one must be made anew and not outlive its test."""
+    """The parity tests cache runs; a run with a fault must be made again and must not outlive its test."""
     test_rows.ranks_traces.cache_clear()
     yield
     ranks.set_fault(None)
     test_rows.ranks_traces.cache_clear()
 
 
-def test_every_fault_has_a_test_that_should_find_it() -> None:
+def test_every_fault_has_a_test_that_should_detect_it() -> None:
     assert FINDERS.keys() == FAULTS.keys()
     assert len(FAULTS) >= 12
 
 
 @pytest.mark.parametrize("name", sorted(FAULTS))
-def test_the_fault_turns_a_test_red(name: str) -> None:
-    FINDERS[name]()  # green without the fault
+def test_every_fault_makes_its_test_fail(name: str) -> None:
+    FINDERS[name]()  # passes without the fault
     test_rows.ranks_traces.cache_clear()
     ranks.set_fault(name)
     with pytest.raises(AssertionError):

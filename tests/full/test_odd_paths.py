@@ -1,4 +1,4 @@
-"""Whole runs, with MLflow, in output folders whose names hold what URLs and shells read otherwise."""
+"""Complete runs with MLflow work in output folders whose names contain characters special to URLs and shells."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LINE = (
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["a#1", "what? 100%25", "tab\there line\nbreak ünï ';$(x)&"])
-def test_a_run_and_its_records_are_where_they_were_asked_for(name: str, tmp_path: Path) -> None:
+def test_a_run_and_its_records_stay_in_the_output_folder(name: str, tmp_path: Path) -> None:
     here = tmp_path / "base" / name
     here.mkdir(parents=True)
-    for seed in (1, 2, 1):  # the third meets what the first left
+    for seed in (1, 2, 1):  # the third run meets the output of the first
         line = [sys.executable, str(ROOT / "run.py"), *LINE.split(), f"seed={seed}"]
         subprocess.run(line, cwd=here, timeout=HANG_S, check=True)
     results = {path: json.loads(path.read_text()) for path in here.glob("outputs/points/*/attempts/*/result.json")}

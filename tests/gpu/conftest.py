@@ -1,4 +1,4 @@
-"""One rank on one GPU."""
+"""A fixture that joins a world of one rank on one GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is predicted that a forward keeps beside a GPU is what it keeps there."""
+"""The predicted bytes of activations that a forward keeps on a GPU match the counted bytes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def loss_of(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.
 
 @pytest.mark.parametrize("param", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["none", "full", "by_operation"], ids=lambda kind: f"kind-{kind}")
-def test_what_a_forward_keeps_on_a_gpu_is_what_was_predicted(device: torch.device, kind: str, param: str) -> None:
+def test_the_activation_bytes_of_a_forward_match_the_prediction(device: torch.device, kind: str, param: str) -> None:
     precision, model = MixedPrecision(param), Model()
     Recomputation(model, RecomputeRule(kind), device)
     runtime = ZeroRuntime(model, ZeroPlan.from_stage(2), precision, AdamWConfig(), RuntimeSettings(), device)
@@ -70,5 +70,5 @@ def test_what_a_forward_keeps_on_a_gpu_is_what_was_predicted(device: torch.devic
     inputs = [torch.zeros(SHAPE, dtype=torch.int64) for _ in range(2)]
     trace = trace_step(dry, UnitRules(precision), RecomputeRule(kind), inputs, loss_of, on_cuda=True)
     runtime.close()
-    # Flash's seed is 16 bytes a block; cuDNN's may be two numbers of 8, which a census leaves out.
+    # Flash attention keeps a seed of 16 bytes per block; cuDNN's may be two numbers of 8, which a census leaves out.
     assert abs(census.bytes - trace.total().kept) <= 16 * len(dry.blocks)

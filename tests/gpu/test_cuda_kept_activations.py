@@ -1,4 +1,4 @@
-"""On a GPU what blocks keep leaves for the host: the same bits, and less memory after a forward."""
+"""On a GPU, offloading activations to the host changes no bits and leaves less memory in use after a forward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 def gradients(rule: RecomputeRule) -> tuple[list[torch.Tensor], int]:
-    """Of two steps, summed, and the bytes that the second forward left on the device."""
+    """Gradients summed over two steps, and the bytes that the second forward left on the device."""
     device = torch.device("cuda", 0)
     torch.manual_seed(0)
     model = Base(blocks=8).to(device)
@@ -32,7 +32,7 @@ def gradients(rule: RecomputeRule) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("kind", ["none", "full", "every_nth", "by_operation"], ids=lambda kind: f"kind-{kind}")
-def test_kept_activations_leave_and_come_back_with_the_same_bits(kind: str) -> None:
+def test_offloaded_activations_give_the_same_bits_and_use_less_device_memory(kind: str) -> None:
     wanted, kept = gradients(RecomputeRule(kind))
     found, left = gradients(RecomputeRule(kind, offload="cpu"))
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

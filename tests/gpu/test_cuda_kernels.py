@@ -1,4 +1,4 @@
-"""On a GPU the Triton kernels compile and agree with the reference, so that no operation is left to it."""
+"""On a GPU, the Triton kernels compile and agree with the reference, so that no operation falls back to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 pytestmark = pytest.mark.gpu
 
 
-def test_every_kind_of_operation_is_trusted_on_this_gpu() -> None:
+def test_the_triton_kernels_compile_and_agree_with_the_reference_on_this_gpu() -> None:
     from zero_runtime.kernels.backends import trouble_of
     from zero_runtime.kernels.triton.operations import TritonKernels
 

@@ -1,5 +1,7 @@
-"""On a GPU, rows whose states rest in the host's memory or behind it in a file: one result in all of them, and that of
-rows without offload as far as the two devices' arithmetic agrees."""
+"""On a GPU, all rows that offload states to host memory or to a file have one result.
+
+It is the result of rows without offload, as far as the arithmetic of the two devices agrees.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ OPTIMIZER_NVME = OffloadPlan(
     optimizer=Tier.NVME, scratch=ScratchSettings(Path(tempfile.gettempdir()), block_bytes=8192)
 )
 BOTH_NVME = replace(OPTIMIZER_NVME, params=Tier.NVME)
-Row = tuple[int, OffloadPlan]  # the row of the plan, and where its states rest
+Row = tuple[int, OffloadPlan]  # the row of the plan, and where its states are stored
 HOST_ROWS: list[Row] = [
     *((stage, OPTIMIZER) for stage in (0, 1, 2, 3)),
     (2, replace(OPTIMIZER, speculative=True)),
@@ -102,7 +104,7 @@ def assert_one_result(
 def test_states_on_the_host_give_one_result_in_every_row(
     case: Case, clip_norm: float | None, device: torch.device
 ) -> None:
-    """Clipped in some steps: a guess is right in some and undone in others."""
+    """Gradients are clipped in some steps: speculative updates are right in some steps and undone in others."""
     assert_one_result(case, HOST_ROWS, device, clip_norm)
 
 
@@ -111,13 +113,16 @@ def test_steps_that_overflow_are_skipped_in_every_row(device: torch.device) -> N
 
 
 @pytest.mark.parametrize("case", [FP32, BF16], ids=["fp32", "bf16"])
-def test_parameters_that_rest_on_the_host_change_no_bits(case: Case, device: torch.device) -> None:
+def test_parameters_that_are_stored_on_the_host_change_no_bits(case: Case, device: torch.device) -> None:
     assert_one_result(case, [(3, NONE), (3, PARAMS), (3, replace(PARAMS, ratio=0.5))], device, None)
 
 
-def test_the_first_update_on_the_host_is_the_devices_within_rounding(device: torch.device) -> None:
-    """An update is at most lr (|m / sqrt(v)| <= 1 in the first step) plus the decay. It is a chain of at most sixteen
-    operations, the weight one of four; each rounds by at most 2^-24 of what it makes, on either side."""
+def test_the_first_update_on_the_host_equals_the_devices_within_rounding(device: torch.device) -> None:
+    """An update is at most lr (|m / sqrt(v)| <= 1 in the first step) plus the decay.
+
+    The update is computed by a chain of at most sixteen operations, the weight by one of four. On either device, each
+    operation rounds by at most 2^-24 of its result.
+    """
     found = []
     for offload in (NONE, OPTIMIZER):
         runtime = runtime_of(FP32, 2, offload, device)
@@ -131,7 +136,7 @@ def test_the_first_update_on_the_host_is_the_devices_within_rounding(device: tor
 
 
 @pytest.mark.parametrize(("stage", "offload"), [*HOST_ROWS, (3, PARAMS)])
-def test_counted_bytes_are_the_predicted_ones_and_what_crosses_is_locked(
+def test_counted_bytes_equal_the_prediction_and_tensors_that_are_copied_are_pinned(
     stage: int, offload: OffloadPlan, device: torch.device
 ) -> None:
     runtime = runtime_of(BF16, stage, offload, device)
@@ -142,7 +147,7 @@ def test_counted_bytes_are_the_predicted_ones_and_what_crosses_is_locked(
     assert census.states == runtime.predicted_state_bytes().total
     assert census.host == away.host
     by_component = runtime.host_tensors()
-    if offload.uses_nvme:  # slots that are read, updated and written never cross
+    if offload.uses_nvme:  # its slots are read, updated and written, not copied to the GPU
         by_component.pop("staging")
     tensors = [tensor for found in by_component.values() for tensor in found]
     assert tensors
@@ -150,7 +155,7 @@ def test_counted_bytes_are_the_predicted_ones_and_what_crosses_is_locked(
     runtime.close()
 
 
-def test_masters_rest_on_the_host_and_parameters_come_back(device: torch.device) -> None:
+def test_masters_stay_on_the_host_and_updated_parameters_return_to_the_device(device: torch.device) -> None:
     runtime = runtime_of(BF16, 2, OPTIMIZER, device)
     train(runtime, BF16, 2)
     for unit in runtime.units:

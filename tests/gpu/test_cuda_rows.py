@@ -1,4 +1,4 @@
-"""On a GPU, every row has the bits of plain torch on the same GPU (one rank, so no sum over ranks)."""
+"""On a GPU, every row gives the bits of plain torch on the same GPU (one rank, so no sum over ranks)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_fp32_on_cuda_has_the_bits_of_plain_torch(stage: int, device: torch.devi
     assert counted
 
 
-def test_bf16_on_cuda_has_one_result_in_every_row(device: torch.device) -> None:
+def test_bf16_on_cuda_gives_the_same_losses_in_every_row(device: torch.device) -> None:
     case = replace(Case(world=1), precision=MixedPrecision("bf16"))
     first, *others = [runtime_losses(case, stage, device) for stage in STAGES]
     assert all(other == first for other in others)

@@ -1,4 +1,4 @@
-"""What the attack tried is counted over all processes of a run, and a failed test's share too."""
+"""Counts of the attack tests are added up over all pytest processes, including the counts of failed tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""conf/ mirrors the dataclasses: every file of it builds its own, and every line of the defaults is there."""
+"""conf/ mirrors the dataclasses: every option file builds its dataclass, and every entry of the defaults exists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONF = ROOT / "conf"
 GROUPS = {name: hint for name, hint in hints_of(RunConfig).items() if is_dataclass(hint)}
 OPTIONS = sorted(file for group in GROUPS for file in (CONF / group).glob("*.yaml"))
 SCENE = Scene(Hardware(cores=2, cpu="cpu", slurm=True))
-# Said by hand beside the option: data=text and model=pretrained alone have no path.
+# Settings that an option needs in addition: for example, data=text and model=pretrained alone have no path.
 NEEDS = {"data/text.yaml": [f"data.path={ROOT / 'run.py'}"], "model/pretrained.yaml": ["model.path={weights}"]}
 NEEDS |= {"cluster/slurm.yaml": ["resources.device=cpu", "resources.ranks=2"]}
 NEEDS |= {
@@ -33,7 +33,7 @@ NEEDS |= {
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """A folder of a model as far as the command line looks into it."""
+    """A model folder with only the files that the command line inspects."""
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 300}')
     (tmp_path / "model.safetensors").touch()
     return tmp_path
@@ -45,7 +45,7 @@ def name_of(file: Path) -> str:
 
 @pytest.mark.parametrize("file", OPTIONS, ids=name_of)
 def test_every_file_builds_its_dataclass_and_spells_out_every_key(file: Path) -> None:
-    # OmegaConf and not plain YAML: 1e-8 is a number to the former alone.
+    # OmegaConf instead of plain YAML: only OmegaConf reads 1e-8 as a number.
     content = compose.OmegaConf.to_container(compose.OmegaConf.load(file))
     kind = GROUPS[file.parent.name]
     _, broken = build(kind, content, file.parent.name)
@@ -70,7 +70,7 @@ def test_every_experiment_composes_and_breaks_no_rule(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [file.stem for file in (ROOT / "sweeps").glob("*.yaml")])
-def test_every_sweep_is_a_sweep_and_breaks_no_rule(name: str) -> None:
+def test_every_shipped_sweep_has_several_points_and_breaks_no_rule(name: str) -> None:
     composition = compose.compose(arguments.split([f"sweeps={name}"]))
     points, problems = checked_points(composition, SCENE)
     assert problems == []
@@ -78,7 +78,7 @@ def test_every_sweep_is_a_sweep_and_breaks_no_rule(name: str) -> None:
     assert len(points) > 1
 
 
-def test_groups_folders_and_defaults_are_the_same_set() -> None:
+def test_groups_conf_folders_and_defaults_name_the_same_set() -> None:
     defaults = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
     assert defaults[0] == "_self_", "experiment and sweep files must win over this file"
     chosen = {name: option for entry in defaults[1:] for name, option in entry.items()}
@@ -89,7 +89,7 @@ def test_groups_folders_and_defaults_are_the_same_set() -> None:
     assert list(chosen)[-2:] == list(WHOLE_FILES)
 
 
-def test_every_kind_has_a_file_that_chooses_it() -> None:
+def test_every_kind_of_a_group_has_an_option_file() -> None:
     for group, hint in GROUPS.items():
         kind = hints_of(hint).get("kind")
         if isinstance(kind, type) and issubclass(kind, Enum):
@@ -97,17 +97,17 @@ def test_every_kind_has_a_file_that_chooses_it() -> None:
             assert chosen == {str(member.value) for member in kind}
 
 
-def test_hydra_is_told_to_leave_no_folders() -> None:
+def test_hydra_is_configured_to_create_no_output_folders() -> None:
     settings = yaml.safe_load((CONF / "config.yaml").read_text())["hydra"]
     assert settings["output_subdir"] is None
     assert settings["run"]["dir"] == "."
 
 
-def test_the_package_carries_every_folder_of_code_and_both_folders_of_configuration() -> None:
-    """`pip install` takes what pyproject.toml lists, and a folder that it forgets is missed only there."""
+def test_the_package_contains_every_code_folder_and_both_configuration_folders() -> None:
+    """`pip install` copies what pyproject.toml lists; a folder that it omits is missing only in installed copies."""
     text = (ROOT / "pyproject.toml").read_text()
     listed = set(re.findall(r'"([\w.]+)"', text.split("packages = [", 1)[1].split("]", 1)[0]))
-    plugins = "orchestrator.plugins."  # a folder on the path of Hydra's own namespace, and no package of ours
+    plugins = "orchestrator.plugins."  # a folder on the path of Hydra's namespace, not one of our packages
     folders = {
         ".".join(file.parent.relative_to(ROOT).parts)
         for top in ("kernels", "zero_runtime", "orchestrator")

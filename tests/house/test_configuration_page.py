@@ -1,4 +1,4 @@
-"""docs/configuration.md is generated from the schema and conf/, and must not be older than they are."""
+"""docs/configuration.md is up to date with the schema and conf/, from which it is generated."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "python -m orchestrator.compose.configuration_page > docs/configuration.md"
 
 
-def test_the_committed_page_is_what_the_schema_generates() -> None:
+def test_the_committed_page_equals_the_generated_page() -> None:
     committed = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert committed == configuration_page.page(), f"docs/configuration.md is stale; run: {COMMAND}"
     assert COMMAND in committed
 
 
-def test_every_group_says_what_it_decides() -> None:
+def test_every_group_has_a_description_on_the_page() -> None:
     groups = [name for name, hint in hints_of(RunConfig).items() if is_dataclass(hint)]
     assert list(configuration_page.DECIDES) == [*groups, *WHOLE_FILES]
 

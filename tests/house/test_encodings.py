@@ -1,4 +1,4 @@
-"""The product names the encoding of every text file and pipe: what the locale says decides nothing."""
+"""The source names the encoding of every text file and pipe that it opens, so the locale has no influence."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [*(path for top in ("kernels", "zero_runtime", "orchestrator") for path in sorted((ROOT / top).rglob("*.py")))]
 TEXT_CALLS = {"read_text", "write_text"}
-# CheckpointReader.open and the like are methods of ours: what opens a file has a mode, or is the builtin.
+# Our own methods, such as CheckpointReader.open, do not count: a call opens a file if it has a mode or is the builtin.
 MODES = set("rwaxt+")
 
 
 def unnamed(source: str) -> list[int]:
-    """Lines that open text without an encoding."""
+    """Line numbers on which text is opened without an encoding."""
     return sorted(_unnamed(ast.parse(source)))
 
 
@@ -50,7 +50,7 @@ def test_text_is_opened_with_an_encoding(file: Path) -> None:
     assert unnamed(file.read_text(encoding="utf-8")) == []
 
 
-def test_the_check_sees_every_form() -> None:
+def test_the_check_recognizes_every_way_to_open_text() -> None:
     forms = ["open(p)", "open(p, 'w')", "p.open('a')", "p.read_text()", "p.write_text('x')", "run(x, text=True)"]
     assert unnamed("\n".join(forms)) == [1, 2, 3, 4, 5, 6]
     fine = ["open(p, 'rb')", "p.open('wb')", "p.read_text(encoding='utf-8')", "CheckpointReader.open(p)", "gate.open()"]

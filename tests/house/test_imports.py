@@ -1,4 +1,7 @@
-"""The arrows kernels <- zero_runtime <- orchestrator <- run.py, one importer each, and what stays free of torch."""
+"""Imports only go down: kernels <- zero_runtime <- orchestrator <- run.py.
+
+Each external library also has a fixed set of files that may import it, and the pure files import no torch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ PURE = (
 )
 STANDARD = set(sys.stdlib_module_names)
 
-# A plugin is a subclass of Hydra's own, in the namespace where Hydra looks for it.
+# A Hydra plugin: a subclass of one of Hydra's classes, in the namespace where Hydra looks for plugins.
 PLUGIN = "orchestrator/plugins/hydra_plugins/zlab_launcher/__init__.py"
 IMPORTERS = {
     "torch.distributed": {"zero_runtime/collectives.py", "zero_runtime/gloo.py", "zero_runtime/runtime.py"},
@@ -43,8 +46,8 @@ IMPORTERS = {
     "transformers": {"orchestrator/workloads/models.py", "orchestrator/workloads/tokenizer.py"},
     "peft": {"orchestrator/workloads/adapters.py"},
 }
-# Which rooms of its package a room imports. A room is a folder, or a file at the top; the files of PURE are one room,
-# which everything may import.
+# The rooms that each room of a package imports. A room is a folder or a top-level file; the files of PURE form one
+# room, which every room may import.
 ROOMS = {
     "orchestrator": {
         "exit_codes": "",
@@ -98,18 +101,18 @@ ROOMS = {
         "memory": "activations dtypes offload pure runtime unit_planner",
         "checkpoint": "agreement collectives optim process_identity pure runtime tensor_source unit",
         "deepspeed": "agreement checkpoint collectives dtypes offload optim pure runtime step_report watch",
-        "zero_runtime": "",  # lazily, by name
+        "zero_runtime": "",  # imports lazily, by name
     },
 }
-# What a floor may import beside the standard library and the floors under it.
+# Libraries that a floor may import in addition to the standard library and the floors below it.
 LIBRARIES = {"kernels": {"torch", "triton"}, "zero_runtime": {"torch", "numpy", "safetensors"}}
 
 
 @cache
 def imported(file: Path) -> set[str]:
-    """Dotted names of all that a file imports or reaches as `torch.distributed`, inside functions too.
+    """Dotted names of everything that a file imports or accesses as `torch.distributed`, also inside functions.
 
-    What is imported as zero_runtime.kernels is the floor `kernels`, and `kernels` itself is Hugging Face's.
+    Imports of zero_runtime.kernels count as the floor `kernels`; a top-level `kernels` is Hugging Face's package.
     """
     names = set(_names(ast.parse((ROOT / file).read_text(), str(file)), file))
     assert not [name for name in names if name.split(".")[0] == "kernels"], f"{file}: ours is zero_runtime.kernels"
@@ -139,7 +142,7 @@ def floor_of(file: Path) -> str:
     return file.parts[0].removesuffix(".py")
 
 
-def test_all_floors_have_files() -> None:
+def test_every_floor_has_files() -> None:
     assert {floor_of(file) for file in FILES} == set(FLOORS)
     assert len(FILES) > 30
 
@@ -151,7 +154,7 @@ def test_imports_go_down_only(file: Path) -> None:
 
 
 def module_of(file: Path) -> str:
-    """The dotted name that a file is imported by."""
+    """The dotted name under which a file is imported."""
     return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -159,7 +162,7 @@ MODULES = {module_of(file): file for file in FILES}
 
 
 def modules_imported(file: Path) -> set[str]:
-    """Those of our own modules that a file imports, by their dotted names; also where only a type checker does."""
+    """Dotted names of our own modules that a file imports, including imports for type checkers only."""
     found = set()
     for name in imported(file):
         whole = name if name in MODULES else name.rpartition(".")[0]
@@ -177,7 +180,7 @@ def room_of(module: str) -> str:
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_rooms_import_what_the_table_allows(package: str) -> None:
+def test_rooms_import_exactly_what_the_table_lists(package: str) -> None:
     arrows: dict[str, set[str]] = {}
     for module, file in MODULES.items():
         if module.split(".")[0] == package and room_of(module) != "pure":
@@ -186,7 +189,7 @@ def test_rooms_import_what_the_table_allows(package: str) -> None:
     assert {room: set(allowed.split()) for room, allowed in ROOMS[package].items()} == arrows
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_there_are_no_circular_imports() -> None:
     left = {module: modules_imported(file) - {"zero_runtime", "orchestrator"} for module, file in MODULES.items()}
     while free := [module for module, needs in left.items() if not needs & left.keys()]:
         for module in free:
@@ -195,7 +198,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("library", IMPORTERS)
-def test_each_library_has_its_one_importer(library: str) -> None:
+def test_each_library_is_imported_only_by_its_listed_files(library: str) -> None:
     found = {
         file.as_posix()
         for file in FILES
@@ -206,7 +209,7 @@ def test_each_library_has_its_one_importer(library: str) -> None:
 
 
 @pytest.mark.parametrize("floor", LIBRARIES)
-def test_the_lower_floors_run_on_a_machine_that_has_torch_alone(floor: str) -> None:
+def test_the_lower_floors_import_only_their_listed_libraries(floor: str) -> None:
     allowed = LIBRARIES[floor] | STANDARD | set(FLOORS[: FLOORS.index(floor) + 1])
     for file in FILES:
         if floor_of(file) == floor:
@@ -221,7 +224,7 @@ def test_pure_files_import_the_standard_library_and_each_other(name: str) -> Non
 
 
 def modules_after(*imports: str) -> set[str]:
-    """Top-level modules of a fresh interpreter after these imports, and those of the runtime's own."""
+    """Top-level modules in a fresh interpreter after these imports, and all of its zero_runtime modules."""
     code = f"import sys, {', '.join(imports)}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     names = run.stdout.split()
@@ -234,7 +237,7 @@ def test_pure_files_run_without_torch() -> None:
     assert not loaded & {"torch", "numpy", "safetensors", "triton"}
 
 
-def test_every_public_name_of_the_runtime_is_there() -> None:
+def test_every_public_name_of_the_runtime_can_be_accessed() -> None:
     for name in zero_runtime.__all__:
         assert getattr(zero_runtime, name).__name__ == name
     with pytest.raises(AttributeError, match="'zero_runtime' has no attribute 'ZeroPlane'"):

@@ -1,4 +1,4 @@
-"""What a run of the suite leaves out is deselected and counted, so that a skip means that something is missing here."""
+"""Tests that a run leaves out are deselected and counted, so that a skip means that something is missing here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_short(): ...
 
 
 class Marked:
-    """Stands in for a test: the names of its marks."""
+    """A stand-in for a test, with the names of its marks."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -42,20 +42,20 @@ def summary_of(folder: Path, *arguments: str) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.full), "2"])
-def test_the_long_form_is_counted_in_one_line_and_skipped_nowhere(tmp_path: Path, workers: str) -> None:
+def test_tests_of_the_long_form_are_counted_in_one_line_and_not_skipped(tmp_path: Path, workers: str) -> None:
     told = summary_of(tmp_path, "-n", workers)
     assert f"3 {LONG_FORM}" in told
     assert told[-1].startswith("1 passed")
     assert not any("SKIP" in line or "skipped" in line for line in told)
 
 
-def test_who_asks_for_the_long_form_gets_it_and_no_line(tmp_path: Path) -> None:
+def test_the_long_form_runs_on_request_and_nothing_is_reported_as_left_out(tmp_path: Path) -> None:
     told = summary_of(tmp_path, "-n", "0", "-m", "full or not full")
     assert told[-1].startswith("4 passed")
     assert not any("left out" in line for line in told)
 
 
-def test_a_gpu_test_is_left_out_where_there_is_no_gpu_whatever_form_is_asked_for() -> None:
+def test_gpu_tests_are_left_out_without_a_gpu_in_the_short_and_in_the_long_form() -> None:
     for marks, wants_long_form, has_gpu, reason in [
         (("gpu",), True, False, NO_GPU),
         (("gpu", "full"), False, False, NO_GPU),

@@ -1,4 +1,4 @@
-"""A public class has a name of its own: readers and editors that look for a name find one class."""
+"""Every public class has a unique name, so that readers and editors who search for a name find one class."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def classes(source: str) -> list[str]:
 
 
 def shared_names(sources: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """From (file, source): the names that more than one public class has, and the files that define them."""
+    """Names that several public classes share, with the files that define them; `sources` are (file, source)."""
     files = defaultdict(list)
     for file, source in sources:
         for name in classes(source):
@@ -34,7 +34,7 @@ def test_no_two_public_classes_share_a_name() -> None:
     assert shared_names(sources) == {}
 
 
-def test_shared_names_are_found() -> None:
+def test_the_check_finds_shared_names() -> None:
     sources = [("a.py", "class Place: ...\nclass _Own: ..."), ("b.py", "def f():\n class Place: ...\nclass _Own: ...")]
     assert shared_names(sources) == {"Place": ["a.py", "b.py"]}
     assert shared_names([("a.py", "class Place: ..."), ("b.py", "class Verdict: ...")]) == {}

@@ -1,5 +1,7 @@
-"""The runtime asks a plan; the word for a row of its table occurs in plan.py, and in the names of
-DeepSpeed's keys, alone. Comments and docstrings may."""
+"""The word "stage" occurs in the runtime's code only in plan.py and in the files that know DeepSpeed's keys.
+
+All other code asks a plan. Comments and docstrings may use the word.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,19 @@ import pytest
 
 RUNTIME = Path(__file__).resolve().parents[2] / "zero_runtime"
 FILES = sorted(RUNTIME.rglob("*.py"))
-# The translator of zero_optimization has to know the keys that DeepSpeed published: the word stands in them. It asks
-# ZeroPlan.from_stage for a plan and hands that on, so that nobody behind it needs the word.
+# The files for DeepSpeed contain the word because DeepSpeed's published keys do. The translator of zero_optimization
+# gets a plan from ZeroPlan.from_stage and passes that on, so that no code behind it needs the word.
 SPEAKERS = (
     RUNTIME / "plan.py",
     RUNTIME / "deepspeed" / "zero_section.py",
     RUNTIME / "checkpoint" / "foreign" / "deepspeed.py",
 )
-NAMING_FIELDS = ("id", "attr", "arg", "name", "asname", "module")  # of every syntax node that can hold an identifier
-PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # fromStage, from_stage and STAGE come apart into words
+NAMING_FIELDS = ("id", "attr", "arg", "name", "asname", "module")  # fields of syntax nodes that can hold an identifier
+PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # splits fromStage, from_stage and STAGE into words
 
 
 def words(source: str) -> Iterator[tuple[int, str]]:
-    """(line, word), in lower case, of every identifier and string that is no docstring."""
+    """(line, lower-case word) for every word in identifiers and in strings that are not docstrings."""
     tree = ast.parse(source)
     docstrings = {
         id(node.body[0].value)
@@ -43,17 +45,17 @@ def words(source: str) -> Iterator[tuple[int, str]]:
 
 
 def stage_words(source: str) -> list[int]:
-    """Lines on which the word occurs."""
+    """Line numbers on which "stage" or "stages" occurs."""
     return sorted({line for line, word in words(source) if word in ("stage", "stages")})
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file not in SPEAKERS], ids=lambda file: file.name)
-def test_the_word_stage_occurs_in_the_plan_and_the_translator_alone(file: Path) -> None:
+def test_the_word_stage_occurs_only_in_the_plan_and_the_deepspeed_files(file: Path) -> None:
     assert stage_words(file.read_text()) == []
 
 
 @pytest.mark.parametrize("file", SPEAKERS, ids=lambda file: file.name)
-def test_the_plan_and_the_translator_have_the_word(file: Path) -> None:
+def test_the_plan_and_the_deepspeed_files_contain_the_word_stage(file: Path) -> None:
     assert stage_words(file.read_text())
 
 
@@ -76,5 +78,5 @@ def test_the_plan_and_the_translator_have_the_word(file: Path) -> None:
         ("staging = backstage", False),
     ],
 )
-def test_the_search_sees_identifiers_and_strings_and_no_prose(source: str, found: bool) -> None:
+def test_the_search_covers_identifiers_and_strings_but_not_comments_and_docstrings(source: str, found: bool) -> None:
     assert bool(stage_words(source)) is found

@@ -1,4 +1,4 @@
-"""The processor of this machine, in one line: its model, its vectors, and what it multiplies 16-bit matrices with."""
+"""Describes this machine's processor in one line: model, vector extensions, instructions for 16-bit matrices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _cpuinfo(key: str) -> str:
 
 
 def flags() -> set[str]:
-    """What /proc/cpuinfo says that it can."""
+    """The feature flags that /proc/cpuinfo lists."""
     return set(_cpuinfo("flags|Features").split())
 
 
@@ -28,7 +28,7 @@ def is_x86() -> bool:
 
 
 def lacks_compiler() -> str | None:
-    """Why no C++ is compiled here; None where it is."""
+    """Why C++ cannot be compiled here; None if it can."""
     return None if any(map(shutil.which, ("g++", "c++", "clang++"))) else "no C++ compiler on the PATH"
 
 

@@ -1,8 +1,8 @@
-"""A pytest plugin: the C++ kernels are compiled for another processor and called in a process of their own, so that
-the kernels' own tests run against it: `ZLAB_PROCESSOR=aarch64 pytest -p platforms.other_processor tests/kernels`.
+"""A pytest plugin that runs the kernels' tests against C++ kernels compiled for another processor.
 
-The program around the kernels is made from their declarations: it reads a call from stdin (which function, its numbers,
-the bytes behind its pointers), makes it, and writes back what may have changed.
+`ZLAB_PROCESSOR=aarch64 pytest -p platforms.other_processor tests/kernels` runs the kernels in a separate process. The
+program around them is generated from their declarations: it reads a call from stdin (the function, its numbers, the
+bytes behind its pointers), makes the call, and writes back those bytes and the return value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK, CODES = 256, 256
 
 @dataclass(frozen=True)
 class Processor:
-    """How to compile for one, and what runs the program; `needs` are flags of /proc/cpuinfo where nothing emulates."""
+    """How to compile for it and what runs the program; `needs`: required flags of /proc/cpuinfo without an emulator."""
 
     compiler: str
     flags: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Processor:
     needs: frozenset[str] = frozenset()
 
     def missing(self) -> str | None:
-        """Why nothing can be compiled or run for it here; None where it can."""
+        """Why programs for it cannot be compiled or run here; None if they can."""
         for tool in (self.compiler, *self.emulator[:1]):
             if shutil.which(tool) is None:
                 return f"no {tool} on the PATH"
@@ -59,7 +59,7 @@ def _processor_flags() -> set[str]:
 
 @dataclass(frozen=True)
 class Parameter:
-    """`type` is pointer, int32_t, int64_t or float; `element_bytes` is 0 where a dtype beside it decides."""
+    """`type` is pointer, int32_t, int64_t or float; `element_bytes` is 0 if a dtype argument decides."""
 
     name: str
     type: str
@@ -149,7 +149,7 @@ int main() {
 
 
 def program_source(functions: list[Function]) -> str:
-    """C++ with a case for each function."""
+    """C++ source of the program, with a case for each function."""
     declarations, calls = [], []
     for number, function in enumerate(functions):
         types = ", ".join("void*" if one.type == "pointer" else one.type for one in function.parameters)
@@ -163,7 +163,7 @@ def program_source(functions: list[Function]) -> str:
 
 
 def compile_program(processor: Processor, folder: Path) -> Path:
-    """The program, linked statically, so that an emulator needs no libraries of the other processor."""
+    """Compiles the program; it is linked statically, so that an emulator needs no libraries of the other processor."""
     from zero_runtime.kernels.cpu.build import FLAGS
 
     (folder / "main.cpp").write_text(program_source(declared()), encoding="utf-8")
@@ -171,17 +171,17 @@ def compile_program(processor: Processor, folder: Path) -> Path:
     flags = [flag for flag in FLAGS if flag not in shared]
     sources = map(str, sorted(SOURCES.glob("*.cpp")))
     command = [processor.compiler, *flags, *processor.flags, "-static", "-I", str(SOURCES), *sources]
-    # A static program finds threads by weak names unless all of the library is in it.
+    # In a static program, weak references to thread functions stay empty unless the complete library is linked in.
     whole = ["-Wl,--whole-archive", "-lpthread", "-Wl,--no-whole-archive"]
     subprocess.run([*command, str(folder / "main.cpp"), "-o", str(folder / "kernels"), *whole], check=True)
     return folder / "kernels"
 
 
-# ---- the library in front of it --------------------------------------------------------------------------------------
+# ---- the stand-in for the library ------------------------------------------------------------------------------------
 
 
 class Library:
-    """Takes the place of the ctypes.CDLL that CpuKernels calls."""
+    """Replaces the ctypes.CDLL that CpuKernels calls."""
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
@@ -210,7 +210,7 @@ class Library:
         return int(struct.unpack("<q", self._read(pipe, 8))[0])
 
     def _running(self) -> Any:
-        """The program of this process: a fork must not share its parent's pipes."""
+        """The program that this process started; a fork starts another, since it must not share its parent's pipes."""
         if self._process is None or self._process[0] != os.getpid():
             made = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             self._process = os.getpid(), made
@@ -235,7 +235,7 @@ class _Call:
 
 
 def sizes_of(function: Function, values: list[Any]) -> list[int]:
-    """The bytes behind each pointer; -1 for null and for what is none."""
+    """Bytes behind each pointer; -1 for null (0 if numel is 0) and for arguments that are not pointers."""
     by_name = dict(zip((one.name for one in function.parameters), values, strict=True))
     numel = by_name.get("numel", by_name.get("bytes"))
     sizes = []
@@ -271,7 +271,7 @@ def _size(function: str, parameter: Parameter, numel: int, dtype: int | None, bi
 
 
 def packed(parameter: Parameter, value: Any, size: int) -> bytes:
-    """Kind (0 integer, 1 real, 2 pointer), size, number or address, and the bytes behind a pointer."""
+    """An argument as bytes: kind (0 integer, 1 real, 2 pointer), size, number or address, bytes behind a pointer."""
     if parameter.type == "pointer":
         return struct.pack("<qqq", 2, size, value or 0) + (ctypes.string_at(value, size) if size > 0 else b"")
     if parameter.type == "float":
@@ -283,7 +283,7 @@ def packed(parameter: Parameter, value: Any, size: int) -> bytes:
 
 
 def pytest_configure() -> None:
-    """Before any test file is imported: from here on `load_library` answers with the other processor's."""
+    """Makes `load_library` return the other processor's library, before any test file is imported."""
     from zero_runtime.kernels.cpu import build
 
     processor = PROCESSORS[os.environ["ZLAB_PROCESSOR"]]

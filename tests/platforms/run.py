@@ -1,8 +1,8 @@
-"""Runs a cut of the suite under each variation that one machine can make of itself: `make test-platforms`.
+"""Runs a subset of the suite under each platform variation that one machine can provide: `make test-platforms`.
 
-Two variations run at a time, and each gets a line; then the processor and a summary. Exit code 1 where any of them
-failed. Words choose some: `python tests/platforms/run.py kernels-aarch64 wrong-root`. What this machine cannot make is
-left out, with the reason.
+Two variations run at a time, and each prints one line; the processor and a summary follow. The exit code is 1 if any
+variation failed. Arguments select variations: `python tests/platforms/run.py kernels-aarch64 wrong-root`. Variations
+that this machine cannot provide are left out, with the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMIT_S = 1200.0
 AT_A_TIME = 2  # one process alone would leave cores idle: its ranks wait for each other
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--override-ini", "addopts=")
 KERNEL_TESTS = ("tests/kernels/test_ops.py", "tests/kernels/test_checksum.py")
-# The kernels beside the reference, stages 0 to 3 on two ranks beside plain PyTorch, states in a file, a checkpoint.
+# The kernels against the reference, stages 0 to 3 on two ranks against plain PyTorch, states in a file, a checkpoint.
 CUT = (
     *(*PYTEST, *KERNEL_TESTS, "tests/kernels/test_reference.py", "tests/kernels/test_torch_optim.py"),
     *("tests/parity/test_rows.py", "tests/parity/test_offload.py", "tests/zero_runtime/checkpoint/test_load.py"),
@@ -45,7 +45,7 @@ KERNELS = (
     "-k",
     "(bits_of_the_reference and not 1000003) or odd_offsets or spread or (checksum and not flipped)",
 )
-# The command line: ranks of their own, a record, a table.
+# The command line: a run with separate rank processes, a record and a table.
 SMOKE = (sys.executable, str(ROOT / "run.py"), "zero=stage2", "measure.steps=2", "measure.warmup_steps=1")
 SMOKE = (*SMOKE, "resources.device=cpu", "tracking=none", "output={folder}/outputs")
 COMPILERS = re.compile(r"(.*-)?(g\+\+|gcc|c\+\+|cc|clang|clang\+\+|c89|c99)(-\d+)?$")
@@ -53,9 +53,9 @@ COMPILERS = re.compile(r"(.*-)?(g\+\+|gcc|c\+\+|cc|clang|clang\+\+|c89|c99)(-\d+
 
 @dataclass(frozen=True)
 class Variation:
-    """A name, what it changes, and commands that must pass: or must fail tests, where `wants_red`.
+    """A name, what it changes, and commands that must pass, or whose tests must fail if `wants_red`.
 
-    `prefix` stands before each command; `missing` is why this machine cannot make it.
+    `prefix` precedes each command; `missing` is the reason why this machine cannot provide the variation.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Variation:
 
 
 def variations(folder: Path) -> list[Variation]:
-    """All, in the order in which they run; `folder` is for what they need."""
+    """All variations in the order in which they run; `folder` holds files that they need."""
     flags = machine.flags()
     lacks = {name: None if name in flags else f"this processor has no {name}" for name in ("avx2", "avx512f")}
     on_x86 = None if machine.is_x86() else "not an x86 processor"
@@ -77,7 +77,7 @@ def variations(folder: Path) -> list[Variation]:
     for level, flag in (("default", ""), ("avx2", "avx2"), ("avx512", "avx512f")):
         missing = on_x86 or lacks.get(flag)
         found.append(Variation(f"aten-{level}", "torch's vectors", {"ATEN_CPU_CAPABILITY": level}, missing=missing))
-    # oneDNN's names beside MKL's: one run for both libraries of matrix products.
+    # oneDNN's names next to MKL's: one run covers both libraries of matrix products.
     for mkl, onednn, flag in (("SSE4_2", "SSE41", ""), ("AVX2", "AVX2", "avx2"), ("AVX512", "AVX512_CORE", "avx512f")):
         environment = {"MKL_ENABLE_INSTRUCTIONS": mkl, "ONEDNN_MAX_CPU_ISA": onednn}
         missing = on_x86 or lacks.get(flag)
@@ -105,13 +105,13 @@ ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "
 
 
 def faulty(what: str) -> dict[str, str]:
-    """Every process of the run has the fault; see hooks/sitecustomize.py."""
+    """Environment that gives every process of the run the fault; see hooks/sitecustomize.py."""
     wanted = {"PYTHONPATH": str(HERE / "hooks"), "ZLAB_FAULTY": what}
     return wanted | ({"ZLAB_KERNELS": "cpp"} if what == "kernel" else {})
 
 
 def no_compiler(folder: Path) -> dict[str, str]:
-    """A PATH with everything that is on it but compilers."""
+    """Environment whose PATH has every tool of the current one except compilers."""
     place = folder / "bin"
     place.mkdir()
     for name in os.environ.get("PATH", "").split(os.pathsep):
@@ -122,7 +122,7 @@ def no_compiler(folder: Path) -> dict[str, str]:
 
 
 def user(folder: Path) -> Variation:
-    """Another user, with a home of its own and a checkout that it may read alone."""
+    """Another user, with a separate home folder and a checkout that it may only read."""
     number = "65534"
     prefix = ["setpriv", "--reuid", number, "--regid", number, "--clear-groups", "--bounding-set", "-all"]
     about = "an ordinary user, the checkout read-only"
@@ -131,7 +131,7 @@ def user(folder: Path) -> Variation:
     same = f"import sys; assert sys.version == {sys.version!r}; open({str(ROOT / 'run.py')!r})"
     probe = [*prefix, "--inh-caps", "-all", sys.executable, "-c", same]
     if missing is None and subprocess.run(probe, capture_output=True, cwd="/").returncode != 0:
-        # The interpreter or the checkout lies where root alone may look: to read is all that it is then allowed.
+        # The interpreter or the checkout is in a folder that only root may read: the user may read it, no more.
         reading = "+dac_read_search"
         prefix[-1] = f"-all,{reading}"
         prefix += ["--inh-caps", f"-all,{reading}", "--ambient-caps", f"-all,{reading}"]
@@ -143,7 +143,7 @@ def user(folder: Path) -> Variation:
 
 
 def no_network_names() -> Variation:
-    """A loopback and nothing else, with a host name that leads nowhere."""
+    """Only a loopback interface, and a host name that does not resolve."""
     missing = None
     inside = 'ip link set lo up && hostname no-such-name && exec "$@"'
     prefix = ("unshare", "--net", "--uts", "sh", "-c", inside, "sh")
@@ -159,7 +159,7 @@ def no_network_names() -> Variation:
 
 
 def run(one: Variation, folder: Path) -> tuple[bool, str]:
-    """Whether it went as it should, and what was counted; the output of what did not is printed."""
+    """Whether the variation went as expected, and its test counts; prints the output of a command that did not."""
     place = folder / one.name
     (place / "tmp").mkdir(parents=True)
     own = {"TMPDIR": str(place / "tmp"), "ZLAB_LOCKS": str(place / "tmp" / "locks"), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -195,7 +195,7 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> subprocess.Comp
 
 
 def main(names: Sequence[str]) -> int:
-    """0: all that could run went as it should. 1: not all did. 2: an unknown name."""
+    """Exit code 0: every variation that could run went as expected. 1: one did not. 2: an unknown name."""
     with tempfile.TemporaryDirectory(prefix="zlab-platforms-") as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -219,7 +219,7 @@ def main(names: Sequence[str]) -> int:
 
 
 def _told(one: Variation, folder: Path) -> str:
-    """Runs it, where this machine can, and prints its line; its name where it failed."""
+    """Runs the variation if this machine can, and prints its line; returns its name if it failed, else ""."""
     if one.missing:
         print(f"{one.name:18} left out: {one.missing}", flush=True)
         return ""

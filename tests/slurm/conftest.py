@@ -1,4 +1,4 @@
-"""A SLURM cluster of two nodes on this machine, for as long as the tests run."""
+"""Fixtures: a SLURM cluster of two nodes that runs on this machine during the tests, and jobs submitted to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPTS = Path(__file__).parent / "cluster"
 
 @contextmanager
 def running_cluster(**environment: str) -> Iterator[Path]:
-    """A cluster that SLURM's tools find; its daemons end with it."""
+    """Starts a cluster that SLURM's command-line tools find, and stops its daemons on exit."""
     missing = [tool for tool in ("slurmctld", "slurmd", "munged", "sbatch", "srun") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
         pytest.fail(
@@ -43,21 +43,22 @@ def running_cluster(**environment: str) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Path]:
-    """Without accounting: sacct has no answer there."""
+    """A cluster without accounting, on which sacct cannot answer."""
     with running_cluster() as folder:
         yield folder
 
 
 def _two_shapes(root: Path) -> list[RunConfig]:
-    """Two arrays, so that a throttle of SLURM's own would let twice as many run."""
+    """Points that need two job arrays: SLURM's own throttle, which is per array, would let twice as many run."""
     return [stub_config(root, throttle=1, limit_min=limit) for limit in (5.0, 6.0) for _ in range(2)]
 
 
 @pytest.fixture(scope="session")
 def sent(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sent]:
-    """All at once, since most of the time they wait; each test then follows its own to the end.
+    """Jobs that are submitted together, since they mostly wait; each test then follows its own job to the end.
 
-    What must be met in its middle is sent by its own test: nobody knows how long the tests before it take.
+    A test that must catch a job in the middle of its run submits that job itself: how long the tests before it take is
+    unknown.
     """
     root = tmp_path_factory.mktemp("sent")
     hang = {"ZLAB_FAULT": "hang@step2:rank0"}

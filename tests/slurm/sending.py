@@ -1,4 +1,4 @@
-"""Points that are sent to the cluster of a test, and followed to their ends."""
+"""Submits points to the SLURM cluster of a test and follows them until they end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from orchestrator.slurm import jobs as slurm
 from orchestrator.slurm import verdict as slurm_verdict
 from orchestrator.slurm.tools import JobSight
 
-OTHERS = Path(__file__).resolve().parents[1] / "orchestrator"  # their points, and their worker without torch
+OTHERS = Path(__file__).resolve().parents[1] / "orchestrator"  # its points.py, and its worker without torch
 sys.path.insert(0, str(OTHERS))
 
 from points import (  # noqa: E402
@@ -44,9 +44,9 @@ __all__ = [
     "variables",
 ]
 
-STEPS = 20  # a second each where a fault makes them slow: time for what comes from outside in their middle
+STEPS = 20  # one second each if a fault slows them down: time to interrupt the job in the middle
 LONG = 75
-GPUS = {"gres": "gpu:toy:2"}  # all of a node
+GPUS = {"gres": "gpu:toy:2"}  # all GPUs of a node
 
 
 def in_slurm(config: RunConfig, *, ranks: int, nodes: int, limit_min: float = 5.0, **cluster: Any) -> RunConfig:
@@ -63,13 +63,13 @@ def stub_config(output: Path, *, ranks: int = 1, nodes: int = 1, **settings: Any
 
 
 def trained(steps: int = STEPS, **settings: Any) -> RunConfig:
-    """Two ranks on two nodes; saves where it is asked to stop, and at the end."""
+    """Two ranks on two nodes; a checkpoint is saved when the job is asked to stop, and at the end."""
     return in_slurm(config_of(steps, every=None, resume="none"), ranks=2, nodes=2, **settings)
 
 
 @dataclass
 class Sent:
-    """Attempts that were sent to the cluster in one call."""
+    """Attempts that were submitted to the cluster in one call."""
 
     attempts: list[AttemptPaths]
     ids: list[str]
@@ -81,7 +81,7 @@ class Sent:
         return [(sights[job], slurm_verdict.verdict(attempt, self.world, sights[job])) for attempt, job in pairs]
 
     def ends(self, limit_s: float = 120.0) -> list[Verdict]:
-        """The verdict of each, as soon as all have one."""
+        """Waits until every attempt has a verdict, and returns the verdicts."""
         deadline = time.monotonic() + limit_s
         while True:
             found = self.look()
@@ -92,14 +92,14 @@ class Sent:
             time.sleep(0.5)
 
     def curve(self) -> dict[int, float]:
-        """Losses by step of the first attempt."""
+        """Losses of the first attempt, by step."""
         events = EventTail(self.attempts[0].metrics).read_new()
         return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
 
 
 @contextmanager
 def variables(**values: str) -> Iterator[None]:
-    """What jobs that are sent inside find in their environment."""
+    """Sets environment variables, which jobs that are submitted inside the block inherit."""
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:
@@ -121,7 +121,7 @@ def send(root: Path, configs: list[RunConfig], entry: str = STUB, **environment:
 
 
 def train(root: Path, config: RunConfig, **environment: str) -> Sent:
-    """One point, trained for real."""
+    """Submits one point that really trains."""
     return send(root, [config], ENTRY, **environment)
 
 

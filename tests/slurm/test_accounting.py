@@ -1,4 +1,4 @@
-"""On a cluster that keeps accounts, sacct is asked: what it says of ended jobs leads to the same outcomes."""
+"""On a cluster with accounting, the states of ended jobs are read from sacct and lead to the same outcomes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def accounting() -> Iterator[Path]:
         yield folder
 
 
-def test_sacct_is_asked_where_there_are_accounts(accounting: Path, tmp_path: Path) -> None:
+def test_sacct_is_used_on_a_cluster_with_accounting(accounting: Path, tmp_path: Path) -> None:
     assert slurm_tools.accounting_works()
     array = send(tmp_path / "array", [stub_config(tmp_path)] * 2)
     raised = send(tmp_path / "raised", [stub_config(tmp_path, ranks=2)], ZLAB_FAULT="raise@step2:rank1")
@@ -43,7 +43,7 @@ def test_sacct_is_asked_where_there_are_accounts(accounting: Path, tmp_path: Pat
     def told() -> dict[str, slurm_tools.JobSight]:
         return slurm_tools.read_sacct(slurm_tools.ask(slurm_tools.sacct_words(jobs)))
 
-    # Rows come some seconds late; until then the controller is asked.
+    # sacct lists a job some seconds late; until then the controller is asked.
     ended = [JobPhase.ended] * 4
     until(lambda: [told().get(job, slurm_tools.UNSEEN).state for job in jobs] == ended, "sacct has all", 60)
     assert [told()[job].slurm_state for job in jobs] == ["COMPLETED", "COMPLETED", "FAILED", "CANCELLED"]

@@ -1,4 +1,4 @@
-"""A sweep from the command line to a real SLURM and back: sent, left, watched, kept, cancelled, gone on with."""
+"""Sweeps run on a real SLURM from the command line: submitted, watched, compared, cancelled and resumed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LINE = (
 
 
 class Terminal:
-    """Types commands in a folder of its own, where the outputs are then."""
+    """Runs commands in a separate folder, which also receives their outputs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def type(self, line: str) -> tuple[int, str]:
-        """The exit code and the screen."""
+        """Runs a command and returns its exit code and its output."""
         words = [sys.executable, str(ROOT / "run.py"), *line.split()]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         told = subprocess.run(words, cwd=self.folder, text=True, timeout=120, **streams)  # type: ignore[call-overload]
@@ -45,7 +45,7 @@ def terminal(cluster: Path, tmp_path: Path) -> Terminal:
     return Terminal(tmp_path)
 
 
-def test_a_sweep_is_sent_watched_and_compared_and_the_same_command_again_sends_nothing(terminal: Terminal) -> None:
+def test_a_sweep_is_submitted_and_compared_and_the_same_command_again_submits_nothing(terminal: Terminal) -> None:
     command = f"-m zero=stage1,stage3 {LINE}"
     code, told = terminal.type(command)
     assert code == 0, told
@@ -66,7 +66,7 @@ def test_a_sweep_is_sent_watched_and_compared_and_the_same_command_again_sends_n
     assert list(terminal.folder.glob("outputs/sweeps/*/report.md"))
 
 
-def test_a_sweep_is_cancelled_while_it_runs_and_gone_on_with_by_name(terminal: Terminal) -> None:
+def test_a_running_sweep_can_be_cancelled_and_resumed(terminal: Terminal) -> None:
     with variables(ZLAB_FAULT="slow@step1:rank0"):
         terminal.type(f"-m zero=stage0,stage2 {LINE} measure.steps=60")
     until(lambda: "running" in terminal.states().values(), "one runs", 120)
@@ -82,7 +82,7 @@ def test_a_sweep_is_cancelled_while_it_runs_and_gone_on_with_by_name(terminal: T
     assert set(terminal.states().values()) == {"ok"}
 
 
-def test_what_the_cluster_cannot_give_is_refused_before_anything_is_sent(terminal: Terminal) -> None:
+def test_an_unknown_partition_is_refused_before_anything_is_submitted(terminal: Terminal) -> None:
     code, told = terminal.type(f"zero=stage2 {LINE} cluster.partition=mian")
     assert code == 2
     assert "fix: cluster.partition=main" in told
@@ -90,7 +90,7 @@ def test_what_the_cluster_cannot_give_is_refused_before_anything_is_sent(termina
     assert not (terminal.folder / "outputs" / "sweeps").exists()
 
 
-def test_python_waits_for_the_points_that_it_sent(terminal: Terminal) -> None:
+def test_the_python_api_waits_for_the_points_that_it_submitted(terminal: Terminal) -> None:
     code = f"import orchestrator; print(orchestrator.run(*{['zero=stage1', *LINE.split()]!r}).state.value)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", code]

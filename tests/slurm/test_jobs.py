@@ -1,4 +1,4 @@
-"""Points sent to a real SLURM of two nodes: each way in which a job can end ends in the right outcome."""
+"""Every way in which a job on a real SLURM of two nodes can end leads to the right outcome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from orchestrator.slurm import site as slurm_site
 from orchestrator.slurm.tools import JobPhase, SlurmError
 
 
-def test_sending_returns_ids_in_order_and_leaves_files_to_their_owner(sent: dict[str, Sent], cluster: Path) -> None:
+def test_submitting_returns_ids_in_order_and_keeps_files_private_to_their_owner(
+    sent: dict[str, Sent], cluster: Path
+) -> None:
     array = sent["array"]
     job = array.ids[0].partition("_")[0]
     assert array.ids == [f"{job}_{index}" for index in range(6)]
@@ -34,13 +36,13 @@ def test_sending_returns_ids_in_order_and_leaves_files_to_their_owner(sent: dict
     assert "--array=0-5%2" in Path(facts["script"]).read_text()
 
 
-def test_at_most_as_many_points_of_an_array_run_at_once_as_throttle_says(sent: dict[str, Sent]) -> None:
+def test_no_more_points_of_an_array_run_at_once_than_the_throttle_allows(sent: dict[str, Sent]) -> None:
     array = sent["array"]
     assert 1 <= most_at_once(array) <= 2
     assert [verdict.state for verdict in array.ends()] == [RunState.ok] * 6
     environment = read_json(array.attempts[5].root / "environment0.json")
     assert environment is not None
-    # The allocator reads it when the process starts; up to 2.38 glibc cuts it short in every process on the way.
+    # The allocator reads it when the process starts; glibc up to 2.38 shortens it in every process that passes it on.
     assert "GLIBC_TUNABLES=glibc.malloc.mmap_max=0" in environment["whole"]
     assert "glibc.malloc.trim_threshold=8589934592" in environment["whole"]
     assert environment["at_exec"]["OMP_NUM_THREADS"] == "1"
@@ -49,7 +51,7 @@ def test_at_most_as_many_points_of_an_array_run_at_once_as_throttle_says(sent: d
 
 
 def most_at_once(sent: Sent) -> int:
-    """How many jobs were seen running at once, looked at until all have a verdict."""
+    """The largest number of jobs that were seen running together; polls until all have a verdict."""
     most = 0
     deadline = time.monotonic() + 120
     seen = sent.look()
@@ -61,7 +63,7 @@ def most_at_once(sent: Sent) -> int:
     return most
 
 
-def test_the_throttle_holds_over_arrays_of_two_shapes(sent: dict[str, Sent]) -> None:
+def test_the_throttle_limits_the_points_of_two_arrays_together(sent: dict[str, Sent]) -> None:
     shapes = sent["shapes"]
     assert len({job.partition("_")[0] for job in shapes.ids}) == 2
     assert most_at_once(shapes) == 1
@@ -84,7 +86,7 @@ def test_a_rank_that_raises_ends_the_job_and_is_named_as_the_cause(sent: dict[st
     assert "Exited with exit code 1" in logs[2].read_text()
 
 
-def test_a_job_that_is_cancelled_is_cancelled(sent: dict[str, Sent]) -> None:
+def test_a_cancelled_job_gets_the_state_cancelled(sent: dict[str, Sent]) -> None:
     job = sent["cancelled"]
     until(lambda: job.look()[0][0].state is JobPhase.running, "the job runs")
     until(job.attempts[0].rank_record(1).exists, "its ranks have started")
@@ -92,12 +94,12 @@ def test_a_job_that_is_cancelled_is_cancelled(sent: dict[str, Sent]) -> None:
     slurm.cancel(job.ids)
     (verdict,) = job.ends()
     assert verdict.state is RunState.cancelled
-    slurm.cancel(job.ids)  # twice is no error
+    slurm.cancel(job.ids)  # cancelling twice is not an error
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_training_job_that_is_cancelled_saves_and_is_not_brought_back(tmp_path: Path) -> None:
-    """Its ranks get the same TERM as at a preemption."""
+def test_a_cancelled_training_job_saves_a_checkpoint_and_is_not_requeued(tmp_path: Path) -> None:
+    """Its ranks get the same SIGTERM as at a preemption."""
     job = train(tmp_path, trained(), ZLAB_FAULT="slow@step1:rank0")
     until(lambda: max(job.curve(), default=0) >= 2, "some steps")
     slurm.cancel(job.ids)
@@ -109,10 +111,10 @@ def test_a_training_job_that_is_cancelled_saves_and_is_not_brought_back(tmp_path
     assert job.look()[0][0].restarts == 0
 
 
-def test_a_job_over_its_memory_ran_out_of_the_hosts_memory(sent: dict[str, Sent]) -> None:
+def test_a_job_that_exceeds_its_memory_limit_gets_the_state_oom_host(sent: dict[str, Sent]) -> None:
     (verdict,) = sent["memory"].ends()
     assert verdict.state is RunState.oom_host
-    assert re.search("xceeded (job )?memory limit", verdict.message)  # whichever node is over it first
+    assert re.search("xceeded (job )?memory limit", verdict.message)  # from whichever node exceeds it first
     assert "cluster.memory_gib" in verdict.message
 
 
@@ -139,13 +141,13 @@ def test_a_rank_that_is_killed_ends_the_job_in_seconds_and_is_named(sent: dict[s
     assert record["blamed"] == [1]
 
 
-def test_a_preempted_job_saves_and_goes_on_with_the_losses_of_the_unbroken_one(
+def test_a_preempted_job_saves_and_resumes_with_the_losses_of_an_uninterrupted_job(
     sent: dict[str, Sent], tmp_path: Path
 ) -> None:
     preempted = trained(partition="spare", additional=GPUS)
     victim, unbroken = train(tmp_path / "victim", preempted, ZLAB_FAULT="slow@step1:rank1"), sent["unbroken"]
     until(lambda: max(victim.curve(), default=0) >= 2, "some steps")
-    # A higher partition wants the GPUs that the victim holds.
+    # A job in a partition of higher priority needs the GPUs that the victim holds.
     config = stub_config(tmp_path, ranks=2, nodes=1)
     config = replace(config, resources=replace(config.resources, device=Device.cuda))
     (taker,) = (send(tmp_path / "taker", [config]),)
@@ -156,7 +158,7 @@ def test_a_preempted_job_saves_and_goes_on_with_the_losses_of_the_unbroken_one(
     assert taker.ends()[0].state is RunState.ok
     environment = read_json(taker.attempts[0].root / "environment1.json")
     assert environment is not None
-    assert environment["at_exec"]["CUDA_VISIBLE_DEVICES"] == "0,1"  # as SLURM left it; the rank picks by LOCAL_RANK
+    assert environment["at_exec"]["CUDA_VISIBLE_DEVICES"] == "0,1"  # as SLURM set it; the rank picks by LOCAL_RANK
     assert environment["local_rank"] == "1"
     (verdict,) = victim.ends()
     assert verdict.state is RunState.ok
@@ -168,7 +170,7 @@ def test_a_preempted_job_saves_and_goes_on_with_the_losses_of_the_unbroken_one(
     assert result["loss"]["first"] == unbroken.curve()[1]
 
 
-def test_what_the_cluster_cannot_give_is_refused_before_it_is_sent(cluster: Path) -> None:
+def test_requests_beyond_the_cluster_are_reported_with_a_fix_before_submission(cluster: Path) -> None:
     def told(config: RunConfig) -> list[str]:
         return slurm_site.preflight([config])
 

@@ -1,4 +1,4 @@
-"""Jobs that take their time to end: at their time limit, in several lives, on another node."""
+"""Jobs that take long to end get the right outcome: at a time limit, after several restarts, on another node."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from orchestrator.records.run_state import RunState
 from orchestrator.slurm.tools import ask
 
 
-def test_a_job_that_reaches_its_time_limit_timed_out(sent: dict[str, Sent]) -> None:
+def test_a_job_that_reaches_its_time_limit_gets_the_state_timeout(sent: dict[str, Sent]) -> None:
     (verdict,) = sent["timeout"].ends(150)
     assert verdict.state is RunState.timeout
     assert "time limit" in verdict.message
 
 
-def test_a_run_longer_than_its_time_limit_ends_in_several_lives(sent: dict[str, Sent]) -> None:
+def test_a_run_longer_than_its_time_limit_finishes_after_restarts(sent: dict[str, Sent]) -> None:
     job = sent["long"]
     (verdict,) = job.ends(200)
     assert verdict.state is RunState.ok
@@ -29,11 +29,11 @@ def test_a_run_longer_than_its_time_limit_ends_in_several_lives(sent: dict[str, 
 
 
 def test_a_job_whose_node_failed_runs_on_another(cluster: Path, tmp_path: Path) -> None:
-    """The last one: it takes a node away from all jobs on it."""
+    """Must be the last test: it takes a node away from all jobs that run on it."""
     job = send(tmp_path / "moved", [stub_config(tmp_path)], STUB_STEP_S="1")
     until(job.attempts[0].metrics.exists, "the job runs")
     node = job.look()[0][0].nodes
-    for state in ("drain", "down"):  # drained, it does not come back by itself
+    for state in ("drain", "down"):  # a drained node does not come back by itself
         ask(["scontrol", "update", f"nodename={node}", f"state={state}", "reason=test"])
     until(lambda: job.look()[0][0].restarts == 1, "the job is back in the queue")
     (verdict,) = job.ends()

@@ -1,5 +1,8 @@
-"""Faults in every process of a test run, ranks included: Python imports this file first where its folder is on
-PYTHONPATH. ZLAB_FAULTY says what errs by one unit in the last place: `root` (torch's) or `kernel` (ours in C++)."""
+"""Puts a fault into every process of a test run, ranks included.
+
+Python imports this file first if its folder is on PYTHONPATH. ZLAB_FAULTY names what errs by one unit in the last
+place: `root` (torch's square root) or `kernel` (our AdamW in C++).
+"""
 
 import importlib.abc
 import importlib.machinery
@@ -10,13 +13,13 @@ FAULTY = os.environ.get("ZLAB_FAULTY", "")
 
 
 def spoil_roots(torch):
-    """torch.sqrt, Tensor.sqrt and Tensor.sqrt_ give the next larger number where the root's last bit is 1."""
+    """Makes torch.sqrt, Tensor.sqrt and Tensor.sqrt_ return the next larger number where the root's last bit is 1."""
 
     def after(function):
         def root(*args, **kwargs):
             found = function(*args, **kwargs)
             if found.is_floating_point() and found.dtype in (torch.float32, torch.float64):
-                data = found.data  # autograd counts no change of it
+                data = found.data  # autograd does not track changes of it
                 odd = data.view(torch.int32 if data.dtype == torch.float32 else torch.int64) % 2 != 0
                 data.copy_(torch.where(odd & data.isfinite(), data.nextafter(torch.full_like(data, torch.inf)), data))
             return found
@@ -32,7 +35,7 @@ def spoil_roots(torch):
 
 
 def spoil_kernel(operations):
-    """AdamW in C++ leaves the last weight one unit in the last place too large."""
+    """Makes AdamW in C++ leave the last weight one unit in the last place too large."""
     import torch
 
     right = operations.CpuKernels.adamw
@@ -50,7 +53,7 @@ SPOILED = {"root": ("torch", spoil_roots), "kernel": ("zero_runtime.kernels.cpu.
 
 
 class Spoiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds one module as the others do, and spoils it when it has been executed."""
+    """Import hook that finds one module as the other finders do, and puts the fault into it after its execution."""
 
     def __init__(self, name, spoil):
         self._name, self._spoil = name, spoil
