@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 def answer(asked: Arguments) -> int:
+    """The exit code of the command. Refusal: lists everything wrong with the arguments."""
     if "--help" in asked.flags:
         print(help_page.page(folders.CONF / "config.yaml", read_tree(asked.flags.get("--config-dir"))))
         return 0

@@ -35,6 +35,7 @@ def composed(asked: Arguments) -> Composition:
 
 
 def show(asked: Arguments) -> None:
+    """Prints what one of Hydra's own flags asks for, such as --cfg."""
     from orchestrator.compose import compose
 
     try:

@@ -1,7 +1,8 @@
 """Records, identities and checkpoints that an earlier version wrote (tests/earlier) can be read by this version.
 
 tests/earlier/output_folder was written by the commit c07c44b, before files moved into packages, with the command that
-is recorded in its sweep.json.
+is recorded in its sweep.json. The folder /opt/work and the host node1 in the records were chosen for that run; the
+records have checksums and stay as they were written.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from test_resume import Try
 from orchestrator import cli
 from orchestrator.config.schema import from_dict
 from orchestrator.config.state_groups import Zero
-from orchestrator.records.record_file import require_json
+from orchestrator.records.record_file import EventTail, append_event, require_json
+from orchestrator.records.record_shapes import SWEEP_EVENTS
 from orchestrator.records.run_record import point_id
 from zero_runtime.checkpoint.load import CheckpointReader
 
@@ -37,6 +39,14 @@ def test_a_sweep_is_reported_with_the_numbers_that_were_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(EARLIER, tmp_path / "out")
+    # Events name attempts by their absolute path, so those of the copy are written again for its place.
+    (path,) = tmp_path.glob("out/sweeps/*/events.jsonl")
+    events = EventTail(path, SWEEP_EVENTS).read_new()
+    assert [event["event"] for event in events] == ["started", "ended", "started", "ended", "end"]
+    path.unlink()
+    for event in events:
+        places = {key: value.replace("/opt/work", str(tmp_path)) for key, value in event.items() if key == "attempt"}
+        append_event(path, event | places)
     assert cli.main(["report", "--output", str(tmp_path / "out"), "--json"]) == 0
     points = json.loads(capsys.readouterr().out)["points"]
     shown = {one["label"]: one["result"]["loss"]["last"] for one in points}
