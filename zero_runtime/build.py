@@ -18,7 +18,7 @@ from zero_runtime.offload.copy_streams import copies_for
 from zero_runtime.offload.host import HostTier
 from zero_runtime.offload.memory import host_bytes, nvme_bytes
 from zero_runtime.offload.nvme import NvmeTier
-from zero_runtime.offload.plan import Tier, resting
+from zero_runtime.offload.plan import Tier, offloaded_units
 from zero_runtime.offload.preflight import check_room
 from zero_runtime.offload.tier import StateTier, residence
 from zero_runtime.optim.configs import OptimizerConfig
@@ -26,7 +26,7 @@ from zero_runtime.optim.sharded import ShardedOptimizer
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.settings import RuntimeSettings, moves_of
-from zero_runtime.shard_location import Rests
+from zero_runtime.shard_location import OffloadedShards
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
@@ -76,10 +76,10 @@ class UnitBuilder:
                 self._collectives,
                 self._device,
                 micro_batches=settings.micro_batches,
-                rests=rests,
+                offloaded=offloaded,
                 block_numel=config.block_numel if spec.trainable else 1,
             )
-            for spec, rests in zip(specs, self._rests(specs), strict=True)
+            for spec, offloaded in zip(specs, self._offloaded_shards(specs), strict=True)
         ]
         optimizer = ShardedOptimizer(units, config, self._collectives, lazy_states=settings.lazy_states)
         tier = self._open_tier(units, optimizer)
@@ -148,24 +148,24 @@ class UnitBuilder:
 
     # ---- offloaded shards ------------------------------------------------------------------------------------------
 
-    def _rests(self, specs: Sequence[UnitSpec]) -> list[Rests]:
+    def _offloaded_shards(self, specs: Sequence[UnitSpec]) -> list[OffloadedShards]:
         """For each unit, which shards are offloaded: have no memory on this rank's device between their uses."""
         offload, device = self._settings.offload, self._device.type
-        apart = offload.is_apart(device)
-        moves = {Tier.DEVICE: False, Tier.HOST: apart, Tier.NVME: True}
+        separate = offload.has_separate_memory(device)
+        moves = {Tier.DEVICE: False, Tier.HOST: separate, Tier.NVME: True}
         if not moves[offload.params] and not moves[offload.optimizer]:
-            return [Rests()] * len(specs)
-        rests = Rests(moves[offload.params], moves[offload.optimizer], apart)
-        return [rests if chosen else Rests() for chosen in resting(specs, offload.ratio)]
+            return [OffloadedShards()] * len(specs)
+        offloaded = OffloadedShards(moves[offload.params], moves[offload.optimizer], separate)
+        return [offloaded if chosen else OffloadedShards() for chosen in offloaded_units(specs, offload.ratio)]
 
     def _check_room(self, specs: Sequence[UnitSpec], config: OptimizerConfig) -> None:
         """Refuse an offload plan that does not fit into this machine's memory or onto its disk, before allocating."""
         offload, settings = self._settings.offload, self._settings
         units = [
-            (self._size(spec, rests, config), spec.precision)
-            for spec, rests in zip(specs, self._rests(specs), strict=True)
+            (self._size(spec, offloaded, config), spec.precision)
+            for spec, offloaded in zip(specs, self._offloaded_shards(specs), strict=True)
         ]
-        if not any(size.params_rest or size.optimizer_rests for size, _ in units):
+        if not any(size.params_offloaded or size.optimizer_offloaded for size, _ in units):
             return
         moves = moves_of(settings, config, self._collectives.shard_count)
         needed = (nvme_bytes if offload.uses_nvme else host_bytes)(units, moves)
@@ -177,7 +177,7 @@ class UnitBuilder:
         folder = offload.scratch.folder if offload.scratch is not None and offload.uses_nvme else None
         check_room(self._collectives, folder, scratch=needed.scratch, memory=memory)
 
-    def _size(self, spec: UnitSpec, rests: Rests, config: OptimizerConfig) -> UnitSize:
+    def _size(self, spec: UnitSpec, offloaded: OffloadedShards, config: OptimizerConfig) -> UnitSize:
         layout = FlatLayout.build(
             [(name, tuple(param.shape)) for name, param in spec.params],
             shard_count=self._collectives.shard_count,
@@ -187,9 +187,9 @@ class UnitBuilder:
         return UnitSize.of(
             layout,
             trainable=spec.trainable,
-            params_rest=rests.params,
-            optimizer_rests=rests.optimizer,
-            apart=rests.apart,
+            params_offloaded=offloaded.params,
+            optimizer_offloaded=offloaded.optimizer,
+            separate_memory=offloaded.separate_memory,
         )
 
     def _state_bytes(self, size: UnitSize, kind: MixedPrecision, state_bytes: float) -> int:
@@ -205,7 +205,7 @@ class UnitBuilder:
 
     def _open_tier(self, units: Sequence[Unit], optimizer: ShardedOptimizer) -> StateTier | None:
         """The tier of the offloaded units, None without any; if a rank cannot open its tier, all ranks raise."""
-        held = [unit for unit in units if unit.params_rest or unit.states_rest]
+        held = [unit for unit in units if unit.params_offloaded or unit.states_offloaded]
         if not held:
             return None
         opened: list[StateTier] = []
@@ -215,7 +215,7 @@ class UnitBuilder:
             for tier in opened:
                 tier.close()
             raise OffloadError(str(error)) from None
-        optimizer.rest_in(opened[0])
+        optimizer.offload_to(opened[0])
         return opened[0]
 
     def _tier_of(self, held: Sequence[Unit], optimizer: ShardedOptimizer) -> StateTier:
@@ -231,5 +231,5 @@ class UnitBuilder:
                 holds_params=offload.params is Tier.NVME,
                 speculative=offload.speculative,
             )
-        assert copies is not None, "a host that is the device holds nothing apart"
+        assert copies is not None, "host offload needs copies between two memories"
         return HostTier(held, optimizer.states_of, copies, speculative=offload.speculative)

@@ -99,12 +99,12 @@ class ZeroRuntime:
         with residence(self._tier, unit, writes=writes):
             yield
 
-    def read_resting(self, unit: Unit, state: str) -> Callable[[int, int], torch.Tensor] | None:
+    def read_offloaded(self, unit: Unit, state: str) -> Callable[[int, int], torch.Tensor] | None:
         """A function that reads elements [start, stop) of an offloaded shard; None if the shard is in memory.
 
         state: `master` or the name of an optimizer state.
         """
-        name = PARAM if state == MASTER and (unit.master_shard is None or not unit.master_rests) else state
+        name = PARAM if state == MASTER and (unit.master_shard is None or not unit.master_offloaded) else state
         return None if self._tier is None else self._tier.reader(unit, name)
 
     def __getattr__(self, name: str) -> Any:
@@ -445,9 +445,9 @@ class ZeroRuntime:
                 unit.layout,
                 trainable=unit.trainable,
                 is_root=self.model in unit.modules,
-                params_rest=unit.params_rest,
-                optimizer_rests=unit.states_rest,
-                apart=self.settings.offload.is_apart(self.device.type),
+                params_offloaded=unit.params_offloaded,
+                optimizer_offloaded=unit.states_offloaded,
+                separate_memory=self.settings.offload.has_separate_memory(self.device.type),
             )
             for unit in self.units
         ]

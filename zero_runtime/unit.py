@@ -27,7 +27,7 @@ from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.initial_values import InitialValues, swap_content
 from zero_runtime.kernels import ops
 from zero_runtime.plan import Partition, Phase, ZeroPlan
-from zero_runtime.shard_location import ON_DEVICE, Rests, ShardLocation
+from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit_planner import UnitSpec
 
@@ -78,7 +78,7 @@ class Unit:
         device: torch.device,
         *,
         micro_batches: int,
-        rests: Rests | None = None,
+        offloaded: OffloadedShards | None = None,
         block_numel: int = 1,
     ) -> None:
         self.name = spec.name
@@ -114,8 +114,8 @@ class Unit:
         self.grad_shard: torch.Tensor | None = None  # [S] grad_dtype
         self._squares: torch.Tensor | None = None  # result of `grad_squares`, kept for a gradient that was sent away
         self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # meta parameters and the views to bind them to
-        self._rests = rests or Rests()
-        self._place: ShardLocation = ON_DEVICE
+        self._offloaded = offloaded or OffloadedShards()
+        self._location: ShardLocation = ON_DEVICE
         self._guard: ParameterGuard | None = None
         self._allocate()
 
@@ -134,7 +134,7 @@ class Unit:
         self.unsharded_param = self._empty(self.layout.padded_numel, self._compute_dtype)  # [P]
         if self._plan.params is Partition.REPLICATED and self._compute_dtype == self._param_dtype:
             self.param_shard = self._own_slice(self.unsharded_param)  # [S]
-        elif self.params_rest:
+        elif self.params_offloaded:
             self.param_shard = self._empty(0, self._param_dtype)
         else:
             self.param_shard = self._empty(self.layout.shard_numel, self._param_dtype)  # [S]
@@ -142,36 +142,36 @@ class Unit:
             self.unsharded_param.untyped_storage().resize_(0)  # `materialize` allocates it, one unit at a time
         self.master_shard: torch.Tensor | None = None  # [S]
         if self.trainable and not self.master_is_param:
-            self.master_shard = self._empty(0 if self.master_rests else self.layout.shard_numel, self._master_dtype)
+            self.master_shard = self._empty(0 if self.master_offloaded else self.layout.shard_numel, self._master_dtype)
         elif self.trainable:
             self.master_shard = self.param_shard
 
     # ---- offloaded shards ----------------------------------------------------------------------------------------
 
     @property
-    def params_rest(self) -> bool:
+    def params_offloaded(self) -> bool:
         """Whether param_shard is offloaded: it has no memory on the device between its uses."""
-        return self._rests.params
+        return self._offloaded.params
 
     @property
-    def states_rest(self) -> bool:
+    def states_offloaded(self) -> bool:
         """Whether the optimizer's states are offloaded; always False for a frozen unit."""
-        return self._rests.optimizer and self.trainable
+        return self._offloaded.optimizer and self.trainable
 
     @property
     def master_is_param(self) -> bool:
         """Whether master_shard is param_shard itself: if both have the same dtype and are stored in the same memory."""
-        parted = self._rests.apart and self._rests.optimizer and not self._rests.params
+        parted = self._offloaded.separate_memory and self._offloaded.optimizer and not self._offloaded.params
         return self.trainable and self._master_dtype == self._param_dtype and not parted
 
     @property
-    def master_rests(self) -> bool:
-        """Whether master_shard is offloaded as a separate tensor; one that is param_shard follows `params_rest`."""
-        return self.states_rest and not self.master_is_param
+    def master_offloaded(self) -> bool:
+        """Whether master_shard is offloaded as its own tensor; one that is param_shard follows `params_offloaded`."""
+        return self.states_offloaded and not self.master_is_param
 
     def settle(self) -> None:
         """Block until no update or copy of the shards is under way."""
-        self._place.settle()
+        self._location.settle()
 
     @property
     def device(self) -> torch.device:
@@ -190,9 +190,9 @@ class Unit:
     def master_dtype(self) -> torch.dtype:
         return self._master_dtype
 
-    def rest_in(self, place: ShardLocation) -> None:
+    def offload_to(self, location: ShardLocation) -> None:
         """Store this unit's offloaded shards in `place` from now on."""
-        self._place = place
+        self._location = location
 
     def bind_shards(self, param: torch.Tensor | None, master: torch.Tensor | None) -> None:
         """Replace the shards that are not None, by memory that a tier owns or by empty tensors."""
@@ -205,7 +205,7 @@ class Unit:
     def begin_fetch(self) -> None:
         """Start copying offloaded parameters to the device; a no-op for all others. Does not block."""
         if self.data_state is DataState.SHARDED:
-            self._place.begin_fetch()
+            self._location.begin_fetch()
 
     def materialize(self, initial: InitialValues, given: Collection[str] = ()) -> None:
         """Copy the parameters' initial values into the flat tensors and make the parameters views of unsharded_param.
@@ -283,7 +283,7 @@ class Unit:
             return
         self._move_data(DataState.UNSHARDING)
         with torch.no_grad():
-            fetched = self._place.fetch()
+            fetched = self._location.fetch()
             self._gathered_from = self.param_shard if fetched is None else fetched
             self._fill_storage()
             self._gathered = self.unsharded_param
@@ -312,7 +312,7 @@ class Unit:
             if self._gathered is not self.unsharded_param and self._gathered is not None:
                 self.unsharded_param.copy_(self._gathered)
             self._gathering = self._gathered = self._gathered_from = None
-            self._place.drop()
+            self._location.drop()
             self._move_data(DataState.UNSHARDED)
 
     def guard_with(self, guard: ParameterGuard | None) -> None:
@@ -330,7 +330,7 @@ class Unit:
         The end of a step calls it, not the next forward: a parameter read between two steps would otherwise have old
         values, and a gather that the read itself starts would hang if only one rank reads.
         """
-        if self._plan.params is not Partition.REPLICATED or self._place is not ON_DEVICE:
+        if self._plan.params is not Partition.REPLICATED or self._location is not ON_DEVICE:
             return
         self.unshard()
         if self._gathered is not self.unsharded_param:  # a separate buffer: at most one may exist at a time
@@ -489,9 +489,9 @@ class Unit:
 
     def send_grad(self) -> None:
         """Send grad_shard to where the update runs. Call it when grad_shard is complete for this step."""
-        if self._place is not ON_DEVICE:
+        if self._location is not ON_DEVICE:
             self._squares = self.grad_squares()  # while the gradient is still on the device
-            self._place.send_grad()
+            self._location.send_grad()
 
     def give_grad_away(self, elsewhere: torch.Tensor) -> None:
         """Replace grad_shard by `elsewhere` and release the previous shard and the full gradient."""

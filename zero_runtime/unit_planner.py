@@ -242,8 +242,8 @@ def _repeated_blocks(model: nn.Module) -> Iterator[str]:
 def _split_large(model: nn.Module, path: str, unit_numel: int, boundaries: set[str]) -> Iterator[str]:
     """Submodules of `path` that become units because the parameters that `path` still holds exceed the bound."""
     module = model.get_submodule(path)
-    apart = [other for other in boundaries if other != path and _inside(other, path)]
-    elsewhere = {id(param) for other in apart for param in model.get_submodule(other).parameters()}
+    inner = [other for other in boundaries if other != path and _inside(other, path)]
+    elsewhere = {id(param) for other in inner for param in model.get_submodule(other).parameters()}
     if sum(param.numel() for param in module.parameters() if id(param) not in elsewhere) <= unit_numel:
         return
     for name, child in module.named_children():

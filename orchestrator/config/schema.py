@@ -37,7 +37,7 @@ class RecomputeKind(Word):
     by_operation = "by_operation"
 
 
-class ActivationPlace(Word):
+class ActivationDevice(Word):
     none = "none"
     cpu = "cpu"
 
@@ -147,7 +147,7 @@ class Recompute:
 
     kind: RecomputeKind = RecomputeKind.none
     every: int = 2
-    offload: ActivationPlace = ActivationPlace.none
+    offload: ActivationDevice = ActivationDevice.none
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "recompute")

@@ -123,9 +123,9 @@ def _units(
             layout,
             trainable=unit["trainable"],
             is_root=unit["is_root"],
-            params_rest=unit["rests"] and config.offload.params in away,
-            optimizer_rests=unit["rests"] and config.offload.optimizer in away,
-            apart=on_cuda,
+            params_offloaded=unit["offloaded"] and config.offload.params in away,
+            optimizer_offloaded=unit["offloaded"] and config.offload.optimizer in away,
+            separate_memory=on_cuda,
         )
         units.append((size, MixedPrecision(**unit["precision"])))
     return units

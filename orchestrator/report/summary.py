@@ -76,11 +76,11 @@ def _model_text(config: RunConfig) -> str:
 def _offload_text(offload: Offload) -> str:
     what = {"optimizer states": offload.optimizer, "parameters": offload.params}
     places = {
-        OffloadDevice.cpu: "the host's memory (on CPU ranks: where they are)",
+        OffloadDevice.cpu: "host memory (on CPU ranks: where they are)",
         OffloadDevice.nvme: f"scratch files in {offload.folder}",
     }
     moved = {place: " and ".join(name for name in what if what[name] is place) for place in places}
-    rest = ", ".join(f"{names} rest in {places[place]}" for place, names in moved.items() if names)
+    rest = ", ".join(f"{names} in {places[place]}" for place, names in moved.items() if names)
     share = "" if offload.ratio == 1 else f"{offload.ratio:.0%} of the units: "
     early = ", updated during backward" if offload.step is StepTime.speculative else ""
     return f"{share}{rest}{early}"
@@ -165,7 +165,7 @@ def memory_table(result: Mapping[str, Any]) -> Table:
         rows.append(_memory_row("offload: host memory", host["measured_bytes"], host["predicted_bytes"]))
     rows.append(_memory_row("activations", memory["activations_bytes"], memory.get("activations_predicted_bytes")))
     if memory.get("activations_host_bytes"):
-        rows.append(_memory_row("  at rest on the host", memory["activations_host_bytes"], None))
+        rows.append(_memory_row("  offloaded to host memory", memory["activations_host_bytes"], None))
     rows.append(_memory_row("other tensors", memory["other_tensors_bytes"], None))
     if memory.get("floor_predicted_bytes") is not None:
         rows.append(_memory_row("worst moment of a step, at least", None, memory["floor_predicted_bytes"]))
@@ -206,7 +206,7 @@ def communication_rows(result: Mapping[str, Any]) -> list[Row]:
         Row(
             "",
             "this is the algorithmic volume: what a ring must send, not what passed the wire; control messages "
-            f"apart: {size(talk.get('control_bytes'))}",
+            f"in addition: {size(talk.get('control_bytes'))}",
         ),
     ]
 

@@ -70,7 +70,7 @@ def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> di
             state_bytes=runtime.optimizer.config.state_bytes,
             with_frozen=not all(unit.trainable for unit in runtime.units),
         )
-        + (" less what rests elsewhere" if away.host or away.scratch else ""),
+        + (" less the offloaded shards" if away.host or away.scratch else ""),
         "scratch_bytes": runtime.scratch_bytes,
         "scratch_predicted_bytes": away.scratch,
         "host": {"predicted_bytes": away.host, "measured_bytes": measured.get("host")},

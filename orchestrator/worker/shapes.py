@@ -18,7 +18,7 @@ from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.worker.activations import answers
 from orchestrator.worker.optimizer import build_optimizer
 from orchestrator.worker.setup import build_deferred, build_precision
-from zero_runtime.offload.plan import resting
+from zero_runtime.offload.plan import offloaded_units
 from zero_runtime.unit_planner import UnitRules, plan_units
 
 
@@ -36,9 +36,9 @@ def units_of(config: RunConfig) -> dict[str, Any]:
                 "trainable": spec.trainable,
                 "is_root": model in spec.modules,
                 "precision": asdict(spec.precision),
-                "rests": rests,
+                "offloaded": offloaded,
             }
-            for spec, rests in zip(specs, resting(specs, config.offload.ratio), strict=True)
+            for spec, offloaded in zip(specs, offloaded_units(specs, config.offload.ratio), strict=True)
         ],
         "state_bytes": optimizer.state_bytes,
         "block_numel": optimizer.block_numel,

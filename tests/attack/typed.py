@@ -50,7 +50,7 @@ PRECISION = {"param": "bf16", "reduce": "bf16", "accumulate": "fp32", "master": 
 SHAPES = [["weight", [64, 32]], ["bias", [64]]]
 UNITS = {
     "units": [
-        {"shapes": SHAPES, "trainable": True, "is_root": root, "precision": PRECISION, "rests": not root}
+        {"shapes": SHAPES, "trainable": True, "is_root": root, "precision": PRECISION, "offloaded": not root}
         for root in (True, False)
     ],
     "state_bytes": 8,

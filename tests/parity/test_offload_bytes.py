@@ -81,8 +81,10 @@ def test_bytes_left_on_the_device_match_the_claims_of_the_offload_papers() -> No
     """ZeRO-Offload's claim (arXiv 2101.06840): of the paper's 16 bytes per element, 2 are on the device and the rest
     on the host; and ZeRO-Infinity's claim that these 2 can be on the host as well."""
     numel, kind = 1 << 20, PAPER
-    for stage, params_rest, device, host in ((2, False, 2 * numel, 14 + 2), (3, True, 0, 16)):
-        size = UnitSize(numel, numel, True, params_rest=params_rest, optimizer_rests=True, apart=True)
+    for stage, params_offloaded, device, host in ((2, False, 2 * numel, 14 + 2), (3, True, 0, 16)):
+        size = UnitSize(
+            numel, numel, True, params_offloaded=params_offloaded, optimizer_offloaded=True, separate_memory=True
+        )
         peak = step_peak_bytes(ZeroPlan.from_stage(stage), [(size, kind)], world=1, prefetch=0)
         found = host_bytes([(size, kind)], Moves(shard_count=1, prefetch=0))
         assert peak.states == device

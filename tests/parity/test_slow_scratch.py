@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
     def plan(self, folder: Path) -> OffloadPlan:
         plan = offload_to(folder, params=self.params, ahead=self.ahead)
-        return replace(plan, speculative=self.speculative, copies=LateCopies if self.apart else None)
+        return replace(plan, speculative=self.speculative, copies=LateCopies if self.separate_memory else None)
 
 
 def cells_of(stage: int) -> list[Cell]:

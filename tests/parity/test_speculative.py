@@ -252,8 +252,10 @@ def test_closing_during_a_guess_does_not_wait_for_missing_gradients(tmp_path: Pa
 def test_a_speculative_plan_without_offloaded_states_is_refused() -> None:
     row = ZeroPlan.from_stage(3)
     for plan in (OffloadPlan(speculative=True), OffloadPlan(optimizer=Tier.HOST, speculative=True)):
-        with pytest.raises(ValueError, match="expected masters and states that rest away from cpu, found them with it"):
+        with pytest.raises(
+            ValueError, match="expected masters and states that are stored away from cpu, found them with it"
+        ):
             plan.check(row, "cpu")
     OffloadPlan(optimizer=Tier.HOST, speculative=True).check(row, "cuda")
-    with pytest.raises(ValueError, match="rest away from cuda, found them with it"):
+    with pytest.raises(ValueError, match="are stored away from cuda, found them with it"):
         OffloadPlan(params=Tier.HOST, speculative=True).check(row, "cuda")

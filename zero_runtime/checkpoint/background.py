@@ -62,7 +62,7 @@ class BackgroundSaver:
         trouble, self._trouble = self._trouble, None
         save = begin(runtime, self.root, step=step, trainer=trainer, settings=self.settings, trouble=trouble)
         times.append(time.monotonic())
-        if any(isinstance(part.values, LateValues) and part.values.rest for part in save.parts):
+        if any(isinstance(part.values, LateValues) and part.values.in_file for part in save.parts):
             # The next step overwrites the scratch file that holds these values. They are in a file because memory is
             # short, so they are not copied, but written before training continues.
             self._run(save)

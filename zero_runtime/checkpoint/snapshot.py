@@ -28,14 +28,14 @@ _PAGE_BYTES = 4096
 class LateValues:
     """Stands in for a tensor whose values are in a scratch file or quantized: each call of `cpu` computes them again.
 
-    `rest`: the values are in a scratch file, so no copy of them is made in memory before they are written.
+    `in_file`: the values are in a scratch file, so no copy of them is made in memory before they are written.
     """
 
     is_cuda = False
 
-    def __init__(self, dtype: torch.dtype, numel: int, load: Callable[[], torch.Tensor], *, rest: bool) -> None:
+    def __init__(self, dtype: torch.dtype, numel: int, load: Callable[[], torch.Tensor], *, in_file: bool) -> None:
         self.dtype = dtype
-        self.rest = rest
+        self.in_file = in_file
         self._numel = numel
         self._load = load
 
@@ -90,14 +90,14 @@ def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool 
 def _values(
     runtime: ZeroRuntime, unit: Unit, state: str, shard: torch.Tensor | CodedShard, begin: int, end: int
 ) -> torch.Tensor | LateValues:
-    read = runtime.read_resting(unit, state)
+    read = runtime.read_offloaded(unit, state)
     if isinstance(shard, CodedShard):
-        scales = runtime.read_resting(unit, scale_name(state))
+        scales = runtime.read_offloaded(unit, scale_name(state))
         load = partial(shard.read, begin, end, read, scales)
-        return LateValues(shard.dtype, end - begin, lambda: load().cpu(), rest=read is not None)
+        return LateValues(shard.dtype, end - begin, lambda: load().cpu(), in_file=read is not None)
     if read is None:
         return shard[begin:end]
-    return LateValues(shard.dtype, end - begin, partial(read, begin, end), rest=True)
+    return LateValues(shard.dtype, end - begin, partial(read, begin, end), in_file=True)
 
 
 def _buffers(runtime: ZeroRuntime) -> Iterator[StatePart]:

@@ -49,7 +49,7 @@ def read_offload(
     # Only a note: it decides which bytes are in which memory, and changes no results.
     if offload.ratio != 1 and params_tier is not Tier.DEVICE:
         reader.notes.append(
-            f"offload_optimizer.ratio holds for offload_param too: {offload.ratio:g} of the parameters rests elsewhere"
+            f"offload_optimizer.ratio holds for offload_param too: {offload.ratio:g} of the parameters is offloaded"
         )
     return offload
 

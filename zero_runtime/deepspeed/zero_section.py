@@ -25,7 +25,7 @@ from zero_runtime.deepspeed.schema import (
 from zero_runtime.errors import PlanError
 from zero_runtime.plan import ZeroPlan
 
-_DEVICE = choice("none", "cpu", "nvme", reason="states rest with the device, in the host's memory, or in a file")
+_DEVICE = choice("none", "cpu", "nvme", reason="states are stored on the device, in host memory, or in a file")
 _QUANTISED = "quantised communication is not here; set it to false"
 _OLD_NAMES = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 

@@ -24,9 +24,9 @@ class UnitSize:
     padded_numel: int
     trainable: bool
     is_root: bool = False  # parameters that no block, embedding or head owns; unsharded for a complete pass
-    params_rest: bool = False  # offloaded between their uses, as far as the plan shards them
-    optimizer_rests: bool = False  # the same for a separate master and the optimizer's states
-    apart: bool = False  # offloaded to memory that the device cannot compute in: gradients go there too
+    params_offloaded: bool = False  # offloaded between their uses, as far as the plan shards them
+    optimizer_offloaded: bool = False  # the same for a separate master and the optimizer's states
+    separate_memory: bool = False  # offloaded to memory that the device cannot compute in: gradients go there too
 
     @classmethod
     def of(
@@ -35,17 +35,25 @@ class UnitSize:
         *,
         trainable: bool,
         is_root: bool = False,
-        params_rest: bool = False,
-        optimizer_rests: bool = False,
-        apart: bool = False,
+        params_offloaded: bool = False,
+        optimizer_offloaded: bool = False,
+        separate_memory: bool = False,
     ) -> UnitSize:
-        return cls(layout.numel, layout.padded_numel, trainable, is_root, params_rest, optimizer_rests, apart)
+        return cls(
+            layout.numel,
+            layout.padded_numel,
+            trainable,
+            is_root,
+            params_offloaded,
+            optimizer_offloaded,
+            separate_memory,
+        )
 
     def is_away(self, component: str) -> bool:
         """Whether this component of the model states is off the device between backward and step."""
         if component == "params":
-            return self.params_rest
-        return self.optimizer_rests and (component == "optimizer" or self.apart)
+            return self.params_offloaded
+        return self.optimizer_offloaded and (component == "optimizer" or self.separate_memory)
 
 
 @dataclass(frozen=True)
@@ -189,13 +197,16 @@ def step_peak_bytes(
 
     away = [states_of(size, kind).total for size, kind in units]
     # Gradients that go to the host are on the device before that: count them as if they stayed.
-    states = [states_of(replace(size, apart=False), kind) for size, kind in units]
+    states = [states_of(replace(size, separate_memory=False), kind) for size, kind in units]
     leaving = sum(one.total for one in states) - sum(away)
     params = [size.padded_numel * _whole_param_bytes(kind) for size, kind in units]
     grads = [size.padded_numel * ITEMSIZE_BYTES[kind.reduce] * size.trainable for size, kind in units]
     roots = [size.is_root for size, _ in units]
     shards = [
-        size.padded_numel // plan.shard_count(world) * ITEMSIZE_BYTES[kind.param] * (size.params_rest and size.apart)
+        size.padded_numel
+        // plan.shard_count(world)
+        * ITEMSIZE_BYTES[kind.param]
+        * (size.params_offloaded and size.separate_memory)
         for size, kind in units
     ]
     brought = _neighbours_peak(shards, roots, 2 + prefetch)
@@ -217,11 +228,11 @@ def _backward_peak(whole: list[int], shards: list[int], roots: list[bool]) -> in
     each unit's reduction allocates its shard, the root's last."""
     root = sum(size for size, is_root in zip(whole, roots, strict=True) if is_root)
     others = [(size, shard) for size, shard, is_root in zip(whole, shards, roots, strict=True) if not is_root]
-    peak = rested = before = 0
+    peak = kept = before = 0
     for size, shard in reversed(others):
-        peak = max(peak, rested + before + size + root)
-        rested, before = rested + shard, size
-    peak = max(peak, rested + before + root)
+        peak = max(peak, kept + before + size + root)
+        kept, before = kept + shard, size
+    peak = max(peak, kept + before + root)
     return max(peak - sum(shards), 0)
 
 

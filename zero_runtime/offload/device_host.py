@@ -29,7 +29,7 @@ class Crossing(OnDevice, ABC):
         self.unit = unit
         self.grad: torch.Tensor | None = None
         self.staging: torch.Tensor | None = None
-        if unit.states_rest:
+        if unit.states_offloaded:
             self.grad = copies.on_host(unit.layout.shard_numel, unit.grad_dtype)
             if staged:
                 self.staging = copies.on_host(unit.layout.shard_numel, unit.param_dtype).zero_()  # padding too
@@ -40,17 +40,17 @@ class Crossing(OnDevice, ABC):
         self._brought: tuple[torch.Tensor, CopyEvent] | None = None  # param_shard [S] on the device, for a gather
 
     @abstractmethod
-    def resting_params(self) -> torch.Tensor | None:
+    def offloaded_params(self) -> torch.Tensor | None:
         """The offloaded param_shard [S] in host memory, else None; may block until it has been read."""
 
     # ---- called by the unit ------------------------------------------------------------------------------------
 
     def begin_fetch(self) -> None:
-        if self.unit.params_rest and self._brought is None and self.is_updated:
+        if self.unit.params_offloaded and self._brought is None and self.is_updated:
             self._bring()
 
     def _bring(self) -> tuple[torch.Tensor, CopyEvent]:
-        source = self.resting_params()
+        source = self.offloaded_params()
         assert source is not None
         target = self._copies.on_device(source.numel(), source.dtype)
         self._brought = target, self._copies.to_device(target, source, self._moving)
@@ -59,7 +59,7 @@ class Crossing(OnDevice, ABC):
     def fetch(self) -> torch.Tensor | None:
         """Block until the unit is updated. The device, not the host, waits for the copy."""
         self.end_job()
-        if self.unit.params_rest:
+        if self.unit.params_offloaded:
             buffer, event = self._brought or self._bring()
             event.hold_device()
             self._copies.used_here(buffer)

@@ -64,12 +64,12 @@ class OffloadedUnit:
             regions[name] = Region(end, numel, dtype)
             end = aligned(end + regions[name].nbytes)
 
-        if unit.master_rests:
+        if unit.master_offloaded:
             add(MASTER, unit.master_dtype)
         for name, state in states.items():
             add(name, state.dtype, state.numel())
         param_at = end
-        if unit.params_rest and holds_params:
+        if unit.params_offloaded and holds_params:
             add(PARAM, unit.param_dtype)
         return cls(unit, states, regions, param_at, end)
 
@@ -135,6 +135,6 @@ def lay_out(records: Iterable[OffloadedUnit], *, doubled: bool) -> int:
     end = 0
     for record in records:
         record.offset, end = end, end + record.size
-        if doubled and record.unit.states_rest:
+        if doubled and record.unit.states_offloaded:
             record.other, end = end, end + record.size
     return end

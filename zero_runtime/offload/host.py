@@ -120,23 +120,23 @@ class HostLocation(Crossing):
         doubled: bool,
     ) -> None:
         # A master in the parameters' dtype is copied to the device directly, without a staging buffer.
-        super().__init__(unit, copies, staged=not unit.params_rest and unit.master_dtype != unit.param_dtype)
+        super().__init__(unit, copies, staged=not unit.params_offloaded and unit.master_dtype != unit.param_dtype)
         self._states, self._worker = states, worker
         self._shards = self._allocate()
-        self._second = self._allocate() if doubled and unit.states_rest else {}  # see [Note: guessing]
+        self._second = self._allocate() if doubled and unit.states_offloaded else {}  # see [Note: guessing]
         self._guess: Compute | None = None  # the update to try when the gradient has arrived
         self._guessing: Future[None] | None = None
         self._bind(self._shards)
-        unit.rest_in(self)
+        unit.offload_to(self)
 
     def _allocate(self) -> dict[str, torch.Tensor]:
         unit, found = self.unit, {}
-        if unit.master_rests:
+        if unit.master_offloaded:
             found[MASTER] = self._copies.on_host(unit.layout.shard_numel, unit.master_dtype)
-        if unit.states_rest:
+        if unit.states_offloaded:
             for name, state in self._states.items():
                 found[name] = self._copies.on_host(state.numel(), state.dtype)
-        if unit.params_rest:
+        if unit.params_offloaded:
             found[PARAM] = self._copies.on_host(unit.layout.shard_numel, unit.param_dtype)
         return found
 
@@ -162,7 +162,7 @@ class HostLocation(Crossing):
 
     # ---- called by the unit ------------------------------------------------------------------------------------
 
-    def resting_params(self) -> torch.Tensor | None:
+    def offloaded_params(self) -> torch.Tensor | None:
         return self._shards.get(PARAM)
 
     def send_grad(self) -> None:
@@ -183,7 +183,7 @@ class HostLocation(Crossing):
         """Update on the host in a separate thread or, if the states are on the device, immediately on the device."""
         self.end_bringing()
         self.drop()
-        if self.unit.states_rest:
+        if self.unit.states_offloaded:
             self.job = self._worker.submit(self._update, compute, self._copies.here())
         else:
             self._update_on_device(compute)

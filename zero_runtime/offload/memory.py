@@ -65,16 +65,16 @@ def host_bytes(units: Units, moves: Moves) -> OffloadBytes:
     params = grads = optimizer = staging = 0
     for size, kind in units:
         shard = size.padded_numel // moves.shard_count
-        param = buffer_bytes(shard * ITEMSIZE_BYTES[kind.param]) if size.params_rest else 0
+        param = buffer_bytes(shard * ITEMSIZE_BYTES[kind.param]) if size.params_offloaded else 0
         params += param
-        if not (size.trainable and size.optimizer_rests):
+        if not (size.trainable and size.optimizer_offloaded):
             continue
         states = sum(buffer_bytes(round(shard * each)) for each in moves.state_bytes)
-        if kind.master != kind.param or not size.params_rest:
+        if kind.master != kind.param or not size.params_offloaded:
             states += buffer_bytes(shard * ITEMSIZE_BYTES[kind.master])
         optimizer += states
         grads += buffer_bytes(shard * ITEMSIZE_BYTES[kind.grad(moves.micro_batches)])
-        if kind.master != kind.param and not size.params_rest:
+        if kind.master != kind.param and not size.params_offloaded:
             staging += buffer_bytes(shard * ITEMSIZE_BYTES[kind.param])
         staging += (states + param) * moves.speculative
     return OffloadBytes(params, grads, optimizer, staging)
@@ -87,18 +87,18 @@ def nvme_bytes(units: Units, moves: Moves) -> OffloadBytes:
     params = grads = updated = staging = scratch = 0
     for size, kind in units:
         shard = size.padded_numel // moves.shard_count
-        rests = size.trainable and size.optimizer_rests
-        param = aligned(shard * ITEMSIZE_BYTES[kind.param]) if size.params_rest else 0
+        offloaded = size.trainable and size.optimizer_offloaded
+        param = aligned(shard * ITEMSIZE_BYTES[kind.param]) if size.params_offloaded else 0
         in_file = param if moves.params_in_file else 0
-        record = in_file + (_record(shard, size, kind, moves.state_bytes) if rests else 0)
+        record = in_file + (_record(shard, size, kind, moves.state_bytes) if offloaded else 0)
         records.append(record)
         param_parts.append(in_file)
-        updated += rests
-        scratch += record * (2 if rests and moves.speculative else 1)
+        updated += offloaded
+        scratch += record * (2 if offloaded and moves.speculative else 1)
         params += buffer_bytes(param) if param and not in_file else 0
-        if rests and size.apart:
+        if offloaded and size.separate_memory:
             grads += buffer_bytes(shard * ITEMSIZE_BYTES[kind.grad(moves.micro_batches)])
-        if rests and not in_file and (moves.speculative or (size.apart and not param)):
+        if offloaded and not in_file and (moves.speculative or (size.separate_memory and not param)):
             staging += buffer_bytes(shard * ITEMSIZE_BYTES[kind.param])
     if any(records):
         staging += max(min(updated, 2 * moves.ahead + 1), 1) * buffer_bytes(max(records))
@@ -108,6 +108,6 @@ def nvme_bytes(units: Units, moves: Moves) -> OffloadBytes:
 
 
 def _record(shard: int, size: UnitSize, kind: MixedPrecision, state_bytes: Sequence[float]) -> int:
-    is_param = kind.master == kind.param and (size.params_rest or not size.apart)
+    is_param = kind.master == kind.param and (size.params_offloaded or not size.separate_memory)
     master = 0 if is_param else aligned(shard * ITEMSIZE_BYTES[kind.master])
     return master + sum(aligned(round(shard * each)) for each in state_bytes)

@@ -66,7 +66,7 @@ class NvmeTier:
             found: NvmeLocation = NvmeSharedLocation(self._slots, record, arrived, speculative=speculative)
         else:
             found = NvmeSeparateLocation(self._slots, record, arrived, self._copies, speculative=speculative)
-        record.unit.rest_in(found)
+        record.unit.offload_to(found)
         return found
 
     @property
@@ -113,7 +113,7 @@ class NvmeTier:
     def _let_go(self, record: OffloadedUnit) -> None:
         """Wait for running updates and for a gather of this unit's offloaded parameters; drop reads prepared for it."""
         self._end_update()
-        if record.unit.params_rest:
+        if record.unit.params_offloaded:
             self._places[record.name].end_bringing()
             record.unit.drop_full()
             self._places[record.name].drop()
@@ -222,7 +222,7 @@ class NvmeTier:
     def adopt(self) -> list[Unit]:
         guess, self._guess = self._guess, None
         if guess is None or not guess.end():
-            return [record.unit for record in self._records.values() if record.unit.states_rest]
+            return [record.unit for record in self._records.values() if record.unit.states_offloaded]
         for record in guess.records:
             assert record.other is not None
             self._let_go(record)

@@ -24,7 +24,7 @@ class NvmeSharedLocation(OnDevice):
         self._slots, self._record, self._unit, self._arrived = slots, record, record.unit, arrived
         # [S] param_dtype: the new parameters of a speculative update, since backward may still read the old ones.
         self.staging: torch.Tensor | None = None
-        if speculative and self._unit.states_rest and not record.holds_params:
+        if speculative and self._unit.states_offloaded and not record.holds_params:
             self.staging = host_tensor(self._unit.layout.shard_numel, self._unit.param_dtype).zero_()
 
     def begin_fetch(self) -> None:
@@ -68,22 +68,22 @@ class NvmeSharedLocation(OnDevice):
 class NvmeSeparateLocation(Crossing):
     """With a GPU: slots and update are on the host; gradients and parameters are copied between host and device.
 
-    Parameters are stored on the device, in host memory or in the file; `resting_params` returns the latter two.
+    Parameters are stored on the device, in host memory or in the file; `offloaded_params` returns the latter two.
     """
 
     def __init__(
         self, slots: Slots, record: OffloadedUnit, arrived: Arrived, copies: Copies, *, speculative: bool
     ) -> None:
         unit = record.unit
-        super().__init__(unit, copies, staged=not record.holds_params and (speculative or not unit.params_rest))
+        super().__init__(unit, copies, staged=not record.holds_params and (speculative or not unit.params_offloaded))
         self._slots, self._record, self._arrived = slots, record, arrived
         self._after: CopyEvent | None = None
         self._home: torch.Tensor | None = None
-        if unit.params_rest and not record.holds_params:
+        if unit.params_offloaded and not record.holds_params:
             self._home = copies.on_host(unit.layout.shard_numel, unit.param_dtype)
             unit.bind_shards(self._home, None)
 
-    def resting_params(self) -> torch.Tensor | None:
+    def offloaded_params(self) -> torch.Tensor | None:
         return self._slots.fetch_params(self._record) if self._record.holds_params else self._home
 
     def begin_fetch(self) -> None:

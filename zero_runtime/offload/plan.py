@@ -62,7 +62,7 @@ class OffloadPlan:
     def uses_host(self) -> bool:
         return Tier.HOST in (self.params, self.optimizer)
 
-    def is_apart(self, device: str) -> bool:
+    def has_separate_memory(self, device: str) -> bool:
         """Whether the host stores and updates offloaded states, separate from the memory of a device of this type."""
         return (self.uses_host or self.uses_nvme) and (device == "cuda" or self.copies is not None)
 
@@ -74,21 +74,21 @@ class OffloadPlan:
                 f"offload: expected a CPU or a CUDA device, found {device}, from which nothing is moved yet; use "
                 "offload=none"
             )
-        rests = self.optimizer is Tier.NVME or (self.optimizer is Tier.HOST and self.is_apart(device))
-        if self.speculative and not rests:
+        moves_states = self.optimizer is Tier.NVME or (self.optimizer is Tier.HOST and self.has_separate_memory(device))
+        if self.speculative and not moves_states:
             raise PlanError(
-                f"offload.step=speculative: expected masters and states that rest away from {device}, found them with "
-                "it; use optimizer_nvme, or optimizer_cpu on a GPU, or offload.step=after_backward"
+                f"offload.step=speculative: expected masters and states that are stored away from {device}, found "
+                "them with it; use optimizer_nvme, or optimizer_cpu on a GPU, or offload.step=after_backward"
             )
         if self.params is not Tier.DEVICE and plan.params is Partition.REPLICATED:
             raise PlanError(
                 f"offload.params={self.params.value}: expected a plan that shards parameters, found one that keeps "
-                "them whole on every rank; shard them too, or offload the optimizer alone"
+                "them in full on every rank; shard them too, or offload the optimizer alone"
             )
 
 
 class Sized(Protocol):
-    """The properties of a unit that `resting` needs."""
+    """The properties of a unit that `offloaded_units` needs."""
 
     @property
     def trainable(self) -> bool: ...
@@ -97,7 +97,7 @@ class Sized(Protocol):
     def numel(self) -> int: ...
 
 
-def resting(units: Sequence[Sized], ratio: float) -> list[bool]:
+def offloaded_units(units: Sequence[Sized], ratio: float) -> list[bool]:
     """Which units are offloaded: taken in order, so that they come nearest to `ratio` of the trained elements.
 
     Frozen units are offloaded only if all units are (ratio 1).
@@ -105,7 +105,7 @@ def resting(units: Sequence[Sized], ratio: float) -> list[bool]:
     total = sum(unit.numel for unit in units if unit.trainable)
     chosen, reached = [], 0
     for unit in units:
-        rests = ratio == 1 or (unit.trainable and reached + unit.numel / 2 <= ratio * total)
-        reached += unit.numel if rests and unit.trainable else 0
-        chosen.append(rests)
+        moves = ratio == 1 or (unit.trainable and reached + unit.numel / 2 <= ratio * total)
+        reached += unit.numel if moves and unit.trainable else 0
+        chosen.append(moves)
     return chosen

@@ -71,11 +71,11 @@ class ShardedOptimizer:
             for device in {_where(unit) for unit in self._units}:
                 ops.prepare(device)  # here and not in the first step, where the other ranks would wait for it
         self._by_unit = {unit.name: held for unit, held in zip(self._units, self._helds, strict=True)}
-        self._resting = [unit for unit in self._units if _rests(unit)]
-        self._staying = [self._by_unit[unit.name] for unit in self._units if not _rests(unit)]
+        self._offloaded = [unit for unit in self._units if _is_offloaded(unit)]
+        self._staying = [self._by_unit[unit.name] for unit in self._units if not _is_offloaded(unit)]
         self._tier: StateTier | None = None
         self._guessed: tuple[Rates, float] | None = None  # the rates and the scale passed to `guess`
-        if self._resting and isinstance(config, (LambConfig, TorchConfig)):
+        if self._offloaded and isinstance(config, (LambConfig, TorchConfig)):
             raise PlanError(
                 "offload: expected an optimizer that updates one unit after another (AdamW, Adam, Sgd, "
                 f"Lion), found {config.name}; use one of them, or offload=none"
@@ -129,26 +129,26 @@ class ShardedOptimizer:
         if self._tier is None:
             return
         self._guessed = (_rates(lr), float(host_scale))
-        self._tier.guess(self._resting, partial(self._compute, (self._numbers(lr, host_scale),)))
+        self._tier.guess(self._offloaded, partial(self._compute, (self._numbers(lr, host_scale),)))
 
     def _not_guessed(self, tier: StateTier, lr: float | Rates, host_scale: torch.Tensor) -> list[Unit]:
         """The offloaded units that this step must still update."""
         guessed, self._guessed = self._guessed, None
         if guessed is None:
-            return self._resting
+            return self._offloaded
         if guessed == (_rates(lr), float(host_scale)):
             return tier.adopt()
         tier.reject()
-        return self._resting
+        return self._offloaded
 
-    def rest_in(self, tier: StateTier) -> None:
+    def offload_to(self, tier: StateTier) -> None:
         """Use `tier` for the units that are offloaded."""
         self._tier = tier
 
     def begin_step(self) -> None:
         """Announce that `step` or `forget_step` will follow, so that the tier can start reading."""
         if self._tier is not None and self._guessed is None:
-            self._tier.begin_update(self._resting)
+            self._tier.begin_update(self._offloaded)
 
     def forget_step(self) -> None:
         """The step that was announced is skipped."""
@@ -185,7 +185,7 @@ class ShardedOptimizer:
     def free(self) -> None:
         """Release the states."""
         self._units.clear()
-        self._resting.clear()
+        self._offloaded.clear()
         self._helds.clear()
         self._staying.clear()
         self._by_unit.clear()
@@ -209,19 +209,19 @@ def _rates(lr: float | Rates) -> Rates:
     return lr if isinstance(lr, Rates) else Rates(lr)
 
 
-def _rests(unit: Unit) -> bool:
-    return unit.states_rest or unit.params_rest
+def _is_offloaded(unit: Unit) -> bool:
+    return unit.states_offloaded or unit.params_offloaded
 
 
 def _where(unit: Unit) -> torch.device:
     """The device that updates the unit."""
-    return torch.device("cpu") if unit.states_rest else unit.device
+    return torch.device("cpu") if unit.states_offloaded else unit.device
 
 
 def _zeros(unit: Unit, held: HeldState) -> torch.Tensor:
     """One held state, all zeros; on the meta device if states are offloaded, to describe it to the tier."""
     assert unit.master_shard is not None
-    device = torch.device("meta") if unit.states_rest else unit.device
+    device = torch.device("meta") if unit.states_offloaded else unit.device
     return torch.zeros(unit.layout.shard_numel // held.per, dtype=TORCH_DTYPE[held.dtype], device=device)
 
 

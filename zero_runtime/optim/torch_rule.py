@@ -39,7 +39,7 @@ class TorchRule:
                 shard.grad = None
                 if numbers.step == 1:  # the step in which torch creates its states
                     self._take_states(held, run.start, run.stop, optimizer.state[shard])
-            assert isinstance(held.unit, Unit), "what rests elsewhere has no torch optimizer"
+            assert isinstance(held.unit, Unit), "offloaded shards have no torch optimizer"
             held.unit.refresh_param_shard()
 
     def counters(self, helds: Sequence[Held]) -> dict[str, float]:

@@ -29,14 +29,16 @@ def offloaded_params_are_sharded(scene: Scene, offload: Offload, zero: Zero) -> 
     return Broken(rule, f"stage {zero.stage}", ("zero.stage=3", "offload.params=device"))
 
 
-def params_rest_with_the_optimizer(scene: Scene, offload: Offload) -> Broken | None:
+def params_are_offloaded_with_the_optimizer(scene: Scene, offload: Offload) -> Broken | None:
     if offload.params is not OffloadDevice.nvme or offload.optimizer is OffloadDevice.nvme:
         return None
     rule = "offload.params=nvme needs offload.optimizer=nvme, which is several times as large"
     return Broken(rule, str(offload.optimizer), ("offload.optimizer=nvme", "offload.params=device"))
 
 
-def optimizer_can_rest(scene: Scene, offload: Offload, optimizer: Optimizer, resources: Resources) -> Broken | None:
+def optimizer_can_be_offloaded(
+    scene: Scene, offload: Offload, optimizer: Optimizer, resources: Resources
+) -> Broken | None:
     places = [place for place in (offload.optimizer, offload.params) if _moves(scene, place, resources)]
     if not places or optimizer.kind in ONE_BY_ONE:
         return None
@@ -51,7 +53,7 @@ def guesses_need_a_tier(scene: Scene, offload: Offload, resources: Resources) ->
         return None
     on_cuda = scene.device(resources) is Device.cuda
     away = "cpu" if on_cuda else "nvme"
-    rule = f"offload.step=speculative needs an optimizer that rests away from the device: here offload.optimizer={away}"
+    rule = f"offload.step=speculative needs an optimizer that is stored away from the device: here offload.optimizer={away}"
     return Broken(rule, str(offload.optimizer), (f"offload.optimizer={away}", "offload.step=after_backward"))
 
 

@@ -13,7 +13,7 @@ from harness.ranks import run_alone, run_ranks
 from points import make_config
 
 from orchestrator.config.schema import (
-    ActivationPlace,
+    ActivationDevice,
     Adapter,
     AdapterKind,
     Batch,
@@ -182,7 +182,7 @@ def test_bytes_interpolated_between_two_counted_micro_batches_equal_the_counted_
     assert all(told == counted for told, counted in pairs)
 
 
-def _beside_a_gpu(kind: RecomputeKind, place: ActivationPlace, precision: Precision) -> ActivationBytes:
+def _beside_a_gpu(kind: RecomputeKind, place: ActivationDevice, precision: Precision) -> ActivationBytes:
     config = config_of(precision=precision, recompute=Recompute(kind, offload=place))
     return trace_of(replace(config, resources=replace(config.resources, device=Device.cuda))).total()
 
@@ -192,7 +192,7 @@ def _gpu_counts(
 ) -> tuple[list[tuple[ActivationBytes, ActivationBytes]], list[tuple[int, int]]]:
     """For each kind, the counts without offload and with offload to the CPU; for bf16 and fp32, the bytes kept on a GPU
     and on a CPU."""
-    none, cpu = ActivationPlace
+    none, cpu = ActivationDevice
     pairs = [(_beside_a_gpu(kind, none, bf16()), _beside_a_gpu(kind, cpu, bf16())) for kind in kinds]
     both = [
         (_beside_a_gpu(KINDS[0], none, one).kept, trace_of(config_of(precision=one)).total().kept)

@@ -94,7 +94,7 @@ def test_keys_without_effect_for_the_device_are_reported() -> None:
 
 def test_a_ratio_that_applies_to_parameters_too_is_reported() -> None:
     (note,) = read(3, offload_optimizer={**CPU, "ratio": 0.25}, offload_param=CPU).notes
-    assert note == "offload_optimizer.ratio holds for offload_param too: 0.25 of the parameters rests elsewhere"
+    assert note == "offload_optimizer.ratio holds for offload_param too: 0.25 of the parameters is offloaded"
     assert read(3, offload_optimizer={**CPU, "ratio": 0.25}).notes == ()
     assert read(3, offload_optimizer=CPU, offload_param=CPU).notes == ()
 
@@ -115,7 +115,7 @@ def test_a_configuration_published_for_nvme_offload_is_accepted() -> None:
 PATH = (
     "zero_optimization.offload_optimizer.nvme_path: expected a folder on a drive for the ranks' scratch files, found "
 )
-DEVICES = "expected 'none' or 'cpu' or 'nvme', found 'gpu': states rest with the device, in the host's memory, or in a"
+DEVICES = "expected 'none' or 'cpu' or 'nvme', found 'gpu': states are stored on the device, in host memory, or in a"
 BOTH = {"offload_optimizer": NVME, "offload_param": NVME}
 
 
