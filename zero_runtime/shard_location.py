@@ -13,8 +13,8 @@ class OffloadedShards:
     """Which shards of a unit are offloaded: have no memory on the device between their uses.
 
     params: param_shard. optimizer: master_shard and the optimizer's states. separate_memory: the offloaded
-    shards are stored in memory that the device cannot compute with. A master in the parameters' dtype is then a separate tensor if it is
-    offloaded and the parameters are not.
+    shards are stored in memory that the device cannot compute with. A master in the parameters' dtype is then a
+    separate tensor if it is offloaded and the parameters are not.
     """
 
     params: bool = False

@@ -154,7 +154,7 @@ BOTH = {"offload_optimizer": NVME, "offload_param": NVME}
             {},
             {"offload_param": CPU},
             "zero_optimization: offload.params=host: expected a plan that shards parameters, found one that keeps them "
-            "whole on every rank; shard them too, or offload the optimizer alone",
+            "in full on every rank; shard them too, or offload the optimizer alone",
         ),
         (
             3,
