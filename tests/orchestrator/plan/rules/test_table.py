@@ -120,11 +120,11 @@ BROKEN = [
     (LAPTOP, "offload=optimizer_nvme optimizer=lamb", "needs an optimizer that updates one unit after another"),
     (SERVER, "offload=optimizer_cpu optimizer=lamb", "offload to cpu needs an optimizer that updates one unit after"),
     (SERVER, "zero=stage3 offload=param_cpu optimizer=torch", "offload to cpu needs an optimizer that updates one"),
-    (SERVER, "offload.step=speculative", "is offloaded from the device: here offload.optimizer=cpu"),
+    (SERVER, "offload.step=speculative", "needs an offloaded optimizer: here offload.optimizer=cpu"),
     (
         LAPTOP,
         "offload=optimizer_cpu offload.step=speculative",
-        "is offloaded from the device: here offload.optimizer=nvme",
+        "needs an offloaded optimizer: here offload.optimizer=nvme",
     ),
     (LAPTOP, "offload.folder=here", "offload.folder is for offload=optimizer_nvme"),
     (LAPTOP, "offload=optimizer_nvme offload.folder=fasst", "offload.folder must exist"),
