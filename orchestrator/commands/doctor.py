@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import socket
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,9 @@ from typing import NamedTuple
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.machine import hardware, provenance
 from orchestrator.machine.loopback import loopback
+from orchestrator.machine.processes import output_of
 from orchestrator.report.summary import Row
+from orchestrator.slurm.tools import SlurmError, ask
 from orchestrator.text.paths import program
 from orchestrator.text.units import size
 
@@ -115,39 +116,21 @@ def _gpus() -> list[Finding]:
 
 
 def _links() -> list[Finding]:
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "topo", "-m"],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=20,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
+    table = output_of("nvidia-smi", "topo", "-m")
+    if table is None:
         return []
-    links = "NVLink" if " NV" in done.stdout or "\tNV" in done.stdout else "PCIe"
-    return [Finding("links", f"GPUs speak over {links}")]
+    links = "NVLink" if " NV" in table or "\tNV" in table else "PCIe"
+    return [Finding("links", f"GPUs communicate over {links}")]
 
 
 def _slurm() -> list[Finding]:
     if shutil.which("sbatch") is None:
         return [Finding("SLURM", "no sbatch on PATH: cluster=local")]
     try:
-        done = subprocess.run(
-            ["sinfo", "--noheader", "--format=%P %l %D %G"],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=15,
-            check=True,
-        )
-    except subprocess.CalledProcessError as error:
-        told = (error.stderr.strip().splitlines() or [f"sinfo ended with code {error.returncode}"])[-1]
-        return [Finding("SLURM", "sbatch is here", f"{told}; is slurmctld up?")]
-    except (OSError, subprocess.SubprocessError):
-        return [Finding("SLURM", "sbatch is here", "sinfo does not answer within 15 s; is slurmctld up?")]
-    rows = [line.split() for line in done.stdout.splitlines() if line.split()]
+        nodes = ask(["sinfo", "--noheader", "--format=%P %l %D %G"], timeout_s=15)
+    except SlurmError as error:
+        return [Finding("SLURM", "sbatch is here", f"{str(error).splitlines()[-1]}; is slurmctld up?")]
+    rows = [line.split() for line in nodes.splitlines() if line.split()]
     partitions = ", ".join(dict.fromkeys(row[0].rstrip("*") for row in rows))
     gpus = ", ".join(dict.fromkeys(row[-1] for row in rows if "gpu" in row[-1]))
     found = [Finding("SLURM", f"partitions {partitions or 'none'}")]

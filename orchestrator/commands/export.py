@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.exit_codes import FAILED
 from orchestrator.text.streams import complain
-from orchestrator.text.units import count, size
+from orchestrator.text.units import count, many, size
 from orchestrator.workloads.companions import write_companions
 
 if TYPE_CHECKING:
-    from zero_runtime.checkpoint.hugging_face.folder import Written
     from zero_runtime.checkpoint.load import CheckpointReader
+    from zero_runtime.tensor_source import TensorSource
 
 DTYPES = ("bf16", "fp32")
 
@@ -59,53 +59,49 @@ def _export(path: Path, out: Path, dtype: str) -> None:
 
 
 def _export_model(checkpoint: CheckpointReader, out: Path, dtype: str, config: dict[str, Any]) -> None:
-    from zero_runtime.checkpoint.hugging_face.folder import write_weights
-    from zero_runtime.dtypes import TORCH_DTYPE
-
-    source = checkpoint.state("master")
-    written = write_weights(source, out, dtype=TORCH_DTYPE[dtype])
-    parameters = sum(checkpoint.index.parameters[name].numel for name in source.names())
-    tokens = write_companions(out, config, dtype)
-    _tell(out, parameters, dtype, written, tokens)
-    print(f"next     python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{out}')\"")
+    weights = _write(checkpoint.state("master"), out, dtype)
+    print(f"{weights}; {write_companions(out, config, dtype)}")
+    _propose("AutoModelForCausalLM", out)
 
 
 def _export_of_engine(checkpoint: CheckpointReader, out: Path, dtype: str) -> None:
     """A checkpoint of `engine.save_checkpoint`; it holds the model's configuration if the model had one."""
-    from zero_runtime.checkpoint.hugging_face.folder import write_weights
     from zero_runtime.dtypes import TORCH_DTYPE
 
-    source = checkpoint.state("master")
-    written = write_weights(source, out, dtype=TORCH_DTYPE[dtype])
-    parameters = sum(checkpoint.index.parameters[name].numel for name in source.names())
+    weights = _write(checkpoint.state("master"), out, dtype)
     config = checkpoint.index.trainer.get("model_config")
     if config is None:
-        _tell(out, parameters, dtype, written, "no config.json: the engine's model had none")
+        print(f"{weights}; no config.json: the engine's model had none")
         return
     config = {**config, "dtype": str(TORCH_DTYPE[dtype]).removeprefix("torch.")}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _tell(out, parameters, dtype, written, "config.json; no tokenizer: an engine's checkpoint has none")
-    print(
-        f"next     python -c \"from transformers import {config['architectures'][0]} as M; M.from_pretrained('{out}')\""
-    )
+    print(f"{weights}; config.json; no tokenizer: an engine's checkpoint has none")
+    _propose(config["architectures"][0], out)
 
 
 def _export_adapter(checkpoint: CheckpointReader, out: Path, dtype: str, config: dict[str, Any]) -> None:
     from orchestrator.workloads import adapters
-    from zero_runtime.checkpoint.hugging_face.folder import write_weights
-    from zero_runtime.dtypes import TORCH_DTYPE
 
-    source = adapters.adapter_weights(checkpoint.state("master"))
-    written = write_weights(source, out, dtype=TORCH_DTYPE[dtype], stem=adapters.ADAPTER)
+    weights = _write(adapters.adapter_weights(checkpoint.state("master")), out, dtype, stem=adapters.ADAPTER)
     settings, base = config["adapter"], config["model"]["path"]
     adapters.save_adapter_config(
         adapters.lora_config(settings["rank"], settings["alpha"], settings["targets"], base), out
     )
-    parameters = sum(math.prod(source.shape(name)) for name in source.names())
-    _tell(out, parameters, dtype, written, "the adapters alone")
+    print(f"{weights}; only the adapters")
     print(f"next     peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('{base}'), '{out}')")
 
 
-def _tell(out: Path, parameters: int, dtype: str, written: Written, more: str) -> None:
-    files = f"{len(written.files)} file" + ("s" if len(written.files) > 1 else "")
-    print(f"written: {out}: {count(parameters)} parameters in {dtype}, {size(written.bytes)}, {files}; {more}")
+def _write(source: TensorSource, out: Path, dtype: str, stem: str = "model") -> str:
+    """Writes the weights and describes them."""
+    from zero_runtime.checkpoint.hugging_face.folder import write_weights
+    from zero_runtime.dtypes import TORCH_DTYPE
+
+    written = write_weights(source, out, dtype=TORCH_DTYPE[dtype], stem=stem)
+    parameters = count(sum(math.prod(source.shape(name)) for name in source.names()))
+    return (
+        f"written: {out}: {parameters} parameters in {dtype}, {size(written.bytes)}, {many(len(written.files), 'file')}"
+    )
+
+
+def _propose(name: str, out: Path) -> None:
+    print(f"next     python -c \"from transformers import {name} as M; M.from_pretrained('{out}')\"")

@@ -11,22 +11,20 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from orchestrator.commands.run import tell
-from orchestrator.config.schema import to_dict
+from orchestrator.commands.run import begin, tell
 from orchestrator.launch.local_run import record
 from orchestrator.launch.rank import ENTRY, RankInfo, Stopped, rank_in_world, run_recorded
 from orchestrator.launch.verdict import GRACE_S, Verdict
-from orchestrator.machine import hardware
 from orchestrator.plan.point import Point
 from orchestrator.records.record_file import EventTail, read_or_warn, write_json_atomic
 from orchestrator.records.record_shapes import RANK
-from orchestrator.records.run_record import Attempt, AttemptPaths, joins_path, new_attempt
+from orchestrator.records.run_record import Attempt, AttemptPaths, joins_path
 from orchestrator.records.run_state import RunState
 from orchestrator.report import comparison
 from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, next_after_run
 from orchestrator.text.paths import shown
-from orchestrator.tracking.feed import Tracker, experiment_name, start_tracker
+from orchestrator.tracking.feed import Tracker
 
 MEET_S = 120.0
 KEYS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
@@ -93,25 +91,19 @@ def join(point: Point, entry: str = ENTRY) -> int:
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(point.config.resources.threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    output = Path(point.config.output).absolute()
-    meeting = Meeting(output, rank.world, os.environ)
+    meeting = Meeting(Path(point.config.output).absolute(), rank.world, os.environ)
     if rank.rank == 0:
         if rank.world > 1:
             # torchrun sends SIGTERM to all ranks as soon as one has failed. Rank 0 still has to record the failure, and
             # it ends without the signal because its next collective fails.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return _lead(point, rank, meeting, output, entry)
+        return _lead(point, rank, meeting, entry)
     return 0 if run_recorded(AttemptPaths(meeting.hear(rank.rank)), rank, entry) is None else 1
 
 
-def _lead(point: Point, rank: RankInfo, meeting: Meeting, output: Path, entry: str) -> int:
+def _lead(point: Point, rank: RankInfo, meeting: Meeting, entry: str) -> int:
     screen = Screen()
-    tracker = start_tracker(point.config, output)
-    name = hardware.detect().name(point.config.resources.device)
-    attempt = new_attempt(output, to_dict(point.config), point.label, name)
-    screen.plan(point.label, point.config, shown(attempt.paths.root))
-    tracker.wait_for_store()
-    tracker.begin(attempt, experiment_name(point.config), "")
+    attempt, tracker = begin(point, screen)
     attempt.move(RunState.starting)
     try:
         meeting.tell(attempt.paths.root)

@@ -38,17 +38,10 @@ def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None,
     Returns the exit code of `comparison.exit_code_of`, or 130 if it was stopped. In every case none of its processes is
     left.
     """
-    config = point.config
-    output = Path(config.output).absolute()
     screen = screen or Screen(make_console(on_stderr=as_json))
-    if config.tracking.kind is TrackingKind.none:  # otherwise the tracker does it
-        complete_left_behind(output)
-    tracker = start_tracker(config, output)
-    name = hardware.detect().name(config.resources.device)
-    attempt = new_attempt(output, to_dict(config), point.label, name)
-    screen.plan(point.label, config, shown(attempt.paths.root))
-    tracker.wait_for_store()
-    tracker.begin(attempt, experiment_name(config), "")
+    if point.config.tracking.kind is TrackingKind.none:  # otherwise the tracker does it
+        complete_left_behind(Path(point.config.output).absolute())
+    attempt, tracker = begin(point, screen)
     try:
         with signals_interrupt(), _slots(point, screen) as lease:
             verdict = _followed(point, attempt, entry, screen, tracker, lease)
@@ -65,6 +58,19 @@ def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None,
         if as_json:
             print(_document(point, attempt))
     return code
+
+
+def begin(point: Point, screen: Screen) -> tuple[Attempt, Tracker]:
+    """Creates the attempt, shows its configuration and starts tracking it."""
+    config = point.config
+    output = Path(config.output).absolute()
+    tracker = start_tracker(config, output)
+    name = hardware.detect().name(config.resources.device)
+    attempt = new_attempt(output, to_dict(config), point.label, name)
+    screen.plan(point.label, config, shown(attempt.paths.root))
+    tracker.wait_for_store()
+    tracker.begin(attempt, experiment_name(config), "")
+    return attempt, tracker
 
 
 def _document(point: Point, attempt: Attempt) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.commands import watch_sweep
 from orchestrator.commands.watch_sweep import Choice, SweepWatch
@@ -20,6 +20,7 @@ from orchestrator.config.schema import Device, RunConfig, TrackingKind, from_dic
 from orchestrator.config.strict import Broken, Refusal
 from orchestrator.exit_codes import BAD_USAGE, INTERRUPTED
 from orchestrator.launch.rank import ENTRY
+from orchestrator.launch.verdict import end_of
 from orchestrator.machine import children, slots
 from orchestrator.machine.hardware import Hardware
 from orchestrator.machine.processes import started
@@ -92,25 +93,62 @@ def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) 
             screen.say(f"error: {problem}", "bold red")
         screen.say("nothing was sent (exit 2)")
         return BAD_USAGE, None
-    # Starters of one output take turns, so that the second of two equal commands joins the sweep of the first.
-    with sweep_record.only_starter(_output(request)):
-        running = _running(request, planned)
-        if running is None and _on_cluster(_runnable(request)):
-            return _send(request, planned, screen)
-        if running is None:
-            sweep, process = _start(request, planned)
-    if running is not None:
-        return _joined(running, screen), running
-    screen.sweep_plan(planned, shown(sweep.root))
-    screen.rows(_cost_rows(planned))
-    if process is not None and not request.detach:
-        return watch(sweep, screen, process), sweep
-    if process is not None:
+    begun = _begin(request, planned, screen)
+    sweep = begun.sweep
+    if begun.is_joined:
+        return _joined(sweep, screen), sweep
+    if begun.jobs:
+        arrays = ", ".join(dict.fromkeys(job.partition("_")[0] for job in begun.jobs))
+        screen.say(f"sent {many(len(begun.jobs), 'point')} as {arrays}; this terminal may be closed", "bold")
+        screen.closing(_left_running(sweep))
+        return comparison.OK, sweep
+    _show_plan(sweep, planned, screen)
+    if begun.process is not None and not request.detach:
+        return watch(sweep, screen, begun.process), sweep
+    if begun.process is not None:
         screen.closing(_left_running(sweep))
         return comparison.OK, sweep
     code = watch_sweep.conclude(sweep, screen)
     screen.closing(_next(sweep))
     return code, sweep
+
+
+class Begun(NamedTuple):
+    """A sweep whose points have been started, or were started by another command (`is_joined`).
+
+    process: its controller on this machine. jobs: the ids of its jobs on a cluster. Neither, if no point needs a run.
+    """
+
+    sweep: SweepPaths
+    is_joined: bool = False
+    process: subprocess.Popen[bytes] | None = None
+    jobs: Sequence[str] = ()
+
+
+def _begin(request: SweepRequest, planned: list[Planned], screen: Screen | None = None) -> Begun:
+    """Opens the sweep's folder, and starts the points that need a run or sends them to the cluster.
+
+    Starters of one output take turns, so that the second of two equal commands joins the sweep of the first.
+    """
+    with sweep_record.only_starter(_output(request)):
+        running = _running(request, planned)
+        if running is not None:
+            return Begun(running, is_joined=True)
+        sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request))
+        if not _queued_configs(planned):
+            return Begun(sweep)
+        if not _on_cluster(_runnable(request)):
+            return Begun(sweep, process=_start_controller(sweep, request))
+        if screen is not None:
+            for caution in slurm_site.cautions(_queued_configs(planned)):
+                screen.warn(caution)
+            _show_plan(sweep, planned, screen)
+        return Begun(sweep, jobs=slurm_sweep.send(sweep, planned, request.entry))
+
+
+def _show_plan(sweep: SweepPaths, planned: Sequence[Planned], screen: Screen) -> None:
+    screen.sweep_plan(planned, shown(sweep.root))
+    screen.rows(_cost_rows(planned))
 
 
 def _joined(running: SweepPaths, screen: Screen) -> int:
@@ -126,35 +164,20 @@ def _joined(running: SweepPaths, screen: Screen) -> int:
 
 def _problems_of_cluster(request: SweepRequest, planned: Sequence[Planned]) -> list[str]:
     """Reasons why the cluster can never run the points that it would be sent. Checked before anything is written."""
-    configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
+    configs = _queued_configs(planned)
     if not configs or not _on_cluster(_runnable(request)) or _running(request, planned) is not None:
         return []
     return slurm_site.preflight(configs)
 
 
-def _send(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths]:
-    """Sends the points that need a run to the cluster, and returns."""
-    points = [one for one in _runnable(request) if one.config.cluster.kind is ClusterKind.slurm]
-    configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
-    for caution in slurm_site.cautions(configs):
-        screen.warn(caution)
-    sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, points))
-    screen.sweep_plan(planned, shown(sweep.root))
-    if not configs:
-        code = watch_sweep.conclude(sweep, screen)
-        screen.closing(_next(sweep))
-        return code, sweep
-    screen.rows(_cost_rows(planned))
-    jobs = slurm_sweep.send(sweep, planned, request.entry)
-    arrays = ", ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
-    screen.say(f"sent {many(len(jobs), 'point')} as {arrays}; this terminal may be closed", "bold")
-    screen.closing(_left_running(sweep))
-    return comparison.OK, sweep
+def _queued_configs(planned: Sequence[Planned]) -> list[RunConfig]:
+    """The configurations of the points that need a run."""
+    return [from_dict(one.config) for one in planned if one.decision is RunState.queued]
 
 
 def _cost_rows(planned: Sequence[Planned]) -> list[Row]:
     """The cost of the points that need a run: slots of this machine, or time of a cluster."""
-    configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
+    configs = _queued_configs(planned)
     if not configs:
         return []
     if configs[0].cluster.kind is ClusterKind.slurm:
@@ -185,53 +208,28 @@ def _cost(configs: Sequence[RunConfig]) -> str:
 
 
 def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
-    """Runs a sweep without a screen and returns when it has ended. An interrupt cancels it and is raised again."""
+    """Runs a sweep without a screen and returns when it has ended. An interrupt cancels it and is raised again.
+
+    A sweep that another command began is waited for, and an interrupt does not cancel it.
+    """
     planned = _plan(request, hardware)
     _check_places(request)
     if problems := _problems_of_cluster(request, planned):
         raise slurm_tools.SlurmError("; ".join(problems))
-    with sweep_record.only_starter(_output(request)):
-        running = _running(request, planned)
-        on_cluster = running is None and _on_cluster(_runnable(request))
-        if on_cluster:
-            sweep = _sent(request, planned)
-        elif running is None:
-            sweep, process = _start(request, planned)
-    if running is not None:  # another terminal's sweep: its records must not be started again
-        _await(running)
-        return running
-    if on_cluster:
-        return _await_cluster(sweep)
-    if process is not None:
-        try:
-            if process.wait() == TAKEN:
-                _await(sweep)
-        except KeyboardInterrupt:
-            sweep_record.ask(sweep, "cancel")
-            process.wait()
-            raise
-    comparison.write(sweep)
-    return sweep
-
-
-def _sent(request: SweepRequest, planned: list[Planned]) -> SweepPaths:
-    """Sends the points that need a run to the cluster. Returns the records."""
-    configs = [from_dict(one.config) for one in planned if one.decision is RunState.queued]
-    sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, _runnable(request)))
-    if configs:
-        slurm_sweep.send(sweep, planned, request.entry)
-    return sweep
-
-
-def _await_cluster(sweep: SweepPaths) -> SweepPaths:
-    """Polls until all points have ended. An interrupt cancels the sweep and is raised again."""
+    begun = _begin(request, planned)
     try:
-        _await(sweep)
+        if begun.process is None or begun.process.wait() == TAKEN:
+            _await(begun.sweep)
     except KeyboardInterrupt:
-        slurm_sweep.cancel(sweep, [one.label for one in sweep_record.standings(sweep)])
+        if begun.jobs:
+            slurm_sweep.cancel(begun.sweep, [one.label for one in planned])
+        if begun.process is not None:
+            sweep_record.ask(begun.sweep, "cancel")
+            begun.process.wait()
         raise
-    comparison.write(sweep)
-    return sweep
+    if not begun.is_joined:
+        comparison.write(begun.sweep)
+    return begun.sweep
 
 
 def _check_places(request: SweepRequest) -> None:
@@ -278,24 +276,17 @@ def _output(request: SweepRequest) -> Path:
     return Path(_runnable(request)[0].config.output)
 
 
-def _start(request: SweepRequest, planned: Sequence[Planned]) -> tuple[SweepPaths, subprocess.Popen[bytes] | None]:
-    """Opens the sweep's folder and starts its controller. The controller is None if no point needs a run."""
-    sweep = sweep_record.open_sweep(_output(request), request.name, planned, _facts(request, _runnable(request)))
-    is_needed = any(one.decision is RunState.queued for one in planned)
-    return sweep, _start_controller(sweep, request) if is_needed else None
-
-
-def _facts(request: SweepRequest, points: Sequence[Point]) -> dict[str, Any]:
+def _facts(request: SweepRequest) -> dict[str, Any]:
     """The facts that a later command needs to resume the sweep, and the policies that the controller needs."""
-    cluster = points[0].config.cluster
+    config = _runnable(request)[0].config
     return {
         "command": list(request.command),
         "folder": str(Path.cwd()),
         "rank_by": request.rank_by,
         "prune": request.wishes.prune,
-        "exclusive": cluster.exclusive,
-        "on_cluster": _on_cluster(points),
-        "tracked": points[0].config.tracking.kind is not TrackingKind.none,
+        "exclusive": config.cluster.exclusive,
+        "on_cluster": config.cluster.kind is ClusterKind.slurm,
+        "tracked": config.tracking.kind is not TrackingKind.none,
     }
 
 
@@ -332,15 +323,7 @@ def _start_controller(sweep: SweepPaths, request: SweepRequest) -> subprocess.Po
     line = children.words("orchestrator.launch.controller", str(sweep.root), "--entry", request.entry)
     if not request.detach:
         line += ["--viewer", str(os.getpid())]
-    with sweep.log.open("ab") as log:
-        process = subprocess.Popen(
-            line,
-            env=children.environment(os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    process = children.start(line, os.environ, sweep.log)
     # The controller records itself a moment later. Until then this claim shows that the sweep has a controller.
     write_json_atomic(sweep.claim, {"pid": process.pid, "started": started(process.pid)})
     return process
@@ -378,18 +361,11 @@ def watch(
     if code == TAKEN:
         return _joined(sweep, screen)
     if code not in (0, INTERRUPTED):
-        screen.warn(f"the sweep's controller ended early: {_last_line(sweep.log)}see {shown(sweep.log)}")
+        reason = "".join(f"{line}; " for line in end_of(sweep.log)[-1:])
+        screen.warn(f"the sweep's controller ended early: {reason}see {shown(sweep.log)}")
     code = watch_sweep.conclude(sweep, screen)
     screen.closing(_next(sweep))
     return INTERRUPTED if interrupted else code
-
-
-def _last_line(log: Path) -> str:
-    """The last line of the log and a separator for more text; empty if the log is empty or cannot be read."""
-    try:
-        return "".join(f"{line}; " for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:])
-    except OSError:
-        return ""
 
 
 def _left_running(sweep: SweepPaths) -> list[Row]:

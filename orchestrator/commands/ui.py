@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import sqlite3
-import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.launch.verdict import end_of
 from orchestrator.machine import children, processes
 from orchestrator.machine.loopback import family, in_url, loopback
 from orchestrator.records.run_record import artifacts_path, store_path
@@ -66,16 +66,9 @@ def serve(output: Path, port: int | None) -> int:
 
 def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, screen: Screen) -> int:
     """Runs the server in a separate session: only this process gets Ctrl-C, so no traceback reaches the terminal."""
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            cwd="/",  # the server's child processes import from this folder, where nobody puts files
-            env=children.environment({**os.environ, **environ}),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
+    log.unlink(missing_ok=True)
+    # The server's child processes import from the folder /, where nobody puts files.
+    process = children.start(command, {**os.environ, **environ}, log, folder="/")
     try:
         with processes.signals_interrupt():
             process.wait()
@@ -84,7 +77,7 @@ def _until_interrupt(command: list[str], environ: Mapping[str, str], log: Path, 
     finally:
         processes.end_session(process.pid)
         process.wait()
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]:
+    for line in end_of(log)[-LINES_SHOWN:]:
         screen.say(line)
     screen.say(f"error: the server ended by itself with code {process.returncode}: see {shown(log)}")
     return 1

@@ -207,9 +207,7 @@ def _logs(asked: argparse.Namespace) -> int:
     rank = asked.rank if asked.rank is not None else int(blamed)
     log = one.attempt.rank_log(rank)
     if not log.is_file() and not asked.follow:
-        of_job = slurm_sweep.log_of(one.attempt)
-        if of_job is not None and of_job.is_file():
-            log = of_job  # no rank has written a log: only SLURM and the setup lines have
+        log = slurm_sweep.log_of(one.attempt) or log
     if not log.is_file() and not asked.follow:
         there = sorted(path.name for path in one.attempt.root.glob("rank*.log"))
         raise VerbError(f"'{one.label}' has no log of rank {rank}; there are: {' '.join(there) or 'none'}")

@@ -22,7 +22,6 @@ from orchestrator.slurm import sweep as slurm_sweep
 from orchestrator.text.units import ABSENT
 
 LOOK_S, CLUSTER_LOOK_S = 0.5, 5.0
-START_S = 30.0  # time in which a controller that was just started must have recorded itself
 SAY_EVERY_S = 30.0
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import FrameType
 
 from orchestrator.config.schema import Device, from_dict
-from orchestrator.launch.local_run import PointRun, signals_ignored
+from orchestrator.launch.local_run import PointRun
 from orchestrator.launch.rank import ENTRY
 from orchestrator.machine import hardware, slots
-from orchestrator.machine.processes import is_alive, started
+from orchestrator.machine.processes import is_alive, signals_ignored, started
 from orchestrator.plan import decision
 from orchestrator.plan.point import Point
 from orchestrator.records import record_file

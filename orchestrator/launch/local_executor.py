@@ -59,7 +59,7 @@ class _SessionExecutor(submitit.LocalExecutor):
 
     def _submit_command(self, command: str) -> submitit.LocalJob[Any]:
         ranks: int = self.parameters["tasks_per_node"]
-        told = {
+        settings = {
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_COMMAND": command,
             "SUBMITIT_LOCAL_NTASKS": str(ranks),
@@ -75,15 +75,8 @@ class _SessionExecutor(submitit.LocalExecutor):
         # glibc up to 2.38 truncates this variable at the first colon in the process that reads it, and a child of that
         # process would inherit the truncated value. The controller must therefore not read it (see _controller_main).
         environment = {key: value for key, value in self._environment.items() if key != TUNABLES}
-        with self._attempt.controller_log.open("ab") as log:
-            self.controller = subprocess.Popen(
-                children.words("orchestrator.launch.local_executor", "controller", str(self.folder)),
-                env={**environment, **told},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        words = children.words("orchestrator.launch.local_executor", "controller", str(self.folder))
+        self.controller = children.start(words, {**environment, **settings}, self._attempt.controller_log)
         identifier = str(self.controller.pid)
         return submitit.LocalJob(self.folder, identifier, tasks=list(range(ranks)), process=self.controller)
 

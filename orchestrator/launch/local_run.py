@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.config.schema import from_dict
 from orchestrator.launch import local_executor
 from orchestrator.launch import verdict as watch
 from orchestrator.launch.verdict import Verdict, Watch
+from orchestrator.machine.processes import signals_ignored
 from orchestrator.plan import prediction, remedies
 from orchestrator.plan.point import Point
 from orchestrator.records.record_file import BadRecord, EventTail, read_or_warn
@@ -104,15 +103,3 @@ def record(attempt: Attempt, verdict: Verdict) -> Verdict:
         verdict = verdict._replace(message=f"{verdict.message}; {facts['remedies']}".rstrip("; "))
     attempt.move(verdict.state, rank=verdict.rank, message=verdict.message, log=lines, **facts)
     return verdict
-
-
-@contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Ignores signals while a second Ctrl-C would leave processes behind."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {one: signal.signal(one, signal.SIG_IGN) for one in signals}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.launch.rank import WHERE_SIGNAL
+from orchestrator.machine.hardware import match_in
 from orchestrator.machine.processes import is_alive
 from orchestrator.records.record_file import BadRecord, read_json, read_or_warn, warn_once
 from orchestrator.records.record_shapes import EXITS, RANK
@@ -21,7 +21,9 @@ from orchestrator.records.run_state import RunState
 GRACE_S = 0.6  # wait after the first sign of failure: the rank that caused it may not have been seen yet
 STRAGGLER_S = 10.0  # time that ranks have to end after the result was written
 START_S = 120.0  # time in which every rank must have recorded that it started
+STACK_S = 0.5  # time that ranks have to write their stacks
 LOG_LINES = 15
+END_BYTES = 1 << 16
 VMSTAT = Path("/proc/vmstat")
 _STACK = "(most recent call first):"
 
@@ -62,11 +64,7 @@ class Sight:
 
 def kernel_kills() -> int:
     """The number of processes that this machine's kernel has killed because it was out of memory; 0 if unknown."""
-    try:
-        found = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
+    return int(match_in(VMSTAT, r"^oom_kill (\d+)$") or 0)
 
 
 class Verdict(NamedTuple):
@@ -224,22 +222,29 @@ def _sight(rank: int, record: dict[str, Any] | None, ended: dict[str, Any] | Non
     if record is None:
         return Sight(rank, exit_code=code, exit_time=when)
     alive = ended is None and is_alive(record["pid"], record["started"])
-    error = str(record.get("error", record.get("message", "")))
-    blamed = tuple(record.get("blamed", ()))
-    outcome = RunState(record.get("outcome", RunState.error.value))
-    return Sight(
-        rank, RunState(record["state"]), record.get("monotonic", 0.0), error, alive, code, when, blamed, outcome
+    return recorded(Sight(rank, alive=alive, exit_code=code, exit_time=when), record, record.get("monotonic", 0.0))
+
+
+def recorded(sight: Sight, record: Mapping[str, Any], when: float) -> Sight:
+    """The sight with the state that the rank recorded at the time `when`."""
+    return replace(
+        sight,
+        state=RunState(record["state"]),
+        time=when,
+        error=str(record.get("error", record.get("message", ""))),
+        blamed=tuple(record.get("blamed", ())),
+        outcome=RunState(record.get("outcome", RunState.error.value)),
     )
 
 
-def ask_where(attempt: AttemptPaths, world: int, *, wait_s: float = 0.5) -> int | None:
+def ask_where(attempt: AttemptPaths, world: int) -> int | None:
     """Makes every rank write its stack to its log. Returns the rank that the others wait for; None if unclear."""
     for rank in range(world):
         record = read_or_warn(attempt.rank_record(rank), RANK)
         # The signal's handler is installed only in state `running`; before that the signal would kill the rank.
         if record and record["state"] == RunState.running.value and is_alive(record["pid"], record["started"]):
             os.kill(record["pid"], WHERE_SIGNAL)
-    time.sleep(wait_s)
+    time.sleep(STACK_S)
     busy = [rank for rank in range(world) if not _is_waiting(attempt.rank_log(rank))]
     return busy[0] if len(busy) == 1 and world > 1 else None
 
@@ -257,15 +262,20 @@ def last_words(attempt: AttemptPaths, rank: int) -> tuple[list[str], Path]:
     return str((read_or_warn(record, RANK) or {}).get("traceback", "")).splitlines()[-LOG_LINES:], record
 
 
-def excerpt(log: Path, lines: int = LOG_LINES) -> list[str]:
+def excerpt(log: Path) -> list[str]:
     """The last lines of a log; if the log ends with a dumped stack, the innermost calls of that stack."""
+    end = end_of(log)
+    stacks = [index for index, line in enumerate(end) if line.endswith(_STACK)]
+    after = end[stacks[-1] :] if stacks else []
+    if after and all(line.startswith("  File ") or line.endswith(_STACK) for line in after):
+        return after[:LOG_LINES]
+    return end[-LOG_LINES:]
+
+
+def end_of(log: Path) -> list[str]:
+    """The lines in the last END_BYTES of a log; empty if there is no such file."""
     if not log.is_file():
         return []
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 65536))
-        found = file.read().decode("utf-8", errors="replace").splitlines()
-    stacks = [index for index, line in enumerate(found) if line.endswith(_STACK)]
-    after = found[stacks[-1] :] if stacks else []
-    if after and all(line.startswith("  File ") or line.endswith(_STACK) for line in after):
-        return after[:lines]
-    return found[-lines:]
+        file.seek(max(0, log.stat().st_size - END_BYTES))
+        return file.read().decode("utf-8", errors="replace").splitlines()

@@ -16,7 +16,9 @@ if __name__ == "__main__":
 
 import os
 import runpy
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 ROOT = os.path.abspath(__file__).rsplit("/", 3)[0]
 PYTHONPATH = "PYTHONPATH"
@@ -25,6 +27,30 @@ PYTHONPATH = "PYTHONPATH"
 def words(module: str, *arguments: str, flags: tuple[str, ...] = ()) -> list[str]:
     """The command that runs a module of ours or of a library as a child; start it with the result of `environment`."""
     return [sys.executable, *flags, os.path.abspath(__file__), module, *arguments]
+
+
+def start(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    log: Path,
+    *,
+    stream: int | None = None,
+    folder: str | None = None,
+) -> subprocess.Popen[bytes]:
+    """Starts a command of `words` in a session of its own, in which it gets no Ctrl-C.
+
+    Its output is appended to `log`. `stream`: used for its stdin and stdout instead, such as subprocess.PIPE.
+    """
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment(environ),
+            stdin=subprocess.DEVNULL if stream is None else stream,
+            stdout=file if stream is None else stream,
+            stderr=file,
+            start_new_session=True,
+        )
 
 
 def environment(base: Mapping[str, str]) -> dict[str, str]:
@@ -56,7 +82,7 @@ def forget_current_folder() -> None:
     stays = {ROOT, *map(os.path.abspath, filter(None, entries))}
     standard = os.path.dirname(os.__file__)  # entries after it are installed packages
     end = sys.path.index(standard) if standard in sys.path else len(sys.path)
-    first = [one for one in sys.path[:end] if one in stays or os.path.abspath(one) != here]
+    first = [entry for entry in sys.path[:end] if entry in stays or os.path.abspath(entry) != here]
     sys.path[:] = [*first, *sys.path[end:]]
     if ROOT not in sys.path:
         sys.path.insert(0, ROOT)

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from orchestrator.config.schema import Device
+from orchestrator.machine.processes import output_of
 from zero_runtime.offload import cgroups
 
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -67,15 +67,14 @@ class Gpu:
     memory_bytes: int | None = None
 
 
-def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
+def visible_gpus() -> list[Gpu]:
     """The GPUs that `detect` counts, in the same order."""
-    environ = os.environ if environ is None else environ
     models = gpu_models()
-    setting = environ.get("CUDA_VISIBLE_DEVICES")
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = len(visible(models, setting))
     entries = [part.strip() for part in setting.split(",")] if setting is not None else list(map(str, range(count)))
-    told = _smi("--query-gpu=index,uuid,memory.total")
-    facts = {name: (uuid, int(mib) << 20) for index, uuid, mib in told if mib.isdigit() for name in (index, uuid)}
+    rows = _smi("--query-gpu=index,uuid,memory.total")
+    facts = {name: (uuid, int(mib) << 20) for index, uuid, mib in rows if mib.isdigit() for name in (index, uuid)}
     return [Gpu(entry, *facts.get(entry, ("", None))) for entry in entries[:count]]
 
 
@@ -86,12 +85,8 @@ def gpu_processes() -> list[tuple[str, str, str]]:
 
 def _smi(query: str) -> list[list[str]]:
     """The rows that nvidia-smi prints for a query of three columns; empty if it is missing or fails."""
-    try:
-        line = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-        answer = subprocess.run(line, capture_output=True, encoding="utf-8", errors="replace", timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [[cell.strip() for cell in row.split(",")] for row in answer.stdout.splitlines() if row.count(",") == 2]
+    rows = (output_of("nvidia-smi", query, "--format=csv,noheader,nounits") or "").splitlines()
+    return [[cell.strip() for cell in row.split(",")] for row in rows if row.count(",") == 2]
 
 
 def memory_bytes() -> int:
@@ -128,8 +123,8 @@ def visible(models: list[str], setting: str | None) -> list[str]:
 
 def gpu_models() -> list[str]:
     """The short name of each NVIDIA GPU, from the driver's files, or from the slower nvidia-smi if they are hidden."""
-    found = [_model_in(folder / "information") for folder in sorted(PROC_GPUS.glob("*"))]
-    return [short_name(model) for model in found] if found else _ask_nvidia_smi()
+    models = [match_in(folder / "information", r"^Model:\s*(.+)$") or "GPU" for folder in sorted(PROC_GPUS.glob("*"))]
+    return [short_name(model) for model in models] if models else _ask_nvidia_smi()
 
 
 def short_name(model: str) -> str:
@@ -140,24 +135,12 @@ def short_name(model: str) -> str:
 
 def cpu_model() -> str:
     """The short name of the CPU."""
-    try:
-        found = re.search(
-            r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
-        )
-    except OSError:
-        found = None
-    return short_name(found.group(1) if found else platform.machine())
+    return short_name(match_in(CPU_INFO, r"^model name\s*:\s*(.+)$") or platform.machine())
 
 
 def cpu_dtypes() -> frozenset[str]:
     """The dtypes among bf16 and fp16 for which the CPU has matrix instructions, which are 5 to 100 times faster."""
-    try:
-        found = re.search(
-            r"^(?:flags|Features)\s*:\s*(.+)$", CPU_INFO.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
-        )
-    except OSError:
-        found = None
-    flags = set(found.group(1).split()) if found else set()
+    flags = set((match_in(CPU_INFO, r"^(?:flags|Features)\s*:\s*(.+)$") or "").split())
     native = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
     return frozenset(dtype for dtype, names in native.items() if names & flags)
 
@@ -167,26 +150,18 @@ def torch_has_cuda() -> bool:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return re.search(r"^cuda\b[^=]*=\s*['\"]", text, re.MULTILINE) is not None
+    return match_in(Path(spec.origin).with_name("version.py"), r"^cuda\b[^=]*=\s*(['\"])") is not None
 
 
-def _model_in(file: Path) -> str:
+def match_in(file: Path, pattern: str) -> str | None:
+    """The group of the first match of a pattern in a file, with ^ and $ at line ends; None without one."""
     try:
-        found = re.search(r"^Model:\s*(.+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        match = re.search(pattern, file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     except OSError:
-        found = None
-    return found.group(1) if found else "GPU"
+        return None
+    return match[1] if match else None
 
 
 def _ask_nvidia_smi() -> list[str]:
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", errors="replace", timeout=20, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [short_name(model) for model in re.findall(r"^GPU \d+: (.+?) \(UUID", answer.stdout, re.MULTILINE)]
+    listed = output_of("nvidia-smi", "-L") or ""
+    return [short_name(model) for model in re.findall(r"^GPU \d+: (.+?) \(UUID", listed, re.MULTILINE)]

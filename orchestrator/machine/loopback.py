@@ -10,10 +10,10 @@ ADDRESSES = ("127.0.0.1", "::1")
 
 def loopback(addresses: Sequence[str] = ADDRESSES) -> str:
     """127.0.0.1, or ::1 if the machine has only IPv6. Raises OSError if it has neither."""
-    found = next((address for address in addresses if _binds(address)), None)
-    if found is None:
-        raise OSError(f"neither {' nor '.join(addresses)} can be bound; `ip link set lo up` brings the loopback up")
-    return found
+    for address in addresses:
+        if _binds(address):
+            return address
+    raise OSError(f"neither {' nor '.join(addresses)} can be bound; `ip link set lo up` brings the loopback up")
 
 
 def _binds(address: str) -> bool:

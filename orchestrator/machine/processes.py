@@ -1,4 +1,4 @@
-"""Operating system processes: whether one is alive, stop signals, and ending all processes of a session."""
+"""Operating system processes: output of programs, whether one is alive, signals, and ending a whole session."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -18,6 +20,18 @@ import psutil
 from zero_runtime import process_identity
 
 _PR_SET_PDEATHSIG = 1
+PATIENCE_S = 5.0  # time in which the processes of a session must have ended
+
+
+def output_of(*words: str, timeout_s: float = 20, folder: Path | None = None) -> str | None:
+    """The output of a program, run in `folder`; None if it is missing, fails, or does not end within `timeout_s`."""
+    try:
+        done = subprocess.run(
+            words, cwd=folder, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
 
 
 def started(pid: int) -> str | None:
@@ -40,27 +54,38 @@ def is_alive(pid: int, token: object) -> bool:
 
     Records of earlier versions have a float instead of a token, which no process has: their processes count as gone.
     """
-    found = started(pid)
-    return found is not None and found == token
+    current = started(pid)
+    return current is not None and current == token
 
 
 class StoppedBySignal(KeyboardInterrupt):
     """The command was asked to stop by a signal other than Ctrl-C."""
 
 
-@contextlib.contextmanager
-def signals_interrupt() -> Iterator[None]:
+def signals_interrupt() -> AbstractContextManager[None]:
     """Makes SIGTERM and SIGHUP raise StoppedBySignal, so that they unwind like Ctrl-C. Only for the main thread."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise StoppedBySignal(signal.Signals(number).name)
 
-    before = {one: signal.signal(one, stop) for one in (signal.SIGTERM, signal.SIGHUP)}
+    return _handler_of(stop, signal.SIGTERM, signal.SIGHUP)
+
+
+def signals_ignored() -> AbstractContextManager[None]:
+    """Ignores signals while a second Ctrl-C would leave processes behind. Only for the main thread."""
+    return _handler_of(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def _handler_of(
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers, *numbers: signal.Signals
+) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def die_with_parent(parent: int) -> None:
@@ -95,13 +120,13 @@ def _session_of(pid: int) -> int | None:
         return None
 
 
-def end_session(session: int, *, patience_s: float = 5.0) -> bool:
+def end_session(session: int) -> bool:
     """Kills every process of the session; True if none is left. The caller still has to reap the leader, its child.
 
     The leader is killed last, because it reaps its children. In a container where pid 1 reaps no processes, they would
     otherwise stay zombies.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + PATIENCE_S
     alone_since: float | None = None
     while True:
         others = [pid for pid in session_members(session) if pid != session]

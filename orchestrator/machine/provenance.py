@@ -7,11 +7,10 @@ import importlib.metadata
 import os
 import platform
 import socket
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from orchestrator.machine.processes import output_of
 from orchestrator.text.paths import CODE
 
 PACKAGES = ("zero-lab", "torch", "transformers", "hydra-core", "submitit", "mlflow", "safetensors", "peft", "triton")
@@ -30,25 +29,26 @@ class Code(NamedTuple):
     diff: str
     untracked: tuple[str, ...]
 
+    @property
+    def dirty(self) -> bool:
+        return bool(self.diff or self.untracked)
+
 
 @functools.cache
 def code() -> Code:
     """The checkout of this process's code, read once."""
     if not (CODE / ".git").exists():
         return Code("", "", ())
-    diff = _git(CODE, "diff", "HEAD")[:LONGEST_DIFF_BYTES]
-    return Code(
-        _git(CODE, "rev-parse", "HEAD"), diff, tuple(_git(CODE, "ls-files", "-o", "--exclude-standard").split())
-    )
+    diff = _git("diff", "HEAD")[:LONGEST_DIFF_BYTES]
+    return Code(_git("rev-parse", "HEAD"), diff, tuple(_git("ls-files", "-o", "--exclude-standard").split()))
 
 
 def facts() -> dict[str, Any]:
     """The contents of provenance.json as plain data."""
-    found = code()
     return {
-        "commit": found.commit or None,
-        "dirty": bool(found.diff or found.untracked),
-        "untracked": list(found.untracked),
+        "commit": code().commit or None,
+        "dirty": code().dirty,
+        "untracked": list(code().untracked),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := version_of(name)) is not None},
         "host": socket.gethostname(),
@@ -66,11 +66,5 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def _git(root: Path, *words: str) -> str:
-    try:
-        answer = subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, encoding="utf-8", errors="replace", timeout=10
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return answer.stdout.strip() if answer.returncode == 0 else ""
+def _git(*words: str) -> str:
+    return (output_of("git", *words, timeout_s=10, folder=CODE) or "").strip()

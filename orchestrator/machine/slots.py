@@ -1,14 +1,12 @@
 """The slots of this machine: GPUs or CPU cores, each held by one run at a time across all commands of a user.
 
-[Note: locks] A slot is held by an flock on a file in a folder that all commands of the user share, so a lease ends
-with the process that holds it, for whatever reason that ends. Two sweeps on one machine take turns instead of
-disturbing each other.
+A slot is held by a lock on a file in a folder that all commands of the user share (locks.py), so that two sweeps on
+one machine take turns instead of disturbing each other.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ from types import TracebackType
 from typing import IO
 
 from orchestrator.config.schema import Device, Resources
-from orchestrator.machine import hardware
+from orchestrator.machine import hardware, locks
 
 LOCKS = "ZLAB_LOCKS"
 FIX = f"set {LOCKS} to a folder of yours, or unset it"
@@ -112,16 +110,11 @@ class SlotPool:
         return told
 
     def _lock(self, slot: Slot) -> IO[str] | None:
-        file = (self._folder / f"{slot.name}.lock").open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return None
-        file.seek(0)
-        file.truncate()
-        file.write(f"pid {os.getpid()}\n")
-        file.flush()
+        file = locks.take(self._folder / f"{slot.name}.lock", wait=False)
+        if file is not None:
+            file.truncate(0)
+            file.write(f"pid {os.getpid()}\n")
+            file.flush()
         return file
 
 

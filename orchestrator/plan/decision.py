@@ -238,8 +238,3 @@ def _pruned_by_family(planned: Sequence[Planned]) -> list[Planned]:
 def smaller_failed(label: str) -> str:
     """The reason why a point is pruned after a smaller point of its family was out of memory."""
     return f"{label}, which is smaller, was out of memory; --prune off runs it all the same"
-
-
-def summary(planned: Sequence[Planned]) -> dict[RunState, list[Planned]]:
-    """The points by decision, in the order of RunState."""
-    return {state: found for state in RunState if (found := [one for one in planned if one.decision is state])}

@@ -14,17 +14,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from importlib import metadata
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from orchestrator.config.schema import Device, RunConfig, to_dict
-from orchestrator.machine import children
-from orchestrator.records.record_file import read_cached, write_cached
+from orchestrator.machine import children, provenance
+from orchestrator.records.cache import read_cached, write_cached
 from orchestrator.text.paths import CODE
-from zero_runtime.kernels.cpu.build import BuildError, cache_folder
 
 # The groups that a model's units and the optimizer's states depend on, next to unit_numel and ratio in `units_key`.
 DECIDING = ("model", "adapter", "optimizer", "precision")
@@ -55,50 +51,28 @@ def _hash(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def folder() -> Path:
-    """The folder of the cache, private to the user and separate for each version of the code behind the answers.
-
-    OSError if it cannot be created.
-    """
-    try:
-        found = cache_folder() / f"shapes-{_code()}"
-    except BuildError as error:
-        raise OSError(str(error)) from error
-    found.mkdir(mode=0o700, exist_ok=True)
-    return found
-
-
 @functools.cache
-def _code() -> str:
-    """A hash of the code and the versions of libraries that answers depend on; computed once per process.
+def folder() -> str:
+    """The name of the folder in the cache: a hash of the code and the versions of libraries that answers depend on.
 
     Of complete packages: a list of single files becomes wrong when code moves, and a stale prediction is worse than one
     that is computed again.
     """
     rooms = ("zero_runtime", "orchestrator/worker", "orchestrator/workloads")
     parts = [file for room in rooms for file in sorted((CODE / room).rglob("*.py"))]
-    source = b"".join(one.read_bytes() for one in parts) + " ".join(map(_version, LIBRARIES)).encode()
-    return hashlib.sha256(source).hexdigest()[:8]
-
-
-def _version(library: str) -> str:
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return "none"
+    versions = [provenance.version_of(library) or "none" for library in LIBRARIES]
+    source = b"".join(file.read_bytes() for file in parts) + " ".join(versions).encode()
+    return f"shapes-{hashlib.sha256(source).hexdigest()[:8]}"
 
 
 def stored(key: str) -> Any | None:
     """The stored answer; None if it is missing or damaged."""
-    with suppress(OSError):
-        return read_cached(folder() / f"{key}.json", key)
-    return None
+    return read_cached(folder(), key)
 
 
 def store(key: str, answer: Any) -> None:
     """Stores the answer. If there is no folder for it, the answer is computed again next time."""
-    with suppress(OSError):
-        write_cached(folder() / f"{key}.json", key, answer)
+    write_cached(folder(), key, answer)
 
 
 def answers(

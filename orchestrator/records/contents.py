@@ -9,7 +9,6 @@ the file could change again within one tick of the file system's clock.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import time
@@ -18,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.pretrained import COMPANIONS, WEIGHTS
-from orchestrator.records.record_file import read_cached, write_cached
+from orchestrator.records.cache import read_cached, write_cached
 from orchestrator.workloads.text_files import is_text, text_files
-from zero_runtime.kernels.cpu.build import BuildError, cache_folder
 
 # The kinds of contents: their name in messages, and the configuration key of their path.
 PLACES = {
@@ -44,12 +42,12 @@ def of(config: Mapping[str, Any], known: Known | None = None) -> dict[str, str]:
     read get a text that says so instead of a hash: the run that needs them reports the problem.
     """
     known = {} if known is None else known
-    found = {}
+    hashes = {}
     for name, path in _wanted(config).items():
         if (name, path) not in known:
             known[name, path] = _hash_of(name, Path(path))
-        found[name] = known[name, path]
-    return found
+        hashes[name] = known[name, path]
+    return hashes
 
 
 def place(name: str, config: Mapping[str, Any]) -> str:
@@ -60,17 +58,18 @@ def place(name: str, config: Mapping[str, Any]) -> str:
 
 def _wanted(config: Mapping[str, Any]) -> dict[str, str]:
     data, model = config["data"], config["model"]
-    found = {"data": data["path"], "model": model["path"]}
-    found["tokenizer"] = model["path"] if data["tokenizer"] == "model" else None
-    return {name: path for name, path in found.items() if path is not None}
+    paths = {"data": data["path"], "model": model["path"]}
+    paths["tokenizer"] = model["path"] if data["tokenizer"] == "model" else None
+    return {name: path for name, path in paths.items() if path is not None}
 
 
 def _files(name: str, path: Path) -> list[Path]:
     if name == "data":
         return text_files(path)
     if name == "tokenizer":
-        return [path / one for one in COMPANIONS if (path / one).is_file()]
-    return sorted(one for one in (*path.glob("*.safetensors"), *(path / one for one in WEIGHTS[1:])) if one.is_file())
+        return [path / file for file in COMPANIONS if (path / file).is_file()]
+    files = (*path.glob("*.safetensors"), *(path / name for name in WEIGHTS[1:]))
+    return sorted(file for file in files if file.is_file())
 
 
 def _hash_of(name: str, path: Path) -> str:
@@ -90,23 +89,24 @@ def _digests(name: str, path: Path, files: Sequence[Path]) -> list[str]:
     """The hash of each file, from the cache if the file has not changed; see [Note: hashed once]."""
     from concurrent.futures import ThreadPoolExecutor  # here: a typo is reported without this import
 
-    cache = _cache_file(name, path)
-    kept = _read(cache)
+    key = hashlib.sha256(f"{name} {path.absolute()}".encode()).hexdigest()[:16]
+    known: dict[str, tuple[Stamp, str]] = {
+        file: (stamp, digest) for file, (stamp, digest) in (read_cached("contents", key) or {}).items()
+    }
     begun = time.time_ns()
     # A file that data.path names directly is always read; in a folder only text files are.
     skips = name == "data" and files != [path]
 
     def digest(file: Path) -> tuple[Stamp, str]:
-        before = kept.get(str(file))
-        stamp = _stamp(file)
-        return (stamp, before[1]) if before is not None and before[0] == stamp else _read_digest(file, skips=skips)
+        before, stamp = known.get(str(file)), _stamp(file)
+        return before if before is not None and before[0] == stamp else _read_digest(file, skips=skips)
 
     with ThreadPoolExecutor(READERS) as readers:
-        found = dict(zip(map(str, files), readers.map(digest, files), strict=True))
-    settled = {file: one for file, one in found.items() if max(one[0][-2:]) < begun - SETTLED_NS}
-    if settled != kept:
-        _write(cache, settled)
-    return [one[1] for one in found.values()]
+        digests = dict(zip(map(str, files), readers.map(digest, files), strict=True))
+    settled = {file: entry for file, entry in digests.items() if max(entry[0][-2:]) < begun - SETTLED_NS}
+    if settled != known:
+        write_cached("contents", key, settled)
+    return [text for _, text in digests.values()]
 
 
 def _stamp(file: Path | int) -> Stamp:
@@ -124,32 +124,3 @@ def _read_digest(path: Path, *, skips: bool) -> tuple[Stamp, str]:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
     return stamp, digest.hexdigest()
-
-
-# ---- the cache ------------------------------------------------------------------------------------------------------
-
-
-def _cache_file(name: str, path: Path) -> Path | None:
-    """The cache for a path; None if this user has no folder for caches."""
-    try:
-        folder = cache_folder()
-    except BuildError:
-        return None
-    text = f"{name} {path.absolute()}"
-    return folder / "contents" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-
-
-def _read(cache: Path | None) -> dict[str, tuple[Stamp, str]]:
-    if cache is None:
-        return {}
-    kept = read_cached(cache, cache.stem)
-    return {file: (stamp, digest) for file, (stamp, digest) in (kept or {}).items()}
-
-
-def _write(cache: Path | None, found: Mapping[str, tuple[Stamp, str]]) -> None:
-    """Stores the hashes. If that fails, the files are read again next time."""
-    if cache is None:
-        return
-    with contextlib.suppress(OSError):
-        cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_cached(cache, cache.stem, found)

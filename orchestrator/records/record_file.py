@@ -19,7 +19,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from orchestrator.records.record_shapes import METRICS, Events, Shape, misfit
 from zero_runtime.process_identity import mark, remove_left_behind
@@ -44,6 +44,23 @@ class BadRecord(Exception):
             "command again"
         )
         self.path, self.wrong = path, wrong
+
+
+class Rooted(Protocol):
+    """An object with the folder of its files."""
+
+    @property
+    def root(self) -> Path: ...
+
+
+class FileIn:
+    """An attribute of a class with a `root`: the path of a file or folder in it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Rooted, kind: type) -> Path:
+        return owner.root / self._name
 
 
 @functools.cache
@@ -77,24 +94,6 @@ def read_or_warn(path: Path, shape: Shape = OBJECT) -> dict[str, Any] | None:
     except (BadRecord, OSError) as error:
         warn_once(str(error))
         return None
-
-
-def read_cached(path: Path, key: str) -> Any | None:
-    """The value that `write_cached` stored for this key; None if there is none, or if the file is damaged.
-
-    Nothing is reported, since a cache can be built again.
-    """
-    with contextlib.suppress(BadRecord, OSError):
-        data = loaded(path)
-        if isinstance(data, dict) and CHECKSUM in data and judged(path, data, OBJECT).get("key") == key:
-            return data.get("kept")
-    return None
-
-
-def write_cached(path: Path, key: str, kept: object) -> None:
-    """Stores the value for `read_cached`. If that fails, nothing is raised: it is computed again next time."""
-    with contextlib.suppress(OSError):
-        write_json_atomic(path, {"key": key, "kept": kept})
 
 
 def judged(path: Path, data: Any, shape: Shape) -> dict[str, Any]:
@@ -320,9 +319,9 @@ class EventTail:
         self._lines: int | None = 0  # number of lines read; None if it is unknown
 
     @classmethod
-    def of_the_end(cls, path: Path, events: Events = METRICS) -> EventTail:
+    def of_the_end(cls, path: Path) -> EventTail:
         """A tail that starts near the end of a large file, for callers that check many files again and again."""
-        tail = cls(path, events)
+        tail = cls(path)
         with contextlib.suppress(BadRecord, OSError), _regular(path) as file:
             if file is not None and (size := os.fstat(file.fileno()).st_size) > END_BYTES:
                 file.seek(size - END_BYTES)

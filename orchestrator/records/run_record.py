@@ -19,6 +19,7 @@ from orchestrator.machine.processes import is_alive, started
 from orchestrator.records import contents
 from orchestrator.records.record_file import (
     BadRecord,
+    FileIn,
     clear_leftovers,
     make_room,
     read_or_warn,
@@ -49,78 +50,28 @@ class AttemptPaths:
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.json"
-
-    @property
-    def state(self) -> Path:
-        return self.root / "state.json"
-
-    @property
-    def provenance(self) -> Path:
-        """The code, packages and settings that produced the attempt."""
-        return self.root / "provenance.json"
-
-    @property
-    def diff(self) -> Path:
-        """The uncommitted changes in the checkout of the code."""
-        return self.root / "git.diff"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def result(self) -> Path:
-        return self.root / "result.json"
-
-    @property
-    def rendezvous(self) -> Path:
-        return self.root / "rendezvous"
-
-    @property
-    def exits(self) -> Path:
-        """Exit code and time of each rank's process, written by the controller."""
-        return self.root / "exits.json"
-
-    @property
-    def job(self) -> Path:
-        """The scheduler's id of the job that runs this attempt, with its script and its log."""
-        return self.root / "job.json"
-
-    @property
-    def heartbeat(self) -> Path:
-        """Written every few seconds by rank 0 if the command cannot see the attempt's processes."""
-        return self.root / "heartbeat.json"
-
-    @property
-    def denied(self) -> Path:
-        """Since when the scheduler has not known the job while its heartbeat has not changed; removed once it does."""
-        return self.root / "denied.json"
-
-    @property
-    def failing(self) -> Path:
-        """Since when the first error of an attempt on a cluster has been seen."""
-        return self.root / "failing.json"
+    config = FileIn("config.json")
+    state = FileIn("state.json")
+    provenance = FileIn("provenance.json")  # the code, packages and settings that produced the attempt
+    diff = FileIn("git.diff")  # the uncommitted changes in the checkout of the code
+    metrics = FileIn("metrics.jsonl")
+    result = FileIn("result.json")
+    rendezvous = FileIn("rendezvous")
+    exits = FileIn("exits.json")  # exit code and time of each rank's process, written by the controller
+    job = FileIn("job.json")  # the scheduler's id of the job that runs this attempt, with its script and its log
+    # Written every few seconds by rank 0 if the command cannot see the attempt's processes.
+    heartbeat = FileIn("heartbeat.json")
+    # Since when the scheduler has not known the job while its heartbeat has not changed; removed once it does.
+    denied = FileIn("denied.json")
+    failing = FileIn("failing.json")  # since when the first error of an attempt on a cluster has been seen
+    weights = FileIn("weights")  # the trained weights as a Hugging Face folder
+    submitit = FileIn("submitit")
+    controller_log = FileIn("submitit/controller.log")
 
     @property
     def checkpoints(self) -> Path:
         """The checkpoints that all attempts at the point save and resume from."""
         return self.root.parent.parent / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        """The trained weights as a Hugging Face folder."""
-        return self.root / "weights"
-
-    @property
-    def submitit(self) -> Path:
-        return self.root / "submitit"
-
-    @property
-    def controller_log(self) -> Path:
-        return self.submitit / "controller.log"
 
     def rank_log(self, rank: int) -> Path:
         return self.root / f"rank{rank}.log"

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.machine.locks import locked
 from orchestrator.machine.processes import is_alive
 from orchestrator.records.record_file import (
     BadRecord,
     EventTail,
+    FileIn,
     append_event,
     clear_leftovers,
     judged,
@@ -41,51 +43,20 @@ class SweepPaths:
 
     root: Path
 
+    sweep = FileIn("sweep.json")  # the command, the folder where it was typed, and the policies of the sweep
+    plan = FileIn("plan.json")  # the points, with the decision about each
+    events = FileIn("events.jsonl")  # the actions of the controller, one event a line
+    requests = FileIn("requests.jsonl")  # requests of other commands to the controller
+    controller = FileIn("controller.json")  # the process of the controller, written by the controller itself
+    # The process that will be the controller, written by the command that has just started it.
+    claim = FileIn("claim.json")
+    log = FileIn("controller.log")
+    report = FileIn("report.md")
+    results = FileIn("results.csv")
+
     @property
     def name(self) -> str:
         return self.root.name
-
-    @property
-    def sweep(self) -> Path:
-        """The command, the folder where it was typed, and the policies of the sweep."""
-        return self.root / "sweep.json"
-
-    @property
-    def plan(self) -> Path:
-        """The points, with the decision about each."""
-        return self.root / "plan.json"
-
-    @property
-    def events(self) -> Path:
-        """What the controller did, one event a line."""
-        return self.root / "events.jsonl"
-
-    @property
-    def requests(self) -> Path:
-        """What other commands ask the controller to do."""
-        return self.root / "requests.jsonl"
-
-    @property
-    def controller(self) -> Path:
-        """The process of the controller, written by the controller itself."""
-        return self.root / "controller.json"
-
-    @property
-    def claim(self) -> Path:
-        """The process that will be the controller, written by the command that has just started it."""
-        return self.root / "claim.json"
-
-    @property
-    def log(self) -> Path:
-        return self.root / "controller.log"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.md"
-
-    @property
-    def results(self) -> Path:
-        return self.root / "results.csv"
 
     @property
     def output(self) -> Path:
@@ -302,26 +273,16 @@ def controller_pid(sweep: SweepPaths) -> int | None:
     return next((int(who["pid"]) for who in found if is_alive(who["pid"], who["started"])), None)
 
 
-@contextlib.contextmanager
-def only_starter(output: str | Path) -> Iterator[None]:
+def only_starter(output: str | Path) -> AbstractContextManager[bool]:
     """A lock for starting a sweep of this output, so that the second of two commands sees the sweep of the first.
 
     Blocks while another command holds it.
     """
     sweeps = Path(output).absolute() / "sweeps"
     sweeps.mkdir(parents=True, exist_ok=True)
-    with (sweeps / ".lock").open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return locked(sweeps / ".lock")
 
 
-@contextlib.contextmanager
-def only_controller(sweep: SweepPaths) -> Iterator[bool]:
-    """A lock for controlling the sweep; yields False if another controller holds it."""
-    with (sweep.root / ".lock").open("wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+def only_controller(sweep: SweepPaths, *, wait: bool = False) -> AbstractContextManager[bool]:
+    """A lock for controlling the sweep. If another process holds it: blocks with `wait`, else yields False."""
+    return locked(sweep.root / ".lock", wait=wait)

@@ -13,11 +13,6 @@ from orchestrator.report import ranking
 from orchestrator.report.ranking import Entry, Ranked
 
 
-def entries(found: list[Standing]) -> list[Entry]:
-    """One entry for each point of a sweep."""
-    return [_entry(one) for one in found]
-
-
 def _entry(one: Standing) -> Entry:
     result = one.result()
     return Entry(
@@ -39,7 +34,8 @@ def _ended_at(one: Standing) -> float | None:
 def ranked(sweep: SweepPaths) -> list[Ranked]:
     """The points, ordered by the sweep's metric."""
     metric = (read_or_warn(sweep.sweep, SWEEP) or {}).get("rank_by")
-    return ranking.rank(entries(standings(sweep)), metric if metric in ranking.METRICS else ranking.DEFAULT_METRIC)
+    entries = [_entry(standing) for standing in standings(sweep)]
+    return ranking.rank(entries, metric if metric in ranking.METRICS else ranking.DEFAULT_METRIC)
 
 
 def write(sweep: SweepPaths) -> list[str]:

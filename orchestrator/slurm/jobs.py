@@ -14,8 +14,7 @@ from typing import Any
 from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.launch.environment import job_settings
 from orchestrator.launch.rank import ENTRY, STOP_SIGNAL
-from orchestrator.records.record_file import read_or_warn, write_json_atomic
-from orchestrator.records.record_shapes import JOB
+from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.slurm import tools as slurm_tools
 from orchestrator.slurm.executor import BatchExecutor
@@ -215,24 +214,7 @@ def _has_ended_for_good(sight: JobSight) -> bool:
     return sight.state is JobPhase.ended and sight.slurm_state not in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 
 
-def look(ids: Sequence[str]) -> dict[str, JobSight]:
-    """Queries once, with a new SlurmQueue. A caller that queries repeatedly should keep one."""
-    return SlurmQueue().look(ids)
-
-
 def cancel(ids: Sequence[str]) -> None:
     """Asks SLURM to end the jobs, running or waiting, and does not wait for it. Ended jobs are ignored."""
     for start in range(0, len(ids), AT_ONCE):
         ask(["scancel", "--quiet", *ids[start : start + AT_ONCE]])
-
-
-def job_of(attempt: AttemptPaths) -> str | None:
-    """The id of the job that an attempt was sent as."""
-    return (read_or_warn(attempt.job, JOB) or {}).get("job")
-
-
-def log_paths(attempt: AttemptPaths, world: int) -> list[Path]:
-    """All existing logs of an attempt: those of its ranks, and the output of SLURM and the setup lines."""
-    log = (read_or_warn(attempt.job, JOB) or {}).get("log")
-    wanted = [attempt.rank_log(rank) for rank in range(world)]
-    return [path for path in [*wanted, *([Path(log)] if log else [])] if path.is_file()]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import nearest
-from orchestrator.slurm.tools import ask, read_limit_min
+from orchestrator.slurm.tools import ask, read_limit_min, rows_of
 
 SINFO_FIELDS = "%P|%a|%l|%D|%c|%m|%G"
 # File systems in /proc/mounts that several machines can see. Any other is probably a local disk of one machine.
@@ -35,9 +35,13 @@ class NodeKind(NamedTuple):
 
 def preflight(configs: Iterable[RunConfig]) -> list[str]:
     """Resources that the cluster can never give to these points, with fixes. SlurmError if SLURM does not answer."""
-    kinds = read_sinfo(ask(["sinfo", "--noheader", "--exact", "--format", SINFO_FIELDS]))
-    told = [problem for config in configs if (problem := problem_of(config, kinds))]
-    return list(dict.fromkeys(told))
+    kinds = _node_kinds()
+    problems = [problem for config in configs if (problem := problem_of(config, kinds))]
+    return list(dict.fromkeys(problems))
+
+
+def _node_kinds() -> list[NodeKind]:
+    return read_sinfo(ask(["sinfo", "--noheader", "--exact", "--format", SINFO_FIELDS]))
 
 
 def cautions(configs: Iterable[RunConfig]) -> list[str]:
@@ -53,11 +57,7 @@ def cautions(configs: Iterable[RunConfig]) -> list[str]:
 def read_sinfo(text: str) -> list[NodeKind]:
     """Parses sinfo's output of SINFO_FIELDS."""
     kinds = []
-    for line in text.splitlines():
-        fields = line.strip().split("|")
-        if len(fields) != len(SINFO_FIELDS.split("|")):
-            continue
-        name, up, limit, *counts, gres = fields
+    for name, up, limit, *counts, gres in rows_of(text, len(SINFO_FIELDS.split("|"))):
         # "128+" stands for nodes with different counts, if sinfo was not asked to list them separately.
         nodes, cpus, memory = (int(re.sub(r"\D.*", "", field) or 0) for field in counts)
         default = name.endswith("*")
@@ -174,9 +174,8 @@ def hardware_name(config: RunConfig) -> str:
     Numbers under one name are comparable. Nodes of a CPU partition, or with mixed GPUs, are named by the partition and
     by `constraint`, which selects nodes of it.
     """
-    kinds = read_sinfo(ask(["sinfo", "--noheader", "--exact", "--format", SINFO_FIELDS]))
     chosen = config.cluster.partition
-    own = [kind for kind in kinds if kind.partition == chosen or (chosen is None and kind.is_default)]
+    own = [kind for kind in _node_kinds() if kind.partition == chosen or (chosen is None and kind.is_default)]
     types = {name for kind in own for name in kind.gpus}
     if config.resources.device is Device.cuda and len(types) == 1 and "" not in types:
         return f"slurm/{next(iter(types))}"

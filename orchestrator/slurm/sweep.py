@@ -5,7 +5,6 @@ No process watches a cluster's sweep permanently, so every command that reads th
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from orchestrator.slurm import jobs as slurm
 from orchestrator.slurm import site as slurm_site
 from orchestrator.slurm.jobs import SlurmQueue
 from orchestrator.slurm.tools import JobPhase, JobSight
-from orchestrator.slurm.verdict import JobFollower
+from orchestrator.slurm.verdict import verdict_or_lost
 from orchestrator.tracking.feed import experiment_name, start_tracker
 
 OWNER = {"scheduler": "slurm"}
@@ -73,12 +72,10 @@ class ClusterView:
     def __init__(self, sweep: SweepPaths) -> None:
         self._sweep = sweep
         self._scheduler = SlurmQueue()
-        self._followers: dict[str, JobFollower] = {}
 
     def look(self) -> list[Standing]:
         """The state of every point after one query of the scheduler. If it does not answer, no state changes."""
-        with (self._sweep.root / ".lock").open("wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with sweep_record.only_controller(self._sweep, wait=True):
             moving = [one for one in sweep_record.standings(self._sweep) if one.job and not one.state.final]
             sights = self._scheduler.look([one.job for one in moving]) if moving else {}
             ended = [one.attempt for one in moving if one.attempt is not None and self._move(one, sights[one.job])]
@@ -90,8 +87,7 @@ class ClusterView:
         """Updates the state of the attempt. Returns whether it has ended."""
         assert one.attempt is not None
         world = int(one.planned.config["resources"]["ranks"])
-        follower = self._followers.setdefault(one.job, JobFollower(one.attempt, world))
-        verdict = follower.verdict(sight)
+        verdict = verdict_or_lost(one.attempt, world, sight)
         attempt = Attempt.reopen(one.attempt)
         if verdict is None:
             _move_along(attempt, sight)
@@ -157,6 +153,6 @@ def is_on_cluster(sweep: SweepPaths) -> bool:
 
 
 def log_of(attempt: AttemptPaths) -> Path | None:
-    """The log of SLURM and the setup lines for the job: the only log if no rank has written one."""
+    """The log of SLURM and the setup lines for the job, if it exists: the only log if no rank has written one."""
     log = (read_or_warn(attempt.job, JOB) or {}).get("log")
-    return Path(log) if log else None
+    return Path(log) if log and Path(log).is_file() else None

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -78,17 +78,17 @@ def ask(
     answer within `timeout_s`, as when SLURM's controller is down."""
     tool = words[0]
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             words, env=environ, input=text, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s
         )
     except FileNotFoundError:
         raise SlurmError(f"{tool}: expected it on the PATH, found none; use a machine of the cluster") from None
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{tool}: expected an answer within {timeout_s:g} s; try `scontrol ping`") from None
-    if told.returncode != 0:
-        said = (told.stderr or told.stdout).strip() or f"exit code {told.returncode}"
-        raise SlurmError(f"{' '.join(words[:2])}: {said}")
-    return told.stdout
+    if done.returncode != 0:
+        reason = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise SlurmError(f"{' '.join(words[:2])}: {reason}")
+    return done.stdout
 
 
 def outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
@@ -119,28 +119,27 @@ def squeue_words(ids: Sequence[str]) -> list[str]:
 
 def read_sacct(text: str) -> dict[str, JobSight]:
     """Parses sacct's output by job id. Waiting tasks of an array share a line."""
-    found = {}
-    for line in text.splitlines():
-        fields = line.split("|")
-        if len(fields) < len(SACCT_FIELDS):
-            continue
-        job, state, code, nodes, start, reason = fields[: len(SACCT_FIELDS)]
-        for one in expand_ids(job):
-            found[one] = _sight(state, reason, code, nodes, start)
-    return found
+    sights: dict[str, JobSight] = {}
+    for job, state, code, nodes, start, reason in rows_of(text, len(SACCT_FIELDS)):
+        sights |= dict.fromkeys(expand_ids(job), _sight(state, reason, code, nodes, start))
+    return sights
 
 
 def read_squeue(text: str) -> dict[str, JobSight]:
-    found = {}
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split("|")]
-        if len(fields) < len(SQUEUE_FIELDS):
-            continue
-        job, state, reason, restarts, status, start, nodes = fields[: len(SQUEUE_FIELDS)]
+    """Parses squeue's output by job id."""
+    sights: dict[str, JobSight] = {}
+    for job, state, reason, restarts, status, start, nodes in rows_of(text, len(SQUEUE_FIELDS)):
         code = f"{int(status) >> 8}:{int(status) & 0x7F}" if status.isdigit() else ""
-        for one in expand_ids(job):
-            found[one] = _sight(state, reason, code, nodes, start, int(restarts or 0))
-    return found
+        sights |= dict.fromkeys(expand_ids(job), _sight(state, reason, code, nodes, start, int(restarts or 0)))
+    return sights
+
+
+def rows_of(text: str, columns: int) -> Iterator[list[str]]:
+    """The first cells of each line, separated by |; lines with fewer cells are messages and are left out."""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) >= columns:
+            yield cells[:columns]
 
 
 def read_scontrol_job(text: str) -> JobSight:
@@ -229,14 +228,18 @@ def read_limit_min(text: str) -> float | None:
 
 def accounting_works() -> bool:
     """Whether sacct has a database to query."""
-    kind = re.search(r"^AccountingStorageType\s*=\s*(\S+)", ask(["scontrol", "show", "config"]), re.MULTILINE)
-    return kind is not None and kind[1] != "accounting_storage/none"
+    return _setting("AccountingStorageType") not in (None, "accounting_storage/none")
 
 
 def max_array_size() -> int:
     """The largest number of tasks that an array may have on this cluster."""
-    size = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask(["scontrol", "show", "config"]), re.MULTILINE)
-    return max(int(size[1]), 1) if size else 1001
+    return max(int(_setting("MaxArraySize") or 1001), 1)
+
+
+def _setting(name: str) -> str | None:
+    """A setting of the cluster's configuration."""
+    match = re.search(rf"^{name}\s*=\s*(\S+)", ask(["scontrol", "show", "config"]), re.MULTILINE)
+    return match[1] if match else None
 
 
 def environ_job(environ: Mapping[str, str] = os.environ) -> str:

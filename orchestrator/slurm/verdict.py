@@ -12,11 +12,10 @@ import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.launch.verdict import Sight, Verdict, judge
+from orchestrator.launch.verdict import Sight, Verdict, end_of, judge, recorded
 from orchestrator.records.record_file import read_or_warn, write_json_atomic
 from orchestrator.records.record_shapes import HEARTBEAT, JOB, RANK, SEEN, misfit
 from orchestrator.records.run_record import AttemptPaths
@@ -65,28 +64,22 @@ def verdict(attempt: AttemptPaths, world: int, sight: JobSight, now: float | Non
     return found
 
 
-class JobFollower:
-    """Follows one attempt over many looks and by different commands; it also decides when the attempt is lost."""
+def verdict_or_lost(attempt: AttemptPaths, world: int, sight: JobSight, now: float | None = None) -> Verdict | None:
+    """As `verdict`. Also lost, if for LOST_S SLURM has not known the job and no heartbeat has come.
 
-    def __init__(self, attempt: AttemptPaths, world: int) -> None:
-        self._attempt, self._world = attempt, world
-
-    def verdict(self, sight: JobSight, now: float | None = None) -> Verdict | None:
-        """As the function `verdict`. Also lost, if for LOST_S SLURM has not known the job and no heartbeat has come.
-
-        See [Note: silence].
-        """
-        found = verdict(self._attempt, self._world, sight, now)
-        if sight not in (DENIED, UNSEEN):
-            self._attempt.denied.unlink(missing_ok=True)
-        if found is not None or sight != DENIED:
-            return found
-        beat = (read_or_warn(self._attempt.heartbeat, HEARTBEAT) or {}).get("time")
-        silent_s = _unchanged_s(self._attempt.denied, beat, now)
-        if silent_s < LOST_S:
-            return None
-        told = "has never told that it lives" if beat is None else f"has been silent for {silent_s / 60:.0f} min"
-        return Verdict(RunState.lost, 0, f"SLURM knows the job no more, and rank 0 {told}")
+    See [Note: silence].
+    """
+    decided = verdict(attempt, world, sight, now)
+    if sight not in (DENIED, UNSEEN):
+        attempt.denied.unlink(missing_ok=True)
+    if decided is not None or sight != DENIED:
+        return decided
+    beat = (read_or_warn(attempt.heartbeat, HEARTBEAT) or {}).get("time")
+    silent_s = _unchanged_s(attempt.denied, beat, now)
+    if silent_s < LOST_S:
+        return None
+    silence = "never sent a heartbeat" if beat is None else f"has been silent for {silent_s / 60:.0f} min"
+    return Verdict(RunState.lost, 0, f"SLURM does not know the job anymore, and rank 0 {silence}")
 
 
 def _unchanged_s(kept: Path, value: object, now: float | None = None) -> float:
@@ -136,12 +129,7 @@ def _of_memory(log: Path) -> str:
 
 
 def _end_of(log: Path) -> list[str]:
-    if not log.is_file():
-        return []
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 65536))
-        lines = file.read().decode(errors="replace").splitlines()
-    return [line.strip() for line in lines if line.strip()]
+    return [line.strip() for line in end_of(log) if line.strip()]
 
 
 def _rank(rank: int, record: Mapping[str, Any] | None, sight: JobSight) -> Sight:
@@ -153,14 +141,7 @@ def _rank(rank: int, record: Mapping[str, Any] | None, sight: JobSight) -> Sight
     unseen = Sight(rank, alive=sight.state is not JobPhase.ended, exit_time=math.inf)
     if record is None or stale:
         return unseen
-    return replace(
-        unseen,
-        state=RunState(record["state"]),
-        time=record["time"],
-        error=str(record.get("error", record.get("message", ""))),
-        blamed=tuple(record.get("blamed", ())),
-        outcome=RunState(record.get("outcome", RunState.error.value)),
-    )
+    return recorded(unseen, record, record["time"])
 
 
 def _from_outside(ranks: Sequence[Sight], sight: JobSight) -> Verdict:

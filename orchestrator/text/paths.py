@@ -32,21 +32,18 @@ def shown(path: Path) -> str:
 
 def verb(name: str, sweep: Path) -> str:
     """The command that applies a verb to a sweep, with --output if the sweep is not in the default output folder."""
-    output = sweep.parent.parent
-    there = (
-        ""
-        if output == Path(os.environ.get(OUTPUT, DEFAULT_OUTPUT)).absolute()
-        else f" --output {shlex.quote(shown(output))}"
-    )
-    return f"{program()} {name} {sweep.name}{there}"
+    return f"{program()} {name} {sweep.name}{_output_option(sweep.parent.parent, ' --output')}"
 
 
 def dashboard(output: Path) -> str:
     """The command that opens the dashboard for an output folder."""
-    there = (
-        "" if output == Path(os.environ.get(OUTPUT, DEFAULT_OUTPUT)).absolute() else f" {shlex.quote(shown(output))}"
-    )
-    return f"{program()} ui{there}"
+    return f"{program()} ui{_output_option(output)}"
+
+
+def _output_option(output: Path, flag: str = "") -> str:
+    """The words that name an output folder; none for the default one."""
+    is_default = output == Path(os.environ.get(OUTPUT, DEFAULT_OUTPUT)).absolute()
+    return "" if is_default else f"{flag} {shlex.quote(shown(output))}"
 
 
 def program() -> str:

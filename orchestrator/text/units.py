@@ -1,4 +1,4 @@
-"""Formats numbers for people: sizes in powers of 1024, counts, durations, percentages, ranges of steps."""
+"""Formats numbers for people: sizes in powers of 1024, counts, percentages, ranges of steps."""
 
 from __future__ import annotations
 
@@ -56,14 +56,6 @@ def difference(measured: float | None, predicted: float | None) -> str:
 
 def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else ABSENT
-
-
-def duration(seconds: float) -> str:
-    """A duration such as "4.2 s" or "3 min 05 s"."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s"
 
 
 def spans(numbers: Iterable[int]) -> list[list[int]]:

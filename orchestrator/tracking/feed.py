@@ -221,12 +221,5 @@ def complete_left_behind(output: Path) -> subprocess.Popen[bytes] | None:
 def _start_child(words: list[str], output: Path, stream: int) -> subprocess.Popen[bytes]:
     """`stream`: used for both stdin and stdout of the child."""
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "OMP_NUM_THREADS": "1"}
-    with tracker_log_path(output).open("ab") as log:
-        return subprocess.Popen(
-            children.words("orchestrator.tracking.process", *words),
-            env=children.environment({**os.environ, **quiet}),
-            stdin=stream,
-            stdout=stream,
-            stderr=log,
-            start_new_session=True,
-        )
+    command = children.words("orchestrator.tracking.process", *words)
+    return children.start(command, {**os.environ, **quiet}, tracker_log_path(output), stream=stream)

@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import getpass
 import json
 import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from orchestrator.config.schema import from_dict
+from orchestrator.machine import provenance
+from orchestrator.machine.locks import locked
 from orchestrator.machine.processes import is_alive, started
 from orchestrator.records.record_file import EventTail, read_or_warn
 from orchestrator.records.record_shapes import RESULT, STATE
 from orchestrator.records.run_record import AttemptPaths, artifacts_path, settle
 from orchestrator.records.run_state import RunState
-from orchestrator.text.paths import CODE
 from orchestrator.tracking import chart_page, names
 from orchestrator.tracking import notes as tracking_notes
 from orchestrator.tracking.feed import store_uri
@@ -57,7 +56,8 @@ class MlflowStore:
     def experiment(self, name: str) -> str:
         """The id of the experiment, which is created if it does not exist."""
         if name not in self._experiments:
-            with _locked(self.output):
+            # One process at a time creates the store: two would break each other's migration of a new SQLite file.
+            with locked(self.output / ".mlflow.lock"):
                 self._experiments[name] = self._open(name)
             reconcile(self, self._experiments[name])
         return self._experiments[name]
@@ -93,14 +93,6 @@ class MlflowStore:
         every = [self._param(key, value) for key, value in values.items()]
         for begin in range(0, len(every), 100):
             self.client.log_batch(run, params=every[begin : begin + 100])
-
-
-@contextlib.contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    """Lets one process at a time create the store: two would break each other's migration of a new SQLite file."""
-    with (output / ".mlflow.lock").open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def reconcile(store: MlflowStore, experiment: str) -> list[str]:
@@ -179,12 +171,9 @@ class FollowedRun:
 def complete(output: Path, stores: dict[str, MlflowStore]) -> None:
     """Completes the runs that dead commands left, from their records. `stores`: the stores that are open, by URI.
     Failures are printed to stderr, and a later command tries again."""
-    with (output / ".tracking.lock").open("wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return  # another command's process is completing them
-        for message in tracking_notes.left_behind(output):
+    with locked(output / ".tracking.lock", wait=False) as alone:
+        # Without the lock, another command's process is completing them.
+        for message in tracking_notes.left_behind(output) if alone else ():
             try:
                 _complete_one(output, message, stores)
             except Exception as error:  # noqa: PERF203  one that cannot be completed keeps no other from it
@@ -289,10 +278,9 @@ def _command_tags(parent: int) -> dict[str, str]:
         "mlflow.source.name": "run.py",
         "mlflow.user": _user(),
     }
-    commit = _git(CODE, "rev-parse", "HEAD")
-    if commit:
-        tags["mlflow.source.git.commit"] = commit
-        tags["zlab.git_dirty"] = str(bool(_git(CODE, "status", "--porcelain"))).lower()
+    if (code := provenance.code()).commit:
+        tags["mlflow.source.git.commit"] = code.commit
+        tags["zlab.git_dirty"] = str(code.dirty).lower()
     return tags
 
 
@@ -302,16 +290,6 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # KeyError before Python 3.13
         return str(os.getuid())
-
-
-def _git(root: Path, *words: str) -> str:
-    try:
-        answer = subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, encoding="utf-8", errors="replace", timeout=10
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
 def _answer(message: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,6 +16,7 @@ import torch
 
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord, Stopped
+from orchestrator.machine.processes import output_of
 from orchestrator.plan import memory_cache
 from orchestrator.records.record_file import append_event, require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
@@ -378,16 +378,6 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def _git_commit() -> str | None:
     """The commit of this code, with "+" if files differ from it; None outside a checkout."""
-    try:
-        told = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=10"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return told.stdout.strip()
+    words = ("git", "describe", "--always", "--dirty=+", "--abbrev=10")
+    description = output_of(*words, timeout_s=10, folder=Path(__file__).parent)
+    return None if description is None else description.strip()

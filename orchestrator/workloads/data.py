@@ -58,7 +58,6 @@ class TokenData:
 
     name: str
     hash: str
-    vocab_size: int  # every token is below it
     seed: int
     windows: Windows
     train_windows: IntArray
@@ -117,20 +116,20 @@ def load_data(
     about: dict[str, Any] = {"layout": LAYOUT_VERSION, "seq": seq, "validation_fraction": float(validation_fraction)}
     if kind == "synthetic":
         windows: Windows = SyntheticWindows(seed, vocab_size, seq)
-        name, vocabulary = "synthetic", vocab_size
+        name = "synthetic"
         about |= {"kind": "synthetic", "seed": seed, "vocab_size": vocab_size, "windows": SYNTHETIC_WINDOWS}
         digest = _hash(about, b"")
     else:
         name, text = _read(kind, path)
         tokens = as_bytes(text) if encode is None else as_tokens(text, encode)
-        windows, vocabulary = _cut(tokens, seq, validation_fraction, name), BYTE_VOCABULARY
+        windows = _cut(tokens, seq, validation_fraction, name)
         about |= {"kind": str(kind)}
         if encode is not None:
-            vocabulary = _checked_vocabulary(tokens, vocab_size)
+            _check_tokens(tokens, vocab_size)
             about |= {"tokens": "int32"}
         digest = _hash(about, tokens[: windows.count * (seq + 1)].data.cast("B"))
     train, held_out = split(windows.count, validation_fraction)
-    return TokenData(name, digest, vocabulary, seed, windows, train, held_out)
+    return TokenData(name, digest, seed, windows, train, held_out)
 
 
 def slice_for_rank(global_size: int, rank: int, world: int) -> tuple[int, int]:
@@ -166,15 +165,14 @@ def epoch_order(samples: int, seed: int, epoch: int) -> IntArray:
     return order
 
 
-def _checked_vocabulary(tokens: NDArray[np.generic], vocab_size: int) -> int:
-    """The model's vocabulary size. ValueError if a token is not below it."""
+def _check_tokens(tokens: NDArray[np.generic], vocab_size: int) -> None:
+    """ValueError if a token is not below the model's vocabulary size."""
     largest = int(tokens.max())  # _cut has checked that there are tokens
     if largest >= vocab_size:
         raise ValueError(
             f"data.tokenizer: expected tokens below the model's vocab_size, {vocab_size}, found {largest}; the "
-            "tokenizer beside the weights is of another model: use data.tokenizer=bytes, or mend the folder"
+            "tokenizer next to the weights is of another model: use data.tokenizer=bytes, or correct the folder"
         )
-    return vocab_size
 
 
 def _check(

@@ -33,7 +33,7 @@ from zero_runtime.initial_values import parameters_on_meta
 IGNORED_LABEL = -100
 
 
-def build_model(model_type: str, config: Mapping[str, Any], *, seed: int, attention: str = "sdpa") -> nn.Module:
+def build_model(model_type: str, config: Mapping[str, Any], *, seed: int) -> nn.Module:
     """A causal language model on the CPU in fp32, in training mode, without dropout and without a cache.
 
     Its weights depend on `config` and `seed` alone, and the global random state is unchanged.
@@ -42,7 +42,7 @@ def build_model(model_type: str, config: Mapping[str, Any], *, seed: int, attent
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would also seed every GPU, and fork_rng does not restore those here.
         torch.default_generator.manual_seed(seed)
-        return _build(model_type, config, torch.device("cpu"), attention)
+        return _build(model_type, config, torch.device("cpu"))
 
 
 def build_deferred_model(model_type: str, config: Mapping[str, Any], *, as_saved: bool = False) -> nn.Module:
@@ -51,12 +51,12 @@ def build_deferred_model(model_type: str, config: Mapping[str, Any], *, as_saved
     `as_saved`: `config` is the content of a saved config.json; see `model_config`.
     """
     with parameters_on_meta():
-        return _build(model_type, config, torch.device("cpu"), "sdpa", as_saved=as_saved)
+        return _build(model_type, config, torch.device("cpu"), as_saved=as_saved)
 
 
 def build_meta_model(model_type: str, config: Mapping[str, Any]) -> nn.Module:
     """The same model without memory: shapes, names and ties of `build_model`, all on the meta device."""
-    return _build(model_type, config, torch.device("meta"), "sdpa")
+    return _build(model_type, config, torch.device("meta"))
 
 
 def token_losses(
@@ -106,13 +106,11 @@ def _tiled_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tenso
     return loss
 
 
-def _build(
-    model_type: str, config: Mapping[str, Any], device: torch.device, attention: str, *, as_saved: bool = False
-) -> nn.Module:
+def _build(model_type: str, config: Mapping[str, Any], device: torch.device, *, as_saved: bool = False) -> nn.Module:
     checked = model_config(model_type, config, as_saved=as_saved)
     try:
         with device:
-            model = AutoModelForCausalLM.from_config(checked, attn_implementation=attention, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(checked, attn_implementation="sdpa", dtype=torch.float32)
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:  # a RuntimeError may mean out of memory
         raise ValueError(f"model.config: {model_type} cannot be built: {_one_line(error)}") from error
     return model.train()

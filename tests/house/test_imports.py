@@ -62,7 +62,7 @@ ROOMS = {
         "report": "config exit_codes records text",
         "launch": "config machine plan records report tracking",
         "slurm": "config launch machine records tracking",
-        "worker": "config launch plan records text workloads",
+        "worker": "config launch machine plan records text workloads",
         "commands": "compose config exit_codes launch machine plan records report slurm text tracking worker workloads",
         "cli": "commands compose config exit_codes machine records slurm text",
         "start": "cli machine",

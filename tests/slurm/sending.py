@@ -76,7 +76,7 @@ class Sent:
     world: int
 
     def look(self) -> list[tuple[JobSight, Verdict | None]]:
-        sights = slurm.look(self.ids)
+        sights = slurm.SlurmQueue().look(self.ids)
         pairs = zip(self.attempts, self.ids, strict=True)
         return [(sights[job], slurm_verdict.verdict(attempt, self.world, sights[job])) for attempt, job in pairs]
 

@@ -48,4 +48,4 @@ def test_sacct_is_used_on_a_cluster_with_accounting(accounting: Path, tmp_path: 
     until(lambda: [told().get(job, slurm_tools.UNSEEN).state for job in jobs] == ended, "sacct has all", 60)
     assert [told()[job].slurm_state for job in jobs] == ["COMPLETED", "COMPLETED", "FAILED", "CANCELLED"]
     assert told()[raised.ids[0]].exit_code not in ("", "0:0")
-    assert slurm.look(jobs) == {job: told()[job] for job in jobs}
+    assert slurm.SlurmQueue().look(jobs) == {job: told()[job] for job in jobs}

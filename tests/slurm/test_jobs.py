@@ -17,6 +17,7 @@ from orchestrator.records.record_file import read_json
 from orchestrator.records.run_state import RunState
 from orchestrator.slurm import jobs as slurm
 from orchestrator.slurm import site as slurm_site
+from orchestrator.slurm.sweep import log_of
 from orchestrator.slurm.tools import JobPhase, SlurmError
 
 
@@ -32,7 +33,7 @@ def test_submitting_returns_ids_in_order_and_keeps_files_private_to_their_owner(
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
     facts = read_json(array.attempts[3].job)
     assert facts is not None
-    assert facts["job"] == slurm.job_of(array.attempts[3]) == f"{job}_3"
+    assert facts["job"] == f"{job}_3"
     assert "--array=0-5%2" in Path(facts["script"]).read_text()
 
 
@@ -80,10 +81,12 @@ def test_a_rank_that_raises_ends_the_job_and_is_named_as_the_cause(sent: dict[st
     (verdict,) = sent["raised"].ends()
     assert (verdict.state, verdict.rank) == (RunState.error, 1)
     assert "ZLAB_FAULT raised on rank 1 at step 2" in verdict.message
-    logs = slurm.log_paths(sent["raised"].attempts[0], 2)
-    assert [path.name for path in logs[:2]] == ["rank0.log", "rank1.log"]
-    assert "ZLAB_FAULT" in logs[1].read_text()
-    assert "Exited with exit code 1" in logs[2].read_text()
+    attempt = sent["raised"].attempts[0]
+    assert attempt.rank_log(0).is_file()
+    assert "ZLAB_FAULT" in attempt.rank_log(1).read_text()
+    log = log_of(attempt)
+    assert log is not None
+    assert "Exited with exit code 1" in log.read_text()
 
 
 def test_a_cancelled_job_gets_the_state_cancelled(sent: dict[str, Sent]) -> None:
@@ -192,4 +195,4 @@ def test_a_refused_submission_leaves_nothing_in_the_queue(cluster: Path, tmp_pat
         send(tmp_path / "refused", [good, bad])
     attempt = tmp_path / "refused" / "point0" / "attempts" / "01" / "job.json"
     job = (read_json(attempt) or {})["job"]
-    until(lambda: slurm.look([job])[job].slurm_state == "CANCELLED", "the first one is cancelled")
+    until(lambda: slurm.SlurmQueue().look([job])[job].slurm_state == "CANCELLED", "the first one is cancelled")

@@ -53,9 +53,7 @@ def guesses_need_a_tier(scene: Scene, offload: Offload, resources: Resources) ->
         return None
     on_cuda = scene.device(resources) is Device.cuda
     away = "cpu" if on_cuda else "nvme"
-    rule = (
-        f"offload.step=speculative needs an offloaded optimizer: here offload.optimizer={away}"
-    )
+    rule = f"offload.step=speculative needs an offloaded optimizer: here offload.optimizer={away}"
     return Broken(rule, str(offload.optimizer), (f"offload.optimizer={away}", "offload.step=after_backward"))
 
 

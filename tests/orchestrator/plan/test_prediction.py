@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,6 +21,7 @@ from orchestrator.plan.decision import Prediction, Wishes
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
+from orchestrator.records.cache import cache_file
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned
 from orchestrator.report import sweep_table
@@ -180,13 +180,13 @@ def test_activations_that_cannot_be_counted_are_reported_with_the_reason_and_not
 
 
 def test_the_cache_folder_is_private_to_the_user(cache: None) -> None:
-    assert os.stat(memory_cache.folder()).st_mode & 0o077 == 0
+    assert cache_file(memory_cache.folder(), "key").parent.stat().st_mode & 0o077 == 0
 
 
 def test_a_cached_answer_that_was_corrupted_counts_as_missing(cache: None) -> None:
     memory_cache.store("key", {"state_bytes": 12345})
     assert memory_cache.stored("key") == {"state_bytes": 12345}
-    (file,) = memory_cache.folder().glob("key.json")
+    file = cache_file(memory_cache.folder(), "key")
     file.write_text(file.read_text().replace("12345", "12346"))
     assert memory_cache.stored("key") is None
 

@@ -13,17 +13,16 @@ from harness.corruptions import CORRUPTIONS
 from points import make_config
 from stub_worker import make_result, step_event
 
+from orchestrator.records.cache import cache_file, read_cached, write_cached
 from orchestrator.records.record_file import (
     END_BYTES,
     BadRecord,
     EventTail,
     append_event,
     make_room,
-    read_cached,
     read_json,
     require_json,
     told,
-    write_cached,
     write_json_atomic,
 )
 from orchestrator.records.record_shapes import RESULT
@@ -125,15 +124,20 @@ def test_a_write_that_fails_names_the_record_and_leaves_no_temporary_file(
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_a_bad_cache_file_counts_as_missing_and_is_rewritten(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "key.json"
-    write_cached(path, "key", {"bytes": {"kept": 12345}})
-    assert read_cached(path, "key") == {"bytes": {"kept": 12345}}
-    assert read_cached(path, "another") is None
+def test_a_bad_cache_file_counts_as_missing_and_is_rewritten(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    write_cached("folder", "key", {"bytes": {"kept": 12345}})
+    assert read_cached("folder", "key") == {"bytes": {"kept": 12345}}
+    path = cache_file("folder", "key")
+    path.rename(cache_file("folder", "another"))
+    assert read_cached("folder", "another") is None
+    cache_file("folder", "another").rename(path)
     CORRUPTIONS[name](path)
-    assert read_cached(path, "key") is None
-    write_cached(path, "key", {"bytes": {"kept": 12345}})
-    assert read_cached(path, "key") == {"bytes": {"kept": 12345}}
+    assert read_cached("folder", "key") is None
+    write_cached("folder", "key", {"bytes": {"kept": 12345}})
+    assert read_cached("folder", "key") == {"bytes": {"kept": 12345}}
 
 
 # ---- lines ----------------------------------------------------------------------------------------------------------

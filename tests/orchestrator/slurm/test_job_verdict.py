@@ -12,7 +12,7 @@ from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
 from orchestrator.slurm.tools import DENIED, UNSEEN, JobPhase, JobSight
-from orchestrator.slurm.verdict import GRACE_S, LOST_S, JobFollower, decide, verdict
+from orchestrator.slurm.verdict import GRACE_S, LOST_S, decide, verdict, verdict_or_lost
 
 NOW = 1000.0
 BEGAN = 900.0
@@ -184,8 +184,8 @@ def test_a_changing_heartbeat_is_a_sign_of_life_whatever_time_it_contains(tmp_pa
     attempt = AttemptPaths(tmp_path)
     for beat in range(5):
         write_json_atomic(attempt.heartbeat, {"time": clock - 3600 * beat, "node": "node1"})
-        assert JobFollower(attempt, 1).verdict(DENIED, NOW + LOST_S * beat) is None
-    assert JobFollower(attempt, 1).verdict(DENIED, NOW + LOST_S * 5) is not None
+        assert verdict_or_lost(attempt, 1, DENIED, NOW + LOST_S * beat) is None
+    assert verdict_or_lost(attempt, 1, DENIED, NOW + LOST_S * 5) is not None
 
 
 def test_a_job_is_lost_when_slurm_keeps_denying_it_and_there_is_no_sign_of_life(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_job_is_lost_when_slurm_keeps_denying_it_and_there_is_no_sign_of_life(
     write_json_atomic(attempt.heartbeat, {"time": NOW, "node": "node1"})
 
     def look(sight: JobSight, now: float) -> Verdict | None:
-        return JobFollower(attempt, 1).verdict(sight, now)  # a new follower each time, as in another command
+        return verdict_or_lost(attempt, 1, sight, now)
 
     assert look(DENIED, NOW) is None
     assert look(UNSEEN, NOW + LOST_S / 2) is None  # a missing answer proves nothing
@@ -207,9 +207,8 @@ def test_a_job_is_lost_when_slurm_keeps_denying_it_and_there_is_no_sign_of_life(
 @pytest.mark.parametrize("sign", ["heartbeat", "queue"])
 def test_a_job_with_one_sign_of_life_is_not_lost(sign: str, tmp_path: Path) -> None:
     attempt = AttemptPaths(tmp_path)
-    follower = JobFollower(attempt, 1)
-    assert follower.verdict(DENIED, NOW) is None
+    assert verdict_or_lost(attempt, 1, DENIED, NOW) is None
     if sign == "heartbeat":
         write_json_atomic(attempt.heartbeat, {"time": NOW + LOST_S, "node": "node1"})
-    assert follower.verdict(RUNNING if sign == "queue" else UNSEEN, NOW + LOST_S) is None
-    assert follower.verdict(DENIED, NOW + LOST_S + 1) is None
+    assert verdict_or_lost(attempt, 1, RUNNING if sign == "queue" else UNSEEN, NOW + LOST_S) is None
+    assert verdict_or_lost(attempt, 1, DENIED, NOW + LOST_S + 1) is None

@@ -95,7 +95,7 @@ def test_a_call_is_stored_as_json_and_all_files_are_private_to_the_owner(slurm_t
 def test_job_ids_are_in_the_order_of_the_attempts_whatever_the_arrays(slurm_tools: Path) -> None:
     sent = jobs(slurm_tools, 4) + jobs(slurm_tools, 1, partition="long")
     assert slurm.submit(sent, slurm_tools / "jobs") == ["44111_0", "44111_1", "44111_2", "44112", "44113"]
-    assert [slurm.job_of(attempt) for attempt, _ in sent][2:] == ["44111_2", "44112", "44113"]
+    assert [(read_json(attempt.job) or {})["job"] for attempt, _ in sent][2:] == ["44111_2", "44112", "44113"]
 
 
 def dependencies(sent: list[tuple[AttemptPaths, RunConfig]]) -> list[str]:

@@ -181,8 +181,8 @@ def test_if_squeue_does_not_know_the_columns_each_job_is_queried_separately(
 
 def test_no_error_is_raised_if_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     Tools(monkeypatch)
-    assert slurm.look(["1"]) == {"1": UNSEEN}
-    assert slurm.look([]) == {}
+    assert slurm.SlurmQueue().look(["1"]) == {"1": UNSEEN}
+    assert slurm.SlurmQueue().look([]) == {}
 
 
 def test_a_tool_that_hangs_fails_or_is_missing_is_reported_as_an_error() -> None:
