@@ -67,8 +67,6 @@ def write_environment(folder: Path, rank: int) -> None:
 
 def make_result(config: RunConfig, median: float = 9412.0) -> dict[str, Any]:
     world, batch = config.resources.ranks or 1, config.batch
-    state = {"predicted_bytes": 2_400_000, "measured_bytes": 2_400_000}
-    sent = {"calls": 6, "elements": 600_000, "bytes": 1_200_000}
     return {
         "schema": 1,
         "label": "stub",
@@ -100,31 +98,8 @@ def make_result(config: RunConfig, median: float = 9412.0) -> dict[str, Any]:
             "communication_exposed": 9.4,
             "optimizer": 4.4,
         },
-        "memory": {
-            "states": [
-                {"component": "params", **state},
-                {"component": "grads", "predicted_bytes": 1_200_000, "measured_bytes": 1_300_000},
-                {"component": "optimizer", "predicted_bytes": 7_200_000, "measured_bytes": 7_200_000},
-            ],
-            "formula": "2Ψ + 16Ψ/N",
-            "padding_bytes": 1024,
-            "other_tensors_bytes": 65536,
-            "activations_bytes": 14_000_000,
-            "peak_rss_bytes": 641_000_000,
-            "peak_allocated_bytes": None,
-            "peak_reserved_bytes": None,
-        },
-        "communication": {
-            "data": {
-                "all_gather": sent,
-                "reduce_scatter": dict(sent, bytes=2_400_000),
-                "all_reduce": {"calls": 0, "elements": 0, "bytes": 0},
-            },
-            "theory_elements": 1_199_800,
-            "padding_elements": 200,
-            "theory": "2Ψ·(N-1)/N",
-            "control_bytes": 48,
-        },
+        "memory": _memory(),
+        "communication": _communication(),
         "loss": {"first": 5.5712, "last": 4.9018, "validation": 5.3},
         "steps": config.measure.steps + config.measure.warmup_steps,
         "environment": {
@@ -135,4 +110,37 @@ def make_result(config: RunConfig, median: float = 9412.0) -> dict[str, Any]:
             "gpu": None,
             "git": "abc",
         },
+    }
+
+
+def _memory() -> dict[str, Any]:
+    state = {"predicted_bytes": 2_400_000, "measured_bytes": 2_400_000}
+    return {
+        "states": [
+            {"component": "params", **state},
+            {"component": "grads", "predicted_bytes": 1_200_000, "measured_bytes": 1_300_000},
+            {"component": "optimizer", "predicted_bytes": 7_200_000, "measured_bytes": 7_200_000},
+        ],
+        "formula": "2Ψ + 16Ψ/N",
+        "padding_bytes": 1024,
+        "other_tensors_bytes": 65536,
+        "activations_bytes": 14_000_000,
+        "peak_rss_bytes": 641_000_000,
+        "peak_allocated_bytes": None,
+        "peak_reserved_bytes": None,
+    }
+
+
+def _communication() -> dict[str, Any]:
+    sent = {"calls": 6, "elements": 600_000, "bytes": 1_200_000}
+    return {
+        "data": {
+            "all_gather": sent,
+            "reduce_scatter": dict(sent, bytes=2_400_000),
+            "all_reduce": {"calls": 0, "elements": 0, "bytes": 0},
+        },
+        "theory_elements": 1_199_800,
+        "padding_elements": 200,
+        "theory": "2Ψ·(N-1)/N",
+        "control_bytes": 48,
     }

@@ -1,0 +1,46 @@
+"""Files and functions are small enough to be read as a whole."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE_LINES, FUNCTION_LINES = 450, 60
+
+
+def too_long(file: str, source: str) -> Iterator[str]:
+    """One line for the file, and for each function in it, that is over its limit. Docstrings and comments count."""
+    lines = len(source.splitlines())
+    if lines > FILE_LINES:
+        yield f"{file}: {lines} lines, expected at most {FILE_LINES}"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES:
+                yield f"{file}:{node.lineno}: {node.name} has {lines} lines, expected at most {FUNCTION_LINES}"
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    )
+    files = [file for file in listed.stdout.splitlines() if (ROOT / file).is_file()]
+    assert len(files) > 300, "expected the source files, the tests and the benchmarks"
+    found = [line for file in files for line in too_long(file, (ROOT / file).read_text(encoding="utf-8"))]
+    assert not found, "\n".join(found)
+
+
+def test_the_check_counts_lines() -> None:
+    body = "    x = 1\n" * FUNCTION_LINES
+    assert list(too_long("a.py", f"def short():\n{body[: -len('    x = 1')]}")) == []
+    (function,) = too_long("a.py", f"class A:\n  def long(self):\n{body}")
+    assert function == f"a.py:2: long has {FUNCTION_LINES + 1} lines, expected at most {FUNCTION_LINES}"
+    (file,) = too_long("b.py", "x = 1\n" * (FILE_LINES + 1))
+    assert file == f"b.py: {FILE_LINES + 1} lines, expected at most {FILE_LINES}"
