@@ -52,13 +52,15 @@ def sweep(*words: str) -> list[Record]:
 
     with for_the_owner_alone():
         paths = run_quietly(request, hardware)
-    order = [one.entry.label for one in comparison.ranked(paths)]
-    records = [_record(one) for one in sweep_record.standings(paths)]
-    if all(one.state is RunState.refused for one in records):
-        raise Refusal(list(dict.fromkeys(one.message for one in records)))
-    return sorted(records, key=lambda one: order.index(one.label))
+    order = [row.entry.label for row in comparison.ranked(paths)]
+    records = [_record(standing) for standing in sweep_record.standings(paths)]
+    if all(record.state is RunState.refused for record in records):
+        raise Refusal(list(dict.fromkeys(record.message for record in records)))
+    return sorted(records, key=lambda record: order.index(record.label))
 
 
-def _record(one: sweep_record.Standing) -> Record:
-    folder = one.attempt.root if one.attempt else None
-    return Record(one.label, one.state, one.planned.overrides, one.result(), one.message, folder)
+def _record(standing: sweep_record.Standing) -> Record:
+    folder = standing.attempt.root if standing.attempt else None
+    return Record(
+        standing.label, standing.state, standing.planned.overrides, standing.result(), standing.message, folder
+    )

@@ -13,7 +13,7 @@ from orchestrator.compose import arguments
 from orchestrator.compose.arguments import VERBS
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, INTERRUPTED
-from orchestrator.records.record_file import BadRecord, told
+from orchestrator.records.record_file import BadRecord, explained
 from orchestrator.slurm.tools import SlurmError
 from orchestrator.text.streams import complain, refuse, take_any_text
 
@@ -34,11 +34,11 @@ def _end_quietly() -> int:
     return 0
 
 
-def _told(error: BadRecord | OSError) -> str:
+def _error_line(error: BadRecord | OSError) -> str:
     """One line for the error. Errors on our files name the file; for errors of standard output the name is added."""
     if isinstance(error, BadRecord) or error.filename is not None:
-        return told(error)
-    return f"standard output: {told(error)}" if error.errno in _OF_STREAMS else told(error)
+        return explained(error)
+    return f"standard output: {explained(error)}" if error.errno in _OF_STREAMS else explained(error)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,10 +56,10 @@ def main(argv: Sequence[str]) -> int:
         return _end_quietly()
     except (BadRecord, OSError) as error:
         _drop_unshown()
-        complain(f"error: {_told(error)}")
+        complain(f"error: {_error_line(error)}")
         return FAILED
     except MemoryError:
-        complain("error: this process may have no more memory: raise its limit (ulimit -v)")
+        complain("error: this process reached its limit of memory: raise it (ulimit -v)")
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -34,24 +34,24 @@ class Finding(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Prints the findings. Returns 0, or 1 if a problem affects every run."""
-    asked = parser().parse_args(argv)
-    found = findings(Path(asked.output))
-    if asked.json:
-        print(json.dumps([one._asdict() for one in found], ensure_ascii=False))
+    arguments = parser().parse_args(argv)
+    results = findings(Path(arguments.output))
+    if arguments.json:
+        print(json.dumps([finding._asdict() for finding in results], ensure_ascii=False))
     else:
         from orchestrator.report.screen import Screen
 
         screen = Screen()
-        screen.rows([Row(one.name, one.text) for one in found])
-        for one in found:
-            if one.advice:
-                screen.warn(f"{one.name}: {one.advice}")
-        screen.closing(what_works(found))
-    return int(any(one.name == "torch" and one.advice for one in found))
+        screen.rows([Row(finding.name, finding.text) for finding in results])
+        for finding in results:
+            if finding.advice:
+                screen.warn(f"{finding.name}: {finding.advice}")
+        screen.closing(what_works(results))
+    return int(any(finding.name == "torch" and finding.advice for finding in results))
 
 
 def parser() -> VerbParser:
-    parser = verb_parser("doctor", "What is here, and what therefore works.")
+    parser = verb_parser("doctor", "The hardware and software of this machine, and the commands that work on it.")
     parser.add_argument("--output", default="outputs", help="the folder that runs will write to")
     add_json(parser)
     return parser
@@ -63,31 +63,33 @@ def findings(output: Path) -> list[Finding]:
     return [*machine, *_slurm(), _disk(output), _compiler(), _loopback()]
 
 
-def what_works(found: Sequence[Finding]) -> list[Row]:
+def what_works(results: Sequence[Finding]) -> list[Row]:
     """The commands worth trying on this machine."""
-    in_the_way = {one.name for one in found if one.advice}
+    problems = {finding.name for finding in results if finding.advice}
     machine = hardware.detect()
-    ranks = f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cores} cores, gloo: its speed says nothing of GPUs"
+    ranks = (
+        f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cores} cores, gloo: its speed says nothing about GPUs"
+    )
     rows = [Row("works here", f"runs and sweeps on {ranks}")]
     rows += [Row("first", f"{program()} zero=stage2"), Row("then", f"{program()} sweeps=stages --plan")]
-    if shutil.which("sbatch") and "SLURM" not in in_the_way:
-        device = "cuda" if any(one.name == SLURM_GPUS for one in found) else "cpu"
+    if shutil.which("sbatch") and "SLURM" not in problems:
+        device = "cuda" if any(finding.name == SLURM_GPUS for finding in results) else "cpu"
         options = f"zero=stage1,stage2,stage3 cluster=slurm resources.device={device} resources.ranks=2 --plan"
         rows.append(Row("cluster", f"{program()} -m {options}"))
     return rows
 
 
 def _python() -> Finding:
-    place = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    return Finding("machine", f"{socket.gethostname()}: {place}")
+    system = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding("machine", f"{socket.gethostname()}: {system}")
 
 
 def _packages() -> list[Finding]:
     versions = {name: provenance.version_of(name) for name in provenance.PACKAGES}
-    found = [Finding("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))]
+    results = [Finding("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))]
     if versions["torch"] is None:
-        found.append(Finding("torch", "not installed", "nothing runs without it: make install"))
-    return found
+        results.append(Finding("torch", "not installed", "nothing runs without it: make install"))
+    return results
 
 
 def _processor() -> Finding:
@@ -129,30 +131,30 @@ def _slurm() -> list[Finding]:
     try:
         nodes = ask(["sinfo", "--noheader", "--format=%P %l %D %G"], timeout_s=15)
     except SlurmError as error:
-        return [Finding("SLURM", "sbatch is here", f"{str(error).splitlines()[-1]}; is slurmctld up?")]
+        return [Finding("SLURM", "sbatch is installed", f"{str(error).splitlines()[-1]}; is slurmctld up?")]
     rows = [line.split() for line in nodes.splitlines() if line.split()]
     partitions = ", ".join(dict.fromkeys(row[0].rstrip("*") for row in rows))
     gpus = ", ".join(dict.fromkeys(row[-1] for row in rows if "gpu" in row[-1]))
-    found = [Finding("SLURM", f"partitions {partitions or 'none'}")]
-    return [*found, Finding(SLURM_GPUS, f"{gpus} a node")] if gpus else found
+    results = [Finding("SLURM", f"partitions {partitions or 'none'}")]
+    return [*results, Finding(SLURM_GPUS, f"{gpus} a node")] if gpus else results
 
 
 def _disk(output: Path) -> Finding:
-    place = output.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if not os.access(place, os.W_OK):
-        return Finding("disk", f"{place}", "it cannot be written to: choose another with output=FOLDER")
+    folder = output.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if not os.access(folder, os.W_OK):
+        return Finding("disk", f"{folder}", "it cannot be written to: choose another with output=FOLDER")
     advice = "checkpoints and scratch files may not fit" if free < ENOUGH_DISK_BYTES else ""
     return Finding("disk", f"{size(free)} free for {output}", advice)
 
 
 def _compiler() -> Finding:
-    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    if found is None:
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if compiler is None:
         return Finding("compiler", "none", "the C++ kernels cannot be built: the plain ones are several times slower")
-    return Finding("compiler", f"{found}: kernels are compiled on first use")
+    return Finding("compiler", f"{compiler}: kernels are compiled on first use")
 
 
 def _loopback() -> Finding:

@@ -41,7 +41,7 @@ def parser() -> VerbParser:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a checkpoint")
     parser.add_argument("out", metavar="OUT", type=Path, help="a folder to make")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
-    add_json(parser, "what export-weights writes is the folder OUT")
+    add_json(parser, "the output of export-weights is the folder OUT")
     return parser
 
 

@@ -35,7 +35,9 @@ def main(argv: Sequence[str]) -> int:
             "--config-name is not read here: a study has a file of experiment/, chosen with experiment=NAME"
         )
     others = [word for word in asked.overrides if word.startswith(f"{LAUNCHER}=") and word != f"{LAUNCHER}=zlab"]
-    problems += [f"{word} would call a function that is not there: only {LAUNCHER}=zlab runs points" for word in others]
+    problems += [
+        f"{word} would call a function that does not exist: only {LAUNCHER}=zlab runs points" for word in others
+    ]
     if problems:
         return refuse(problems)
     os.umask(0o077)  # only the user can read what the runs write

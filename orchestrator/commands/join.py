@@ -57,7 +57,7 @@ class Meeting:
                     answered.add(rank)
                 elif rank in answered:
                     waiting.discard(rank)
-            _pause(deadline, f"ranks {sorted(waiting)} did not come to {self._folder}")
+            _pause(deadline, f"ranks {sorted(waiting)} did not report to {self._folder}")
 
     def hear(self, rank: int) -> Path:
         """Called by every other rank. Returns the folder that rank 0 created."""
@@ -151,8 +151,8 @@ def verdict_of(attempt: Attempt, world: int, failure: BaseException | Stopped | 
         return Verdict(RunState.cancelled, 0, "the command was stopped")
     if failure is not None:
         time.sleep(GRACE_S)  # the rank that caused the failure may still be writing its record
-        records = [read_or_warn(attempt.paths.rank_record(one), RANK) or {} for one in range(world)]
-        root = min((one for one in records if "error" in one), key=lambda one: one["time"], default=None)
+        records = [read_or_warn(attempt.paths.rank_record(other), RANK) or {} for other in range(world)]
+        root = min((record for record in records if "error" in record), key=lambda record: record["time"], default=None)
         if root is None:  # no record can be read
             return Verdict(RunState.error, 0, f"rank 0: {type(failure).__name__}: {failure}")
         return Verdict(RunState.error, root["rank"], f"rank {root['rank']}: {root['error']}")

@@ -88,15 +88,15 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: Scene) -> 
     from orchestrator.commands.sweep import SweepRequest
     from orchestrator.report import ranking
 
-    found, problems = judged(composition, scene)
+    all_points, problems = judged(composition, scene)
     if scene.world is not None:
         problems.insert(0, "a sweep starts its own processes: run it without torchrun or srun")
     metric = composition.sweep.rank_by
     wishes = _wishes(asked)
-    points = [one for one in found if isinstance(one, Point)]
-    whole = [ranking.metric_problem(metric) if metric else None, _places_problem(points)]
-    problems = [*filter(None, whole), *problems]
-    if not points or scene.world is not None or any(whole):
+    points = [point for point in all_points if isinstance(point, Point)]
+    sweep_problems = [ranking.metric_problem(metric) if metric else None, _places_problem(points)]
+    problems = [*filter(None, sweep_problems), *problems]
+    if not points or scene.world is not None or any(sweep_problems):
         raise Refusal(problems)
     for problem in few(problems):
         complain(f"refused: {problem}")
@@ -106,7 +106,7 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: Scene) -> 
         wishes = replace(wishes, prune=False)
     return SweepRequest(
         sweep_name(composition.axes, asked.overrides),
-        tuple(found),
+        tuple(all_points),
         tuple(asked.command()),
         wishes,
         metric,
@@ -122,7 +122,7 @@ def _check_fault(points: Sequence[Point]) -> None:
         fault = Faults.from_env()
     except ValueError as error:
         raise Refusal([str(error)]) from None
-    measured = [(one.config.resources.ranks or 1, one.config.measure) for one in points]
+    measured = [(point.config.resources.ranks or 1, point.config.measure) for point in points]
     problems = [fault.problem(ranks, measure.warmup_steps + measure.steps) for ranks, measure in measured]
     if all(problems):
         raise Refusal(problems[:1])
@@ -131,8 +131,8 @@ def _check_fault(points: Sequence[Point]) -> None:
 def _places_problem(points: Sequence[Point]) -> str | None:
     """The problem if the points differ in output folder or scheduler: a sweep has one of each."""
     for key, values in (
-        ("cluster", {str(one.config.cluster.kind) for one in points}),
-        ("output", {one.config.output for one in points}),
+        ("cluster", {str(point.config.cluster.kind) for point in points}),
+        ("output", {point.config.output for point in points}),
     ):
         if len(values) > 1:
             return f"a sweep has one {key}, found {' and '.join(sorted(values))}      fix: one sweep for each"

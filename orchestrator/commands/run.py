@@ -75,7 +75,7 @@ def begin(point: Point, screen: Screen) -> tuple[Attempt, Tracker]:
 
 def _document(point: Point, attempt: Attempt) -> str:
     """The run as one JSON document, with the same keys as a point in a sweep's document."""
-    told = {
+    document = {
         "label": point.label,
         "state": attempt.state.value,
         "message": attempt.message,
@@ -84,7 +84,7 @@ def _document(point: Point, attempt: Attempt) -> str:
         "attempt": str(attempt.paths.root),
         "result": read_or_warn(attempt.paths.result, RESULT) if attempt.state.measured else None,
     }
-    return json.dumps(told, ensure_ascii=False)
+    return json.dumps(document, ensure_ascii=False)
 
 
 @contextmanager
@@ -157,4 +157,4 @@ def next_rows(point: Point, attempt: Attempt) -> list[Row]:
     if attempt.state is not RunState.cancelled:
         return [Row("next", again)]
     goes_on = point.config.checkpoint.resume == "auto" and any(attempt.paths.checkpoints.glob("step-*"))
-    return [Row("next", f"{again}     (goes on from its last checkpoint)")] if goes_on else []
+    return [Row("next", f"{again}     (resumes from its last checkpoint)")] if goes_on else []

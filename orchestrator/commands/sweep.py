@@ -69,20 +69,20 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
             "dim",
         )
     planned = _plan(request, hardware, screen)
-    if request.plan_only or not any(one.decision is RunState.queued for one in planned):  # else its tracker does it
+    if request.plan_only or not any(point.decision is RunState.queued for point in planned):  # else its tracker does it
         complete_left_behind(_output(request).absolute())
     # A product of axes may contain combinations that no rule allows. They are rows of the table: refusing the sweep for
     # them would make people write exclusions, and dropping them would hide mistakes. Only if all are refused is it an
     # error. Nothing asks for confirmation, which would block scripts; --plan shows what would run.
-    if all(one.decision is RunState.refused for one in planned):
-        raise Refusal(list(dict.fromkeys(one.reason for one in planned)))
+    if all(point.decision is RunState.refused for point in planned):
+        raise Refusal(list(dict.fromkeys(point.reason for point in planned)))
     if request.plan_only:
         return _show_plan_only(request, planned, screen)
     _check_places(request)
     code, sweep = _carried_out(request, planned, screen)
     if request.as_json and sweep is not None:
-        found = sweep_record.standings(sweep)
-        print(sweep_table.document(sweep, found, runs=slurm_sweep.still_runs(sweep, found)))
+        standings = sweep_record.standings(sweep)
+        print(sweep_table.document(sweep, standings))
     return code
 
 
@@ -153,7 +153,7 @@ def _show_plan(sweep: SweepPaths, planned: Sequence[Planned], screen: Screen) ->
 
 def _joined(running: SweepPaths, screen: Screen) -> int:
     """Shows a sweep that another command started."""
-    on_cluster = slurm_sweep.is_on_cluster(running)
+    on_cluster = sweep_record.is_on_cluster(running)
     where = "with the cluster" if on_cluster else "running"
     screen.say(f"this sweep is {where} already: {sweep_table.counts(sweep_record.standings(running))}")
     if not on_cluster:
@@ -172,7 +172,7 @@ def _problems_of_cluster(request: SweepRequest, planned: Sequence[Planned]) -> l
 
 def _queued_configs(planned: Sequence[Planned]) -> list[RunConfig]:
     """The configurations of the points that need a run."""
-    return [from_dict(one.config) for one in planned if one.decision is RunState.queued]
+    return [from_dict(point.config) for point in planned if point.decision is RunState.queued]
 
 
 def _cost_rows(planned: Sequence[Planned]) -> list[Row]:
@@ -182,24 +182,25 @@ def _cost_rows(planned: Sequence[Planned]) -> list[Row]:
         return []
     if configs[0].cluster.kind is ClusterKind.slurm:
         return [Row("cost", _cost(configs))]
-    pools = {one.resources.device: len(slots.pool_of(one.resources.device).slots) for one in configs}
+    pools = {config.resources.device: len(slots.pool_of(config.resources.device).slots) for config in configs}
     taken = Counter(
-        (one.resources.device, min(slots.wanted(one.resources), pools[one.resources.device])) for one in configs
+        (config.resources.device, min(slots.wanted(config.resources), pools[config.resources.device]))
+        for config in configs
     )
-    told = []
+    texts = []
     for (device, count), points in taken.items():
         word = "GPUs" if device is Device.cuda else "cores"
-        beside = 1 if configs[0].cluster.exclusive else pools[device] // max(count, 1)
+        at_a_time = 1 if configs[0].cluster.exclusive else pools[device] // max(count, 1)
         taking = f"{points} points take" if points > 1 else "1 point takes"
-        told.append(f"{taking} {count} of {pools[device]} {word} each: {beside} at a time")
-    return [Row("slots", "; ".join(told))]
+        texts.append(f"{taking} {count} of {pools[device]} {word} each: {at_a_time} at a time")
+    return [Row("slots", "; ".join(texts))]
 
 
 def _cost(configs: Sequence[RunConfig]) -> str:
     """An upper bound on the cost of the points, from their time limits."""
-    node_h = sum(one.resources.nodes * one.resources.time_limit_min for one in configs) / 60
+    node_h = sum(config.resources.nodes * config.resources.time_limit_min for config in configs) / 60
     text = f"at most {node_h:.1f} node-hours"
-    gpu_h = sum((one.resources.ranks or 0) * one.resources.time_limit_min for one in configs) / 60
+    gpu_h = sum((config.resources.ranks or 0) * config.resources.time_limit_min for config in configs) / 60
     if configs[0].resources.device is Device.cuda:
         text += f" = {gpu_h:.1f} GPU-hours"
         price = configs[0].cluster.usd_per_gpu_hour
@@ -222,7 +223,7 @@ def run_quietly(request: SweepRequest, hardware: Hardware) -> SweepPaths:
             _await(begun.sweep)
     except KeyboardInterrupt:
         if begun.jobs:
-            slurm_sweep.cancel(begun.sweep, [one.label for one in planned])
+            slurm_sweep.cancel(begun.sweep, [point.label for point in planned])
         if begun.process is not None:
             sweep_record.ask(begun.sweep, "cancel")
             begun.process.wait()
@@ -240,9 +241,9 @@ def _check_places(request: SweepRequest) -> None:
 
 def _await(sweep: SweepPaths) -> None:
     """Returns when the sweep makes no more progress without a new command."""
-    if slurm_sweep.is_on_cluster(sweep):
+    if sweep_record.is_on_cluster(sweep):
         view = slurm_sweep.ClusterView(sweep)
-        while not all(one.state.final for one in view.look()):
+        while not all(standing.state.final for standing in view.look()):
             time.sleep(watch_sweep.CLUSTER_LOOK_S)
     while sweep_record.controller_pid(sweep) is not None:
         time.sleep(watch_sweep.LOOK_S)
@@ -257,8 +258,8 @@ def _plan(request: SweepRequest, hardware: Hardware, screen: Screen | None = Non
     for problem, count in Counter(wrong.values()).items() if some else ():
         complain(f"refused: {problem}      ({count} of {len(request.points)} points)")
     judged = [
-        Refused(one.label, one.overrides, (Broken(wrong[one.label]),)) if one.label in wrong else one
-        for one in request.points
+        Refused(point.label, point.overrides, (Broken(wrong[point.label]),)) if point.label in wrong else point
+        for point in request.points
     ]
     name_of = slurm_sweep.names() if _on_cluster(points) else lambda config: hardware.name(config.resources.device)
     return decision.decide(judged, _output(request), name_of, request.wishes, predicted)
@@ -269,7 +270,7 @@ def _on_cluster(points: Sequence[Point]) -> bool:
 
 
 def _runnable(request: SweepRequest) -> list[Point]:
-    return [one for one in request.points if isinstance(one, Point)]
+    return [point for point in request.points if isinstance(point, Point)]
 
 
 def _output(request: SweepRequest) -> Path:
@@ -292,14 +293,14 @@ def _facts(request: SweepRequest) -> dict[str, Any]:
 
 def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Screen) -> int:
     if request.as_json:
-        print(json.dumps([one.to_dict() for one in planned], ensure_ascii=False))
+        print(json.dumps([point.to_dict() for point in planned], ensure_ascii=False))
     else:
         screen.table(sweep_table.plan_table(planned))
         rows = [*sweep_table.plan_rows(planned), *_cost_rows(planned)]
-        states = {one.decision for one in planned}
+        states = {point.decision for point in planned}
         then = "the same line without --plan runs it" if RunState.queued in states else "nothing is left to run"
         if RunState.pruned in states:
-            then += "; --prune off runs also what is pruned"
+            then += "; --prune off also runs the pruned points"
         screen.closing([*rows, Row("next", then)])
     return comparison.OK
 
@@ -312,8 +313,8 @@ def _running(request: SweepRequest, planned: Sequence[Planned]) -> SweepPaths | 
             continue
         if sweep_record.controller_pid(sweep):
             return sweep
-        on_cluster = slurm_sweep.is_on_cluster(sweep)
-        if on_cluster and not all(one.state.final for one in slurm_sweep.ClusterView(sweep).look()):
+        on_cluster = sweep_record.is_on_cluster(sweep)
+        if on_cluster and not all(standing.state.final for standing in slurm_sweep.ClusterView(sweep).look()):
             return sweep
     return None
 

@@ -61,14 +61,14 @@ class Trial:
 
 def problems(asked: Asked) -> list[str]:
     """Problems of the settings of every batch. Starts nothing."""
-    found = []
+    wrong = []
     if problem := ranking.metric_problem(asked.rank_by):
-        found.append(problem)
+        wrong.append(problem)
     try:
         retry_states(asked.retry) if asked.retry else None
     except ValueError as error:
-        found.append(str(error))
-    return found
+        wrong.append(str(error))
+    return wrong
 
 
 def wrong_way(metric: str, direction: object) -> list[str]:
@@ -97,14 +97,16 @@ def measure(lines: Sequence[Sequence[str]], asked: Asked) -> list[Trial]:
     if scene.world is not None:
         raise Refusal(["a sweep starts its own processes: run it without torchrun or srun"])
     axes = _axes(lines, asked.fixed)
-    judged = [_judged(composition, axes, scene) for composition in _composed(lines, asked)]
-    points = {_key(one): one for one in judged if isinstance(one, Point)}
-    labels = [one.label for one in distinct(list(points.values()))]
-    told = {key: replace(one, label=label) for (key, one), label in zip(points.items(), labels, strict=True)}
-    standing = _run(list(told.values()), sweep_name(axes, ()), asked, scene) if told else {}
+    outcomes = [_judged(composition, axes, scene) for composition in _composed(lines, asked)]
+    points = {_key(outcome): outcome for outcome in outcomes if isinstance(outcome, Point)}
+    labels = [point.label for point in distinct(list(points.values()))]
+    named = {key: replace(point, label=label) for (key, point), label in zip(points.items(), labels, strict=True)}
+    standings = _run(list(named.values()), sweep_name(axes, ()), asked, scene) if named else {}
     return [
-        _trial(standing[told[_key(one)].label], asked.rank_by) if isinstance(one, Point) else _refused(one)
-        for one in judged
+        _trial(standings[named[_key(outcome)].label], asked.rank_by)
+        if isinstance(outcome, Point)
+        else _refused(outcome)
+        for outcome in outcomes
     ]
 
 
@@ -116,7 +118,7 @@ def _axes(lines: Sequence[Sequence[str]], fixed: Sequence[str]) -> tuple[str, ..
 
 def _composed(lines: Sequence[Sequence[str]], asked: Asked) -> list[Composition]:
     """Each line as one point, not yet checked. Refusal: lists every line that is not one point."""
-    found: list[Composition] = []
+    compositions: list[Composition] = []
     wrong: list[str] = []
     for line in lines:
         try:
@@ -129,16 +131,16 @@ def _composed(lines: Sequence[Sequence[str]], asked: Asked) -> list[Composition]
         # With a cluster the command sends the points and exits, so no process would wait for the results.
         elif composition.points[0].values.get("cluster", {}).get("kind") == ClusterKind.slurm.value:
             wrong.append("a sweeper waits for its answers, and cluster=slurm sends and leaves      fix: cluster=local")
-        found.append(composition)
+        compositions.append(composition)
     if wrong:
         raise Refusal(list(dict.fromkeys(wrong)))
-    return found
+    return compositions
 
 
 def _judged(composition: Composition, axes: tuple[str, ...], scene: Scene) -> Point | Refused:
     """The resolved point of one line, or the rules that it breaks."""
-    (found,), _ = judged(replace(composition, axes=axes), scene)
-    return found
+    (outcome,), _ = judged(replace(composition, axes=axes), scene)
+    return outcome
 
 
 def _key(point: Point) -> str:
@@ -151,19 +153,21 @@ def _run(points: Sequence[Point], name: str, asked: Asked, scene: Scene) -> dict
     wishes = Wishes(retry=retry_states(asked.retry) if asked.retry else frozenset())
     request = sweep_command.SweepRequest(name, tuple(points), (), wishes, asked.rank_by)
     paths = sweep_command.run_quietly(request, scene.hardware)
-    return {one.label: one for one in sweep_record.standings(paths)}
+    return {standing.label: standing for standing in sweep_record.standings(paths)}
 
 
-def _trial(one: Standing, metric: str) -> Trial:
-    folder = one.attempt.root if one.attempt else None
-    result = one.result()
+def _trial(standing: Standing, metric: str) -> Trial:
+    folder = standing.attempt.root if standing.attempt else None
+    result = standing.result()
     if result is None:
-        return Trial(one.label, one.state, None, one.message, folder)
-    found = ranking.METRICS[metric].read(result)
-    if found is None:
-        return Trial(one.label, one.state, None, f"it was measured, but there is no {metric} in its result", folder)
-    return Trial(one.label, one.state, found.middle, one.message, folder)
+        return Trial(standing.label, standing.state, None, standing.message, folder)
+    spread = ranking.METRICS[metric].read(result)
+    if spread is None:
+        return Trial(
+            standing.label, standing.state, None, f"it was measured, but there is no {metric} in its result", folder
+        )
+    return Trial(standing.label, standing.state, spread.middle, standing.message, folder)
 
 
-def _refused(one: Refused) -> Trial:
-    return Trial(one.label, RunState.refused, None, "; ".join(map(str, one.broken)))
+def _refused(point: Refused) -> Trial:
+    return Trial(point.label, RunState.refused, None, "; ".join(map(str, point.broken)))

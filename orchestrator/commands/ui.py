@@ -25,8 +25,8 @@ LOG, LINES_SHOWN = "dashboard.log", 5
 
 def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab ui`. Returns when the server has ended."""
-    asked = parser().parse_args(argv)
-    return serve(asked.output, asked.port)
+    arguments = parser().parse_args(argv)
+    return serve(arguments.output, arguments.port)
 
 
 def parser() -> VerbParser:
@@ -43,22 +43,22 @@ def serve(output: Path, port: int | None) -> int:
     screen = Screen()
     store = store_path(output.absolute())
     if not store.exists():
-        made_by = "a run without tracking=none makes it"
+        made_by = "a run without tracking=none creates it"
         screen.say(f"error: there is no {shown(store)}: {made_by}, or give the folder of one: {program()} ui FOLDER")
         return 2
     complete_left_behind(output.absolute())
     host = loopback()
     chosen = port or free_port(host)
     try:
-        found = links(store, chosen, host)
+        pages = links(store, chosen, host)
     except sqlite3.Error as error:
-        advice = "put back a copy, or move it away: the next run makes one, and results are in the records of runs too"
+        advice = "restore a copy, or move it away: the next run creates one, and results are in the records of runs too"
         screen.say(f"error: {shown(store)}: expected a store of MLflow's, found: {error}; {advice}")
         return 2
-    for name, link in found:
+    for name, link in pages:
         screen.say(f"{name}: {link}")
     log = output.absolute() / LOG
-    screen.say(f"The page answers after about 10 s. Ctrl-C ends it. What the server says is in {shown(log)}.")
+    screen.say(f"The page answers after about 10 s. Ctrl-C ends it. Its log is {shown(log)}.")
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
     quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # starts another process, for features that are not used
     return _until_interrupt(server_command(output.absolute(), chosen, host), quiet, log, screen)
@@ -93,11 +93,11 @@ def server_command(output: Path, port: int, host: str) -> list[str]:
 
 def links(store: Path, port: int, host: str) -> list[tuple[str, str]]:
     """Each experiment with the address of its chart page, newest first. Read without importing mlflow."""
-    asked = "SELECT experiment_id, name FROM experiments WHERE lifecycle_stage = 'active' ORDER BY experiment_id DESC"
+    query = "SELECT experiment_id, name FROM experiments WHERE lifecycle_stage = 'active' ORDER BY experiment_id DESC"
     with closing(sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-        found = [(number, name) for number, name in connection.execute(asked) if name != "Default"]
+        experiments = [(number, name) for number, name in connection.execute(query) if name != "Default"]
     page = f"runs?workflowType=machine_learning&viewStateShareKey={chart_page.KEY}&compareRunsMode=CHART"
-    return [(name, f"http://{in_url(host)}:{port}/#/experiments/{number}/{page}") for number, name in found]
+    return [(name, f"http://{in_url(host)}:{port}/#/experiments/{number}/{page}") for number, name in experiments]
 
 
 def free_port(host: str) -> int:
@@ -106,4 +106,4 @@ def free_port(host: str) -> int:
         with socket.socket(family(host)) as probe:
             if probe.connect_ex((host, port)) != 0:
                 return port
-    raise OSError(f"no free port from {FIRST_PORT} to {FIRST_PORT + 99}; say which with --port")
+    raise OSError(f"no free port from {FIRST_PORT} to {FIRST_PORT + 99}; choose one with --port")

@@ -45,11 +45,11 @@ class VerbError(ValueError):
 
 def main(argv: Sequence[str]) -> int:
     """The exit code of `zlab VERB ...`."""
-    found = parser().parse_args(argv)
-    complete_left_behind(Path(found.output).absolute())
-    verb: Callable[[argparse.Namespace], int] = found.verb
+    arguments = parser().parse_args(argv)
+    complete_left_behind(Path(arguments.output).absolute())
+    verb: Callable[[argparse.Namespace], int] = arguments.verb
     try:
-        return verb(found)
+        return verb(arguments)
     except (VerbError, BadRecord) as error:
         complain(f"error: {error}")
         return BAD_USAGE
@@ -61,26 +61,26 @@ def parser() -> VerbParser:
     verbs = parser.add_subparsers(required=True)
 
     def add(name: str, verb: Callable[[argparse.Namespace], int], text: str, no_json: str = "") -> VerbParser:
-        one = verbs.add_parser(name, help=text, description=text)
-        one.set_defaults(verb=verb)
-        one.add_argument("--output", default=os.environ.get(OUTPUT, DEFAULT_OUTPUT), help="default: outputs")
+        command = verbs.add_parser(name, help=text, description=text)
+        command.set_defaults(verb=verb)
+        command.add_argument("--output", default=os.environ.get(OUTPUT, DEFAULT_OUTPUT), help="default: outputs")
         if name != "list":
-            one.add_argument("sweep", nargs="?", default="last", help="default: last")
-        add_json(one, no_json)
-        return one
+            command.add_argument("sweep", nargs="?", default="last", help="default: last")
+        add_json(command, no_json)
+        return command
 
     add("list", _list, "The sweeps of an output folder, the newest first.")
-    add("status", _status, "How every point of a sweep stands.")
-    add("watch", _watch, "The live table of a sweep, and its comparison at the end. --json: how it stands now.")
+    add("status", _status, "The state of every point of a sweep.")
+    add("watch", _watch, "The live table of a sweep, and its comparison at the end. --json: its current state.")
     logs = add("logs", _logs, "The log of a point's rank.", "a log is text as it was written; status --json has paths")
     logs.add_argument("point", nargs="?", help="its label; default: the one that runs, else the first that failed")
     logs.add_argument("--rank", type=int, default=None, help="default: the rank to blame, else 0")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until the point ends")
-    add("report", _report, "The comparison of the points that have ended, and where it lies as a file.")
+    logs.add_argument("-f", "--follow", action="store_true", help="continue until the point has ended")
+    add("report", _report, "The comparison of the points that have ended, and the paths of its files.")
     cancel = add("cancel", _cancel, "Ends a sweep, or some of its points. What was measured stays.")
     cancel.add_argument("points", nargs="*", help="labels; default: all")
-    add("resume", _resume, "The same command again: what has an answer is kept, the rest is run.")
-    retry = add("retry", _retry, "Runs again what ended badly.")
+    add("resume", _resume, "The same command again: points with an answer are kept, all others are run.")
+    retry = add("retry", _retry, "Runs failed points again.")
     retry.add_argument("--retry", default="error,hang,timeout", metavar="STATES", help=f"of {','.join(RETRIED)}")
     return parser
 
@@ -89,42 +89,48 @@ def find_sweep(output: str, name: str) -> SweepPaths:
     """The sweep with this name. VerbError if no sweep or several match."""
     sweeps = sweep_record.all_sweeps(output)
     if not sweeps:
-        single = " (the records of single runs lie in its folder points/)" if (Path(output) / "points").is_dir() else ""
+        single = " (the records of single runs are in its folder points/)" if (Path(output) / "points").is_dir() else ""
         raise VerbError(
             f"there is no sweep in '{output}'{single}; give --output FOLDER, or start one: {program()} sweeps=stages"
         )
     if name == "last":
         return sweeps[0]
-    exact = [one for one in sweeps if one.name == Path(name).name]
-    found = exact or [one for one in sweeps if name in one.name]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise VerbError(f"'{name}' is a part of several: {' '.join(one.name for one in found)}")
-    near = nearest(name, [one.name for one in sweeps])
+    exact = [sweep for sweep in sweeps if sweep.name == Path(name).name]
+    matching = exact or [sweep for sweep in sweeps if name in sweep.name]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise VerbError(f"'{name}' is a part of several: {' '.join(sweep.name for sweep in matching)}")
+    near = nearest(name, [sweep.name for sweep in sweeps])
     hint = f" Did you mean '{near}'?" if near else ""
     raise VerbError(f"there is no sweep '{name}'.{hint}      see: {program()} list")
 
 
-def find_point(found: Sequence[Standing], label: str | None) -> Standing:
+def find_point(standings: Sequence[Standing], label: str | None) -> Standing:
     """The point with this label; without a label the running one, else the first without an answer, else the first."""
     if label is None:
-        order = (lambda one: one.state is RunState.running, lambda one: not one.state.answered, lambda one: True)
-        tried = [one for one in found if one.attempt is not None]
+        order = (
+            lambda point: point.state is RunState.running,
+            lambda point: not point.state.answered,
+            lambda point: True,
+        )
+        tried = [point for point in standings if point.attempt is not None]
         if not tried:
             raise VerbError("no point of this sweep was started, so none has a log")
-        return next(one for wanted in order for one in tried if wanted(one))
-    exact = [one for one in found if one.label == label]
+        return next(point for wanted in order for point in tried if wanted(point))
+    exact = [point for point in standings if point.label == label]
     if not exact:
-        near = nearest(label, [one.label for one in found])
+        near = nearest(label, [point.label for point in standings])
         hint = f" Did you mean '{near}'?" if near else ""
-        raise VerbError(f"there is no point '{label}'.{hint}      points: {' '.join(one.label for one in found)}")
+        raise VerbError(
+            f"there is no point '{label}'.{hint}      points: {' '.join(point.label for point in standings)}"
+        )
     return exact[0]
 
 
 def _standings(sweep: SweepPaths) -> list[Standing]:
     """The current state of the points; for a sweep on a cluster, the scheduler is asked first."""
-    if slurm_sweep.is_on_cluster(sweep):
+    if sweep_record.is_on_cluster(sweep):
         return slurm_sweep.ClusterView(sweep).look()
     return sweep_record.standings(sweep)
 
@@ -135,8 +141,8 @@ def _list(asked: argparse.Namespace) -> int:
         facts = read_or_warn(sweep.sweep, SWEEP)
         command = "(its record cannot be read)" if facts is None else " ".join(facts.get("command") or [])
         try:
-            found = sweep_record.standings(sweep)
-            points, alive = sweep_table.counts(found), slurm_sweep.still_runs(sweep, found)
+            standings = sweep_record.standings(sweep)
+            points, alive = sweep_table.counts(standings), sweep_record.still_runs(sweep, standings)
         except (BadRecord, OSError) as error:
             warn_once(str(error))
             points, alive = "its plan cannot be read", False
@@ -155,20 +161,20 @@ def _list(asked: argparse.Namespace) -> int:
 
 def _status(asked: argparse.Namespace) -> int:
     sweep = find_sweep(asked.output, asked.sweep)
-    found = _standings(sweep)
-    code = comparison.exit_code(found)
+    standings = _standings(sweep)
+    code = comparison.exit_code(standings)
     if asked.json:
-        print(sweep_table.document(sweep, found, runs=slurm_sweep.still_runs(sweep, found)))
+        print(sweep_table.document(sweep, standings))
         return code
     from orchestrator.report.screen import Screen
 
     screen = Screen()
-    screen.say(f"{sweep.name}   {sweep_table.counts(found)}", "bold")
-    screen.table(sweep_table.standing_table(found))
-    for one in found:
-        if one.message and len(one.message) > sweep_table.REASONS_SHOWN:
-            screen.say(f"{one.label}: {one.state.value}: {one.message}")
-    screen.closing([sweep_table.next_row(sweep, found, runs=slurm_sweep.still_runs(sweep, found))])
+    screen.say(f"{sweep.name}   {sweep_table.counts(standings)}", "bold")
+    screen.table(sweep_table.standing_table(standings))
+    for point in standings:
+        if point.message and len(point.message) > sweep_table.REASONS_SHOWN:
+            screen.say(f"{point.label}: {point.state.value}: {point.message}")
+    screen.closing([sweep_table.next_row(sweep, standings, runs=sweep_record.still_runs(sweep, standings))])
     return code
 
 
@@ -187,32 +193,32 @@ def _report(asked: argparse.Namespace) -> int:
     from orchestrator.report.screen import Screen
 
     sweep, screen = find_sweep(asked.output, asked.sweep), Screen()
-    found = _standings(sweep)  # for a sweep on a cluster, this updates the records
+    standings = _standings(sweep)  # for a sweep on a cluster, this updates the records
     if asked.json:
         comparison.write(sweep)
-        print(sweep_table.document(sweep, found, runs=slurm_sweep.still_runs(sweep, found)))
-        return comparison.exit_code(found)
+        print(sweep_table.document(sweep, standings))
+        return comparison.exit_code(standings)
     code = conclude(sweep, screen)
     rows = [Row("report", shown(sweep.report)), Row("numbers", shown(sweep.results))]
-    screen.closing([*rows, sweep_table.next_row(sweep, found, runs=slurm_sweep.still_runs(sweep, found))])
+    screen.closing([*rows, sweep_table.next_row(sweep, standings, runs=sweep_record.still_runs(sweep, standings))])
     return code
 
 
 def _logs(asked: argparse.Namespace) -> int:
     sweep = find_sweep(asked.output, asked.sweep)
-    one = find_point(_standings(sweep), asked.point)
-    if one.attempt is None:
-        raise VerbError(f"'{one.label}' was never started ({one.state.value}: {one.message}), so it has no log")
-    blamed = (read_or_warn(one.attempt.state, STATE) or {}).get("rank") or 0
+    point = find_point(_standings(sweep), asked.point)
+    if point.attempt is None:
+        raise VerbError(f"'{point.label}' was never started ({point.state.value}: {point.message}), so it has no log")
+    blamed = (read_or_warn(point.attempt.state, STATE) or {}).get("rank") or 0
     rank = asked.rank if asked.rank is not None else int(blamed)
-    log = one.attempt.rank_log(rank)
+    log = point.attempt.rank_log(rank)
     if not log.is_file() and not asked.follow:
-        log = slurm_sweep.log_of(one.attempt) or log
+        log = slurm_sweep.log_of(point.attempt) or log
     if not log.is_file() and not asked.follow:
-        there = sorted(path.name for path in one.attempt.root.glob("rank*.log"))
-        raise VerbError(f"'{one.label}' has no log of rank {rank}; there are: {' '.join(there) or 'none'}")
-    complain(f"== {one.label}: {one.state.value}, rank {rank}: {shown(log)}")
-    _print_log(log, one.attempt, follow=asked.follow)
+        there = sorted(path.name for path in point.attempt.root.glob("rank*.log"))
+        raise VerbError(f"'{point.label}' has no log of rank {rank}; there are: {' '.join(there) or 'none'}")
+    complain(f"== {point.label}: {point.state.value}, rank {rank}: {shown(log)}")
+    _print_log(log, point.attempt, follow=asked.follow)
     return 0
 
 
@@ -237,21 +243,21 @@ def _print_log(log: Path, attempt: AttemptPaths, *, follow: bool) -> None:
 
 def _cancel(asked: argparse.Namespace) -> int:
     sweep = find_sweep(asked.output, asked.sweep)
-    found = _standings(sweep)
-    labels = [find_point(found, label).label for label in asked.points] or None
-    moving = [one for one in found if not one.state.final and (labels is None or one.label in labels)]
-    if not moving or not slurm_sweep.still_runs(sweep, found):
-        _say(asked, sweep, f"nothing of {sweep.name} runs or waits: {sweep_table.counts(found)}")
+    standings = _standings(sweep)
+    labels = [find_point(standings, label).label for label in asked.points] or None
+    moving = [point for point in standings if not point.state.final and (labels is None or point.label in labels)]
+    if not moving or not sweep_record.still_runs(sweep, standings):
+        _say(asked, sweep, f"no point of {sweep.name} runs or waits: {sweep_table.counts(standings)}")
         return 0
-    if slurm_sweep.is_on_cluster(sweep):
-        slurm_sweep.cancel(sweep, [one.label for one in moving])
+    if sweep_record.is_on_cluster(sweep):
+        slurm_sweep.cancel(sweep, [point.label for point in moving])
     else:
         sweep_record.ask(sweep, "cancel", labels=labels)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        now = {one.label: one.state for one in _standings(sweep)}
-        if all(now[one.label].final for one in moving):
-            done = f"cancelled {many(len(moving), 'point')} of {sweep.name}, nothing of it is left running"
+        now = {point.label: point.state for point in _standings(sweep)}
+        if all(now[point.label].final for point in moving):
+            done = f"cancelled {many(len(moving), 'point')} of {sweep.name}, none of them is left running"
             _say(asked, sweep, f"{done}\nnext      {verb('resume', sweep.root)}")
             return 0
         time.sleep(FOLLOW_S)
@@ -261,8 +267,8 @@ def _cancel(asked: argparse.Namespace) -> int:
 
 def _say(asked: argparse.Namespace, sweep: SweepPaths, text: str) -> None:
     """Prints the text, or with --json the current state of the sweep."""
-    found = _standings(sweep) if asked.json else []
-    print(sweep_table.document(sweep, found, runs=slurm_sweep.still_runs(sweep, found)) if asked.json else text)
+    standings = _standings(sweep) if asked.json else []
+    print(sweep_table.document(sweep, standings) if asked.json else text)
 
 
 def _resume(asked: argparse.Namespace) -> int:
@@ -285,7 +291,7 @@ def _again(sweep: SweepPaths, more: Sequence[str]) -> int:
     facts = require_json(sweep.sweep, SWEEP)
     folder, command = facts.get("folder") or "", facts.get("command")
     if not Path(folder).is_dir():
-        raise VerbError(f"{sweep.name} was started in {folder}, which is gone")
+        raise VerbError(f"{sweep.name} was started in {folder}, which no longer exists")
     if not command:
         raise VerbError(f"{sweep.name} is a batch that a program proposed: run that again, and answers are kept")
     where = "" if Path(folder) == Path.cwd() else f"in {folder}: "

@@ -15,7 +15,7 @@ from rich.text import Text
 from orchestrator.records.record_file import EventTail
 from orchestrator.records.record_shapes import SWEEP_EVENTS
 from orchestrator.records.run_state import RunState
-from orchestrator.records.sweep_record import Standing, SweepPaths, controller_pid, standings
+from orchestrator.records.sweep_record import Standing, SweepPaths, controller_pid, is_on_cluster, standings
 from orchestrator.report import comparison, sweep_table
 from orchestrator.report.screen import Screen
 from orchestrator.slurm import sweep as slurm_sweep
@@ -46,7 +46,7 @@ class SweepWatch:
         self._sweep, self._screen = sweep, screen
         self._alive = alive or (lambda: controller_pid(sweep) is not None)
         # A sweep on a cluster has no controller: every watching command asks the scheduler, so it must not ask often.
-        self._view = slurm_sweep.ClusterView(sweep) if slurm_sweep.is_on_cluster(sweep) else None
+        self._view = slurm_sweep.ClusterView(sweep) if is_on_cluster(sweep) else None
         self._every_s = CLUSTER_LOOK_S if self._view else LOOK_S
         self._events = EventTail(sweep.events, SWEEP_EVENTS)
         self._shown: dict[str, str] = {}
@@ -60,8 +60,8 @@ class SweepWatch:
                 time.sleep(self._every_s)
             return
         with Live(console=self._screen.console, refresh_per_second=4, transient=True) as live:
-            while (found := self._look()) is not None:
-                live.update(self._table(found))
+            while (current := self._look()) is not None:
+                live.update(self._table(current))
                 time.sleep(self._every_s)
 
     def _look(self) -> list[Standing] | None:
@@ -74,74 +74,74 @@ class SweepWatch:
             if event["event"] == "warning" and not is_past:
                 self._screen.warn(event["text"])
             self._ended = self._ended or event["event"] == "end"
-        found = self._view.look() if self._view else standings(self._sweep)
-        over = over or (self._view is not None and all(one.state.final for one in found))
+        current = self._view.look() if self._view else standings(self._sweep)
+        over = over or (self._view is not None and all(point.state.final for point in current))
         if not self._screen.live:
-            self._say_changes(found)
-        return None if over else found
+            self._say_changes(current)
+        return None if over else current
 
-    def _say_changes(self, found: list[Standing]) -> None:
+    def _say_changes(self, current: list[Standing]) -> None:
         now = time.monotonic()
-        for one in found:
-            line = _line(one)
-            if self._shown.get(one.label) != line and one.state not in (RunState.queued, RunState.starting):
-                self._shown[one.label] = line
+        for point in current:
+            line = _line(point)
+            if self._shown.get(point.label) != line and point.state not in (RunState.queued, RunState.starting):
+                self._shown[point.label] = line
                 self._screen.say(line)
                 self._said = now
         if now - self._said > SAY_EVERY_S:
-            running = [f"{one.label} {sweep_table.note(one)}" for one in found if one.state is RunState.running]
-            self._screen.say(": ".join(filter(None, [sweep_table.counts(found), ", ".join(running)])))
+            running = [
+                f"{point.label} {sweep_table.note(point)}" for point in current if point.state is RunState.running
+            ]
+            self._screen.say(": ".join(filter(None, [sweep_table.counts(current), ", ".join(running)])))
             self._said = now
 
-    def _table(self, found: list[Standing]) -> Group:
-        done = sum(one.state.final for one in found)
+    def _table(self, current: list[Standing]) -> Group:
+        done = sum(point.state.final for point in current)
         elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - self._begun))
-        title = f"{self._sweep.name}   done {done}/{len(found)}   {elapsed}   Ctrl-C: {self._leaving}"
+        title = f"{self._sweep.name}   done {done}/{len(current)}   {elapsed}   Ctrl-C: {self._leaving}"
         table = RichTable(box=None, pad_edge=False, header_style="bold")
         for index, name in enumerate(sweep_table.HEADER):
             table.add_column(name, justify="right" if index in (3, 4, 5) else "left", no_wrap=index < 6)
-        rows = found
+        rows = current
         room = max(5, self._screen.console.height - 6)
         if len(rows) > room:  # running points first, then queued ones, then those that have ended
-            rows = sorted(found, key=lambda one: (one.state.final, one.state is RunState.queued))[:room]
-        for one in rows:
-            table.add_row(*[Text(cell, style=sweep_table.STYLES.get(one.state, "red")) for cell in _row(one)])
+            rows = sorted(current, key=lambda point: (point.state.final, point.state is RunState.queued))[:room]
+        for point in rows:
+            style = sweep_table.STYLES.get(point.state, "red")
+            table.add_row(*[Text(cell, style=style) for cell in sweep_table.standing_row(point)])
         return Group(Text(title, style="italic"), table)  # a table's own title is cut at the table's width
 
 
-def _row(one: Standing) -> tuple[str, ...]:
-    return sweep_table.standing_row(one)
-
-
-def _line(one: Standing) -> str:
+def _line(point: Standing) -> str:
     """One state change of one point as a log line, without numbers that keep changing."""
-    row = sweep_table.standing_row(one)
-    if one.state.measured:
-        return f"{one.label}: {one.state.value}  {row[5]} tokens/s, peak {row[4]} a rank"
-    if one.state is RunState.running:
+    row = sweep_table.standing_row(point)
+    if point.state.measured:
+        return f"{point.label}: {point.state.value}  {row[5]} tokens/s, peak {row[4]} a rank"
+    if point.state is RunState.running:
         where = "" if row[2] == ABSENT else f" on {row[2]}"
-        return f"{one.label}: running{where}"
-    return f"{one.label}: {one.state.value}" + (f": {one.message}" if one.message else "")
+        return f"{point.label}: running{where}"
+    return f"{point.label}: {point.state.value}" + (f": {point.message}" if point.message else "")
 
 
-def ask_at_interrupt(found: list[Standing]) -> Choice:
+def ask_at_interrupt(current: list[Standing]) -> Choice:
     """Asks the user on a terminal. Without one an interrupt cancels the sweep, so that nothing is left running."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return Choice.CANCEL
-    print(f"\n{sweep_table.counts(found)}.")
+    print(f"\n{sweep_table.counts(current)}.")
     print(
-        "[d]etach: goes on without this terminal   [w]ait for what runs, drop the queue   [c]ancel all   [Enter] go on"
+        "[d]etach: continue without this terminal   [w]ait for running points, drop the queue   "
+        "[c]ancel all   [Enter] continue"
     )
     try:
         answer = input("> ").strip().lower()[:1]
     except (EOFError, KeyboardInterrupt):
         return Choice.CANCEL
-    return Choice(answer) if answer in [one.value for one in Choice] else Choice.GO_ON
+    return Choice(answer) if answer in [choice.value for choice in Choice] else Choice.GO_ON
 
 
 def conclude(sweep: SweepPaths, screen: Screen) -> int:
     """Shows the comparison and the reasons of failures. Returns the exit code of the sweep."""
     comparison.write(sweep)
-    found = standings(sweep)
+    current = standings(sweep)
     screen.comparison(comparison.ranked(sweep))
-    return comparison.exit_code(found)
+    return comparison.exit_code(current)

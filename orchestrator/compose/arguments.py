@@ -104,65 +104,65 @@ class Arguments:
 
 def split(argv: Sequence[str]) -> Arguments:
     """Splits the arguments. Never raises: problems are collected in `problems`."""
-    found = Arguments()
+    result = Arguments()
     words = list(argv)
     while words:
         word = words.pop(0)
         if word == "--":
-            found.overrides += words
+            result.overrides += words
             break
         if word.startswith("-"):
-            _take_flag(found, word, words)
+            _take_flag(result, word, words)
         else:
-            _take_override(found, word)
-    _check_together(found)
-    return found
+            _take_override(result, word)
+    _check_together(result)
+    return result
 
 
-def _take_override(found: Arguments, word: str) -> None:
+def _take_override(result: Arguments, word: str) -> None:
     """Adds an override, with ~/ in its values expanded: the shell expands it only at the beginning of a word."""
     try:
-        found.overrides.append(HOME.sub(lambda _: str(Path.home()), word))
+        result.overrides.append(HOME.sub(lambda _: str(Path.home()), word))
     except RuntimeError:
-        found.problems.append(f"{word}: no home folder is known for ~; set HOME, or write the whole path")
+        result.problems.append(f"{word}: no home folder is known for ~; set HOME, or write the full path")
 
 
-def _take_flag(found: Arguments, word: str, words: list[str]) -> None:
+def _take_flag(result: Arguments, word: str, words: list[str]) -> None:
     name, equals, value = word.partition("=")
     flag = SHORT.get(name, name)
     if SETTING.match(name):
         if not equals:
             value = words.pop(0) if words and "=" not in words[0] and not words[0].startswith("-") else "VALUE"
-        found.problems.append(f"'{name}' is a setting and has no dashes: write {name.lstrip('-')}={value}")
+        result.problems.append(f"'{name}' is a setting and has no dashes: write {name.lstrip('-')}={value}")
     elif name in REFUSED:
-        found.problems.append(f"{name} does not work here: {REFUSED[name]}")
+        result.problems.append(f"{name} does not work here: {REFUSED[name]}")
     elif flag in SWITCHES and not equals:
-        found.flags[flag] = None
+        result.flags[flag] = None
     elif flag == "--info" and not equals:
-        found.flags[flag] = words.pop(0) if words and words[0] in CHOICES[flag] else "all"
+        result.flags[flag] = words.pop(0) if words and words[0] in CHOICES[flag] else "all"
     elif flag in VALUED or flag == "--info":
         if not equals and not words:
-            found.problems.append(f"{name} needs a value{_choices(flag)}")
+            result.problems.append(f"{name} needs a value{_choices(flag)}")
             return
-        found.flags[flag] = value if equals else words.pop(0)
-        if flag in CHOICES and found.flags[flag] not in CHOICES[flag]:
-            found.problems.append(f"{name} cannot be '{found.flags[flag]}'{_choices(flag)}")
-        if flag == point_count.FLAG and not re.fullmatch(r"[1-9]\d{0,17}", found.flags[flag] or ""):
-            found.problems.append(f"{name} cannot be '{found.flags[flag]}': a whole number of points")
+        result.flags[flag] = value if equals else words.pop(0)
+        if flag in CHOICES and result.flags[flag] not in CHOICES[flag]:
+            result.problems.append(f"{name} cannot be '{result.flags[flag]}'{_choices(flag)}")
+        if flag == point_count.FLAG and not re.fullmatch(r"[1-9]\d{0,17}", result.flags[flag] or ""):
+            result.problems.append(f"{name} cannot be '{result.flags[flag]}': a whole number of points")
     else:
         near = nearest(name, [*SWITCHES, *VALUED, "--info", *SHORT])
         hint = f" Did you mean '{near}'?" if near else ""
-        found.problems.append(f"there is no flag '{word}'.{hint}      see: --help")
+        result.problems.append(f"there is no flag '{word}'.{hint}      see: --help")
 
 
 def _choices(flag: str) -> str:
     return f": one of {' '.join(CHOICES[flag])}" if flag in CHOICES else ""
 
 
-def _check_together(found: Arguments) -> None:
-    commands = [flag for flag in ("--run", "--multirun", *SHOWING) if flag in found.flags]
+def _check_together(result: Arguments) -> None:
+    commands = [flag for flag in ("--run", "--multirun", *SHOWING) if flag in result.flags]
     if len(commands) > 1:
-        found.problems.append(f"{' and '.join(commands)} cannot be asked for together")
+        result.problems.append(f"{' and '.join(commands)} cannot be asked for together")
     for flag in ("--resolve", "--package"):
-        if flag in found.flags and "--cfg" not in found.flags:
-            found.problems.append(f"{flag} belongs to --cfg: add --cfg job")
+        if flag in result.flags and "--cfg" not in result.flags:
+            result.problems.append(f"{flag} belongs to --cfg: add --cfg job")

@@ -32,11 +32,11 @@ def check(words: Sequence[str], tree: Tree, *, multirun: bool, flags: Sequence[s
     problems, words = _spaced(words)
     lists: list[str] = []
     for word in words:
-        found = WORD.match(word)
-        if found is None or (found["equals"] is None and found["sign"] != "~"):
-            problems.append(suggestions.word(word, [one for one in words if one != word], tree))
+        match = WORD.match(word)
+        if match is None or (match["equals"] is None and match["sign"] != "~"):
+            problems.append(suggestions.word(word, [other for other in words if other != word], tree))
             continue
-        sign, key, value = found["sign"] or "", found["key"].strip(), found["value"]
+        sign, key, value = match["sign"] or "", match["key"].strip(), match["value"]
         problems += _check_key(sign, key, value, tree) or _check_value(key, value, tree)
         if value is not None and _is_sweep(value.strip()):
             lists.append(word)
@@ -52,7 +52,7 @@ def check(words: Sequence[str], tree: Tree, *, multirun: bool, flags: Sequence[s
 
 def _spaced(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Problems for settings typed as several words ("zero = stage2", "zero=stage1, stage2"), and all other words."""
-    problems, rest, parts = [], [], list(words)
+    problems, others, parts = [], [], list(words)
     while parts:
         typed = [parts.pop(0)]
         while parts and (typed[-1].endswith(("=", ",")) or parts[0].startswith("=")) and "=" not in parts[0].strip("="):
@@ -60,16 +60,16 @@ def _spaced(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if len(typed) > 1:
             problems.append(f"'{' '.join(typed)}' has spaces around = or after a comma: write {''.join(typed)}")
         else:
-            rest += typed
-    return problems, rest
+            others += typed
+    return problems, others
 
 
 def _check_key(sign: str, key: str, value: str | None, tree: Tree) -> list[str]:
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return [f"'{key}' has no effect here: -m sweeps, and output=FOLDER says where results go"]
     if key in SWEEP_KEYS:
-        beside = {"seeds": "-m seed=1,2,3", "prune": "--prune off"}.get(key, "")
-        hint = f"; on a line it is {beside}" if beside else ""
+        typed = {"seeds": "-m seed=1,2,3", "prune": "--prune off"}.get(key, "")
+        hint = f"; on a line it is {typed}" if typed else ""
         return [f"'{key}' is a key of a sweep's file: write it into sweeps/NAME.yaml{hint}"]
     if sign == "~" and (key in tree.groups or key in tree.keys) and key not in WHOLE_FILES:
         return [] if _is_open(key) else [f"~{key}: a run needs {key}; give it another value"]
@@ -85,7 +85,7 @@ def _check_key(sign: str, key: str, value: str | None, tree: Tree) -> list[str]:
 
 
 def _is_open(key: str) -> bool:
-    return key.startswith(tuple(f"{one}." for one in OPEN_KEYS))
+    return key.startswith(tuple(f"{open_key}." for open_key in OPEN_KEYS))
 
 
 def _below_known(key: str, tree: Tree) -> bool:

@@ -88,21 +88,21 @@ def yaml_problem(error: yaml.MarkedYAMLError, path: Path | None = None) -> str:
     name = path or Path(mark.name if mark else "")
     where = f"{name.parent.name}/{name.name}" + (f", line {mark.line + 1}" if mark else "")
     twice = re.fullmatch(r"found duplicate key (.+)", error.problem or "")
-    problem = f"'{twice[1]}' is there twice" if twice else f"{error.context or 'YAML'}: {error.problem}"
+    problem = f"'{twice[1]}' occurs twice" if twice else f"{error.context or 'YAML'}: {error.problem}"
     return f"{where}: {problem}"
 
 
 def _unknown(data: Mapping[str, Any]) -> list[str]:
-    known = [one.name for one in fields(SweepFile)]
-    found = []
+    known = [item.name for item in fields(SweepFile)]
+    problems = []
     for key in data:
         if key not in known:
             near = nearest(str(key), known)
             hint = (
-                f"; did you mean '{near}'?" if near else f" of {' '.join(known)}; settings stand under axes: or base:"
+                f"; did you mean '{near}'?" if near else f" of {' '.join(known)}; settings belong under axes: or base:"
             )
-            found.append(f"'{key}' is not a key{hint}")
-    return found
+            problems.append(f"'{key}' is not a key{hint}")
+    return problems
 
 
 def _misshapen(data: Mapping[str, Any]) -> list[str]:
@@ -114,7 +114,7 @@ def _misshapen(data: Mapping[str, Any]) -> list[str]:
         "concat": ("a list of mappings of settings", lambda value: _all(value, _is_mapping)),
         "exclude": ("a list of mappings of settings", lambda value: _all(value, _is_mapping)),
         "when": ("a list of {if: settings, set: settings}", lambda value: _all(value, _is_when)),
-        "seeds": ("a list of whole numbers", lambda value: _all(value, lambda one: type(one) is int)),
+        "seeds": ("a list of whole numbers", lambda value: _all(value, lambda seed: type(seed) is int)),
         "prune": ("safe or off", lambda value: value in ("safe", "off", False)),
         "rank_by": ("the name of a metric", lambda value: isinstance(value, str)),
     }
@@ -137,11 +137,11 @@ def _is_mapping(value: Any) -> bool:
 
 
 def _is_axes(value: Any) -> bool:
-    return _is_mapping(value) and all(isinstance(one, list) and one for one in value.values())
+    return _is_mapping(value) and all(isinstance(values, list) and values for values in value.values())
 
 
 def _is_zip(value: Any) -> bool:
-    return _is_axes(value) and len({len(one) for one in value.values()}) == 1
+    return _is_axes(value) and len({len(values) for values in value.values()}) == 1
 
 
 def _is_when(value: Any) -> bool:
@@ -172,7 +172,7 @@ def expand(sweep: SweepFile, typed: Mapping[str, Sequence[str]]) -> Expansion:
         axes.append([{"seed": override("seed", seed)} for seed in sweep.seeds])
     lines = [_joined([base, *parts]) for parts in itertools.product(*filter(None, axes))]
     _check_patterns(sweep, set(itertools.chain(*lines)))
-    lines = [line for line in lines if not any(_matches(line, one) for one in sweep.exclude)]
+    lines = [line for line in lines if not any(_matches(line, pattern) for pattern in sweep.exclude)]
     # exclude and typed lists, which are axes, apply to the product only, so concat comes after them.
     plain = {key: words[0] for key, words in typed.items() if len(words) == 1}
     for point in sweep.concat:
@@ -189,16 +189,16 @@ def counts(sweep: SweepFile, typed: Mapping[str, int]) -> dict[str, int]:
 
     `typed`: the number of values of each key of the command line.
     """
-    found = {key: typed.get(key, len(values)) for key, values in sweep.axes.items()}
+    numbers = {key: typed.get(key, len(values)) for key, values in sweep.axes.items()}
     for number, group in enumerate(sweep.zip, 1):
         free = [key for key in group if key not in typed]
         if free:
             name = "+".join(free)  # two entries of zip with the same keys are two axes
-            found[name if name not in found else f"{name} (zip {number})"] = len(group[free[0]])
-    found |= {key: count for key, count in typed.items() if key not in sweep.axes}
+            numbers[name if name not in numbers else f"{name} (zip {number})"] = len(group[free[0]])
+    numbers |= {key: count for key, count in typed.items() if key not in sweep.axes}
     if sweep.seeds and "seed" not in typed:
-        found["seed"] = len(sweep.seeds)
-    return found
+        numbers["seed"] = len(sweep.seeds)
+    return numbers
 
 
 def patterns(sweep: SweepFile) -> list[tuple[str, list[str]]]:
@@ -206,11 +206,11 @@ def patterns(sweep: SweepFile) -> list[tuple[str, list[str]]]:
 
     They have to be checked, because a misspelled option would silently match no point.
     """
-    found = [("exclude", _choices(one)) for one in sweep.exclude]
+    named = [("exclude", _choices(pattern)) for pattern in sweep.exclude]
     for rule in sweep.when:
-        found.append(("when: if", _choices(rule["if"])))
-        found.append(("when: set", [override(key, value) for key, value in rule["set"].items()]))
-    return found
+        named.append(("when: if", _choices(rule["if"])))
+        named.append(("when: set", [override(key, value) for key, value in rule["set"].items()]))
+    return named
 
 
 def _choices(pattern: Mapping[str, Any]) -> list[str]:
@@ -220,12 +220,12 @@ def _choices(pattern: Mapping[str, Any]) -> list[str]:
 
 def _check_patterns(sweep: SweepFile, keys: set[str]) -> None:
     """Raises SweepFileError for a pattern with a key that no point has, since it would silently never match."""
-    found = [("exclude", one) for one in sweep.exclude] + [("when: if", one["if"]) for one in sweep.when]
-    for where, pattern in found:
+    excluded = [("exclude", pattern) for pattern in sweep.exclude]
+    for where, pattern in excluded + [("when: if", rule["if"]) for rule in sweep.when]:
         for key in pattern.keys() - keys:
             near = nearest(key, keys)
             hint = f"; did you mean '{near}'?" if near else f", which have {' '.join(sorted(keys))}"
-            raise SweepFileError(f"{where}: '{key}' is said by none of the sweep's points{hint}")
+            raise SweepFileError(f"{where}: '{key}' is set by none of the sweep's points{hint}")
 
 
 def _joined(parts: Iterable[Line]) -> Line:
@@ -265,7 +265,7 @@ def spelled(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(spelled, value))}]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{spelled(one)}" for key, one in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{spelled(item)}" for key, item in value.items()) + "}"
     text = str(value)
     is_word = _PLAIN.match(text) and not _NUMBER_LIKE.match(text) and text.lower() not in _RESERVED
     if not isinstance(value, str) or is_word:

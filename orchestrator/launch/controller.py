@@ -24,7 +24,7 @@ from orchestrator.machine.processes import is_alive, signals_ignored, started
 from orchestrator.plan import decision
 from orchestrator.plan.point import Point
 from orchestrator.records import record_file
-from orchestrator.records.record_file import BadRecord, EventTail, read_or_warn, told, write_json_atomic
+from orchestrator.records.record_file import BadRecord, EventTail, explained, read_or_warn, write_json_atomic
 from orchestrator.records.record_shapes import REQUESTS
 from orchestrator.records.run_record import new_attempt
 from orchestrator.records.run_state import RunState
@@ -44,13 +44,13 @@ class Controller:
         self._sweep, self._entry, self._viewer = sweep, entry, viewer
         facts = read_or_warn(sweep.sweep) or {}
         self._prune, self._exclusive = bool(facts.get("prune", True)), bool(facts.get("exclusive", False))
-        self._waiting = [one for one in plan_of(sweep) if one.decision is RunState.queued]
-        self._configs = {one.label: from_dict(one.config) for one in self._waiting}
+        self._waiting = [point for point in plan_of(sweep) if point.decision is RunState.queued]
+        self._configs = {point.label: from_dict(point.config) for point in self._waiting}
         self._running: dict[str, tuple[Planned, PointRun, slots.Lease]] = {}
         self._pools: dict[Device, slots.SlotPool] = {}
         self._requests = EventTail(sweep.requests, REQUESTS)
         self._failures: list[str] = []
-        self._told_waiting = ""
+        self._reported_waiting = ""
         self._tracker = Tracker()
 
     def run(self) -> None:
@@ -83,7 +83,7 @@ class Controller:
         tell(self._sweep, "end")
 
     def _experiment(self) -> str:
-        configs = [one.config for one in plan_of(self._sweep) if one.config]
+        configs = [point.config for point in plan_of(self._sweep) if point.config]
         return experiment_name(from_dict(configs[0])) if configs else ""
 
     # ---- requests from other commands ---------------------------------------------------------------------------
@@ -95,13 +95,13 @@ class Controller:
             elif request["do"] == "drain":
                 self._drop(self._waiting, "the queue was dropped")
             elif request["do"] == "cancel":
-                self._cancel("somebody cancelled it", request.get("labels"))
+                self._cancel("it was cancelled", request.get("labels"))
         if self._viewer is not None and not is_alive(*self._viewer):
             self._cancel("the terminal that it ran in was closed")
 
     def _cancel(self, why: str, labels: Sequence[str] | None = None) -> None:
         """Cancels the running and waiting points; with `labels`, only those points."""
-        dropped = [one for one in self._waiting if labels is None or one.label in labels]
+        dropped = [point for point in self._waiting if labels is None or point.label in labels]
         with contextlib.ExitStack() as ends:  # if one end cannot be recorded, as on a full disk, the others still end
             for label in [label for label in self._running if labels is None or label in labels]:
                 ends.callback(self._stop, label, why)
@@ -115,9 +115,9 @@ class Controller:
         tell(self._sweep, "ended", label=planned.label, attempt=str(run.attempt.paths.root), slots=[])
 
     def _drop(self, planned: Sequence[Planned], why: str, state: RunState = RunState.cancelled) -> None:
-        for one in list(planned):
-            self._waiting.remove(one)
-            tell(self._sweep, "decided", label=one.label, state=state.value, reason=why)
+        for point in list(planned):
+            self._waiting.remove(point)
+            tell(self._sweep, "decided", label=point.label, state=state.value, reason=why)
 
     # ---- running points ----------------------------------------------------------------------------------------
 
@@ -136,11 +136,11 @@ class Controller:
     def _learn(self, planned: Planned, state: RunState, message: str) -> None:
         """Drops waiting points after a failure: larger points after out of memory, all after repeated failures."""
         if state in (RunState.oom, RunState.oom_host) and self._prune:
-            larger = [one for one in self._waiting if decision.outgrown(one, planned.config)]
+            larger = [point for point in self._waiting if decision.outgrown(point, planned.config)]
             self._drop(larger, decision.smaller_failed(planned.label), RunState.pruned)
         self._failures = [*self._failures, message][-SAME_FAILURES:] if state is RunState.error else []
         if len(self._failures) == SAME_FAILURES and len(set(self._failures)) == 1:
-            self._drop(self._waiting, f"{SAME_FAILURES} points in a row failed alike: {message}")
+            self._drop(self._waiting, f"{SAME_FAILURES} points in a row failed in the same way: {message}")
 
     def _start(self) -> None:
         """Starts every waiting point whose slots are free, in plan order; in exclusive mode, one at a time."""
@@ -173,10 +173,10 @@ class Controller:
 
     def _tell_waiting(self, pool: slots.SlotPool) -> None:
         """Warns that the sweep waits for slots of another command; once for each set of holders."""
-        told = "; ".join(pool.holders()) if not self._running else ""
-        if told and told != self._told_waiting:
-            tell(self._sweep, "warning", text=f"waiting for slots that another command holds: {told}")
-        self._told_waiting = told
+        holders = "; ".join(pool.holders()) if not self._running else ""
+        if holders and holders != self._reported_waiting:
+            tell(self._sweep, "warning", text=f"waiting for slots that another command holds: {holders}")
+        self._reported_waiting = holders
 
     def _begin(self, planned: Planned, lease: slots.Lease) -> None:
         self._waiting.remove(planned)
@@ -219,9 +219,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m orchestrator.launch.controller")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--entry", default=ENTRY)
-    parser.add_argument("--viewer", type=int, default=None, help="end when this process does, unless told to detach")
-    found = parser.parse_args(argv)
-    sweep = SweepPaths(found.folder)
+    parser.add_argument("--viewer", type=int, default=None, help="end when this process does, unless asked to detach")
+    arguments = parser.parse_args(argv)
+    sweep = SweepPaths(arguments.folder)
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -232,17 +232,17 @@ def main(argv: Sequence[str]) -> int:
         if not alone:
             return TAKEN
         write_json_atomic(sweep.controller, {"pid": os.getpid(), "started": started(os.getpid())})
-        began = started(found.viewer) if found.viewer is not None else None
-        viewer = (found.viewer, began or "") if found.viewer is not None else None
+        began = started(arguments.viewer) if arguments.viewer is not None else None
+        viewer = (arguments.viewer, began or "") if arguments.viewer is not None else None
         record_file.logger.addHandler(_Warnings(sweep))
         record_file.logger.propagate = False
         try:
-            Controller(sweep, found.entry, viewer).run()
+            Controller(sweep, arguments.entry, viewer).run()
         except KeyboardInterrupt:
             with signals_ignored():
                 return 130
         except (BadRecord, OSError) as error:
-            print(f"error: {told(error)}", file=sys.stderr)
+            print(f"error: {explained(error)}", file=sys.stderr)
             return 1
     return 0
 

@@ -136,20 +136,20 @@ def _controller_main(folder: str) -> None:
 
 def _rank_main(attempt_dir: str, entry: str) -> None:
     die_with_parent(int(os.environ["SUBMITIT_LOCAL_JOB_ID"]))
-    place = submitit.JobEnvironment()
-    _say_place(place)
+    environment = submitit.JobEnvironment()
+    _say_place(environment)
     attempt = AttemptPaths(Path(attempt_dir))
-    redirect_output(attempt.rank_log(place.global_rank))
-    RankRecord(attempt, place.global_rank).write(RunState.starting)
-    os.write(1, f"rank {place.global_rank} of {place.num_tasks}, pid {os.getpid()}\n".encode())
+    redirect_output(attempt.rank_log(environment.global_rank))
+    RankRecord(attempt, environment.global_rank).write(RunState.starting)
+    os.write(1, f"rank {environment.global_rank} of {environment.num_tasks}, pid {os.getpid()}\n".encode())
     run_as_rank(attempt, entry)
 
 
-def _say_place(place: submitit.JobEnvironment) -> None:
+def _say_place(environment: submitit.JobEnvironment) -> None:
     """Sets the rank variables that torch and related libraries read."""
-    os.environ["RANK"] = str(place.global_rank)
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(place.num_tasks)
-    os.environ["LOCAL_RANK"] = str(place.local_rank)
+    os.environ["RANK"] = str(environment.global_rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(environment.num_tasks)
+    os.environ["LOCAL_RANK"] = str(environment.local_rank)
 
 
 if __name__ == "__main__":

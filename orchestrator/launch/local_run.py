@@ -99,7 +99,7 @@ def record(attempt: Attempt, verdict: Verdict) -> Verdict:
     facts = {}
     if memory and (stored := read_or_warn(attempt.paths.config)):
         config = from_dict(stored)
-        facts = {"memory": memory, "remedies": remedies.told(config, memory, prediction.needs)}
+        facts = {"memory": memory, "remedies": remedies.described(config, memory, prediction.needs)}
         verdict = verdict._replace(message=f"{verdict.message}; {facts['remedies']}".rstrip("; "))
     attempt.move(verdict.state, rank=verdict.rank, message=verdict.message, log=lines, **facts)
     return verdict

@@ -52,7 +52,7 @@ class Stopped:
     saved: bool
 
     def __str__(self) -> str:
-        then = "saved" if self.saved else "nothing was saved (checkpoint=none), so that it begins anew from step 0"
+        then = "saved" if self.saved else "nothing was saved (checkpoint=none), so it starts again from step 0"
         return f"stopped by a signal after step {self.step}, {then}"
 
 
@@ -67,8 +67,8 @@ def rank_in_world(environ: Mapping[str, str], meeting: str | Path) -> RankInfo |
         return RankInfo(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(local), meeting, restarts)
     # A batch script also has SLURM_PROCID; only the processes of a job step are ranks.
     if environ.get("SLURM_STEP_ID", "").isdigit() and "SLURM_PROCID" in environ:
-        rank, world, place = (int(environ[f"SLURM_{key}"]) for key in ("PROCID", "NTASKS", "LOCALID"))
-        return RankInfo(rank, world, place, meeting, restarts)
+        rank, world, local = (int(environ[f"SLURM_{key}"]) for key in ("PROCID", "NTASKS", "LOCALID"))
+        return RankInfo(rank, world, local, meeting, restarts)
     return None
 
 

@@ -104,13 +104,13 @@ def judge(sights: Sequence[Sight], *, has_result: bool, controller_alive: bool) 
 
 def _accused(culprit: Sight, accuser: Sight) -> Verdict:
     """Blames one rank: the ranks compared their state (zero_runtime.watch.watch), so other errors are effects."""
-    found = accuser.error.splitlines()[0].partition(": ")[2]
+    message = accuser.error.splitlines()[0].partition(": ")[2]
     if culprit.failed and culprit.state is RunState.error and not culprit.blamed:
         return Verdict(culprit.outcome, culprit.rank, describe(culprit))
     # gloo aborts ranks that receive more than they expect: an effect of the ranks' difference, not a cause.
     if culprit.failed and _by_signal(culprit) and culprit.exit_code != -signal.SIGABRT:
-        return Verdict(culprit.outcome, culprit.rank, f"{describe(culprit)}; {found}")
-    return Verdict(accuser.outcome, culprit.rank, found)
+        return Verdict(culprit.outcome, culprit.rank, f"{describe(culprit)}; {message}")
+    return Verdict(accuser.outcome, culprit.rank, message)
 
 
 def _ended_unseen(sight: Sight) -> bool:

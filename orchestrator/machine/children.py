@@ -76,7 +76,7 @@ def forget_current_folder() -> None:
     try:
         here = os.getcwd()
     except FileNotFoundError:
-        print("error: the current folder was deleted: change to one that is there", file=sys.stderr)
+        print("error: the current folder was deleted: change to one that exists", file=sys.stderr)
         sys.exit(2)
     entries = os.environ.get(PYTHONPATH, "").split(os.pathsep)
     stays = {ROOT, *map(os.path.abspath, filter(None, entries))}

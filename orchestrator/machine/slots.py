@@ -99,15 +99,15 @@ class SlotPool:
 
     def holders(self) -> list[str]:
         """The slots that are held now and by which process, such as "core0: pid 17"."""
-        told = []
+        held = []
         for slot in self.slots:
             file = self._lock(slot)
             if file is not None:
                 file.close()
                 continue
             with contextlib.suppress(OSError):
-                told.append(f"{slot.name}: {(self._folder / f'{slot.name}.lock').read_text(encoding='utf-8').strip()}")
-        return told
+                held.append(f"{slot.name}: {(self._folder / f'{slot.name}.lock').read_text(encoding='utf-8').strip()}")
+        return held
 
     def _lock(self, slot: Slot) -> IO[str] | None:
         file = locks.take(self._folder / f"{slot.name}.lock", wait=False)
@@ -135,7 +135,7 @@ def wanted(resources: Resources) -> int:
 def pool_of(device: Device) -> SlotPool:
     """The slots of this machine, GPUs or cores, that this process may use."""
     if device is Device.cuda:
-        return SlotPool([Slot(f"gpu-{one.uuid or one.visible}", one.visible) for one in hardware.visible_gpus()])
+        return SlotPool([Slot(f"gpu-{gpu.uuid or gpu.visible}", gpu.visible) for gpu in hardware.visible_gpus()])
     return SlotPool([Slot(f"core{number}") for number in range(hardware.usable_cores())])
 
 

@@ -153,14 +153,14 @@ def _decided(plan: Planned, output: Path, wishes: Wishes, prediction: Prediction
 def cannot_fit(prediction: Prediction) -> str:
     """The reason why a point is pruned: its predicted bytes and the limit, and settings that would fit."""
     share = f"{prediction.ranks_share} x " if prediction.ranks_share > 1 else ""
-    states, limit, found = prediction.states, size(prediction.limit_bytes), prediction.activations
+    states, limit, activations = prediction.states, size(prediction.limit_bytes), prediction.activations
     text = f"the model states alone, {share}{size(states.total)}, are more than {limit}"
-    if found is not None and states.total < prediction.needed_bytes:
-        blocks = found.peak - found.peak_outside - found.peak_backward
+    if activations is not None and states.total < prediction.needed_bytes:
+        blocks = activations.peak - activations.peak_outside - activations.peak_backward
         text = (
             f"needs at least {share}{size(prediction.needed_bytes)}, more than {limit}: activations at their peak "
-            f"{size(found.peak)} (blocks {size(blocks)}, embedding, head and loss {size(found.peak_outside)}, "
-            f"backward {size(found.peak_backward)}), the rest model states"
+            f"{size(activations.peak)} (blocks {size(blocks)}, embedding, head and loss "
+            f"{size(activations.peak_outside)}, backward {size(activations.peak_backward)}), the rest model states"
         )
     if not prediction.advised:
         return text
@@ -172,9 +172,9 @@ def cannot_fit(prediction: Prediction) -> str:
 
 def _kept(output: Path, identity: str) -> tuple[AttemptPaths, RunState] | None:
     """The newest valid measurement of the point, else its newest other answer; None if there is neither."""
-    found = [(attempt, settle(attempt)) for attempt in attempts_at(output, identity)]
-    measured = (one for one in found if one[1].measured and is_answer(one[0]))
-    answers = (one for one in found if one[1].kept and not one[1].measured)
+    attempts = [(attempt, settle(attempt)) for attempt in attempts_at(output, identity)]
+    measured = (answer for answer in attempts if answer[1].measured and is_answer(answer[0]))
+    answers = (answer for answer in attempts if answer[1].kept and not answer[1].measured)
     return next(chain(measured, answers), None)
 
 
@@ -225,16 +225,16 @@ def outgrown(planned: Planned, failed: Mapping[str, Any]) -> bool:
 
 
 def _pruned_by_family(planned: Sequence[Planned]) -> list[Planned]:
-    lacking = [one for one in planned if one.decision in (RunState.oom, RunState.oom_host)]
+    lacking = [point for point in planned if point.decision in (RunState.oom, RunState.oom_host)]
     done = []
-    for one in planned:
-        smaller = [other for other in lacking if outgrown(one, other.config)]
-        if one.decision is RunState.queued and smaller:
-            one = replace(one, decision=RunState.pruned, reason=smaller_failed(smaller[0].label))
-        done.append(one)
+    for point in planned:
+        smaller = [other for other in lacking if outgrown(point, other.config)]
+        if point.decision is RunState.queued and smaller:
+            point = replace(point, decision=RunState.pruned, reason=smaller_failed(smaller[0].label))
+        done.append(point)
     return done
 
 
 def smaller_failed(label: str) -> str:
     """The reason why a point is pruned after a smaller point of its family was out of memory."""
-    return f"{label}, which is smaller, was out of memory; --prune off runs it all the same"
+    return f"{label}, which is smaller, was out of memory; --prune off runs it anyway"

@@ -82,24 +82,24 @@ def answers(
 
     Configurations for which the child fails have none. `tell` is called at most every two seconds with its progress.
     """
-    wanted = {units_key(one): one for one in units}
-    counted = {activations_key(one): one for one in activations}
-    found = {key: answer for key in (*wanted, *counted) if (answer := stored(key)) is not None}
+    wanted = {units_key(config): config for config in units}
+    counted = {activations_key(config): config for config in activations}
+    known = {key: answer for key in (*wanted, *counted) if (answer := stored(key)) is not None}
     # The child gets the configurations that differ only in the micro-batch as one group.
     families: dict[str, dict[str, Any]] = {}
     for key, config in counted.items():
-        if key not in found:
+        if key not in known:
             families.setdefault(activations_key(config, any_micro=True), {})[key] = to_dict(config)
     asked = {
-        "units": {key: to_dict(config) for key, config in wanted.items() if key not in found},
+        "units": {key: to_dict(config) for key, config in wanted.items() if key not in known},
         "activations": list(families.values()),
     }
     total = len(asked["units"]) + sum(map(len, families.values()))
     for key, answer in _ask_child(asked, total, tell) if total else ():
         if answer is not None:
             store(key, answer)
-            found[key] = answer
-    return found
+            known[key] = answer
+    return known
 
 
 def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Iterator[tuple[str, Any]]:
@@ -111,11 +111,11 @@ def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Itera
         return
     # The thread blocks on the child's pipes, so that this one can check for silence.
     threading.Thread(target=_talk, args=(child, json.dumps(asked), lines), daemon=True).start()
-    done, heard, told = 0, time.monotonic(), (-1, time.monotonic())
+    done, heard, reported = 0, time.monotonic(), (-1, time.monotonic())
     try:
         while time.monotonic() < heard + SILENCE_S:
-            if tell is not None and done > told[0] and time.monotonic() >= told[1] + TELL_S:
-                told = done, time.monotonic()
+            if tell is not None and done > reported[0] and time.monotonic() >= reported[1] + TELL_S:
+                reported = done, time.monotonic()
                 tell(f"counting without running: {done} of {total} models and activations")
             try:
                 line = lines.get(timeout=TELL_S)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused], list[str]]:
     """The points, resolved or refused, and one line for each broken rule with the number of points that break it."""
-    found: dict[str, Point | Refused] = {}
+    points: dict[str, Point | Refused] = {}
     hits: Counter[Broken] = Counter()
     for composed in composition.points:
         parts, broken = build_parts(RunConfig, composed.values)
@@ -30,28 +30,28 @@ def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused
         hits.update(dict.fromkeys(broken, 1))
         name = label(composed, composition.axes)
         if broken:
-            found[f"refused {name} {composed.overrides}"] = Refused(name, composed.overrides, tuple(broken))
+            points[f"refused {name} {composed.overrides}"] = Refused(name, composed.overrides, tuple(broken))
         else:
             config = rules.resolve(RunConfig(**parts), scene)
             # Different overrides with the same configuration are one point, which is measured once.
-            found.setdefault(json.dumps(to_dict(config), sort_keys=True), Point(name, config, composed.overrides))
+            points.setdefault(json.dumps(to_dict(config), sort_keys=True), Point(name, config, composed.overrides))
     many = len(composition.points)
-    lines = [f"{one}" + (f"      ({count} of {many} points)" if many > 1 else "") for one, count in hits.items()]
-    return distinct(list(found.values())), lines
+    lines = [f"{rule}" + (f"      ({count} of {many} points)" if many > 1 else "") for rule, count in hits.items()]
+    return distinct(list(points.values())), lines
 
 
 def distinct(points: Sequence[Point | Refused]) -> list[Point | Refused]:
     """The points with unique labels: a number is added to a label that occurs again."""
     seen: Counter[str] = Counter()
-    told = []
+    named = []
     for point in points:
         seen[point.label] += 1
         many = seen[point.label] > 1
-        told.append(replace(point, label=f"{point.label}-{seen[point.label]}") if many else point)
-    return told
+        named.append(replace(point, label=f"{point.label}-{seen[point.label]}") if many else point)
+    return named
 
 
 def checked_points(composition: Composition, scene: Scene) -> tuple[list[Point], list[str]]:
     """The points that break no rule, and the lines of `judged` about the others."""
-    found, lines = judged(composition, scene)
-    return [one for one in found if isinstance(one, Point)], lines
+    points, lines = judged(composition, scene)
+    return [point for point in points if isinstance(point, Point)], lines

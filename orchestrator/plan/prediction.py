@@ -35,23 +35,31 @@ def predict(points: Sequence[Point], tell: Tell | None = None) -> dict[str, Pred
     `tell` is called with messages about the progress.
     """
     first = _predictions([point.config for point in points], tell)
-    named = {point.label: one for point, one in zip(points, first, strict=True) if one is not None}
+    named = {point.label: prediction for point, prediction in zip(points, first, strict=True) if prediction is not None}
     lacking = [point for point in points if point.label in named and named[point.label].cannot_fit][:ADVISED]
     neighbours = [remedies.neighbours(point.config) for point in lacking]
-    told = iter(_predictions([one.config for several in neighbours for one in several], tell))
+    answers = iter(_predictions([neighbour.config for several in neighbours for neighbour in several], tell))
     for point, several in zip(lacking, neighbours, strict=True):
-        then = [next(told) for _ in several]
-        fits = [one for one, found in zip(several, then, strict=True) if found is not None and not found.cannot_fit]
-        smaller = [one for one in fits if one.config.batch != point.config.batch]
-        chosen = tuple(one.overrides for one in fits if one not in smaller[1:])  # of batches, the largest that fits
+        then = [next(answers) for _ in several]
+        fits = [
+            neighbour
+            for neighbour, prediction in zip(several, then, strict=True)
+            if prediction is not None and not prediction.cannot_fit
+        ]
+        smaller = [fitting for fitting in fits if fitting.config.batch != point.config.batch]
+        # Of the smaller batches, only the largest that fits.
+        chosen = tuple(fitting.overrides for fitting in fits if fitting not in smaller[1:])
         named[point.label] = replace(named[point.label], remedies=chosen, advised=True)
     return named
 
 
 def needs(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
     """Lower bounds on the memory of a rank; None if the model cannot be built."""
-    found = _predictions(configs, None)
-    return [None if one is None else PredictedPeak(one.needed_bytes, one.activations is not None) for one in found]
+    predictions = _predictions(configs, None)
+    return [
+        None if prediction is None else PredictedPeak(prediction.needed_bytes, prediction.activations is not None)
+        for prediction in predictions
+    ]
 
 
 def problems(points: Sequence[Point]) -> dict[str, str]:
@@ -61,9 +69,9 @@ def problems(points: Sequence[Point]) -> dict[str, str]:
     """
     if all(_ships(point.config) for point in points):
         return {}
-    found = memory_cache.answers([point.config for point in points], [])
-    told = {point.label: found.get(units_key(point.config), {}).get("problem") for point in points}
-    return {label: text for label, text in told.items() if text is not None}
+    answers = memory_cache.answers([point.config for point in points], [])
+    texts = {point.label: answers.get(units_key(point.config), {}).get("problem") for point in points}
+    return {label: text for label, text in texts.items() if text is not None}
 
 
 def _ships(config: RunConfig) -> bool:
@@ -80,9 +88,9 @@ def _predictions(configs: Sequence[RunConfig], tell: Tell | None) -> list[Predic
     if not configs:
         return []
     answers = memory_cache.answers(configs, configs, tell)
-    gpus = hardware.visible_gpus() if any(one.resources.device is Device.cuda for one in configs) else []
+    gpus = hardware.visible_gpus() if any(config.resources.device is Device.cuda for config in configs) else []
     gpu_bytes = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes is not None), default=None)
-    return [_prediction(one, answers, gpu_bytes) for one in configs]
+    return [_prediction(config, answers, gpu_bytes) for config in configs]
 
 
 def _prediction(config: RunConfig, answers: Mapping[str, dict[str, Any]], gpu_bytes: int | None) -> Prediction | None:

@@ -47,10 +47,10 @@ class Remedy(NamedTuple):
 
 def bytes_of(text: str | None) -> int | None:
     """The bytes in a message of an allocator, such as "2.00 GiB" or "1024 bytes"; None for any other text."""
-    found = re.fullmatch(r"([\d.]+) ?(\w+)?", (text or "").strip())
-    if found is None or (found[2] or "bytes") not in UNITS:
+    match = re.fullmatch(r"([\d.]+) ?(\w+)?", (text or "").strip())
+    if match is None or (match[2] or "bytes") not in UNITS:
         return None
-    return int(float(found[1]) * UNITS[found[2] or "bytes"])
+    return int(float(match[1]) * UNITS[match[2] or "bytes"])
 
 
 def remedies(config: RunConfig, memory: Mapping[str, Any], needs: Needs) -> list[Remedy]:
@@ -62,18 +62,24 @@ def remedies(config: RunConfig, memory: Mapping[str, Any], needs: Needs) -> list
     if wanted is None:
         return []
     several = neighbours(config)
-    now, *then = needs([config, *(one.config for one in several)])
-    found = [_remedy(config, one, now, need, memory.get("held") or {}) for one, need in zip(several, then, strict=True)]
-    return [one for one in found if one is not None and one.freed_bytes >= wanted]
+    now, *then = needs([config, *(neighbour.config for neighbour in several)])
+    candidates = [
+        _remedy(config, neighbour, now, need, memory.get("held") or {})
+        for neighbour, need in zip(several, then, strict=True)
+    ]
+    return [remedy for remedy in candidates if remedy is not None and remedy.freed_bytes >= wanted]
 
 
-def told(config: RunConfig, memory: Mapping[str, Any], needs: Needs) -> str:
+def described(config: RunConfig, memory: Mapping[str, Any], needs: Needs) -> str:
     """The bytes that were held, and the settings that would free enough, separated by a semicolon."""
     held = {name: count for name, count in (memory.get("held") or {}).items() if count}
     lines = [f"held {', '.join(f'{name} {size(count)}' for name, count in held.items())}"] if held else []
-    found = remedies(config, memory, needs)
-    if found:
-        listed = [f"{one.overrides} ({'about ' if one.estimated else ''}{size(one.freed_bytes)})" for one in found[:3]]
+    freeing = remedies(config, memory, needs)
+    if freeing:
+        listed = [
+            f"{remedy.overrides} ({'about ' if remedy.estimated else ''}{size(remedy.freed_bytes)})"
+            for remedy in freeing[:3]
+        ]
         lines.append(f"would free enough: {'   or   '.join(listed)}")
     elif memory.get("wanted"):
         lines.append(f"no single setting frees {memory['wanted']}")
@@ -83,27 +89,27 @@ def told(config: RunConfig, memory: Mapping[str, Any], needs: Needs) -> str:
 def neighbours(config: RunConfig) -> list[Neighbour]:
     """The settings to try, smallest changes first. None of them changes what the model learns."""
     halves = [config.batch.micro >> power for power in range(1, config.batch.micro.bit_length())]
-    found = [_smaller(config, micro) for micro in halves]
+    tried = [_smaller(config, micro) for micro in halves]
     if config.loss.kind is LossKind.full:
-        found.append(Neighbour("loss=tiled", replace(config, loss=replace(config.loss, kind=LossKind.tiled))))
+        tried.append(Neighbour("loss=tiled", replace(config, loss=replace(config.loss, kind=LossKind.tiled))))
     for kind in (RecomputeKind.by_operation, RecomputeKind.full):
         if config.recompute.kind not in (kind, RecomputeKind.full):
             other = replace(config, recompute=replace(config.recompute, kind=kind))
-            found.append(Neighbour(f"recompute={kind}", other))
-    found += [
+            tried.append(Neighbour(f"recompute={kind}", other))
+    tried += [
         Neighbour(f"zero=stage{stage}", replace(config, zero=replace(config.zero, stage=stage)))
         for stage in range(config.zero.stage + 1, 4)
     ]
     if config.offload == Offload() and str(config.resources.device) == "cuda":
-        found.append(Neighbour("offload=optimizer_cpu", replace(config, offload=Offload(optimizer=OffloadDevice.cpu))))
-    return found
+        tried.append(Neighbour("offload=optimizer_cpu", replace(config, offload=Offload(optimizer=OffloadDevice.cpu))))
+    return tried
 
 
 def _smaller(config: RunConfig, micro: int) -> Neighbour:
     """A smaller micro-batch, with more accumulation for the same global size if it divides that evenly."""
-    whole = config.batch.micro * (config.batch.accumulation or 1)
-    divides = whole % micro == 0
-    accumulation = whole // micro if divides else config.batch.accumulation
+    samples = config.batch.micro * (config.batch.accumulation or 1)
+    divides = samples % micro == 0
+    accumulation = samples // micro if divides else config.batch.accumulation
     more = f" batch.accumulation={accumulation}" if divides else ""
     batch = replace(config.batch, micro=micro, accumulation=accumulation)
     return Neighbour(f"batch.micro={micro}{more}", replace(config, batch=batch))

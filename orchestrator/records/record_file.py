@@ -29,7 +29,7 @@ MOST_BYTES = 1 << 28  # four times a plan of 10,000 points
 LINE_BYTES = 1 << 20
 UNENDED_BYTES = 1 << 26  # reading stops after so many bytes without the end of a line: a bad disk may add a terabyte
 END_BYTES = 1 << 16
-TOLD_BYTES = 200  # of the JSON reader's message that are quoted
+QUOTED_BYTES = 200  # of the JSON reader's message that are quoted
 DEEP = "lists or objects nested too deeply"
 OBJECT: Shape = {}
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class BadRecord(Exception):
 
     def __init__(self, path: Path, wrong: str) -> None:
         super().__init__(
-            f"{path}: expected a record as it was written, found {wrong}; restore a copy, or move it away and give the "
+            f"{path}: expected a record as it was written, found {wrong}; restore a copy, or move it away and run the "
             "command again"
         )
         self.path, self.wrong = path, wrong
@@ -80,10 +80,10 @@ def read_json(path: Path, shape: Shape = OBJECT) -> dict[str, Any] | None:
 
 def require_json(path: Path, shape: Shape = OBJECT) -> dict[str, Any]:
     """Like `read_json`, but raises BadRecord for a missing file too."""
-    found = read_json(path, shape)
-    if found is None:
+    data = read_json(path, shape)
+    if data is None:
         raise BadRecord(path, "no such file")
-    return found
+    return data
 
 
 def read_or_warn(path: Path, shape: Shape = OBJECT) -> dict[str, Any] | None:
@@ -104,14 +104,14 @@ def judged(path: Path, data: Any, shape: Shape) -> dict[str, Any]:
         wrong = DEEP
     if wrong:
         raise BadRecord(path, wrong)
-    found: dict[str, Any] = data
-    return found
+    contents: dict[str, Any] = data
+    return contents
 
 
 def _unsealed(data: dict[str, Any]) -> str:
     """Removes the checksum; what is wrong if it does not match, else an empty text."""
-    found = data.pop(CHECKSUM, None)
-    return "" if found is None or found == checksum(data) else "contents that do not match their checksum"
+    stored = data.pop(CHECKSUM, None)
+    return "" if stored is None or stored == checksum(data) else "contents that do not match their checksum"
 
 
 def checksum(data: Mapping[str, Any]) -> str:
@@ -129,7 +129,7 @@ def parsed(path: Path, text: bytes) -> Any:
     except UnicodeDecodeError:
         raise BadRecord(path, "bytes that are not UTF-8") from None
     except ValueError as error:
-        raise BadRecord(path, f"no JSON: {str(error)[:TOLD_BYTES]}" if text.strip() else "an empty file") from None
+        raise BadRecord(path, f"no JSON: {str(error)[:QUOTED_BYTES]}" if text.strip() else "an empty file") from None
 
 
 def loaded(path: Path) -> Any:
@@ -253,18 +253,18 @@ def make_room(path: Path, shape: Shape = OBJECT) -> None:
 
 
 _ADVICE = {
-    errno.ENOSPC: "make room there, then give the same command again: what has an answer is kept",
-    errno.EDQUOT: "make room there, then give the same command again: what has an answer is kept",
-    errno.EFBIG: "raise the limit of file sizes (ulimit -f), then give the same command again",
-    errno.EMFILE: "raise the limit of open files (ulimit -n), then give the same command again",
-    errno.EAGAIN: "raise the limit of processes (ulimit -u), then give the same command again",
+    errno.ENOSPC: "free space there, then run the same command again: points with an answer are kept",
+    errno.EDQUOT: "free space there, then run the same command again: points with an answer are kept",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f), then run the same command again",
+    errno.EMFILE: "raise the limit of open files (ulimit -n), then run the same command again",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u), then run the same command again",
     errno.EROFS: "give output=FOLDER (--output FOLDER) that can be written to",
     errno.EACCES: "it belongs to another user: give output=FOLDER (--output FOLDER) of your own",
     errno.EPERM: "it belongs to another user: give output=FOLDER (--output FOLDER) of your own",
 }
 
 
-def told(error: BadRecord | OSError) -> str:
+def explained(error: BadRecord | OSError) -> str:
     """One line that says what went wrong with a file and what to do about it."""
     if isinstance(error, BadRecord) or error.errno is None:
         return str(error)
@@ -331,19 +331,19 @@ class EventTail:
 
     def read_new(self) -> list[dict[str, Any]]:
         """The events since the last call. An incomplete last line is left for the next call."""
-        found: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
         bad = ""
         try:
             with _regular(self._path) as file:
                 for line in () if file is None else self._whole(file):
                     event, wrong = self._event(line)
                     bad = bad or (wrong and f"{self._line} is left out: expected an event, found {wrong}")
-                    found += [] if event is None else [event]
+                    events += [] if event is None else [event]
         except (BadRecord, OSError) as error:
             warn_once(str(error))
         if bad:  # only the first one of this call: a file of another kind may have thousands
             warn_once(f"{self._path}: {bad}")
-        return found
+        return events
 
     def _whole(self, file: IO[bytes]) -> Iterator[bytes]:
         file.seek(self._offset)

@@ -155,19 +155,19 @@ def misfit(value: object, shape: Shape, at: str = "") -> str | None:
     where = f" at '{at}'" if at else ""
     if isinstance(shape, list):
         if not isinstance(value, list):
-            return f"{_told(value)}{where} in place of a list"
-        return next((wrong for one in value if (wrong := misfit(one, shape[0], at))), None)
+            return f"{_shortened(value)}{where} in place of a list"
+        return next((wrong for item in value if (wrong := misfit(item, shape[0], at))), None)
     if isinstance(shape, (Each, Mapping)):
         if not isinstance(value, dict):
-            return f"{_told(value)}{where} in place of an object"
+            return f"{_shortened(value)}{where} in place of an object"
         return _misfit_of_keys(value, shape, at)
     if isinstance(shape, type) and issubclass(shape, Enum):
         try:
             shape(value)
         except ValueError:
-            return f"{_told(value)}{where}, which is no {shape.__name__}"
+            return f"{_shortened(value)}{where}, which is no {shape.__name__}"
         return None
-    return None if isinstance(value, shape) else f"{_told(value)}{where}"
+    return None if isinstance(value, shape) else f"{_shortened(value)}{where}"
 
 
 def _misfit_of_keys(value: Mapping[str, object], shape: Each | Mapping[str, Shape], at: str) -> str | None:
@@ -185,6 +185,6 @@ def _misfit_of_keys(value: Mapping[str, object], shape: Each | Mapping[str, Shap
     return None
 
 
-def _told(value: object) -> str:
+def _shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

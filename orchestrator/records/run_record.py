@@ -224,11 +224,11 @@ def settled(paths: AttemptPaths) -> Attempt:
     attempt = Attempt.reopen(paths)
     if attempt.state.final or not attempt.owner_is_gone:
         return attempt
-    state, facts = RunState.lost, {"message": "the command that watched it is gone"}
+    state, facts = RunState.lost, {"message": "the command that watched it has ended"}
     if attempt.state is not RunState.queued and paths.result.exists():
         try:
             result_of(paths)
-            state, facts = RunState.ok, {"note": "the command that watched it was gone when it ended"}
+            state, facts = RunState.ok, {"note": "the command that watched it ended before it"}
         except BadRecord as bad:
             facts = {"message": str(bad)}
     with contextlib.suppress(OSError):
@@ -253,7 +253,7 @@ def is_answer(attempt: AttemptPaths) -> bool:
 
 def attempts_at(output: str | Path, point: str) -> list[AttemptPaths]:
     """The attempts at a point whose state can be read, newest first."""
-    return [one for one in all_attempts(output, point) if _point_of(one) == point]
+    return [attempt for attempt in all_attempts(output, point) if _point_of(attempt) == point]
 
 
 def _point_of(attempt: AttemptPaths) -> str | None:
@@ -263,15 +263,16 @@ def _point_of(attempt: AttemptPaths) -> str | None:
 def all_attempts(output: str | Path, point: str) -> list[AttemptPaths]:
     """The attempts at a point, whatever the contents of its files were at the time, newest first."""
     folder = _point_folder(output, point) / "attempts"
-    found = [one for one in folder.iterdir() if one.name.isdigit()] if folder.is_dir() else []
-    return [AttemptPaths(one) for one in sorted(found, key=lambda one: -int(one.name)) if (one / "state.json").exists()]
+    numbered = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    attempts = [AttemptPaths(path) for path in sorted(numbered, key=lambda path: -int(path.name))]
+    return [attempt for attempt in attempts if attempt.state.exists()]
 
 
 def clear_point(output: str | Path, point: str) -> None:
     """Removes the temporary files of a point and its attempts whose writers have ended."""
     folder = _point_folder(output, point)
-    for place in (folder, *folder.glob("attempts/*")):
-        clear_leftovers(place)
+    for path in (folder, *folder.glob("attempts/*")):
+        clear_leftovers(path)
 
 
 def new_attempt(
@@ -295,11 +296,11 @@ def new_attempt(
     hashed = {"point": folder.name, "ignored": IGNORED_KEYS, **identity(config, world, hardware)}
     write_json_atomic(folder / "identity.json", hashed)
     # Bad records of earlier attempts are set aside, and attempts whose command was killed get their final state.
-    for one in all_attempts(output, point):
-        make_room(one.state, STATE)
-        make_room(one.result, RESULT)
+    for earlier in all_attempts(output, point):
+        make_room(earlier.state, STATE)
+        make_room(earlier.result, RESULT)
         with contextlib.suppress(BadRecord, OSError):
-            settle(one)  # nothing else updates the state of a run whose command was killed
+            settle(earlier)  # nothing else updates the state of a run whose command was killed
     paths = AttemptPaths(_next_folder(folder / "attempts"))
     write_json_atomic(paths.config, config)
     write_json_atomic(paths.provenance, provenance.facts())
@@ -312,7 +313,7 @@ def new_attempt(
 
 def _next_folder(attempts: Path) -> Path:
     attempts.mkdir(exist_ok=True)
-    number = 1 + max((int(one.name) for one in attempts.iterdir() if one.name.isdigit()), default=0)
+    number = 1 + max((int(child.name) for child in attempts.iterdir() if child.name.isdigit()), default=0)
     while True:
         folder = attempts / f"{number:02d}"
         try:

@@ -118,7 +118,7 @@ class Standing:
 def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts: Mapping[str, Any]) -> SweepPaths:
     """The folder of this sweep: the existing one with the same name and points, so that the same command resumes it,
     else a new one. The caller must be the `only_starter`."""
-    for point in {one.point for one in planned if one.point}:  # including points whose answers are kept
+    for point in {entry.point for entry in planned if entry.point}:  # including points whose answers are kept
         clear_point(output, point)
     identity = sweep_id(name, planned)
     sweeps = Path(output).absolute() / "sweeps"
@@ -141,7 +141,7 @@ def open_sweep(output: str | Path, name: str, planned: Sequence[Planned], facts:
     else:
         paths = SweepPaths(_new_folder(sweeps, name))
     write_json_atomic(paths.sweep, {"schema": SCHEMA, "id": identity, "name": name, "time": time.time(), **facts})
-    write_json_atomic(paths.plan, {"points": [one.to_dict() for one in planned]})
+    write_json_atomic(paths.plan, {"points": [point.to_dict() for point in planned]})
     return paths
 
 
@@ -167,7 +167,7 @@ def is_sweep(sweep: SweepPaths, name: str, identity: str) -> bool:
 
 def sweep_id(name: str, planned: Sequence[Planned]) -> str:
     """The identity of a sweep: the same for the same name and points in the same order, wherever they run."""
-    text = json.dumps([name, [[one.label, one.point or list(one.overrides)] for one in planned]])
+    text = json.dumps([name, [[point.label, point.point or list(point.overrides)] for point in planned]])
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
@@ -190,8 +190,8 @@ def all_sweeps(output: str | Path) -> list[SweepPaths]:
         folders = list((Path(output).absolute() / "sweeps").iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(made, one) for one in map(SweepPaths, folders) if (made := _made(one)) is not None]
-    return [one for _, one in sorted(found, key=lambda pair: pair[0], reverse=True)]
+    dated = [(made, sweep) for sweep in map(SweepPaths, folders) if (made := _made(sweep)) is not None]
+    return [sweep for _, sweep in sorted(dated, key=lambda pair: pair[0], reverse=True)]
 
 
 def _made(sweep: SweepPaths) -> float | None:
@@ -210,13 +210,13 @@ PLAN = {"points": [POINT]}
 
 def plan_of(sweep: SweepPaths) -> list[Planned]:
     """The points of a sweep. BadRecord if the plan is missing or cannot be read."""
-    found = loaded(sweep.plan)
-    if found is None:
+    data = loaded(sweep.plan)
+    if data is None:
         raise BadRecord(sweep.plan, "no such file")
     # Earlier versions wrote only the list of points, which is never empty.
-    plan = judged(sweep.plan, {"points": found} if isinstance(found, list) and found else found, PLAN)
+    plan = judged(sweep.plan, {"points": data} if isinstance(data, list) and data else data, PLAN)
     try:
-        return [Planned.from_dict(one) for one in plan["points"]]
+        return [Planned.from_dict(point) for point in plan["points"]]
     except TypeError as error:
         raise BadRecord(sweep.plan, f"points of another version ({error})") from None
 
@@ -226,11 +226,11 @@ def standings(sweep: SweepPaths) -> list[Standing]:
 
     BadRecord if there is no plan. A point whose own records cannot be read is `lost`, and its message says why.
     """
-    told: dict[str, dict[str, Any]] = {}
+    latest: dict[str, dict[str, Any]] = {}
     for event in EventTail(sweep.events, SWEEP_EVENTS).read_new():
         if event["event"] in SWEEP_EVENTS.shapes and "label" in event:
-            told[event["label"]] = event
-    return [_standing(one, told.get(one.label)) for one in plan_of(sweep)]
+            latest[event["label"]] = event
+    return [_standing(point, latest.get(point.label)) for point in plan_of(sweep)]
 
 
 def _standing(planned: Planned, event: Mapping[str, Any] | None) -> Standing:
@@ -240,21 +240,21 @@ def _standing(planned: Planned, event: Mapping[str, Any] | None) -> Standing:
         kept = AttemptPaths(Path(planned.attempt)) if planned.attempt else None
         return _with_result(Standing(planned, planned.decision, kept, planned.reason))
     attempt = AttemptPaths(Path(event["attempt"]))
-    one = Standing(planned, RunState.lost, attempt, "", tuple(event["slots"]), event.get("job") or "")
+    standing = Standing(planned, RunState.lost, attempt, "", tuple(event["slots"]), event.get("job") or "")
     try:
-        found = settled(attempt)
+        current = settled(attempt)
     except (BadRecord, OSError) as error:
-        return replace(one, message=str(error))
-    return _with_result(replace(one, state=found.state, message=found.message))
+        return replace(standing, message=str(error))
+    return _with_result(replace(standing, state=current.state, message=current.message))
 
 
-def _with_result(one: Standing) -> Standing:
-    if one.attempt is None or not one.state.measured:
-        return one
+def _with_result(standing: Standing) -> Standing:
+    if standing.attempt is None or not standing.state.measured:
+        return standing
     try:
-        return replace(one, measured=result_of(one.attempt))
+        return replace(standing, measured=result_of(standing.attempt))
     except (BadRecord, OSError) as error:
-        return replace(one, state=RunState.lost, message=str(error))
+        return replace(standing, state=RunState.lost, message=str(error))
 
 
 def tell(sweep: SweepPaths, event: str, **facts: object) -> None:
@@ -269,8 +269,24 @@ def ask(sweep: SweepPaths, what: str, **facts: object) -> None:
 
 def controller_pid(sweep: SweepPaths) -> int | None:
     """The pid of the process that controls the sweep; None if it does not run."""
-    found = filter(None, (read_or_warn(path, CONTROLLER) for path in (sweep.controller, sweep.claim)))
-    return next((int(who["pid"]) for who in found if is_alive(who["pid"], who["started"])), None)
+    processes = filter(None, (read_or_warn(path, CONTROLLER) for path in (sweep.controller, sweep.claim)))
+    return next((int(who["pid"]) for who in processes if is_alive(who["pid"], who["started"])), None)
+
+
+def still_runs(sweep: SweepPaths, standings: Sequence[Standing]) -> bool:
+    """Whether the sweep can still make progress without a new command."""
+    if is_on_cluster(sweep):
+        return not all(point.state.final for point in standings)
+    return controller_pid(sweep) is not None
+
+
+def is_on_cluster(sweep: SweepPaths) -> bool:
+    """Whether the sweep's points were sent to a scheduler."""
+    facts = read_or_warn(sweep.sweep, SWEEP)
+    if facts is not None:
+        return bool(facts.get("on_cluster"))
+    # The sweep's own record is unreadable; a sweep that was sent has jobs in its events.
+    return any(event.get("job") for event in EventTail(sweep.events, SWEEP_EVENTS).read_new())
 
 
 def only_starter(output: str | Path) -> AbstractContextManager[bool]:

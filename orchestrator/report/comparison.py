@@ -13,22 +13,22 @@ from orchestrator.report import ranking
 from orchestrator.report.ranking import Entry, Ranked
 
 
-def _entry(one: Standing) -> Entry:
-    result = one.result()
+def _entry(standing: Standing) -> Entry:
+    result = standing.result()
     return Entry(
-        one.label,
-        one.state.value,
+        standing.label,
+        standing.state.value,
         result,
-        one.message,
-        str(one.attempt.root) if one.attempt else "",
-        one.planned.overrides,
-        None if result is None else result.get("measured_at", _ended_at(one)),
+        standing.message,
+        str(standing.attempt.root) if standing.attempt else "",
+        standing.planned.overrides,
+        None if result is None else result.get("measured_at", _ended_at(standing)),
     )
 
 
-def _ended_at(one: Standing) -> float | None:
+def _ended_at(standing: Standing) -> float | None:
     """The end of the attempt, for older results that do not record when they were measured."""
-    return (read_or_warn(one.attempt.state) or {}).get("time") if one.attempt is not None else None
+    return (read_or_warn(standing.attempt.state) or {}).get("time") if standing.attempt is not None else None
 
 
 def ranked(sweep: SweepPaths) -> list[Ranked]:
@@ -40,8 +40,8 @@ def ranked(sweep: SweepPaths) -> list[Ranked]:
 
 def write(sweep: SweepPaths) -> list[str]:
     """Writes report.md and results.csv. Returns the names of the files written; a full disk must not hide the rest."""
-    found = ranked(sweep)
-    texts = {sweep.report: ranking.report_md(sweep.name, found), sweep.results: ranking.results_csv(found)}
+    rows = ranked(sweep)
+    texts = {sweep.report: ranking.report_md(sweep.name, rows), sweep.results: ranking.results_csv(rows)}
     return [str(path) for path, text in texts.items() if _is_written(path, text)]
 
 
@@ -59,9 +59,9 @@ def markdown(sweep: SweepPaths) -> str:
     return ranking.markdown(ranking.table(ranked(sweep)))
 
 
-def exit_code(found: list[Standing]) -> int:
+def exit_code(standings: list[Standing]) -> int:
     """0: every point has an answer. 1: at least one failed. 3: some are not done. 4: nothing fits."""
-    return exit_code_of({one.state for one in found})
+    return exit_code_of({standing.state for standing in standings})
 
 
 def exit_code_of(states: set[RunState]) -> int:

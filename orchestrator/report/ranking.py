@@ -34,8 +34,8 @@ class Metric(NamedTuple):
 
 def _of_steps(key: str) -> Callable[[dict[str, Any]], Spread]:
     def read(result: dict[str, Any]) -> Spread:
-        found = result["throughput"][key]
-        return Spread(found["p10"], found["median"], found["p90"])
+        values = result["throughput"][key]
+        return Spread(values["p10"], values["median"], values["p90"])
 
     return read
 
@@ -125,9 +125,9 @@ class Ranked:
 def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]:
     """Best first by `rule(metric)`, then the entries without a result in their original order."""
     sign = -1 if METRICS[metric].higher_first else 1
-    spreads = {id(one): METRICS[metric].read(one.result) if one.result else None for one in entries}
-    measured = [one for one in entries if spreads[id(one)] is not None]
-    measured.sort(key=lambda one: sign * _middle(spreads[id(one)]))
+    spreads = {id(entry): METRICS[metric].read(entry.result) if entry.result else None for entry in entries}
+    measured = [entry for entry in entries if spreads[id(entry)] is not None]
+    measured.sort(key=lambda entry: sign * _middle(spreads[id(entry)]))
     ranked: list[Ranked] = []
     leader: Ranked | None = None
     for place, entry in enumerate(measured, start=1):
@@ -136,7 +136,7 @@ def rank(entries: Sequence[Entry], metric: str = DEFAULT_METRIC) -> list[Ranked]
         else:
             leader = Ranked(entry, place, metric=metric)
             ranked.append(leader)
-    return ranked + [Ranked(one, metric=metric) for one in entries if spreads[id(one)] is None]
+    return ranked + [Ranked(entry, metric=metric) for entry in entries if spreads[id(entry)] is None]
 
 
 def _middle(spread: Spread | None) -> float:
@@ -150,10 +150,10 @@ def _speed(entry: Entry) -> dict[str, float]:
     return speed
 
 
-def _overlap(one: Spread | None, other: Spread | None) -> bool:
-    assert one is not None
-    assert other is not None
-    return one.low <= other.high and other.low <= one.high
+def _overlap(first: Spread | None, second: Spread | None) -> bool:
+    assert first is not None
+    assert second is not None
+    return first.low <= second.high and second.low <= first.high
 
 
 HEADER = (
@@ -172,12 +172,12 @@ HEADER = (
 
 def table(ranked: Sequence[Ranked]) -> Table:
     """The comparison, one row per point. A failed point's row has its state; the reason is under the table."""
-    speeds = [_speed(one.entry)["median"] for one in ranked if one.entry.result]
+    speeds = [_speed(row.entry)["median"] for row in ranked if row.entry.result]
     best = max(speeds, default=0.0)
-    rows = tuple(_cells(one, best) for one in ranked)
-    if not any(one.entry.is_reused for one in ranked):
+    rows = tuple(_cells(row, best) for row in ranked)
+    if not any(row.entry.is_reused for row in ranked):
         return Table(HEADER, rows, names=2)
-    marked = tuple((*row, _reused_from(one.entry)) for row, one in zip(rows, ranked, strict=True))
+    marked = tuple((*cells, _reused_from(row.entry)) for cells, row in zip(rows, ranked, strict=True))
     return Table((*HEADER, "reused from"), marked, names=2)
 
 
@@ -218,42 +218,46 @@ def states_bytes(result: dict[str, Any]) -> int:
 def peak_bytes(result: dict[str, Any]) -> int | None:
     """The peak of the device's allocator; on a CPU, of the process."""
     memory = result["memory"]
-    found: int | None = memory.get("peak_allocated_bytes")
-    return memory.get("peak_rss_bytes") if found is None else found
+    allocated: int | None = memory.get("peak_allocated_bytes")
+    return memory.get("peak_rss_bytes") if allocated is None else allocated
 
 
 def sent_bytes(result: dict[str, Any]) -> int:
-    return sum(one["bytes"] for one in result["communication"]["data"].values())
+    return sum(volume["bytes"] for volume in result["communication"]["data"].values())
 
 
 def failures(ranked: Sequence[Ranked]) -> list[str]:
     """One line for each point without a result: its state and the reason."""
-    lost = [one.entry for one in ranked if one.entry.result is None]
+    lost = [row.entry for row in ranked if row.entry.result is None]
     return [f"{entry.label}: {entry.state}: {entry.message or 'no reason known'}" for entry in lost]
 
 
 def reused(ranked: Sequence[Ranked]) -> list[str]:
     """One line if rows were measured before this sweep: how many, which and when."""
-    found = [one.entry for one in ranked if one.entry.is_reused]
-    if not found:
+    entries = [row.entry for row in ranked if row.entry.is_reused]
+    if not entries:
         return []
-    rows = sum(one.entry.result is not None for one in ranked)
-    named = [f"{one.label} measured {_clock(one, '%Y-%m-%d %H:%M')}, reused" for one in found[:REUSED_NAMED]]
-    named += [f"{len(found) - REUSED_NAMED} more"] if len(found) > REUSED_NAMED else []
-    were = "row was" if rows == 1 else f"rows {'was' if len(found) == 1 else 'were'}"
-    return [f"{len(found)} of {rows} {were} measured earlier: {'; '.join(named)}. --fresh measures all in one session"]
+    rows = sum(row.entry.result is not None for row in ranked)
+    named = [f"{entry.label} measured {_clock(entry, '%Y-%m-%d %H:%M')}, reused" for entry in entries[:REUSED_NAMED]]
+    named += [f"{len(entries) - REUSED_NAMED} more"] if len(entries) > REUSED_NAMED else []
+    were = "row was" if rows == 1 else f"rows {'was' if len(entries) == 1 else 'were'}"
+    return [
+        f"{len(entries)} of {rows} {were} measured earlier: {'; '.join(named)}. --fresh measures all in one session"
+    ]
 
 
 def _curve_warnings(ranked: Sequence[Ranked]) -> list[str]:
-    losses = {one.entry.label: one.entry.result["loss"] for one in ranked if one.entry.result}
+    losses = {row.entry.label: row.entry.result["loss"] for row in ranked if row.entry.result}
     return [
-        f"{label}: {missing_text(one['missing_steps'])}" for label, one in losses.items() if one.get("missing_steps")
+        f"{label}: {missing_text(curve['missing_steps'])}"
+        for label, curve in losses.items()
+        if curve.get("missing_steps")
     ]
 
 
 def _load_warnings(ranked: Sequence[Ranked]) -> list[str]:
     """Warnings about load from other processes. See [Note: a notable load]."""
-    known = {one.entry.label: one.entry.others_share for one in ranked if one.entry.others_share is not None}
+    known = {row.entry.label: row.entry.others_share for row in ranked if row.entry.others_share is not None}
     if not known or max(known.values()) < NOTABLE_SHARE:
         return []
     shares = _grouped({label: f"{100 * share:.0f} %" for label, share in known.items()})
@@ -273,12 +277,12 @@ def load_text(result: Mapping[str, Any]) -> str | None:
 
 def warnings(ranked: Sequence[Ranked]) -> list[str]:
     """Reasons why the rows are not comparable."""
-    found = [(one.entry.label, one.entry.result) for one in ranked if one.entry.result]
-    tokens = {label: f"{result['batch']['tokens_per_step']:,}" for label, result in found}
+    results = [(row.entry.label, row.entry.result) for row in ranked if row.entry.result]
+    tokens = {label: f"{result['batch']['tokens_per_step']:,}" for label, result in results}
     checks = (
-        ("data hash", "numbers do not compare", {label: result["data"]["hash"] for label, result in found}),
+        ("data hash", "numbers do not compare", {label: result["data"]["hash"] for label, result in results}),
         ("tokens a step", "losses do not compare (tokens/s do)", tokens),
-        ("number of ranks", "numbers do not compare", {label: str(result["world"]) for label, result in found}),
+        ("number of ranks", "numbers do not compare", {label: str(result["world"]) for label, result in results}),
     )
     return [
         f"the points differ in {what}, so their {then}: {_grouped(values)}"
@@ -299,7 +303,7 @@ def conclusion(ranked: Sequence[Ranked]) -> str:
     if not ranked or ranked[0].place is None:
         return "no point has a result"
     best = ranked[0].entry
-    ties = [one.entry for one in ranked[1:] if one.tied and one.place == 1]
+    ties = [row.entry for row in ranked[1:] if row.tied and row.place == 1]
     word = "fastest" if ranked[0].metric == DEFAULT_METRIC else f"best by {METRICS[ranked[0].metric].words}"
     word += _of_how_many(ranked)
     if not ties:
@@ -308,13 +312,13 @@ def conclusion(ranked: Sequence[Ranked]) -> str:
     names = ", ".join(entry.label for entry in group)
     states = {entry.label: states_bytes(entry.result or {}) for entry in group}
     least = [label for label, held in states.items() if held == min(states.values())]
-    smallest = f"; {least[0]} holds the least model states" if len(least) == 1 else ""
-    return f"{word}: a tie of {names}: their spread does not tell them apart{smallest}"
+    smallest = f"; {least[0]} has the smallest model states" if len(least) == 1 else ""
+    return f"{word}: a tie of {names}: their spreads overlap{smallest}"
 
 
 def _of_how_many(ranked: Sequence[Ranked]) -> str:
     """How many points have an answer, if some do not: the first of these need not be the best of all."""
-    left = sum(not RunState(one.entry.state).answered for one in ranked)
+    left = sum(not RunState(row.entry.state).answered for row in ranked)
     return f" of the {len(ranked) - left} of {len(ranked)} points that have an answer" if left else ""
 
 
@@ -326,8 +330,8 @@ def next_after_sweep(ranked: Sequence[Ranked]) -> str:
     if entry.result is None:
         return run_command(entry.overrides)
     # Steps given on the command line would override those of measure=standard.
-    rest = without_key(entry.overrides, "measure", "measure.steps", "measure.warmup_steps")
-    return run_command([*rest, "measure=standard"])
+    others = without_key(entry.overrides, "measure", "measure.steps", "measure.warmup_steps")
+    return run_command([*others, "measure=standard"])
 
 
 def markdown(table_: Table) -> str:
@@ -349,17 +353,17 @@ def report_md(name: str, ranked: Sequence[Ranked]) -> str:
         *(f"{line}." for line in reused(ranked)),
         f"**{conclusion(ranked)}.**",
     ]
-    parts += [f"Warning: {one}" for one in warnings(ranked)]
+    parts += [f"Warning: {warning}" for warning in warnings(ranked)]
     if lost := failures(ranked):
         parts.append("Without a result:\n\n" + "\n".join(f"- {line}" for line in lost))
-    commands = [f"- {one.entry.label}: `{run_command(one.entry.overrides)}`" for one in ranked]
+    commands = [f"- {row.entry.label}: `{run_command(row.entry.overrides)}`" for row in ranked]
     parts.append("Commands:\n\n" + "\n".join(commands))
     return "\n\n".join(parts) + "\n"
 
 
 def results_csv(ranked: Sequence[Ranked]) -> str:
     """One line per point; numbers unrounded and in base units, named by their column."""
-    rows = [_csv_row(one) for one in ranked]
+    rows = [_csv_row(row) for row in ranked]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["place"])
     writer.writeheader()

@@ -69,8 +69,8 @@ def _model_text(config: RunConfig) -> str:
     weights = f"weights of {model.path}" if model.path else f"random weights, seed {config.seed}"
     if adapter.kind is AdapterKind.none:
         return f"{model.name}, {weights}"
-    targets = ", ".join(adapter.targets) or "all linear layers but the head"
-    return f"{model.name}, {weights}; frozen, LoRA of rank {adapter.rank} beside {targets}"
+    targets = ", ".join(adapter.targets) or "all linear layers except the head"
+    return f"{model.name}, {weights}; frozen, with LoRA of rank {adapter.rank} on {targets}"
 
 
 def _offload_text(offload: Offload) -> str:
@@ -79,11 +79,11 @@ def _offload_text(offload: Offload) -> str:
         OffloadDevice.cpu: "host memory (on CPU ranks: where they are)",
         OffloadDevice.nvme: f"scratch files in {offload.folder}",
     }
-    moved = {place: " and ".join(name for name in what if what[name] is place) for place in places}
-    rest = ", ".join(f"{names} in {places[place]}" for place, names in moved.items() if names)
+    moved = {device: " and ".join(name for name in what if what[name] is device) for device in places}
+    moves = ", ".join(f"{names} in {places[device]}" for device, names in moved.items() if names)
     share = "" if offload.ratio == 1 else f"{offload.ratio:.0%} of the units: "
     early = ", updated during backward" if offload.step is StepTime.speculative else ""
-    return f"{share}{rest}{early}"
+    return f"{share}{moves}{early}"
 
 
 def _data_text(config: RunConfig) -> str:
@@ -107,8 +107,8 @@ def ready_text(event: Mapping[str, Any]) -> str:
 
 
 def _states(predicted: Any) -> list[dict[str, Any]]:
-    found = predicted.get("states", []) if isinstance(predicted, Mapping) else predicted or []
-    return list(found)
+    states = predicted.get("states", []) if isinstance(predicted, Mapping) else predicted or []
+    return list(states)
 
 
 def _sum(states: Sequence[Mapping[str, Any]], key: str) -> float | None:
@@ -120,7 +120,7 @@ def speed_rows(result: Mapping[str, Any]) -> list[Row]:
     """Throughput and step time, with their spread."""
     speed = result["throughput"]
     tokens, step = speed["tokens_per_second"], speed["step_ms"]
-    counted = f"{speed['steps_counted']} steps counted, {speed['warmup_steps']} of warm-up left out"
+    counted = f"{speed['steps_counted']} steps counted, {speed['warmup_steps']} of warm-up not counted"
     return [
         Row(
             "tokens/s",
@@ -134,9 +134,9 @@ def speed_rows(result: Mapping[str, Any]) -> list[Row]:
 def phase_table(result: Mapping[str, Any]) -> Table:
     """Time of a step by phase."""
     phases = result["phases_ms"]
-    whole = sum(phases[key] or 0 for key, _ in PHASES)
+    total = sum(phases[key] or 0 for key, _ in PHASES)
     times = tuple(digits(phases[key]) for key, _ in PHASES)
-    shares = tuple(percent(phases[key] or 0, whole) for key, _ in PHASES)
+    shares = tuple(percent(phases[key] or 0, total) for key, _ in PHASES)
     header = ("step time by phase", *(name for _, name in PHASES))
     return Table(header, (("ms", *times), ("share", *shares)))
 
@@ -189,23 +189,23 @@ def _memory_row(name: str, measured: float | None, predicted: float | None) -> t
 def communication_rows(result: Mapping[str, Any]) -> list[Row]:
     """Bytes of a steady step by collective, and the number of elements next to the theoretical one."""
     talk = result["communication"]
-    used = {name: one for name, one in talk["data"].items() if one["calls"]}
-    total = sum(one["elements"] for one in used.values())
-    parts = [f"{name} {one['calls']} calls {size(one['bytes'])}" for name, one in used.items()]
+    used = {name: volume for name, volume in talk["data"].items() if volume["calls"]}
+    total = sum(volume["elements"] for volume in used.values())
+    parts = [f"{name} {volume['calls']} calls {size(volume['bytes'])}" for name, volume in used.items()]
     theory, padding = talk["theory_elements"], talk.get("padding_elements") or 0
     holds = "equal" if total == theory + padding else "NOT equal"
     return [
         Row(
             "communication",
-            f"{size(sum(one['bytes'] for one in used.values()))} a rank and step: {', '.join(parts) or 'none'}",
+            f"{size(sum(volume['bytes'] for volume in used.values()))} a rank and step: {', '.join(parts) or 'none'}",
         ),
         Row(
-            "  beside theory",
+            "  and in theory",
             f"{total:,.0f} elements sent; {talk['theory']} = {theory:,.0f} + padding {padding:,.0f}: {holds}",
         ),
         Row(
             "",
-            "this is the algorithmic volume: what a ring must send, not what passed the wire; control messages "
+            "this is the algorithmic volume, which a ring must send, not the traffic of the network; control messages "
             f"in addition: {size(talk.get('control_bytes'))}",
         ),
     ]
@@ -232,7 +232,7 @@ def learning_rows(result: Mapping[str, Any]) -> list[Row]:
 
 def missing_text(missing_steps: Sequence[Sequence[int]]) -> str:
     """The steps that the learning curve of a resumed run lacks."""
-    return f"the losses of {steps_text(missing_steps)} are missing: the record of the attempt before lacks them"
+    return f"the losses of {steps_text(missing_steps)} are missing from the record of the earlier attempt"
 
 
 def resumed_text(event: Mapping[str, Any]) -> str:
@@ -241,24 +241,24 @@ def resumed_text(event: Mapping[str, Any]) -> str:
         missing = event.get("missing_steps")
         lacking = f"; {missing_text(missing)} ({event.get('metrics')})" if missing else ""
         return f"resumed after step {event['step']} from {event['path']}{lacking}"
-    return f"took over {event['path']}: {event['kind']}, {event['updates']} updates; steps and schedule begin anew"
+    return f"loaded {event['path']}: {event['kind']}, {event['updates']} updates; steps and schedule start at 0"
 
 
 def checkpoint_rows(result: Mapping[str, Any]) -> list[Row]:
     """The saved checkpoints and their cost; empty if none were saved."""
-    told = result.get("checkpoints") or {}
+    facts = result.get("checkpoints") or {}
     rows = []
-    if told.get("resumed_from_step"):
-        rows.append(Row("resumed", f"after step {told['resumed_from_step']}; speed is of the steps since"))
-    if told.get("saved"):
-        stall = told["stall_ms"]
-        cost = "" if stall is None else f", each held training up {digits(stall)} ms (median)"
-        rows.append(Row("checkpoints", f"{told['saved']} saved in {told['folder']}{cost}"))
-    if told.get("measured_by"):
-        text = f"by {told['measured_by']}, which made and saved every step; checkpoint.resume=none measures anew"
+    if facts.get("resumed_from_step"):
+        rows.append(Row("resumed", f"after step {facts['resumed_from_step']}; speed is of the steps since"))
+    if facts.get("saved"):
+        stall = facts["stall_ms"]
+        cost = "" if stall is None else f", each blocked training for {digits(stall)} ms (median)"
+        rows.append(Row("checkpoints", f"{facts['saved']} saved in {facts['folder']}{cost}"))
+    if facts.get("measured_by"):
+        text = f"by {facts['measured_by']}, which made and saved every step; checkpoint.resume=none measures again"
         rows.append(Row("measured", text))
-    if told.get("weights"):
-        rows.append(Row("weights", f"{told['weights']}: a Hugging Face folder"))
+    if facts.get("weights"):
+        rows.append(Row("weights", f"{facts['weights']}: a Hugging Face folder"))
     return rows
 
 
@@ -275,13 +275,13 @@ def machine_row(result: Mapping[str, Any]) -> Row:
 
 def without_key(overrides: Sequence[str], *keys: str) -> list[str]:
     """The overrides without those that set one of these keys."""
-    return [one for one in overrides if one.lstrip("+~").partition("=")[0] not in keys]
+    return [override for override in overrides if override.lstrip("+~").partition("=")[0] not in keys]
 
 
 def next_after_run(overrides: Sequence[str]) -> str:
     """A useful next command after one run: the same run under every stage."""
-    rest = without_key(overrides, "zero", "zero.stage", "sweeps")
-    return f"{program()} {shlex.join(['-m', 'zero=stage0,stage1,stage2,stage3', *rest])}"
+    others = without_key(overrides, "zero", "zero.stage", "sweeps")
+    return f"{program()} {shlex.join(['-m', 'zero=stage0,stage1,stage2,stage3', *others])}"
 
 
 def run_command(overrides: Sequence[str]) -> str:

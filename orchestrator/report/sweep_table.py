@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.records.record_file import EventTail
 from orchestrator.records.run_state import RunState
-from orchestrator.records.sweep_record import Planned, Standing, SweepPaths
+from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, still_runs
 from orchestrator.report import comparison, ranking
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import verb
@@ -37,14 +37,14 @@ NAMED = 4  # points of a decision that are listed by name
 
 def plan_table(planned: Sequence[Planned]) -> Table:
     """Every point with its decision. The reasons are in `plan_rows`."""
-    return Table(PLAN_HEADER, tuple(_plan_row(one) for one in planned), names=2)
+    return Table(PLAN_HEADER, tuple(_plan_row(point) for point in planned), names=2)
 
 
-def _plan_row(one: Planned) -> tuple[str, ...]:
-    known = one.predicted.get("activations")
-    sizes = [one.predicted.get(name) for name in (*STATES, "needed")]
+def _plan_row(point: Planned) -> tuple[str, ...]:
+    known = point.predicted.get("activations")
+    sizes = [point.predicted.get(name) for name in (*STATES, "needed")]
     *states, needed = map(size, sizes)
-    return (one.label, word(one.decision), *states, size(known["kept"]) if known else ABSENT, needed)
+    return (point.label, word(point.decision), *states, size(known["kept"]) if known else ABSENT, needed)
 
 
 def word(state: RunState) -> str:
@@ -56,29 +56,29 @@ def plan_rows(planned: Sequence[Planned]) -> list[Row]:
     """Counts the points of each decision, with the reason: next to the count if there is one, else in separate rows."""
     rows = []
     for state in RunState:
-        found = [one for one in planned if one.decision is state]
-        if not found:
+        points = [point for point in planned if point.decision is state]
+        if not points:
             continue
-        reasons = Counter(one.reason for one in found if one.reason)
-        names = ", ".join(one.label for one in found[:NAMED])
-        names += f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        reasons = Counter(point.reason for point in points if point.reason)
+        names = ", ".join(point.label for point in points[:NAMED])
+        names += f" and {len(points) - NAMED} more" if len(points) > NAMED else ""
         reason = f": {next(iter(reasons))}" if len(reasons) == 1 else ""
-        rows.append(Row(word(state), f"{len(found)}   {names}{reason}"))
-        rows += _reason_rows(found) if len(reasons) > 1 else []
+        rows.append(Row(word(state), f"{len(points)}   {names}{reason}"))
+        rows += _reason_rows(points) if len(reasons) > 1 else []
     unknown = Counter(
-        one.predicted["activations_unknown"] for one in planned if one.predicted.get("activations_unknown")
+        point.predicted["activations_unknown"] for point in planned if point.predicted.get("activations_unknown")
     )
     rows += [Row("unknown", f"activations of {count} points: {reason}") for reason, count in unknown.items()]
     return rows
 
 
-def _reason_rows(found: Sequence[Planned]) -> list[Row]:
+def _reason_rows(points: Sequence[Planned]) -> list[Row]:
     by_reason: dict[str, list[str]] = {}
-    for one in found:
-        by_reason.setdefault(one.reason, []).append(one.label)
-    told = [Row("", f"    {', '.join(labels)}: {reason}") for reason, labels in by_reason.items() if reason]
-    more = len(told) - PLAN_REASONS
-    return told if more <= 0 else [*told[:PLAN_REASONS], Row("", f"    and {more} more; --json tells them all")]
+    for point in points:
+        by_reason.setdefault(point.reason, []).append(point.label)
+    rows = [Row("", f"    {', '.join(labels)}: {reason}") for reason, labels in by_reason.items() if reason]
+    more = len(rows) - PLAN_REASONS
+    return rows if more <= 0 else [*rows[:PLAN_REASONS], Row("", f"    and {more} more; --json lists all of them")]
 
 
 HEADER = ("point", "state", "slots", "states/rank", "peak/rank", "tokens/s", "note")
@@ -86,22 +86,22 @@ HEADER = ("point", "state", "slots", "states/rank", "peak/rank", "tokens/s", "no
 
 def standing_table(standings: Sequence[Standing]) -> Table:
     """One row per point, in the order of the sweep."""
-    return Table(HEADER, tuple(standing_row(one) for one in standings), names=3)
+    return Table(HEADER, tuple(standing_row(point) for point in standings), names=3)
 
 
-def standing_row(one: Standing) -> tuple[str, ...]:
-    result = one.result()
+def standing_row(point: Standing) -> tuple[str, ...]:
+    result = point.result()
     speed = digits(result["throughput"]["tokens_per_second"]["median"]) if result else ABSENT
-    states = ranking.states_bytes(result) if result else one.planned.predicted_bytes
+    states = ranking.states_bytes(result) if result else point.planned.predicted_bytes
     peak = size(ranking.peak_bytes(result)) if result else ABSENT
-    return (one.label, one.state.value, ",".join(one.slots) or ABSENT, size(states), peak, speed, note(one))
+    return (point.label, point.state.value, ",".join(point.slots) or ABSENT, size(states), peak, speed, note(point))
 
 
-def note(one: Standing) -> str:
+def note(point: Standing) -> str:
     """A short note: the progress of a running point, else the reason for its state."""
-    if one.state is RunState.running and one.attempt is not None:
-        return progress(EventTail.of_the_end(one.attempt.metrics).read_new(), one.planned.config)
-    text = " ".join(one.message.split())
+    if point.state is RunState.running and point.attempt is not None:
+        return progress(EventTail.of_the_end(point.attempt.metrics).read_new(), point.planned.config)
+    text = " ".join(point.message.split())
     return text if len(text) <= REASONS_SHOWN else text[: REASONS_SHOWN - 1] + "…"
 
 
@@ -121,14 +121,14 @@ def progress(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> 
 
 def counts(standings: Sequence[Standing]) -> str:
     """The number of points in each state, such as "2 ok, 1 oom, 1 running, 2 queued"."""
-    found = Counter(one.state for one in standings)
-    return ", ".join(f"{found[state]} {state.value}" for state in RunState if state in found) or "no points"
+    numbers = Counter(point.state for point in standings)
+    return ", ".join(f"{numbers[state]} {state.value}" for state in RunState if state in numbers) or "no points"
 
 
-def next_row(sweep: SweepPaths, found: Sequence[Standing], *, runs: bool) -> Row:
+def next_row(sweep: SweepPaths, standings: Sequence[Standing], *, runs: bool) -> Row:
     """A useful next command: watch a running sweep, resume one, retry failed points, or measure the best longer."""
-    failed = sorted({one.state.value for one in found if not one.state.answered and one.state.kept})
-    left = [one for one in found if not one.state.answered and not one.state.kept]
+    failed = sorted({point.state.value for point in standings if not point.state.answered and point.state.kept})
+    left = [point for point in standings if not point.state.answered and not point.state.kept]
     if runs:
         return Row("next", verb("watch", sweep.root))
     if left:
@@ -138,33 +138,34 @@ def next_row(sweep: SweepPaths, found: Sequence[Standing], *, runs: bool) -> Row
     return Row("next", ranking.next_after_sweep(comparison.ranked(sweep)))
 
 
-def document(sweep: SweepPaths, found: Sequence[Standing], *, runs: bool) -> str:
+def document(sweep: SweepPaths, standings: Sequence[Standing]) -> str:
     """The state of the sweep as one JSON document, the same for every verb and for the sweep's own command."""
-    ranked = {one.entry.label: one for one in comparison.ranked(sweep)}
+    ranked = {row.entry.label: row for row in comparison.ranked(sweep)}
     points = [
-        {**as_json(one), "place": ranked[one.label].place, "tied": ranked[one.label].tied}
-        if one.label in ranked
-        else as_json(one)
-        for one in found
+        {**as_json(point), "place": ranked[point.label].place, "tied": ranked[point.label].tied}
+        if point.label in ranked
+        else as_json(point)
+        for point in standings
     ]
-    metric = next((one.metric for one in ranked.values()), None)
+    metric = next((row.metric for row in ranked.values()), None)
+    runs = still_runs(sweep, standings)
     files = {"report": str(sweep.report), "numbers": str(sweep.results)}
-    whole = {"sweep": sweep.name, "running": runs, "rank_by": metric, "points": points, **files}
-    return json.dumps(whole, ensure_ascii=False)
+    content = {"sweep": sweep.name, "running": runs, "rank_by": metric, "points": points, **files}
+    return json.dumps(content, ensure_ascii=False)
 
 
-def as_json(one: Standing) -> dict[str, Any]:
+def as_json(point: Standing) -> dict[str, Any]:
     """A point as JSON data."""
     return {
-        "label": one.label,
-        "state": one.state.value,
-        "message": one.message,
-        "overrides": list(one.planned.overrides),
-        "point": one.planned.point,
-        "attempt": str(one.attempt.root) if one.attempt else None,
-        "slots": list(one.slots),
-        "job": one.job or None,
-        "predicted_states_bytes": one.planned.predicted_bytes,
-        "predicted": one.planned.predicted,
-        "result": one.result(),
+        "label": point.label,
+        "state": point.state.value,
+        "message": point.message,
+        "overrides": list(point.planned.overrides),
+        "point": point.planned.point,
+        "attempt": str(point.attempt.root) if point.attempt else None,
+        "slots": list(point.slots),
+        "job": point.job or None,
+        "predicted_states_bytes": point.planned.predicted_bytes,
+        "predicted": point.planned.predicted,
+        "result": point.result(),
     }

@@ -59,8 +59,8 @@ class BatchExecutor(submitit.SlurmExecutor):
         # Sent on standard input: another user could replace a file between our write and sbatch's read.
         job = ask(["sbatch", "--parsable"], outside_of_jobs(os.environ), text=script).split(";")[0].strip()
         ids = [f"{job}_{index}" for index in range(len(attempts))] if many else [job]
-        for one, attempt in zip(ids, attempts, strict=True):
-            write_json_atomic(_call_path(self.folder, one), {"attempt": str(attempt.root)})
+        for job_id, attempt in zip(ids, attempts, strict=True):
+            write_json_atomic(_call_path(self.folder, job_id), {"attempt": str(attempt.root)})
         self.script(ids[0]).write_text(script, encoding="utf-8")
         return ids
 
@@ -78,14 +78,14 @@ def _call_path(folder: Path, job: str) -> Path:
 
 
 def main(folder: str, entry: str) -> None:
-    place = submitit.JobEnvironment()
-    path = _call_path(Path(folder), place.job_id)
+    environment = submitit.JobEnvironment()
+    path = _call_path(Path(folder), environment.job_id)
     deadline = time.monotonic() + CALL_S
     while (call := read_json(path)) is None:  # the job may start before its submission has written the file
         if time.monotonic() > deadline:
             raise RuntimeError(f"{path}: expected the call of this job within {CALL_S:g} s; is it on a shared drive?")
         time.sleep(0.2)
-    slurm_rank.say_place(os.environ, place.hostnames)
+    slurm_rank.say_place(os.environ, environment.hostnames)
     slurm_rank.run_in_job(AttemptPaths(Path(call["attempt"])), entry)
 
 

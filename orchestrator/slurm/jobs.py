@@ -108,8 +108,8 @@ class Waves:
 def shape_of(config: RunConfig) -> str:
     """All settings passed to sbatch as one string: attempts with the same string can share an array."""
     resources = config.resources
-    told = (resources.device, resources.ranks, resources.nodes, resources.threads, resources.time_limit_min)
-    return json.dumps([*map(str, told), to_dict(config)["cluster"]], sort_keys=True)
+    settings = (resources.device, resources.ranks, resources.nodes, resources.threads, resources.time_limit_min)
+    return json.dumps([*map(str, settings), to_dict(config)["cluster"]], sort_keys=True)
 
 
 def _send(jobs: Sequence[Sent], folder: Path, name: str, entry: str, after: Sequence[str]) -> list[str]:
@@ -173,7 +173,7 @@ class SlurmQueue:
         """The state of each job. UNSEEN: no tool answered. DENIED: SLURM does not know the job. Neither is final."""
         kept: dict[str, JobSight] = {}
         if ids and self._has_accounting():
-            kept = _told(slurm_tools.sacct_words(ids), slurm_tools.read_sacct) or {}
+            kept = _states_from(slurm_tools.sacct_words(ids), slurm_tools.read_sacct) or {}
         # sacct lags by seconds: for jobs that have not ended there, the controller has newer information.
         left = [job for job in ids if job not in kept or not _has_ended_for_good(kept[job])]
         now = _from_controller(left) if left else {}
@@ -191,17 +191,17 @@ class SlurmQueue:
 
 def _from_controller(ids: Sequence[str]) -> dict[str, JobSight]:
     """The states from squeue; if it does not know our columns, from scontrol for at most FEW jobs."""
-    queue = _told(slurm_tools.squeue_words(ids), slurm_tools.read_squeue)
+    queue = _states_from(slurm_tools.squeue_words(ids), slurm_tools.read_squeue)
     if queue is not None:
         return {job: queue.get(job, DENIED) for job in ids}
-    found = {}
+    sights = {}
     for job in ids[:FEW]:
-        told = _told(["scontrol", "-o", "show", "job", job], lambda text: {"": read_scontrol_job(text)})
-        found[job] = UNSEEN if told is None else told.get("", DENIED)
-    return found
+        answer = _states_from(["scontrol", "-o", "show", "job", job], lambda text: {"": read_scontrol_job(text)})
+        sights[job] = UNSEEN if answer is None else answer.get("", DENIED)
+    return sights
 
 
-def _told(words: Sequence[str], read: Callable[[str], dict[str, JobSight]]) -> dict[str, JobSight] | None:
+def _states_from(words: Sequence[str], read: Callable[[str], dict[str, JobSight]]) -> dict[str, JobSight] | None:
     """The states that a tool prints; None if it did not answer, empty if it knows none of the jobs."""
     try:
         return read(ask(words))

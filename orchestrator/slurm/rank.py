@@ -71,13 +71,13 @@ def address_of(
         return node
     except OSError:
         pass
-    found = re.search(r"\bNodeAddr=(\S+)", tell(["scontrol", "-o", "show", "node", node]))
-    if found is None:
+    match = re.search(r"\bNodeAddr=(\S+)", tell(["scontrol", "-o", "show", "node", node]))
+    if match is None:
         raise SlurmError(
             f"{node}: expected a name that resolves, or its NodeAddr from scontrol, found neither; name the node in "
             "/etc/hosts or set NodeAddr in slurm.conf"
         )
-    return found[1]
+    return match[1]
 
 
 def interface_to(address: str) -> str | None:
@@ -90,11 +90,9 @@ def interface_to(address: str) -> str | None:
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        for one in addresses:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and own == ipaddress.ip_address(
-                one.address.partition("%")[0]
-            ):
-                return name
+        numbers = [entry.address for entry in addresses if entry.family in (socket.AF_INET, socket.AF_INET6)]
+        if own in [ipaddress.ip_address(number.partition("%")[0]) for number in numbers]:
+            return name
     return None
 
 
@@ -118,8 +116,8 @@ def run_in_job(attempt: AttemptPaths, entry: str) -> None:
         leave_failed()
     if isinstance(ended, Stopped) and rank.rank == 0:
         _wait_for_others(attempt, rank.world)
-        told = requeue(job, lambda asked: _tell_requeue(attempt, ended, asked))
-        os.write(1, f"{told}\n".encode())
+        outcome = requeue(job, lambda asked: _tell_requeue(attempt, ended, asked))
+        os.write(1, f"{outcome}\n".encode())
 
 
 class Heartbeat(threading.Thread):
@@ -149,16 +147,16 @@ def requeue(job: str, record: Callable[[str], None], tell: Callable[[Sequence[st
         sight = read_scontrol_job(tell(["scontrol", "-o", "show", "job", job]))
         if sight.slurm_state != "RUNNING":
             # Requeueing now would bring back a job that was cancelled.
-            told = f"not put back into the queue: job {job} is {sight.slurm_state or 'not known'}"
-            record(told)
-            return told
-        record(f"job {job} was put back into the queue")
+            outcome = f"not requeued: job {job} is {sight.slurm_state or 'not known'}"
+            record(outcome)
+            return outcome
+        record(f"job {job} was requeued")
         tell(["scontrol", "requeue", job])
     except SlurmError as error:
-        told = f"could not be put back into the queue: {error}"
-        record(told)
-        return told
-    return f"job {job} was put back into the queue"
+        outcome = f"could not be requeued: {error}"
+        record(outcome)
+        return outcome
+    return f"job {job} was requeued"
 
 
 def _tell_requeue(attempt: AttemptPaths, stopped: Stopped, requeued: str) -> None:
@@ -171,6 +169,6 @@ def _wait_for_others(attempt: AttemptPaths, world: int) -> None:
     deadline = time.monotonic() + OTHERS_S
     waiting = set(range(1, world))
     while waiting and time.monotonic() < deadline:
-        found = {rank: read_or_warn(attempt.rank_record(rank)) or {} for rank in waiting}
-        waiting = {rank for rank, record in found.items() if record.get("state") != RunState.preempted.value}
+        records = {rank: read_or_warn(attempt.rank_record(rank)) or {} for rank in waiting}
+        waiting = {rank for rank, record in records.items() if record.get("state") != RunState.preempted.value}
         time.sleep(0.05)

@@ -46,10 +46,10 @@ def _node_kinds() -> list[NodeKind]:
 
 def cautions(configs: Iterable[RunConfig]) -> list[str]:
     """Possible problems that cannot be checked from this machine."""
-    found = {config.output: file_system(Path(config.output)) for config in configs}
+    kinds = {config.output: file_system(Path(config.output)) for config in configs}
     return [
-        f"output={output} lies on {kind}, which other nodes may not see: give an output on a shared drive"
-        for output, kind in found.items()
+        f"output={output} is on {kind}, which other nodes may not see: choose an output on a shared drive"
+        for output, kind in kinds.items()
         if kind and kind not in SHARED and not kind.startswith("fuse")
     ]
 
@@ -69,10 +69,10 @@ def read_sinfo(text: str) -> list[NodeKind]:
 
 def _gpus_of(gres: str) -> dict[str, int]:
     """The count of each GPU type, from "gpu:h100:8(S:0-1),nvme:1" or "gpu:4"."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for kind, count in re.findall(r"\bgpu(?::([A-Za-z][\w.\-]*))?:(\d+)", gres):
-        found[kind] = found.get(kind, 0) + int(count)
-    return found
+        counts[kind] = counts.get(kind, 0) + int(count)
+    return counts
 
 
 def problem_of(config: RunConfig, kinds: Sequence[NodeKind]) -> str | None:
@@ -80,10 +80,10 @@ def problem_of(config: RunConfig, kinds: Sequence[NodeKind]) -> str | None:
     chosen = config.cluster.partition or next((kind.partition for kind in kinds if kind.is_default), None)
     if chosen is None:
         names = sorted({kind.partition for kind in kinds})
-        return _told("cluster.partition", "null", "this cluster has no default partition", names[:3], "partition")
+        return _partition_problem("null", "this cluster has no default partition", names[:3])
     # A list of partitions is allowed: the job may start in any of them.
-    told = [_problem_in(config, name, kinds) for name in chosen.split(",")]
-    return None if None in told else told[0]
+    problems = [_problem_in(config, name, kinds) for name in chosen.split(",")]
+    return None if None in problems else problems[0]
 
 
 def _problem_in(config: RunConfig, name: str, kinds: Sequence[NodeKind]) -> str | None:
@@ -92,10 +92,10 @@ def _problem_in(config: RunConfig, name: str, kinds: Sequence[NodeKind]) -> str 
     if not own:
         near = nearest(name, names)
         fixes = [near] if near else names[:3]
-        return _told("cluster.partition", name, f"this cluster has {', '.join(names)}", fixes, "partition")
+        return _partition_problem(name, f"this cluster has {', '.join(names)}", fixes)
     if not own[0].is_up:
         others = list(dict.fromkeys(kind.partition for kind in kinds if kind.is_up))
-        return _told("cluster.partition", name, "it is down", others[:3], "partition")
+        return _partition_problem(name, "it is down", others[:3])
     resources = config.resources
     limit = own[0].limit_min
     if limit is not None and resources.time_limit_min > limit:
@@ -143,9 +143,9 @@ def _nodes_problem(config: RunConfig, name: str, own: Sequence[NodeKind]) -> str
     return None
 
 
-def _told(key: str, found: str, why: str, fixes: Sequence[str], last: str) -> str:
-    fix = "   or   ".join(f"cluster.{last}={one}" for one in fixes)
-    return f"{key}={found}: {why}" + (f"      fix: {fix}" if fix else "")
+def _partition_problem(name: str, why: str, others: Sequence[str]) -> str:
+    fix = "   or   ".join(f"cluster.partition={other}" for other in others)
+    return f"cluster.partition={name}: {why}" + (f"      fix: {fix}" if fix else "")
 
 
 def file_system(path: Path) -> str:
@@ -160,11 +160,11 @@ def file_system(path: Path) -> str:
     real = real.resolve()
     best, kind = -1, ""
     for line in lines:
-        _, folder, found, *_ = line.split()
+        _, folder, type_name, *_ = line.split()
         where = folder.replace("\\040", " ")
         # The longest mount point that contains the path counts; of equal ones the later, which hides the earlier.
         if real.is_relative_to(where) and len(where) >= best:
-            best, kind = len(where), found
+            best, kind = len(where), type_name
     return kind
 
 

@@ -14,8 +14,8 @@ from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.local_run import record
 from orchestrator.launch.rank import ENTRY
 from orchestrator.records import sweep_record
-from orchestrator.records.record_file import EventTail, read_or_warn
-from orchestrator.records.record_shapes import JOB, SWEEP, SWEEP_EVENTS
+from orchestrator.records.record_file import read_or_warn
+from orchestrator.records.record_shapes import JOB
 from orchestrator.records.run_record import Attempt, AttemptPaths, new_attempt
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, tell
@@ -45,11 +45,12 @@ def names() -> Callable[[RunConfig], str]:
 def send(sweep: SweepPaths, planned: Sequence[Planned], entry: str = ENTRY) -> list[str]:
     """Sends the points that need a run. Returns their job ids. If SLURM refuses one, cancels all and raises."""
     name = names()
-    queued = [one for one in planned if one.decision is RunState.queued]
+    queued = [point for point in planned if point.decision is RunState.queued]
     attempts = [
-        new_attempt(sweep.output, one.config, one.label, name(from_dict(one.config)), owner=OWNER) for one in queued
+        new_attempt(sweep.output, point.config, point.label, name(from_dict(point.config)), owner=OWNER)
+        for point in queued
     ]
-    configs = [from_dict(one.config) for one in queued]
+    configs = [from_dict(point.config) for point in queued]
     try:
         jobs = slurm.submit(
             [(attempt.paths, config) for attempt, config in zip(attempts, configs, strict=True)],
@@ -61,8 +62,8 @@ def send(sweep: SweepPaths, planned: Sequence[Planned], entry: str = ENTRY) -> l
         for attempt in attempts:
             attempt.move(RunState.error, rank=0, message=f"could not be sent: {error}")
         raise
-    for one, attempt, job in zip(queued, attempts, jobs, strict=True):
-        tell(sweep, "started", label=one.label, attempt=str(attempt.paths.root), slots=[], job=job)
+    for point, attempt, job in zip(queued, attempts, jobs, strict=True):
+        tell(sweep, "started", label=point.label, attempt=str(attempt.paths.root), slots=[], job=job)
     return jobs
 
 
@@ -76,19 +77,21 @@ class ClusterView:
     def look(self) -> list[Standing]:
         """The state of every point after one query of the scheduler. If it does not answer, no state changes."""
         with sweep_record.only_controller(self._sweep, wait=True):
-            moving = [one for one in sweep_record.standings(self._sweep) if one.job and not one.state.final]
-            sights = self._scheduler.look([one.job for one in moving]) if moving else {}
-            ended = [one.attempt for one in moving if one.attempt is not None and self._move(one, sights[one.job])]
+            moving = [point for point in sweep_record.standings(self._sweep) if point.job and not point.state.final]
+            sights = self._scheduler.look([point.job for point in moving]) if moving else {}
+            ended = [
+                point.attempt for point in moving if point.attempt is not None and self._move(point, sights[point.job])
+            ]
             if ended:
                 self._track(ended)
-        return [_with_reason(one, sights.get(one.job)) for one in sweep_record.standings(self._sweep)]
+        return [_with_reason(point, sights.get(point.job)) for point in sweep_record.standings(self._sweep)]
 
-    def _move(self, one: Standing, sight: JobSight) -> bool:
+    def _move(self, point: Standing, sight: JobSight) -> bool:
         """Updates the state of the attempt. Returns whether it has ended."""
-        assert one.attempt is not None
-        world = int(one.planned.config["resources"]["ranks"])
-        verdict = verdict_or_lost(one.attempt, world, sight)
-        attempt = Attempt.reopen(one.attempt)
+        assert point.attempt is not None
+        world = int(point.planned.config["resources"]["ranks"])
+        verdict = verdict_or_lost(point.attempt, world, sight)
+        attempt = Attempt.reopen(point.attempt)
         if verdict is None:
             _move_along(attempt, sight)
             return False
@@ -112,12 +115,12 @@ class ClusterView:
         tracker.close()
 
 
-def _with_reason(one: Standing, sight: JobSight | None) -> Standing:
+def _with_reason(point: Standing, sight: JobSight | None) -> Standing:
     """Adds to a waiting point its reason and the start time that the scheduler expects."""
     if sight is None or sight.state is not JobPhase.pending:
-        return one
+        return point
     start = f", starts about {time.strftime('%H:%M', time.localtime(sight.est_start))}" if sight.est_start else ""
-    return replace(one, message=f"{one.message or sight.reason}{start}")
+    return replace(point, message=f"{point.message or sight.reason}{start}")
 
 
 def _move_along(attempt: Attempt, sight: JobSight) -> None:
@@ -132,24 +135,8 @@ def _move_along(attempt: Attempt, sight: JobSight) -> None:
 
 def cancel(sweep: SweepPaths, labels: Sequence[str]) -> None:
     """Asks SLURM to end the jobs of these points."""
-    found = sweep_record.standings(sweep)
-    slurm.cancel([one.job for one in found if one.job and one.label in labels and not one.state.final])
-
-
-def still_runs(sweep: SweepPaths, found: Sequence[Standing]) -> bool:
-    """Whether the sweep can still make progress without a new command."""
-    if is_on_cluster(sweep):
-        return not all(one.state.final for one in found)
-    return sweep_record.controller_pid(sweep) is not None
-
-
-def is_on_cluster(sweep: SweepPaths) -> bool:
-    """Whether the sweep's points were sent to a scheduler."""
-    facts = read_or_warn(sweep.sweep, SWEEP)
-    if facts is not None:
-        return bool(facts.get("on_cluster"))
-    # The sweep's own record is unreadable; a sweep that was sent has jobs in its events.
-    return any(event.get("job") for event in EventTail(sweep.events, SWEEP_EVENTS).read_new())
+    standings = sweep_record.standings(sweep)
+    slurm.cancel([point.job for point in standings if point.job and point.label in labels and not point.state.final])
 
 
 def log_of(attempt: AttemptPaths) -> Path | None:

@@ -106,13 +106,13 @@ SQUEUE_FIELDS = ("JobArrayID", "State", "Reason", "RestartCnt", "exit_code", "St
 
 
 def sacct_words(ids: Sequence[str]) -> list[str]:
-    jobs = ",".join(dict.fromkeys(one.partition("_")[0] for one in ids))
+    jobs = ",".join(dict.fromkeys(job.partition("_")[0] for job in ids))
     return ["sacct", "--parsable2", "--noheader", "--allocations", "--format", ",".join(SACCT_FIELDS), "--jobs", jobs]
 
 
 def squeue_words(ids: Sequence[str]) -> list[str]:
     """The command line of squeue. --states=all keeps jobs for some minutes after their end."""
-    jobs = ",".join(dict.fromkeys(one.partition("_")[0] for one in ids))
+    jobs = ",".join(dict.fromkeys(job.partition("_")[0] for job in ids))
     columns = ",".join(f"{name}:|" for name in SQUEUE_FIELDS)
     return ["squeue", "--array", "--states=all", "--noheader", "--Format", columns, "--jobs", jobs]
 
@@ -147,14 +147,14 @@ def read_scontrol_job(text: str) -> JobSight:
     facts = fields_of(text)
     if "JobState" not in facts:
         return UNSEEN
-    found = _sight(
+    sight = _sight(
         facts["JobState"],
         facts.get("Reason", ""),
         facts.get("ExitCode", ""),
         facts.get("NodeList", ""),
         facts.get("StartTime", ""),
     )
-    return found._replace(restarts=int(facts.get("Restarts", "0")))
+    return sight._replace(restarts=int(facts.get("Restarts", "0")))
 
 
 def _sight(state: str, reason: str, code: str, nodes: str, start: str, restarts: int = 0) -> JobSight:
@@ -181,11 +181,11 @@ def expand_ids(text: str) -> list[str]:
     job, index, ranges = match.groups()
     if ranges is None:
         return [job if index is None else f"{job}_{index}"]
-    found = []
+    ids = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
-        found += [f"{job}_{number}" for number in range(int(first), int(last or first) + 1)]
-    return found
+        ids += [f"{job}_{number}" for number in range(int(first), int(last or first) + 1)]
+    return ids
 
 
 def fields_of(text: str) -> dict[str, str]:
@@ -212,8 +212,8 @@ def read_time(text: str) -> float | None:
 
 def read_limit_min(text: str) -> float | None:
     """Minutes of "2-00:00:00", "1:00:00", "30:00" or "15"; None where there is no limit."""
-    days, _, rest = text.rpartition("-")
-    parts = rest.split(":")
+    days, _, clock = text.rpartition("-")
+    parts = clock.split(":")
     if not all(part.isdigit() for part in parts) or (days and not days.isdigit()):
         return None
     numbers = [int(part) for part in parts]

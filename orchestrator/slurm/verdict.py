@@ -39,7 +39,7 @@ OUTSIDE = {
     "NODE_FAIL": RunState.error,
     "BOOT_FAIL": RunState.error,
 }
-MORE_MEMORY = "give cluster.memory_gib, or more of it"
+MORE_MEMORY = "set cluster.memory_gib, or raise it"
 # Matches the log of the node that exceeded its memory, and of the nodes that SLURM ends because of it.
 MEMORY = re.compile(r"exceeded (job )?memory limit|oom[-_]kill|Out Of Memory|OutOfMemory", re.IGNORECASE)
 
@@ -53,15 +53,15 @@ def verdict(attempt: AttemptPaths, world: int, sight: JobSight, now: float | Non
     log = Path((read_or_warn(attempt.job, JOB) or {}).get("log") or "")
     first = _first_error(records, sight)
     error_s = 0.0 if first is None else _unchanged_s(attempt.failing, first, now)
-    found = decide(records, sight, has_result=attempt.result.exists(), error_s=error_s)
-    if found is None or found.state is not RunState.error or sight.state is not JobPhase.ended:
-        return found
+    decided = decide(records, sight, has_result=attempt.result.exists(), error_s=error_s)
+    if decided is None or decided.state is not RunState.error or sight.state is not JobPhase.ended:
+        return decided
     line = next(filter(None, map(_of_memory, [log, *map(attempt.rank_log, range(world))])), "")
     if line:
-        return Verdict(RunState.oom_host, found.rank, f"the node's memory was not enough: {line}; {MORE_MEMORY}")
+        return Verdict(RunState.oom_host, decided.rank, f"the node's memory was not enough: {line}; {MORE_MEMORY}")
     if all(record is None for record in records) and (lines := _end_of(log)):
-        return found._replace(message=f"{found.message}; the job's log ends: {lines[-1]}")
-    return found
+        return decided._replace(message=f"{decided.message}; the job's log ends: {lines[-1]}")
+    return decided
 
 
 def verdict_or_lost(attempt: AttemptPaths, world: int, sight: JobSight, now: float | None = None) -> Verdict | None:
@@ -150,8 +150,8 @@ def _from_outside(ranks: Sequence[Sight], sight: JobSight) -> Verdict:
     text = {
         RunState.timeout: "SLURM ended it at its time limit",
         RunState.cancelled: "it was cancelled in SLURM",
-        RunState.preempted: "SLURM took its nodes and did not put it back into the queue",
-        RunState.oom_host: f"SLURM ended it for want of memory{nodes}: {MORE_MEMORY}",
+        RunState.preempted: "SLURM took its nodes and did not requeue it",
+        RunState.oom_host: f"SLURM ended it because it was out of memory{nodes}: {MORE_MEMORY}",
         RunState.error: f"a node failed{nodes}",
     }[state]
     stopped = ranks[0].error if ranks and ranks[0].state is RunState.preempted else ""

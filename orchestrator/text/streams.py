@@ -60,7 +60,7 @@ def one_line(text: str) -> str:
     if len(text) > MOST_SIGNS:
         first, last = MOST_SIGNS * 2 // 3, MOST_SIGNS // 3
         text = f"{text[:first]} ... ({len(text) - first - last} more characters) ... {text[-last:]}"
-    return text if text.isprintable() else "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+    return text if text.isprintable() else "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
 def _open_closed() -> None:

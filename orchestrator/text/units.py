@@ -54,25 +54,25 @@ def difference(measured: float | None, predicted: float | None) -> str:
     return f"{100 * (measured - predicted) / predicted:+.1f} %" if predicted else "new"
 
 
-def percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else ABSENT
+def percent(part: float, total: float) -> str:
+    return f"{100 * part / total:.0f} %" if total else ABSENT
 
 
 def spans(numbers: Iterable[int]) -> list[list[int]]:
     """The numbers, which must be sorted, as ranges: [[1, 3], [7, 7]] for [1, 2, 3, 7]."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
         else:
-            found.append([number, number])
-    return found
+            ranges.append([number, number])
+    return ranges
 
 
 def steps_text(rows: Sequence[Sequence[int]]) -> str:
     """The ranges of `spans` in words: "steps 1 to 3 and 7", "step 7"."""
-    told = [str(low) if low == high else f"{low} to {high}" for low, high in rows]
-    text = " and ".join([*([", ".join(told[:-1])] if told[1:] else []), *told[-1:]])
+    parts = [str(low) if low == high else f"{low} to {high}" for low, high in rows]
+    text = " and ".join([*([", ".join(parts[:-1])] if parts[1:] else []), *parts[-1:]])
     return f"step{'' if len(rows) == 1 and rows[0][0] == rows[0][1] else 's'} {text}"
 
 

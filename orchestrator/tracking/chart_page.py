@@ -45,7 +45,7 @@ def view() -> str:
     chosen = {
         "orderByKey": f"metrics.`{_SPEED}`",
         "orderByAsc": False,
-        "selectedColumns": [f"params.`{axis}`" for axis in _AXES] + [f"metrics.`{one}`" for one in (_SPEED, _STEP)],
+        "selectedColumns": [f"params.`{axis}`" for axis in _AXES] + [f"metrics.`{name}`" for name in (_SPEED, _STEP)],
         "compareRunSections": [{"uuid": uuid, "name": name, **flags} for uuid, name in sections],
         "compareRunCharts": [{**chart, "uuid": f"zlab-{index}"} for index, chart in enumerate(charts)],
     }

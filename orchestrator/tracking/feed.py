@@ -23,7 +23,8 @@ CLOSE_S = 30.0  # MLflow waits 20 s for a locked SQLite file
 STARTS = 3  # restarts of a tracker that died during one command
 READY_S = 30.0
 ADVICE = (
-    "The runs go on and their records stay; tracking=none leaves MLflow out, tracking.uri=... chooses another store"
+    "The runs continue and their records are kept; tracking=none turns MLflow off, tracking.uri=... chooses another "
+    "store"
 )
 
 
@@ -73,7 +74,7 @@ class Tracker:
             self._listen(0.1)
             self._revive()
         if not self._ready and self._process is not None:
-            self._warn(f"its store was not there after {READY_S:g} s")
+            self._warn(f"its store did not exist after {READY_S:g} s")
         self._ready = True
 
     def begin(self, attempt: Attempt, experiment: str, sweep: str) -> None:
@@ -102,8 +103,8 @@ class Tracker:
         """Problems since the last call, as text for the screen. Never blocks."""
         self._listen(0)
         self._revive()
-        found, self._warnings = self._warnings, []
-        return found
+        new, self._warnings = self._warnings, []
+        return new
 
     def close(self) -> None:
         """Returns when everything has been written, or after CLOSE_S."""
@@ -137,7 +138,7 @@ class Tracker:
         code = self._process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if self._starts_left == 0:
-            self._warn(f"its process {how} again and again; the next command completes what is missing")
+            self._warn(f"its process {how} repeatedly; the next command completes what is missing")
             self._process = None
             return
         self._starts_left -= 1

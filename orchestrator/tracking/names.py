@@ -63,7 +63,7 @@ def step_metrics(event: Mapping[str, Any]) -> dict[str, float]:
 def summary_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     """Metrics that are logged once, so that the dashboard draws them as bars."""
     speed, memory, losses = result["throughput"], result["memory"], result["loss"]
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "tokens_per_second": speed["tokens_per_second"]["median"],
         "tokens_per_second_p10": speed["tokens_per_second"]["p10"],
         "tokens_per_second_p90": speed["tokens_per_second"]["p90"],
@@ -75,18 +75,18 @@ def summary_metrics(result: Mapping[str, Any]) -> dict[str, float]:
         "activations_mib": _mib(memory["activations_bytes"]),
         "activations_predicted_mib": _mib(memory.get("activations_predicted_bytes")),
         "other_tensors_mib": _mib(memory["other_tensors_bytes"]),
-        "sent_mib_per_step": _mib(sum(one["bytes"] for one in result["communication"]["data"].values())),
+        "sent_mib_per_step": _mib(sum(volume["bytes"] for volume in result["communication"]["data"].values())),
     }
-    found |= {f"{phase}_ms": value for phase, value in result["phases_ms"].items()}
+    values |= {f"{phase}_ms": value for phase, value in result["phases_ms"].items()}
     for kind in ("rss", "allocated", "reserved"):
-        found[f"peak_{kind}_mib"] = _mib(memory.get(f"peak_{kind}_bytes"))
+        values[f"peak_{kind}_mib"] = _mib(memory.get(f"peak_{kind}_bytes"))
     for which in ("measured", "predicted"):
         total = 0
         for state in memory["states"]:
             total += state[f"{which}_bytes"] or 0
-            found[f"{state['component']}_{which}_mib"] = _mib(state[f"{which}_bytes"])
-        found[f"states_{which}_mib"] = _mib(total)
-    return {f"summary/{name}": value for name, value in finite(found).items()}
+            values[f"{state['component']}_{which}_mib"] = _mib(state[f"{which}_bytes"])
+        values[f"states_{which}_mib"] = _mib(total)
+    return {f"summary/{name}": value for name, value in finite(values).items()}
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, float]:

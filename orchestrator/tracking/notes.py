@@ -41,8 +41,8 @@ def left_behind(output: Path) -> list[dict[str, Any]]:
     if not folder.is_dir():
         return []
     clear_leftovers(folder)
-    found = filter(None, (read_or_warn(path, NOTE) for path in sorted(folder.glob("*.json"))))
-    return [one for one in found if _is_left(one["command"]) and one["tries"] < TRIES]
+    messages = filter(None, (read_or_warn(path, NOTE) for path in sorted(folder.glob("*.json"))))
+    return [message for message in messages if _is_left(message["command"]) and message["tries"] < TRIES]
 
 
 def count_try(output: Path, message: Mapping[str, Any]) -> None:

@@ -63,21 +63,21 @@ class MlflowStore:
         return self._experiments[name]
 
     def _open(self, name: str) -> str:
-        found = self.client.get_experiment_by_name(name)
-        if found is None:
+        known = self.client.get_experiment_by_name(name)
+        if known is None:
             where = artifacts_path(self.output).as_uri() if self._local else None
             experiment = str(self.client.create_experiment(name, artifact_location=where))
         else:
-            experiment = str(found.experiment_id)
-        if found is None or found.tags.get(chart_page.TAG) != chart_page.view():
+            experiment = str(known.experiment_id)
+        if known is None or known.tags.get(chart_page.TAG) != chart_page.view():
             self.client.set_experiment_tag(experiment, chart_page.TAG, chart_page.view())
         return experiment
 
     def run_of(self, experiment: str, tags: Mapping[str, str], *, told_apart_by: str) -> str | None:
         """The id of the newest run with these tags. The query uses one of them, whose value needs no quoting."""
-        asked = f"tags.`{told_apart_by}` = '{tags[told_apart_by]}'"
-        found = self.client.search_runs([self.experiment(experiment)], asked)
-        return next((str(run.info.run_id) for run in found if tags.items() <= run.data.tags.items()), None)
+        query = f"tags.`{told_apart_by}` = '{tags[told_apart_by]}'"
+        runs = self.client.search_runs([self.experiment(experiment)], query)
+        return next((str(run.info.run_id) for run in runs if tags.items() <= run.data.tags.items()), None)
 
     def create_run(self, experiment: str, name: str, tags: Mapping[str, str]) -> str:
         run = self.client.create_run(self.experiment(experiment), run_name=name, tags=dict(tags))
@@ -303,7 +303,7 @@ def follow(uri: str, output: Path) -> NoReturn:
     """Serves the command's messages on stdin until it closes the pipe or dies, then ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C and reports how the run ended
     follower = Follower(uri, output, os.getppid())
-    rest = b""
+    unended = b""
     pause_s = PERIOD_S
     while True:
         readable, _, _ = select.select([sys.stdin], [], [], pause_s)
@@ -313,7 +313,7 @@ def follow(uri: str, output: Path) -> NoReturn:
         chunk = os.read(sys.stdin.fileno(), 65536)
         if not chunk:
             break
-        *lines, rest = (rest + chunk).split(b"\n")
+        *lines, unended = (unended + chunk).split(b"\n")
         for line in lines:
             follower.handle(json.loads(line))
     follower.finish_all()
@@ -324,17 +324,17 @@ def main(argv: list[str]) -> int:
     """Runs the command line of this module."""
     parser = argparse.ArgumentParser(prog="python -m orchestrator.tracking.process")
     actions = parser.add_subparsers(dest="action", required=True)
-    asked = actions.add_parser("follow", help="used by the command itself")
-    asked.add_argument("--uri", required=True)
-    asked.add_argument("output", type=Path)
-    left = actions.add_parser("complete", help="used by every command that finds something left")
-    left.add_argument("output", type=Path)
-    found = parser.parse_args(argv)
-    if found.action == "complete":
+    follow_parser = actions.add_parser("follow", help="used by the command itself")
+    follow_parser.add_argument("--uri", required=True)
+    follow_parser.add_argument("output", type=Path)
+    complete_parser = actions.add_parser("complete", help="used by every command that finds something left")
+    complete_parser.add_argument("output", type=Path)
+    arguments = parser.parse_args(argv)
+    if arguments.action == "complete":
         os.nice(10)
-        complete(found.output, {})
+        complete(arguments.output, {})
         return 0
-    follow(found.uri, found.output)
+    follow(arguments.uri, arguments.output)
 
 
 if __name__ == "__main__":

@@ -42,22 +42,22 @@ def trace_of(config: RunConfig) -> Trace:
 def known(config: RunConfig) -> Answer:
     """The answer from the cache that predictions fill; otherwise counted here and added to the cache."""
     key = memory_cache.activations_key(config)
-    found: Answer | None = memory_cache.stored(key)
-    if found is None:
-        found = _counted(config, [])
-        memory_cache.store(key, found)
-    return found
+    answer: Answer | None = memory_cache.stored(key)
+    if answer is None:
+        answer = _counted(config, [])
+        memory_cache.store(key, answer)
+    return answer
 
 
 def answers(family: Sequence[RunConfig]) -> Iterator[tuple[RunConfig, Answer]]:
     """Answers for configurations that differ only in the micro-batch. The smallest and the largest are counted; those
     between are interpolated if these two allow it (see `activation_count.between`)."""
-    inner = sorted({one.batch.micro for one in family if one.batch.micro >= SMALLEST})[1:-1]
+    inner = sorted({config.batch.micro for config in family if config.batch.micro >= SMALLEST})[1:-1]
     ends: list[tuple[int, Trace]] = []
-    for config in sorted(family, key=lambda one: (one.batch.micro in inner, one.batch.micro)):
+    for config in sorted(family, key=lambda config: (config.batch.micro in inner, config.batch.micro)):
         micro = config.batch.micro
-        found = between(ends[0], ends[-1], micro) if micro in inner and ends else None
-        yield config, _counted(config, ends) if found is None else {"bytes": asdict(found)}
+        interpolated = between(ends[0], ends[-1], micro) if micro in inner and ends else None
+        yield config, _counted(config, ends) if interpolated is None else {"bytes": asdict(interpolated)}
 
 
 def _counted(config: RunConfig, ends: list[tuple[int, Trace]]) -> Answer:

@@ -69,25 +69,25 @@ def busy_seconds(stat: Path, cores: Collection[int]) -> dict[int, float]:
         lines = stat.read_text(encoding="utf-8").splitlines()
         tick = os.sysconf("SC_CLK_TCK")
         rows = {row[0]: row[1:] for row in (line.split() for line in lines) if row}
-        return {core: sum(int(rows[f"cpu{core}"][one]) for one in _WORKING) / tick for core in cores}
+        return {core: sum(int(rows[f"cpu{core}"][column]) for column in _WORKING) / tick for core in cores}
     except (OSError, ValueError, KeyError, IndexError):
         return {}
 
 
 def others_share(ranks: Sequence[Used]) -> float | None:
     """See [Note: others' share]. The largest share over the machines; None if one of them is unknown."""
-    shares = [_on_one([one for one in ranks if one.host == host]) for host in {one.host for one in ranks}]
-    return None if None in shares else max(one for one in shares if one is not None)
+    shares = [_on_one([rank for rank in ranks if rank.host == host]) for host in {rank.host for rank in ranks}]
+    return None if None in shares else max(share for share in shares if share is not None)
 
 
 def _on_one(ranks: Sequence[Used]) -> float | None:
     """The share on one machine, whose ranks may be bound to different cores."""
     busy: dict[int, float] = {}
-    for one in ranks:
-        busy |= one.busy_s
-    wall_s = max(one.wall_s for one in ranks)
+    for rank in ranks:
+        busy |= rank.busy_s
+    wall_s = max(rank.wall_s for rank in ranks)
     # In a sandbox the file may exist but count nothing: at least our own work should be in it.
-    if not all(one.busy_s for one in ranks) or not sum(busy.values()) or not wall_s:
+    if not all(rank.busy_s for rank in ranks) or not sum(busy.values()) or not wall_s:
         return None
-    others = sum(busy.values()) - sum(one.own_s for one in ranks)
+    others = sum(busy.values()) - sum(rank.own_s for rank in ranks)
     return min(max(others / (len(busy) * wall_s), 0.0), 1.0)

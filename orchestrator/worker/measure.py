@@ -81,20 +81,22 @@ def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> di
 def memory(runtime: ZeroRuntime, worst: Mapping[str, int | None]) -> dict[str, Any]:
     """The memory part of the result, from the largest readings over the ranks (census, activations and `peaks`)."""
     states = model_states(runtime, worst)
-    components = {"host", *(one["component"] for one in states["states"])}
-    rest = {key: value for key, value in worst.items() if key not in components}
-    other = (rest.pop("other") or 0) + (rest.pop("buffers") or 0)
-    return {**states, "other_tensors_bytes": other, **rest}
+    components = {"host", *(state["component"] for state in states["states"])}
+    others = {key: value for key, value in worst.items() if key not in components}
+    other = (others.pop("other") or 0) + (others.pop("buffers") or 0)
+    return {**states, "other_tensors_bytes": other, **others}
 
 
 def predicted_activations(runtime: ZeroRuntime, counted: Mapping[str, Any]) -> dict[str, Any]:
     """From an answer of activations.py: the bytes that a forward keeps, and the least that a rank needs at its peak."""
     if "bytes" not in counted:
         return {"activations_unknown": counted["unknown"]}
-    found = ActivationBytes(**counted["bytes"])
+    activations = ActivationBytes(**counted["bytes"])
     micro_batches = runtime.settings.micro_batches
-    floor = memory_model.step_floor_bytes(runtime.predicted_state_bytes(), found.peak, micro_batches=micro_batches)
-    return {"activations_predicted_bytes": found.kept, "floor_predicted_bytes": floor}
+    floor = memory_model.step_floor_bytes(
+        runtime.predicted_state_bytes(), activations.peak, micro_batches=micro_batches
+    )
+    return {"activations_predicted_bytes": activations.kept, "floor_predicted_bytes": floor}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -108,10 +110,10 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
-    place = share * (len(ordered) - 1)
-    low = int(place)
+    position = share * (len(ordered) - 1)
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def throughput(readings: Readings, tokens_per_step: int, world: int, warmup_steps: int) -> dict[str, Any]:
@@ -156,4 +158,4 @@ def communication(runtime: ZeroRuntime, ledger: Ledger, *, reduces_at_boundary: 
 
 def worst_of(per_rank: list[dict[str, int | None]]) -> dict[str, int | None]:
     """The largest value of each number over the ranks; None if no rank has one."""
-    return {key: max((one[key] for one in per_rank), key=lambda value: value or 0) for key in per_rank[0]}
+    return {key: max((readings[key] for readings in per_rank), key=lambda value: value or 0) for key in per_rank[0]}

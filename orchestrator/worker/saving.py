@@ -98,10 +98,10 @@ class Saving:
 
         Steps, data and schedule start again: its checkpoint has none of ours.
         """
-        found = load_foreign(self._runtime, reader)
+        foreign = load_foreign(self._runtime, reader)
         self.first_update = self._runtime.updates
         if self._rank == 0:
-            self._tell("resumed", step=0, path=str(found.path), kind=found.kind, updates=found.updates)
+            self._tell("resumed", step=0, path=str(foreign.path), kind=foreign.kind, updates=foreign.updates)
         return Progress()
 
     def _check_data(self, path: Path, trainer: Mapping[str, Any]) -> None:
@@ -125,22 +125,23 @@ class Saving:
             raise CheckpointError(
                 f"{path}: expected a checkpoint from before the last step, {self._steps}, found step "
                 f"{trainer['step']}: nothing is left to train; give more measure.steps, or checkpoint.resume=none to "
-                "start anew"
+                "start again"
             )
-        found: dict[str, Any] = trainer["result"]
-        told = found["checkpoints"]
+        result: dict[str, Any] = trainer["result"]
+        checkpoints = result["checkpoints"]
         # The result was built before this checkpoint was saved, so it does not count it.
         saved = {
-            "saved": told["saved"] + 1,
+            "saved": checkpoints["saved"] + 1,
             "folder": str(path.parent),
             "measured_by": str(Path(trainer["metrics"]).parent),
         }
-        return {**found, "checkpoints": {**told, **saved, "weights": self._weights_folder()}}
+        return {**result, "checkpoints": {**checkpoints, **saved, "weights": self._weights_folder()}}
 
     def _own(self) -> CheckpointReader | None:
         """The newest checkpoint that this attempt saved before its job was requeued, whatever `resume` says."""
-        found = newest_good_together(self._runtime.collectives, self._attempt.checkpoints, self._tell_passed_over)
-        return found if found is not None and found.index.trainer["metrics"] == str(self._attempt.metrics) else None
+        checkpoint = newest_good_together(self._runtime.collectives, self._attempt.checkpoints, self._tell_passed_over)
+        is_own = checkpoint is not None and checkpoint.index.trainer["metrics"] == str(self._attempt.metrics)
+        return checkpoint if is_own else None
 
     def _chosen(self) -> CheckpointReader | None:
         resume = self._config.resume
@@ -151,8 +152,8 @@ class Saving:
             return open_together(collectives, resume)
         return newest_good_together(collectives, self._attempt.checkpoints, self._tell_passed_over)
 
-    def _tell_passed_over(self, one: Skipped) -> None:
-        self._tell("passed_over", path=str(one.path), why=one.why)
+    def _tell_passed_over(self, skipped: Skipped) -> None:
+        self._tell("passed_over", path=str(skipped.path), why=skipped.why)
 
     def _continue_curve(self, metrics: Path, step: int) -> None:
         """Copies the learning curve up to the checkpoint to this attempt's record, marked as an earlier attempt's.

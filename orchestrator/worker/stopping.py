@@ -32,8 +32,8 @@ class StopSignals:
         if config.checkpoint.kind is CheckpointKind.none and config.cluster.kind is not ClusterKind.slurm:
             return None
         signals = cls(config)
-        for one in (STOP_SIGNAL, signal.SIGTERM):
-            signal.signal(one, signals.note)
+        for number in (STOP_SIGNAL, signal.SIGTERM):
+            signal.signal(number, signals.note)
         return signals
 
     def __init__(self, config: RunConfig) -> None:
@@ -50,7 +50,7 @@ class StopSignals:
         """The signal handler: only sets a flag and logs one line, since it runs between any two instructions."""
         name = signal.Signals(number).name
         if number == STOP_SIGNAL and not self._saves and time.monotonic() - self._began >= self._near_limit_s:
-            _say(f"{name}: the time limit is near; nothing could be saved (checkpoint=none), so the run goes on")
+            _say(f"{name}: the time limit is near; nothing could be saved (checkpoint=none), so the run continues")
             return
         self._asked = True
         _say(f"{name}: asked to stop")

@@ -54,22 +54,22 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> Stopped | None:
     try:
         with watch:
             built = build_runtime(config, device, watch, signals.asked if signals else None)
-            with _telling_memory(built.runtime, watch, rank.rank):
+            with _with_memory(built.runtime, watch, rank.rank):
                 return RankRun(attempt, config, rank, *built).run()
     finally:
         leave_world()
 
 
 @contextlib.contextmanager
-def _telling_memory(runtime: ZeroRuntime, watch: RankWatch, rank: int) -> Iterator[None]:
+def _with_memory(runtime: ZeroRuntime, watch: RankWatch, rank: int) -> Iterator[None]:
     """Adds the memory held at the time to an out of memory error."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        place, _ = watch.journal.read()
-        raise memory_error(rank, error, place, asdict(take_census(runtime))) from error
+        position, _ = watch.journal.read()
+        raise memory_error(rank, error, position, asdict(take_census(runtime))) from error
 
 
 class RankRun:
@@ -307,9 +307,9 @@ class RankRun:
         }
         memory = measure.worst_of(self._runtime.collectives.gather_objects(local))
         share = others_share(self._runtime.collectives.gather_objects(self._used))
-        return self._told(memory, share) if self._rank.rank == 0 else {}
+        return self._combined(memory, share) if self._rank.rank == 0 else {}
 
-    def _told(self, memory: dict[str, Any], others: float | None) -> dict[str, Any]:
+    def _combined(self, memory: dict[str, Any], others: float | None) -> dict[str, Any]:
         config, readings, runtime = self._config, self._readings, self._runtime
         warmup = self._warmup_steps
         tokens = self._tokens_per_step()

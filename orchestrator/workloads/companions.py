@@ -21,12 +21,12 @@ def write_companions(out: Path, config: Mapping[str, Any], dtype: str) -> str:
     saved_config(model["model_type"], model["config"], TORCH_DTYPE[dtype], as_saved=path is not None).save_pretrained(
         out
     )
-    found = [name for name in COMPANIONS if path is not None and (Path(path) / name).is_file()]
-    for name in found:
+    names = [name for name in COMPANIONS if path is not None and (Path(path) / name).is_file()]
+    for name in names:
         shutil.copyfile(Path(path) / name, out / name)
-    if TOKENIZER in found:
+    if TOKENIZER in names:
         return f"tokenizer of {path}"
     if data.get("tokenizer") == "bytes" and data.get("kind") != "synthetic":
         save_byte_tokenizer(out)
-        return "a tokenizer of bytes, which is what it was trained on"
-    return "no tokenizer: " + ("its data was synthetic" if data.get("kind") == "synthetic" else "none was known")
+        return "a tokenizer of bytes, on which it was trained"
+    return "no tokenizer: " + ("its data was synthetic" if data.get("kind") == "synthetic" else "none is known")

@@ -87,21 +87,21 @@ def _tiled_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tenso
     head = cast(PreTrainedModel, model).get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ValueError(f"loss=tiled: expected an nn.Linear as the head, found {type(head).__name__}; use loss=full")
-    found: list[torch.Tensor] = []
+    losses: list[torch.Tensor] = []
 
     def loss_of(hidden: torch.Tensor) -> torch.Tensor:
-        found.append(tiled_cross_entropy(hidden, head.weight, head.bias, labels, tile=tile, ignored=IGNORED_LABEL))
-        return found[0]
+        losses.append(tiled_cross_entropy(hidden, head.weight, head.bias, labels, tile=tile, ignored=IGNORED_LABEL))
+        return losses[0]
 
     head.forward = loss_of  # type: ignore[method-assign,assignment]
     try:
         loss: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
     finally:
         del head.forward  # restores the forward of the class
-    if loss is not found[0]:
+    if loss is not losses[0]:
         raise ValueError(
-            f"loss=tiled: expected {type(model).__name__} to return what its head gives, found something made of it; "
-            "use loss=full"
+            f"loss=tiled: expected {type(model).__name__} to return the output of its head unchanged, "
+            "found a changed one; use loss=full"
         )
     return loss
 
@@ -124,18 +124,18 @@ def model_config(model_type: str, config: Mapping[str, Any], *, as_saved: bool =
     """
     kind = _config_class(model_type)
     if as_saved:
-        found = kind.from_dict(dict(config))
-        for one in fields(kind):
-            if _is_dropout(one.name):
-                setattr(found, one.name, 0.0)
-        found.use_cache = False
-        return found
+        saved = kind.from_dict(dict(config))
+        for field in fields(kind):
+            if _is_dropout(field.name):
+                setattr(saved, field.name, 0.0)
+        saved.use_cache = False
+        return saved
     wrong = [*_unknown_keys(kind, config), *_wrong_rope(config), *_wrong_values(config)]
     if wrong:
         raise ValueError("\n".join(wrong))
-    ours: dict[str, Any] = {one.name: 0.0 for one in fields(kind) if _is_dropout(one.name)}
+    ours: dict[str, Any] = {field.name: 0.0 for field in fields(kind) if _is_dropout(field.name)}
     # The architecture's default ids are for its own vocabulary; nothing here generates text or reads them.
-    unset = {one.name: None for one in fields(kind) if one.name in ("bos_token_id", "eos_token_id")}
+    unset = {field.name: None for field in fields(kind) if field.name in ("bos_token_id", "eos_token_id")}
     try:
         return kind(**{**unset, **config, **ours, "use_cache": False})
     except (StrictDataclassError, TypeError, ValueError) as error:
@@ -146,10 +146,10 @@ def saved_config(
     model_type: str, config: Mapping[str, Any], dtype: torch.dtype, *, as_saved: bool = False
 ) -> PreTrainedConfig:
     """The configuration to store next to weights of `dtype`: from_pretrained reads the class and the dtype from it."""
-    found = model_config(model_type, config, as_saved=as_saved)
-    found.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
-    found.dtype = dtype
-    return found
+    settings = model_config(model_type, config, as_saved=as_saved)
+    settings.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    settings.dtype = dtype
+    return settings
 
 
 def _config_class(model_type: str) -> type[PreTrainedConfig]:
@@ -166,8 +166,8 @@ def settings_of(kind: type[PreTrainedConfig]) -> set[str]:
     transformers accepts any key and ignores unknown ones. Fields that all of its models share (dtype, return_dict, ...)
     are set by the runtime and are not settings here.
     """
-    shared = {one.name for one in fields(PreTrainedConfig)} | {"use_cache"}
-    return {one.name for one in fields(kind)} - shared | set(kind.attribute_map)
+    shared = {field.name for field in fields(PreTrainedConfig)} | {"use_cache"}
+    return {field.name for field in fields(kind)} - shared | set(kind.attribute_map)
 
 
 def _unknown_keys(kind: type[PreTrainedConfig], config: Mapping[str, Any]) -> Iterator[str]:
@@ -188,10 +188,10 @@ def _wrong_rope(config: Mapping[str, Any]) -> Iterator[str]:
         for key in group:
             if key not in RopeParameters.__annotations__:
                 yield _unknown(f"model.config.rope_parameters.{name}{key}", key, set(RopeParameters.__annotations__))
-        found = group.get("rope_type", "default")
-        if found not in types:
-            place = f"model.config.rope_parameters.{name}rope_type"
-            yield f"{place}: expected one of {', '.join(sorted(types))}, found {found!r}"
+        rope_type = group.get("rope_type", "default")
+        if rope_type not in types:
+            key_of_type = f"model.config.rope_parameters.{name}rope_type"
+            yield f"{key_of_type}: expected one of {', '.join(sorted(types))}, found {rope_type!r}"
 
 
 def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
@@ -204,10 +204,10 @@ def _is_dropout(key: str) -> bool:
     return "dropout" in key or key.endswith(("_pdrop", "layerdrop"))
 
 
-def _unknown(place: str, key: str, known: set[str]) -> str:
+def _unknown(setting: str, key: str, known: set[str]) -> str:
     near = nearest(key, sorted(known))
     hint = f"did you mean '{near}'?" if near else f"known: {' '.join(sorted(known))}"
-    return f"'{place}' is not a setting of this architecture; {hint}"
+    return f"'{setting}' is not a setting of this architecture; {hint}"
 
 
 def _one_line(error: Exception) -> str:

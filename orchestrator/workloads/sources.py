@@ -121,11 +121,11 @@ def stdlib_files(root: Path) -> list[Path]:
     """Modules and packages that every machine with this version has: no tests, nothing installed or generated."""
     skipped = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
     local = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
-    found = []
+    paths = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [one for one in folders if one not in skipped and Path(folder, one, "__init__.py").is_file()]
-        found += [Path(folder, one) for one in files if one.endswith(".py") and not one.startswith(local)]
-    return sorted(found, key=lambda one: one.relative_to(root).as_posix())
+        folders[:] = [name for name in folders if name not in skipped and Path(folder, name, "__init__.py").is_file()]
+        paths += [Path(folder, name) for name in files if name.endswith(".py") and not name.startswith(local)]
+    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
 def read_text(path: Path) -> bytearray:
@@ -137,8 +137,8 @@ def read_text(path: Path) -> bytearray:
         raise ValueError(f"data.path: expected a file or a folder, found none at {path}; correct data.path")
     text = bytearray()
     try:
-        for one in text_files(path):
-            _append(text, one, always=one == path)
+        for file in text_files(path):
+            _append(text, file, always=file == path)
     except OSError as error:
         raise ValueError(
             f"data.path: cannot read {error.filename} ({error.strerror}); allow it, or move it away"

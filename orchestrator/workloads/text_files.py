@@ -13,12 +13,12 @@ def text_files(path: Path) -> list[Path]:
     """The file itself, or the regular files under a folder in path order, without hidden ones."""
     if not path.is_dir():
         return [path]
-    found = []
+    listed = []
     for folder, folders, files in os.walk(path):
-        folders[:] = [one for one in folders if not one.startswith(".")]
-        found += [Path(folder, one) for one in files if not one.startswith(".")]
-    regular = [one for one in found if one.is_file()]  # reading a pipe would block; a broken link is unreadable
-    return sorted(regular, key=lambda one: one.relative_to(path).as_posix())
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        listed += [Path(folder, name) for name in files if not name.startswith(".")]
+    regular = [file for file in listed if file.is_file()]  # reading a pipe would block; a broken link is unreadable
+    return sorted(regular, key=lambda file: file.relative_to(path).as_posix())
 
 
 def is_text(file: BinaryIO) -> bool:

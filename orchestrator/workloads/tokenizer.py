@@ -35,8 +35,8 @@ def load_tokenizer(folder: str | Path) -> Encode:
         ) from None
 
     def encode(texts: list[str]) -> list[list[int]]:
-        found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return found
+        ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
 
     return encode
 

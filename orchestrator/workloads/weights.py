@@ -19,7 +19,7 @@ def weights_of(folder: WeightsFolder, model: nn.Module) -> Renamed:
     contains no adapters, which get no values. The model's persistent buffers are filled here. CheckpointError if a
     weight is missing or left over.
     """
-    inner = next((one for one in model.modules() if hasattr(type(one), "base_model_prefix")), model)
+    inner = next((module for module in model.modules() if hasattr(type(module), "base_model_prefix")), model)
     prefix = f"{getattr(inner, 'base_model_prefix', '')}."
     names: dict[int, list[str]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
@@ -30,12 +30,14 @@ def weights_of(folder: WeightsFolder, model: nn.Module) -> Renamed:
     own = {aliases[0]: aliases for aliases in names.values()}
     known = {alias for aliases in own.values() for alias in aliases}
     unused = (*_NEEDED_BY_NONE, *(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()))
-    theirs = [name for name in folder.names() if name in known or not any(re.search(one, name) for one in unused)]
-    found = match_names(own, theirs, str(folder.path))
+    theirs = [
+        name for name in folder.names() if name in known or not any(re.search(pattern, name) for pattern in unused)
+    ]
+    matches = match_names(own, theirs, str(folder.path))
     buffers = dict(model.named_buffers())
-    for name in found.keys() & buffers.keys():
-        buffers[name].copy_(folder.read(found[name], 0, buffers[name].numel()).view(buffers[name].shape))
-    return Renamed(folder, {name: alias for name, alias in found.items() if name not in buffers})
+    for name in matches.keys() & buffers.keys():
+        buffers[name].copy_(folder.read(matches[name], 0, buffers[name].numel()).view(buffers[name].shape))
+    return Renamed(folder, {name: alias for name, alias in matches.items() if name not in buffers})
 
 
 def _is_dropped(model: nn.Module, name: str) -> bool:

@@ -106,10 +106,10 @@ def test_a_cancelled_training_job_saves_a_checkpoint_and_is_not_requeued(tmp_pat
     job = train(tmp_path, trained(), ZLAB_FAULT="slow@step1:rank0")
     until(lambda: max(job.curve(), default=0) >= 2, "some steps")
     slurm.cancel(job.ids)
-    until(lambda: "not put back into the queue" in job.attempts[0].rank_log(0).read_text(), "it stops by itself", 30)
+    until(lambda: "not requeued" in job.attempts[0].rank_log(0).read_text(), "it stops by itself", 30)
     (verdict,) = job.ends()
     assert verdict.state is RunState.cancelled
-    assert ", saved; not put back into the queue: job " in verdict.message
+    assert ", saved; not requeued: job " in verdict.message
     assert [one.name for one in job.attempts[0].checkpoints.iterdir()] == [f"step-{max(job.curve()):08d}"]
     assert job.look()[0][0].restarts == 0
 
@@ -154,7 +154,7 @@ def test_a_preempted_job_saves_and_resumes_with_the_losses_of_an_uninterrupted_j
     config = stub_config(tmp_path, ranks=2, nodes=1)
     config = replace(config, resources=replace(config.resources, device=Device.cuda))
     (taker,) = (send(tmp_path / "taker", [config]),)
-    until(lambda: "put back into the queue" in victim.attempts[0].rank_log(0).read_text(), "the victim stops")
+    until(lambda: "was requeued" in victim.attempts[0].rank_log(0).read_text(), "the victim stops")
     assert victim.look()[0][1] is None
     records = [read_json(victim.attempts[0].rank_record(rank)) or {} for rank in range(2)]
     assert {record["state"] for record in records} <= {"preempted", "starting"}

@@ -119,7 +119,7 @@ def test_a_plan_groups_refused_points_by_reason_and_reports_when_nothing_is_left
     assert code == 0
     code, shown, _ = run(tmp_path, [], points=(*found, *refused), plan_only=True)
     assert "r0, r10: rule 0" in shown
-    assert "and 2 more; --json tells them all" in shown
+    assert "and 2 more; --json lists all of them" in shown
     assert "nothing is left to run" in shown
 
 
@@ -142,7 +142,7 @@ def test_three_equal_failures_in_a_row_stop_the_queue(tmp_path: Path, monkeypatc
     micros = [1, 2, 3, 4, 5]
     code, shown, sweep = run(tmp_path, micros, points=points(tmp_path, micros, exclusive=True))
     assert (code, states(sweep)) == (1, ["error"] * 3 + ["cancelled"] * 2)
-    assert "3 points in a row failed alike" in shown
+    assert "3 points in a row failed in the same way" in shown
 
 
 @pytest.mark.full

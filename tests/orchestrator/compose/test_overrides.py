@@ -204,4 +204,4 @@ def test_a_tilde_is_refused_if_the_home_folder_is_unknown(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Path, "home", unknown)
     (problem,) = arguments.split(["data.path=~/a", "zero=stage1"]).problems
-    assert problem == "data.path=~/a: no home folder is known for ~; set HOME, or write the whole path"
+    assert problem == "data.path=~/a: no home folder is known for ~; set HOME, or write the full path"

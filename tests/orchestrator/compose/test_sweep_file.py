@@ -116,8 +116,8 @@ def test_values_are_spelled_in_hydras_grammar(value: object, text: str) -> None:
         ("when: [{if: {}}]\naxes: {a: [1]}", "when: expected a list of"),
         ("- a", "expected a mapping, found list"),
         ("a: [", "line 1: while parsing"),
-        ("axes:\n  zero: [stage1]\n  zero: [stage3]", "sweeps/mine.yaml, line 3: 'zero' is there twice"),
-        ("zero: [stage1]", "settings stand under axes: or base:"),
+        ("axes:\n  zero: [stage1]\n  zero: [stage3]", "sweeps/mine.yaml, line 3: 'zero' occurs twice"),
+        ("zero: [stage1]", "settings belong under axes: or base:"),
         ("axes: {zero: 'stage0,stage1'}", "write zero: [stage0, stage1]"),
         ("seeds: [a]", "seeds: expected a list of whole numbers"),
     ],
@@ -139,7 +139,7 @@ def test_an_invalid_sweep_file_is_reported_with_its_name(text: str, told: str, t
         ("axes: {batch.micro: [a]}", "batch.micro=a: expected a whole number"),
         (
             "axes: {zero: [stage1]}\nexclude: [{zeroo: stage1}]",
-            "'zeroo' is said by none of the sweep's points; did you",
+            "'zeroo' is set by none of the sweep's points; did you",
         ),
         ("axes: {zero: [stage1]}\nexclude: [{zero: stage1}]", "exclude leaves none"),
         (
@@ -183,7 +183,7 @@ def test_numbers_in_a_sweep_file_are_parsed_as_in_conf_and_on_the_command_line(t
 def test_a_duplicate_key_in_an_option_file_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "zero").mkdir()
     (tmp_path / "zero" / "mine.yaml").write_text("stage: 1\nstage: 2\n")
-    with pytest.raises(compose.ComposeError, match=r"zero/mine\.yaml, line 2: 'stage' is there twice"):
+    with pytest.raises(compose.ComposeError, match=r"zero/mine\.yaml, line 2: 'stage' occurs twice"):
         compose.compose(arguments.split(["zero=mine", "--config-dir", str(tmp_path)]))
 
 

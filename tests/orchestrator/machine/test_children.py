@@ -99,7 +99,7 @@ def test_a_current_folder_that_was_deleted_is_reported_in_one_line(tmp_path: Pat
     (tmp_path / "gone").mkdir()
     done = subprocess.run(line, cwd=tmp_path / "gone", capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: the current folder was deleted: change to one that is there\n"
+    assert done.stderr == "error: the current folder was deleted: change to one that exists\n"
 
 
 def test_the_dashboards_server_runs_in_the_root_folder(

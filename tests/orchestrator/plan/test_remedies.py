@@ -90,7 +90,7 @@ def test_sizes_in_an_allocators_message_are_parsed(text: str | None, count: int 
 
 def test_the_message_lists_the_memory_held_and_the_settings_to_change() -> None:
     config = make_config(Path("outputs"), stage=0)
-    text = remedies.told(config, {"wanted": "2.00 GiB", "held": HELD}, states)
+    text = remedies.described(config, {"wanted": "2.00 GiB", "held": HELD}, states)
     assert "held params 2.00 GiB, grads 2.00 GiB, optimizer 8.00 GiB, other 6.00 GiB" in text
     assert "would free enough: batch.micro=2 batch.accumulation=4 (about 3.00 GiB)" in text
-    assert "no single setting frees 99 GiB" in remedies.told(config, {"wanted": "99 GiB", "held": HELD}, states)
+    assert "no single setting frees 99 GiB" in remedies.described(config, {"wanted": "99 GiB", "held": HELD}, states)

@@ -19,10 +19,10 @@ from orchestrator.records.record_file import (
     BadRecord,
     EventTail,
     append_event,
+    explained,
     make_room,
     read_json,
     require_json,
-    told,
     write_json_atomic,
 )
 from orchestrator.records.record_shapes import RESULT
@@ -116,7 +116,7 @@ def test_a_write_that_fails_names_the_record_and_leaves_no_temporary_file(
     with pytest.raises(OSError, match="No space left") as caught:
         write_json_atomic(path, {"a": 2})
     assert caught.value.filename == str(path)
-    assert told(caught.value).startswith(f"{path}: No space left on device; make room there")
+    assert explained(caught.value).startswith(f"{path}: No space left on device; free space there")
     assert read_json(path) == {"a": 1}
     with pytest.raises(TypeError):
         write_json_atomic(path, {"a": object()})

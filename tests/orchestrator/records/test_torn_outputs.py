@@ -21,7 +21,6 @@ from orchestrator.records import sweep_record
 from orchestrator.records.record_file import BadRecord, read_json
 from orchestrator.records.run_state import RunState
 from orchestrator.report import comparison
-from orchestrator.slurm import sweep as slurm_sweep
 
 VERBS = (["list"], ["list", "--json"], ["status"], ["status", "--json"], ["report"], ["watch"], ["logs"])
 
@@ -143,11 +142,11 @@ def test_a_report_that_cannot_be_written_is_still_shown(
 
 
 def test_a_sweep_with_a_bad_record_counts_as_on_a_cluster_if_its_points_have_jobs(scene: Scene) -> None:
-    assert not slurm_sweep.is_on_cluster(scene.sweep)
+    assert not sweep_record.is_on_cluster(scene.sweep)
     scene.sweep.sweep.write_text("{")
-    assert not slurm_sweep.is_on_cluster(scene.sweep)
+    assert not sweep_record.is_on_cluster(scene.sweep)
     sweep_record.tell(scene.sweep, "started", label="stage0", attempt=str(scene.first.root), slots=[], job="7")
-    assert slurm_sweep.is_on_cluster(scene.sweep)
+    assert sweep_record.is_on_cluster(scene.sweep)
 
 
 def test_the_plan_of_an_earlier_version_is_read(scene: Scene) -> None:

@@ -53,10 +53,10 @@ def test_the_ranking_does_not_depend_on_the_order_of_the_columns() -> None:
 
 def test_a_tie_names_no_winner_and_says_so() -> None:
     tied = ranking.rank([make_entry("a", 100), make_entry("b", 100.5)])
-    assert ranking.conclusion(tied) == "fastest: a tie of b, a: their spread does not tell them apart"
+    assert ranking.conclusion(tied) == "fastest: a tie of b, a: their spreads overlap"
     (smaller := make_entry("a", 100)).result["memory"]["states"][0]["measured_bytes"] -= 1  # type: ignore[index]
     tied = ranking.rank([smaller, make_entry("b", 100.5)])
-    assert ranking.conclusion(tied).endswith("; a holds the least model states")
+    assert ranking.conclusion(tied).endswith("; a has the smallest model states")
     assert ranking.conclusion(ranking.rank([make_entry("a", 100), LACKING])) == "fastest: a"
     assert ranking.conclusion(ranking.rank([FAILED])) == "no point has a result"
 
@@ -188,6 +188,4 @@ def test_missing_steps_of_a_learning_curve_cause_a_warning() -> None:
     assert entry.result is not None
     entry.result["loss"] |= {"first": None, "missing_steps": [[1, 5], [7, 7], [9, 10]]}
     missing = "the losses of steps 1 to 5, 7 and 9 to 10 are missing"
-    assert ranking.warnings(ranking.rank([entry])) == [
-        f"stage1: {missing}: the record of the attempt before lacks them"
-    ]
+    assert ranking.warnings(ranking.rank([entry])) == [f"stage1: {missing} from the record of the earlier attempt"]

@@ -42,7 +42,7 @@ def test_the_plan_shows_how_the_batch_size_is_computed() -> None:
 
 def test_the_summary_says_which_steps_were_counted_and_which_were_left_out() -> None:
     text = summary_of(make_result(CONFIG))
-    assert "9,412 median, p10-p90 9,224-9,506, 4 steps counted, 2 of warm-up left out" in text
+    assert "9,412 median, p10-p90 9,224-9,506, 4 steps counted, 2 of warm-up not counted" in text
     for phase in ("forward", "backward", "exposed communication", "optimizer", "data"):
         assert phase in text
 

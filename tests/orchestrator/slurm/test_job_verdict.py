@@ -95,7 +95,7 @@ def test_a_killed_rank_is_identified_by_the_ranks_that_blame_it() -> None:
         ("TIMEOUT", "timeout", "at its time limit"),
         ("DEADLINE", "timeout", "at its time limit"),
         ("CANCELLED", "cancelled", "it was cancelled in SLURM"),
-        ("OUT_OF_MEMORY", "oom_host", "for want of memory on node[1-2]"),
+        ("OUT_OF_MEMORY", "oom_host", "out of memory on node[1-2]"),
         ("NODE_FAIL", "error", "a node failed on node[1-2]"),
         ("BOOT_FAIL", "error", "a node failed"),
         ("PREEMPTED", "preempted", "SLURM took its nodes"),

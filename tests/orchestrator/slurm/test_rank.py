@@ -99,7 +99,7 @@ class Scontrol:
 def test_a_running_job_is_requeued_and_says_so_before_it_is_ended() -> None:
     said: list[str] = []
     scontrol = Scontrol("RUNNING")
-    assert requeue("7", said.append, scontrol) == said[0] == "job 7 was put back into the queue"
+    assert requeue("7", said.append, scontrol) == said[0] == "job 7 was requeued"
     assert scontrol.asked == ["job", "requeue"]
 
 
@@ -107,11 +107,11 @@ def test_a_running_job_is_requeued_and_says_so_before_it_is_ended() -> None:
 def test_a_job_that_is_no_longer_running_is_not_requeued(state: str) -> None:
     said: list[str] = []
     scontrol = Scontrol(state)
-    assert "not put back into the queue" in requeue("7", said.append, scontrol)
+    assert "not requeued" in requeue("7", said.append, scontrol)
     assert scontrol.asked == ["job"]
 
 
 def test_a_site_that_forbids_requeueing_is_noted_in_the_record() -> None:
     said: list[str] = []
     requeue("7", said.append, Scontrol("RUNNING", requeues=False))
-    assert "could not be put back into the queue: scontrol requeue: Requested operation" in said[-1]
+    assert "could not be requeued: scontrol requeue: Requested operation" in said[-1]

@@ -291,4 +291,4 @@ def test_an_output_that_only_this_machine_can_see_causes_a_warning(
     assert cautions([point(tmp_path / "not" / "yet")]) == []
     mounts.write_text("/dev/x / ext4 rw 0 0\n")
     (line,) = cautions([point(tmp_path), point(tmp_path)])
-    assert "lies on ext4, which other nodes may not see" in line
+    assert "is on ext4, which other nodes may not see" in line

@@ -161,7 +161,7 @@ def test_a_resumed_run_says_which_steps_of_its_curve_are_missing(tmp_path: Path)
     assert list(curve) == [3, *range(5, 13)]
     assert {step: curve[step] for step in (3, 5, 6)} == {step: before[step] for step in (3, 5, 6)}
     (told,) = (event for event in EventTail(second.paths.metrics).read_new() if event["event"] == "resumed")
-    missing = "the losses of steps 1 to 2 and 4 are missing: the record of the attempt before lacks them"
+    missing = "the losses of steps 1 to 2 and 4 are missing from the record of the earlier attempt"
     assert summary.resumed_text(told).endswith(f"; {missing} ({first.paths.metrics})")
     (row,) = (row for row in summary.learning_rows(result) if row.name == "loss")
     assert row.text.startswith("- first, ")

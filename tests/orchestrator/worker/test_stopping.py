@@ -146,7 +146,7 @@ def test_a_run_that_saves_nothing_continues_when_its_time_limit_is_near() -> Non
 
 
 def test_a_run_without_checkpoints_says_that_it_restarts_from_step_0() -> None:
-    assert "begins anew from step 0" in str(Stopped(7, saved=False))
+    assert "starts again from step 0" in str(Stopped(7, saved=False))
     assert str(Stopped(7, saved=True)) == "stopped by a signal after step 7, saved"
 
 

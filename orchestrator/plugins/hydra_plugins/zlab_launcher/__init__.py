@@ -67,32 +67,32 @@ class ZlabLauncher(Launcher):
         Path(self._config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)  # sweepers write their results there
         lines = [list(filter_overrides(line)) for line in job_overrides]
         try:
-            found = trials.measure(lines, self._asked())
+            outcomes = trials.measure(lines, self._asked())
         except Refusal as refusal:
             raise CompactHydraException("\n".join(f"error: {problem}" for problem in refusal.problems)) from None
         numbers = range(initial_job_idx, initial_job_idx + len(lines))
-        return [self._told(*each) for each in zip(numbers, lines, found, strict=True)]
+        return [self._job_return(*each) for each in zip(numbers, lines, outcomes, strict=True)]
 
-    def _told(self, number: int, line: list[str], trial: "Trial") -> JobReturn:
+    def _job_return(self, number: int, line: list[str], trial: "Trial") -> JobReturn:
         """The result that the sweeper gets; reading the value of a failed job raises its exception."""
-        told = JobReturn(overrides=line, task_name=trial.label)
-        told.working_dir = str(trial.folder) if trial.folder else None
+        job = JobReturn(overrides=line, task_name=trial.label)
+        job.working_dir = str(trial.folder) if trial.folder else None
         value = trial.value
         if value is None and trial.fits_not:
             value = self._unfit
-        told.status = JobStatus.FAILED if value is None else JobStatus.COMPLETED
-        told.return_value = (
+        job.status = JobStatus.FAILED if value is None else JobStatus.COMPLETED
+        job.return_value = (
             NotMeasured(f"{trial.label}: {trial.state.value}: {trial.message}") if value is None else value
         )
         number_text = f"{self._rank_by} {value:,.6g}" if value is not None else "no value"
         reason = f": {trial.message}" if trial.message and trial.value is None else ""
         log.info(f"#{number} {trial.label}: {number_text} ({trial.state.value}{reason})")
-        return told
+        return job
 
     def _asked(self) -> "Asked":
         from orchestrator.commands import trials
 
         hydra = self._config.hydra
-        added = [one.path for one in hydra.runtime.config_sources if one.provider == "command-line"]
+        added = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
         flags = ("--config-dir", added[-1]) if added else ()
         return trials.Asked(self._rank_by, self._retry, flags, tuple(hydra.overrides.task))
