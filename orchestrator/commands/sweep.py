@@ -18,7 +18,7 @@ from orchestrator.commands.watch_sweep import Choice, SweepWatch
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.schema import Device, RunConfig, TrackingKind, from_dict
 from orchestrator.config.strict import Broken, Refusal
-from orchestrator.exit_codes import BAD_USAGE, INTERRUPTED
+from orchestrator.exit_codes import BAD_USAGE, INTERRUPTED, OK
 from orchestrator.launch.rank import ENTRY
 from orchestrator.launch.verdict import end_of
 from orchestrator.machine import children, slots
@@ -101,13 +101,13 @@ def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) 
         arrays = ", ".join(dict.fromkeys(job.partition("_")[0] for job in begun.jobs))
         screen.say(f"sent {many(len(begun.jobs), 'point')} as {arrays}; this terminal may be closed", "bold")
         screen.closing(_left_running(sweep))
-        return comparison.OK, sweep
+        return OK, sweep
     _show_plan(sweep, planned, screen)
     if begun.process is not None and not request.detach:
         return watch(sweep, screen, begun.process), sweep
     if begun.process is not None:
         screen.closing(_left_running(sweep))
-        return comparison.OK, sweep
+        return OK, sweep
     code = watch_sweep.conclude(sweep, screen)
     screen.closing(_next(sweep))
     return code, sweep
@@ -159,7 +159,7 @@ def _joined(running: SweepPaths, screen: Screen) -> int:
     if not on_cluster:
         return watch(running, screen, attached=False)
     screen.closing(_left_running(running))
-    return comparison.OK
+    return OK
 
 
 def _problems_of_cluster(request: SweepRequest, planned: Sequence[Planned]) -> list[str]:
@@ -302,7 +302,7 @@ def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Scree
         if RunState.pruned in states:
             then += "; --prune off also runs the pruned points"
         screen.closing([*rows, Row("next", then)])
-    return comparison.OK
+    return OK
 
 
 def _running(request: SweepRequest, planned: Sequence[Planned]) -> SweepPaths | None:

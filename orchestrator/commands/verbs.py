@@ -109,7 +109,7 @@ def find_sweep(output: str, name: str) -> SweepPaths:
 def find_point(standings: Sequence[Standing], label: str | None) -> Standing:
     """The point with this label; without a label the running one, else the first without an answer, else the first."""
     if label is None:
-        order = (
+        order: tuple[Callable[[Standing], bool], ...] = (
             lambda point: point.state is RunState.running,
             lambda point: not point.state.answered,
             lambda point: True,

@@ -293,6 +293,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
     """The inverse of to_dict. Raises one ConfigError with every unknown key, wrong type and bad value."""
+    config: RunConfig
     config, broken = build(RunConfig, data)
     if broken:
         raise ConfigError(broken)

@@ -67,8 +67,8 @@ def rank_in_world(environ: Mapping[str, str], meeting: str | Path) -> RankInfo |
         return RankInfo(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(local), meeting, restarts)
     # A batch script also has SLURM_PROCID; only the processes of a job step are ranks.
     if environ.get("SLURM_STEP_ID", "").isdigit() and "SLURM_PROCID" in environ:
-        rank, world, local = (int(environ[f"SLURM_{key}"]) for key in ("PROCID", "NTASKS", "LOCALID"))
-        return RankInfo(rank, world, local, meeting, restarts)
+        rank, world, local_rank = (int(environ[f"SLURM_{key}"]) for key in ("PROCID", "NTASKS", "LOCALID"))
+        return RankInfo(rank, world, local_rank, meeting, restarts)
     return None
 
 

@@ -49,16 +49,16 @@ class Refused:
 class Prediction:
     """The predicted memory of one rank in bytes, and the limit for a rank or for all ranks together.
 
-    limit_bytes: None if it is not known. whole_bytes: upper bound on the full parameters and gradients of units that
-    exist at the same time, in addition to the shards. activations: None if they cannot be counted; `unknown` says why.
-    remedies: overrides with which the point fits, if they were searched for (`advised`).
+    limit_bytes: None if it is not known. unsharded_bytes: upper bound on the full parameters and gradients of units
+    that exist at the same time, in addition to the shards. activations: None if they cannot be counted; `unknown` says
+    why. remedies: overrides with which the point fits, if they were searched for (`advised`).
     """
 
     states: StateBytes
     limit_bytes: int | None
     ranks_share: int = 1  # ranks that share the limit
     micro_batches: int = 1
-    whole_bytes: int = 0
+    unsharded_bytes: int = 0
     activations: ActivationBytes | None = None
     unknown: str = ""
     remedies: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Prediction:
     def ceiling_bytes(self) -> int | None:
         """Upper bound on the bytes of a rank, without the buffers of kernels and collectives; None if the activations
         are not counted."""
-        return self.states.total + self.whole_bytes + self.activations.peak if self.activations else None
+        return self.states.total + self.unsharded_bytes + self.activations.peak if self.activations else None
 
     @property
     def cannot_fit(self) -> bool:
@@ -225,10 +225,10 @@ def outgrown(planned: Planned, failed: Mapping[str, Any]) -> bool:
 
 
 def _pruned_by_family(planned: Sequence[Planned]) -> list[Planned]:
-    lacking = [point for point in planned if point.decision in (RunState.oom, RunState.oom_host)]
+    out_of_memory = [point for point in planned if point.decision in (RunState.oom, RunState.oom_host)]
     done = []
     for point in planned:
-        smaller = [other for other in lacking if outgrown(point, other.config)]
+        smaller = [other for other in out_of_memory if outgrown(point, other.config)]
         if point.decision is RunState.queued and smaller:
             point = replace(point, decision=RunState.pruned, reason=smaller_failed(smaller[0].label))
         done.append(point)

@@ -111,9 +111,9 @@ def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Itera
         return
     # The thread blocks on the child's pipes, so that this one can check for silence.
     threading.Thread(target=_talk, args=(child, json.dumps(asked), lines), daemon=True).start()
-    done, heard, reported = 0, time.monotonic(), (-1, time.monotonic())
+    done, answered, reported = 0, time.monotonic(), (-1, time.monotonic())
     try:
-        while time.monotonic() < heard + SILENCE_S:
+        while time.monotonic() < answered + SILENCE_S:
             if tell is not None and done > reported[0] and time.monotonic() >= reported[1] + TELL_S:
                 reported = done, time.monotonic()
                 tell(f"counting without running: {done} of {total} models and activations")
@@ -123,7 +123,7 @@ def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Itera
                 continue
             if line is None:
                 return
-            heard = time.monotonic()
+            answered = time.monotonic()
             if (answer := _answer_in(line)) is not None:
                 done += 1
                 yield answer

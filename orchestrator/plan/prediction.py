@@ -36,10 +36,10 @@ def predict(points: Sequence[Point], tell: Tell | None = None) -> dict[str, Pred
     """
     first = _predictions([point.config for point in points], tell)
     named = {point.label: prediction for point, prediction in zip(points, first, strict=True) if prediction is not None}
-    lacking = [point for point in points if point.label in named and named[point.label].cannot_fit][:ADVISED]
-    neighbours = [remedies.neighbours(point.config) for point in lacking]
+    not_fitting = [point for point in points if point.label in named and named[point.label].cannot_fit][:ADVISED]
+    neighbours = [remedies.neighbours(point.config) for point in not_fitting]
     answers = iter(_predictions([neighbour.config for several in neighbours for neighbour in several], tell))
-    for point, several in zip(lacking, neighbours, strict=True):
+    for point, several in zip(not_fitting, neighbours, strict=True):
         then = [next(answers) for _ in several]
         fits = [
             neighbour

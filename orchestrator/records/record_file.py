@@ -335,7 +335,7 @@ class EventTail:
         bad = ""
         try:
             with _regular(self._path) as file:
-                for line in () if file is None else self._whole(file):
+                for line in () if file is None else self._complete_lines(file):
                     event, wrong = self._event(line)
                     bad = bad or (wrong and f"{self._line} is left out: expected an event, found {wrong}")
                     events += [] if event is None else [event]
@@ -345,7 +345,7 @@ class EventTail:
             warn_once(f"{self._path}: {bad}")
         return events
 
-    def _whole(self, file: IO[bytes]) -> Iterator[bytes]:
+    def _complete_lines(self, file: IO[bytes]) -> Iterator[bytes]:
         file.seek(self._offset)
         unended = 0
         # Long lines are read in pieces, since a line without an end may be larger than memory.

@@ -239,8 +239,8 @@ def resumed_text(event: Mapping[str, Any]) -> str:
     """The checkpoint and step from which a run resumes."""
     if "kind" not in event:
         missing = event.get("missing_steps")
-        lacking = f"; {missing_text(missing)} ({event.get('metrics')})" if missing else ""
-        return f"resumed after step {event['step']} from {event['path']}{lacking}"
+        without = f"; {missing_text(missing)} ({event.get('metrics')})" if missing else ""
+        return f"resumed after step {event['step']} from {event['path']}{without}"
     return f"loaded {event['path']}: {event['kind']}, {event['updates']} updates; steps and schedule start at 0"
 
 

@@ -85,7 +85,7 @@ class Waves:
     def __init__(self) -> None:
         self._before: list[str] = []
         self._wave: list[str] = []
-        self._beside = 0  # points of this wave that may run at the same time
+        self._together = 0  # points of this wave that may run at the same time
         self._throttled = False
 
     def before(self, points: int, throttle: int | None) -> list[str]:
@@ -94,9 +94,9 @@ class Waves:
         if throttle is None:
             return []
         wanted = min(points, throttle)
-        if self._wave and self._beside + wanted > throttle:
-            self._before, self._wave, self._beside = self._wave, [], 0
-        self._beside += wanted
+        if self._wave and self._together + wanted > throttle:
+            self._before, self._wave, self._together = self._wave, [], 0
+        self._together += wanted
         return self._before
 
     def sent(self, job: str) -> None:

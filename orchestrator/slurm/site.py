@@ -114,19 +114,19 @@ def _nodes_problem(config: RunConfig, name: str, own: Sequence[NodeKind]) -> str
     if resources.nodes > total:
         fewer = max(n for n in range(1, total + 1) if resources.ranks % n == 0) if total else 1
         return f"resources.nodes={resources.nodes}: partition {name} has {total}      fix: resources.nodes={fewer}"
-    lacks = []
+    problems = []
     gpus = max(sum(kind.gpus.values()) for kind in own)
     if resources.device is Device.cuda and per_node > gpus:
-        lacks.append(f"{per_node} GPUs on a node, where nodes have at most {gpus}")
+        problems.append(f"{per_node} GPUs on a node, where nodes have at most {gpus}")
     most_cpus, most_memory = max(kind.cpus for kind in own), max(kind.memory_mib for kind in own)
     if cpus > most_cpus:
-        lacks.append(f"{cpus} cores on a node, where nodes have at most {most_cpus}")
+        problems.append(f"{cpus} cores on a node, where nodes have at most {most_cpus}")
     if memory_mib > most_memory:
-        lacks.append(
+        problems.append(
             f"cluster.memory_gib={config.cluster.memory_gib:g}, where nodes have at most {most_memory / 1024:g}"
         )
-    if lacks:
-        return f"partition {name}: {resources.ranks} ranks on {resources.nodes} nodes ask for {'; '.join(lacks)}"
+    if problems:
+        return f"partition {name}: {resources.ranks} ranks on {resources.nodes} nodes ask for {'; '.join(problems)}"
     fitting = [
         kind.nodes
         for kind in own

@@ -54,7 +54,7 @@ class Tracker:
         self._output, self._start = output or Path(), start
         self._process = start() if start is not None else None
         self._starts_left = STARTS
-        self._heard = b""
+        self._unended = b""
         self._ready = self._process is None or not makes_store
         self._warnings: list[str] = []
         self._opened: dict[str, str] = {}
@@ -143,7 +143,7 @@ class Tracker:
             return
         self._starts_left -= 1
         self._warn(f"its process {how} and was started again")
-        self._process, self._heard = self._start(), b""
+        self._process, self._unended = self._start(), b""
         self._send(self._opened)
         for attempt, message in self._begun.items():
             if tracking_notes.is_noted(self._output, attempt):
@@ -172,7 +172,7 @@ class Tracker:
         chunk = os.read(self._process.stdout.fileno(), 65536)
         if not chunk:
             time.sleep(wait_s)  # a closed pipe is always readable
-        *lines, self._heard = (self._heard + chunk).split(b"\n")
+        *lines, self._unended = (self._unended + chunk).split(b"\n")
         for line in lines:
             self._take(line)
 

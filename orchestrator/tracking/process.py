@@ -73,9 +73,9 @@ class MlflowStore:
             self.client.set_experiment_tag(experiment, chart_page.TAG, chart_page.view())
         return experiment
 
-    def run_of(self, experiment: str, tags: Mapping[str, str], *, told_apart_by: str) -> str | None:
+    def run_of(self, experiment: str, tags: Mapping[str, str], *, searched_by: str) -> str | None:
         """The id of the newest run with these tags. The query uses one of them, whose value needs no quoting."""
-        query = f"tags.`{told_apart_by}` = '{tags[told_apart_by]}'"
+        query = f"tags.`{searched_by}` = '{tags[searched_by]}'"
         runs = self.client.search_runs([self.experiment(experiment)], query)
         return next((str(run.info.run_id) for run in runs if tags.items() <= run.data.tags.items()), None)
 
@@ -119,7 +119,7 @@ def open_run(store: MlflowStore, message: Mapping[str, Any], tags: Mapping[str, 
     attempt = {names.KIND: "point", names.POINT: message["point"], names.ATTEMPT: message["attempt"]}
     paths = AttemptPaths(Path(message["attempt"]))
     experiment = message["experiment"]
-    run = store.run_of(experiment, attempt, told_apart_by=names.POINT) if message.get("again") else None
+    run = store.run_of(experiment, attempt, searched_by=names.POINT) if message.get("again") else None
     if run is None:
         sweep = {names.SWEEP: message["sweep"]} if message.get("sweep") else {}
         run = store.create_run(experiment, message["label"], {**tags, **attempt, **sweep})
@@ -260,7 +260,7 @@ class Follower:
         experiment, run = message["experiment"], ""
         tags = {**self._tags, names.KIND: "summary", names.SWEEP: message["sweep"]}
         if message.get("again"):  # an earlier tracker may have been killed at any point below
-            run = self._store.run_of(experiment, tags, told_apart_by=names.PID) or ""
+            run = self._store.run_of(experiment, tags, searched_by=names.PID) or ""
         if not run:
             tags["mlflow.note.content"] = message["table"][:NOTE_LIMIT]
             run = self._store.create_run(experiment, message["sweep"], tags)

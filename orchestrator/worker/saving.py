@@ -89,8 +89,8 @@ class Saving:
         if self._rank == 0:
             metrics = Path(trainer["metrics"])
             self._continue_curve(metrics, progress.step)
-            lacking = {"missing_steps": self.missing_steps, "metrics": str(metrics)} if self.missing_steps else {}
-            self._tell("resumed", step=progress.step, path=str(checkpoint.path), **lacking)
+            missing = {"missing_steps": self.missing_steps, "metrics": str(metrics)} if self.missing_steps else {}
+            self._tell("resumed", step=progress.step, path=str(checkpoint.path), **missing)
         return progress
 
     def _take_over(self, reader: Callable[[Iterable[str]], ForeignCheckpoint]) -> Progress:

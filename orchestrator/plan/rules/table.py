@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.config import pretrained
+from orchestrator.config.cluster import Cluster
 from orchestrator.config.optimizer import Optimizer, Scheduler, momentum_problem, optimizer_problem, scheduler_problem
 from orchestrator.config.schema import (
     Batch,
     Checkpoint,
-    Cluster,
     Device,
     Loss,
     LossKind,
