@@ -19,13 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from benchmarks.gpt import Gpt, GptSize, loss_of  # noqa: E402
-from zero_runtime.collectives import join_world, leave_world  # noqa: E402
+from zero_runtime.accounting import predicted_state_bytes, unit_sizes  # noqa: E402
 from zero_runtime.memory import model as memory_model  # noqa: E402
 from zero_runtime.memory.census import take_census  # noqa: E402
 from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
+from zero_runtime.world import join_world, leave_world  # noqa: E402
 
 SIZE = GptSize(layers=4, width=128, heads=4, vocab=512, seq=64, micro=2)
 PRECISIONS = {
@@ -85,7 +86,7 @@ def count(name: str, precision: MixedPrecision, stage: int, micro_batches: int) 
         census = take_census(runtime)
         runtime.step(1e-3)
     world, shard_count = runtime.collectives.world, runtime.collectives.shard_count
-    sizes = runtime.unit_sizes()
+    sizes = unit_sizes(runtime)
     numel, padded = sum(unit.numel for unit in sizes), sum(unit.padded_numel for unit in sizes)
     counts = memory_model.CollectiveCounts.of(plan, micro_batches)
 
@@ -93,7 +94,7 @@ def count(name: str, precision: MixedPrecision, stage: int, micro_batches: int) 
         return memory_model.collective_elements(counts, of, world=world, shard_count=shard_count)
 
     padding = elements(padded) - elements(numel)
-    predicted = runtime.predicted_state_bytes()
+    predicted = predicted_state_bytes(runtime)
     row = {
         "precision": name,
         "stage": stage,

@@ -35,11 +35,11 @@ from zero_runtime.checkpoint.background import BackgroundSaver  # noqa: E402
 from zero_runtime.checkpoint.load import load_checkpoint, shards_of  # noqa: E402
 from zero_runtime.checkpoint.retention import open_together  # noqa: E402
 from zero_runtime.checkpoint.save import save_checkpoint  # noqa: E402
-from zero_runtime.collectives import join_world, leave_world  # noqa: E402
 from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
+from zero_runtime.world import join_world, leave_world  # noqa: E402
 
 WORLD = 2
 BLOCK = 8 << 20

@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks.gpt import Gpt, GptSize  # noqa: E402
 from benchmarks.stages_report import cpu_name  # noqa: E402
-from zero_runtime.collectives import join_alone, leave_world  # noqa: E402
+from zero_runtime.accounting import host_tensors, predicted_state_bytes  # noqa: E402
 from zero_runtime.initial_values import parameters_on_meta  # noqa: E402
 from zero_runtime.offload.copy_streams import Copies, PlainCopies, copies_for  # noqa: E402
 from zero_runtime.offload.plan import OffloadPlan, Tier  # noqa: E402
@@ -39,6 +39,7 @@ from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
+from zero_runtime.world import join_alone, leave_world  # noqa: E402
 
 LR = 1e-4
 STEPS = 3  # consecutive steps for one reading: the end of a step's work overlaps the next forward
@@ -128,7 +129,7 @@ def measure(row: Row, ids: torch.Tensor, *, keep: bool) -> None:
         row.step_s.append(step_s)
         row.update_s.append(update_s)
         row.leave_s.append(leave_s)
-        row.device_bytes = row.runtime.predicted_state_bytes().total
+        row.device_bytes = predicted_state_bytes(row.runtime).total
 
 
 def backwards(runtime: ZeroRuntime, ids: torch.Tensor, *, guess: bool = True) -> None:
@@ -142,7 +143,7 @@ def backwards(runtime: ZeroRuntime, ids: torch.Tensor, *, guess: bool = True) ->
 
 def leaving(runtime: ZeroRuntime) -> float:
     """Seconds of copying each unit's gradient to the host, one after another; 0 if none is copied."""
-    grads = runtime.host_tensors().get("grads", [])
+    grads = host_tensors(runtime).get("grads", [])
     if not grads:
         return 0.0
     sources = [torch.zeros_like(grad, device=runtime.device) for grad in grads]

@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from benchmarks.stages_report import cpu_name  # noqa: E402
+from zero_runtime.accounting import scratch_bytes  # noqa: E402
 from zero_runtime.initial_values import parameters_on_meta  # noqa: E402
 from zero_runtime.kernels.backends import VARIABLE  # noqa: E402
 from zero_runtime.offload.plan import OffloadPlan, Tier  # noqa: E402
@@ -82,7 +83,7 @@ def main() -> None:
         with mock.patch.dict(os.environ, {VARIABLE: "reference"}):  # the file keeps the checksum of its creation
             runtimes["verified by zlib"] = build(scratch)
         runtimes |= {"not verified": build(replace(scratch, verify=False)), "in memory": build(None)}
-        raws = {name: Raw(runtime, scratch) for name, runtime in runtimes.items() if runtime.scratch_bytes}
+        raws = {name: Raw(runtime, scratch) for name, runtime in runtimes.items() if scratch_bytes(runtime)}
         measured = Measured({name: [] for name in runtimes}, {name: [] for name in raws})
         for index in range(args.rounds + 1):
             for name, runtime in runtimes.items():
@@ -142,11 +143,11 @@ class Raw:
     """Direct reads and writes of every block of a runtime's scratch file; each block is written back unchanged."""
 
     def __init__(self, runtime: ZeroRuntime, settings: ScratchSettings) -> None:
-        assert runtime._tier is not None
-        file = runtime._tier._file
+        assert runtime.tier is not None
+        file = runtime.tier._file
         if not file.direct:
             raise SystemExit(f"{settings.folder}: expected direct I/O, found none; give --folder on another drive")
-        self._fd, self._size, self._block = file._fd, runtime.scratch_bytes, settings.block_bytes
+        self._fd, self._size, self._block = file._fd, scratch_bytes(runtime), settings.block_bytes
         self._readers = ThreadPoolExecutor(settings.requests)
         self._writers = ThreadPoolExecutor(settings.requests)
         slots = (2 * settings.ahead + 1) * max(unit.layout.shard_numel for unit in runtime.units) * STATE_BYTES

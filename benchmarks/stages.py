@@ -37,8 +37,8 @@ from benchmarks.stages_contestants import batch_of, parts_alone, whole_step  # n
 from benchmarks.stages_memory import measure_memory  # noqa: E402
 from benchmarks.stages_report import machine_now, write_report  # noqa: E402
 from benchmarks.stages_task import LIMIT, ROWS, WARMUP, Task  # noqa: E402
-from zero_runtime.collectives import WorldSettings, join_world, leave_world  # noqa: E402
 from zero_runtime.watch.watch import RankWatch  # noqa: E402
+from zero_runtime.world import WorldSettings, join_world, leave_world  # noqa: E402
 
 GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"  # keeps freed blocks: no page faults
 

@@ -1,19 +1,10 @@
-"""All torch.distributed collectives of the runtime, with a ledger of the bytes that each rank sends.
-
-[Note: algorithmic volume]
-The ledger counts the bytes that a ring algorithm sends, which is also the minimum for any algorithm: an all-gather or
-reduce-scatter of P elements over G ranks sends (G-1)/G * P from each rank, an all-reduce twice that. The bytes on the
-wire depend on the backend.
-"""
+"""All collectives of the runtime, written to the journal, timed and, if they move data, counted in the ledger."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -21,9 +12,11 @@ import torch.distributed as dist
 
 from zero_runtime.errors import RankError
 from zero_runtime.gloo import Messages
+from zero_runtime.ledger import Ledger
 from zero_runtime.phase_clock import COMMUNICATION, PhaseClock
 from zero_runtime.watch.journal import Journal
-from zero_runtime.watch.watch import RankWatch, WatchSettings
+from zero_runtime.watch.watch import RankWatch
+from zero_runtime.world import RankGroups
 
 # torch 2.13 renamed these two functions and warns about the old names; 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,129 +28,6 @@ Start = Callable[[], Callable[[], Any]]  # issues a collective without blocking;
 
 def _starting(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Start:
     return lambda: collective(*args, **kwargs, async_op=True).wait
-
-
-@dataclass(frozen=True)
-class WorldSettings:
-    """How `join_world` sets up a rank.
-
-    timeout: the backend's timeout, for failures that the watch cannot detect. on_end: see RankWatch.
-    """
-
-    timeout: timedelta = timedelta(minutes=10)
-    watch: WatchSettings = field(default_factory=WatchSettings)
-    on_end: Callable[[RankError], None] | None = None
-
-
-def join_world(
-    place: str | Path, rank: int, world: int, device: torch.device, settings: WorldSettings | None = None
-) -> RankWatch:
-    """Initialize the default process group: NCCL between GPUs, gloo between CPUs. Blocks until all ranks have joined.
-
-    place: the rendezvous: a file that all ranks can write to, or an `init_method` of torch.distributed.
-    Returns this rank's watch. Use it as a context manager, so that the other ranks learn how this rank ended, and pass
-    it to RuntimeSettings.
-    """
-    settings = settings or WorldSettings()
-    if isinstance(place, Path):  # torch would cut a URL at # or ?, and ranks of other runs may meet at the shorter path
-        store = dist.FileStore(str(place), world)
-    else:
-        store, rank, world = next(dist.rendezvous(place, rank, world, timeout=settings.timeout))
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("world", store),
-        rank=rank,
-        world_size=world,
-        timeout=settings.timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
-    return watch_ranks(store, settings)
-
-
-def watch_ranks(store: dist.Store, settings: WorldSettings | None = None) -> RankWatch:
-    """A watch of this rank of the default process group, over a separate connection to `store`."""
-    settings = settings or WorldSettings()
-    own = dist.PrefixStore("rank_watch", store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs
-    return RankWatch(own, dist.get_rank(), dist.get_world_size(), settings.watch, settings.on_end)
-
-
-def join_alone(device: torch.device) -> None:
-    """Initialize a process group of one rank over a store in this process: no port, file or environment variable."""
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-        device_id=device if device.type == "cuda" else None,
-    )
-
-
-def watch_world() -> RankWatch | None:
-    """A watch of the default process group, over the group's own store; None for a world of one.
-
-    The group may have been initialized by other code. Every rank must call this equally often and in the same order.
-    The caller closes the watch.
-    """
-    if dist.get_world_size() == 1:
-        return None
-    store = dist.distributed_c10d._get_default_store()  # no public function returns the store of an existing group
-    place = store.add(f"zero_runtime/watches/{dist.get_rank()}", 1)
-    return watch_ranks(dist.PrefixStore(f"zero_runtime/{place}", store))
-
-
-def is_joined() -> bool:
-    """Whether the default process group is initialized."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def own_rank() -> int:
-    """This rank of the default process group, which must exist."""
-    return dist.get_rank()
-
-
-def world_size() -> int:
-    """Number of ranks of the default process group; without a group this raises instead of returning 1."""
-    return dist.get_world_size()
-
-
-def leave_world() -> None:
-    """Destroy the default process group on this rank."""
-    dist.destroy_process_group()
-
-
-@dataclass
-class Volume:
-    """The calls, elements and bytes that one rank sent with one kind of collective."""
-
-    calls: int = 0
-    elements: int = 0
-    bytes: int = 0
-
-    def add(self, elements: int, element_bytes: int) -> None:
-        self.calls += 1
-        self.elements += elements
-        self.bytes += elements * element_bytes
-
-
-@dataclass
-class Ledger:
-    """Volumes since the last `reset`, by kind of collective; control messages (norms, losses, counts) separately."""
-
-    data: dict[str, Volume] = field(default_factory=dict)
-    control: Volume = field(default_factory=Volume)
-
-    def record(self, kind: str, elements: int, element_bytes: int) -> None:
-        self.data.setdefault(kind, Volume()).add(elements, element_bytes)
-
-    @property
-    def data_elements(self) -> int:
-        return sum(volume.elements for volume in self.data.values())
-
-    def reset(self) -> Ledger:
-        """Restart from zero; returns the volumes counted before."""
-        counted = Ledger(self.data, self.control)
-        self.data, self.control = {}, Volume()
-        return counted
 
 
 class Pending:
@@ -184,15 +54,13 @@ class Collectives:
     def __init__(self, shard_count: int, clock: PhaseClock, watch: RankWatch | None = None) -> None:
         self.world = dist.get_world_size()
         self.rank = dist.get_rank()
-        assert self.world % shard_count == 0, f"shard groups of {shard_count} in a world of {self.world}"
         self.shard_count = shard_count
         self.replica_count = self.world // shard_count
         self.replica_rank, self.shard_rank = divmod(self.rank, shard_count)
-        self._gather_group, self._reduce_group, self._replica_group = self._make_groups()
+        self._groups = RankGroups.make(shard_count)
         self._messages: dict[dist.ProcessGroup | None, Messages] = {}  # by group, for gloo only; see gloo.py
         if self.world > 1 and dist.get_backend() == "gloo":
-            groups = (self._gather_group, self._reduce_group, self._replica_group)
-            self._messages = {group: Messages(group) for group in groups if group is not None}
+            self._messages = {group: Messages(group) for group in self._groups if group is not None}
         self.ledger = Ledger()
         self._clock = clock
         self._watch = watch
@@ -200,31 +68,9 @@ class Collectives:
 
     def free(self) -> None:
         """Destroy the process groups that this object created. Idempotent."""
-        for group in {self._gather_group, self._reduce_group, self._replica_group} - {None}:
-            dist.destroy_process_group(group)
-        self._gather_group = self._reduce_group = self._replica_group = None
+        self._groups.destroy()
+        self._groups = RankGroups()
         self._messages.clear()
-
-    def _make_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """This rank's groups for gathers, for reductions and for the replicas of its shard; None if not needed.
-
-        Gathers and reductions have separate groups: all ranks must issue the collectives of one group in the same
-        order, but the two kinds interleave differently on a rank that leaves parameters unused.
-        """
-        if self.world == 1:
-            return None, None, None
-        ranks = range(self.world)
-        if self.shard_count == 1:
-            return None, None, dist.new_group(list(ranks))
-        shards = [list(ranks[start : start + self.shard_count]) for start in ranks[:: self.shard_count]]
-        # Every rank must call new_group for every group, in the same order.
-        gather_groups = [dist.new_group(members) for members in shards]
-        reduce_groups = [dist.new_group(members) for members in shards]
-        replica_group = None
-        if self.replica_count > 1:
-            replicas = [list(ranks[place :: self.shard_count]) for place in range(self.shard_count)]
-            replica_group = [dist.new_group(members) for members in replicas][self.shard_rank]
-        return gather_groups[self.replica_rank], reduce_groups[self.replica_rank], replica_group
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
         """Fill `full` [P] from every rank's `shard` [S], which may be its own slice of `full`."""
@@ -233,14 +79,14 @@ class Collectives:
                 full.copy_(shard)
             return Pending()
         self.ledger.record("all_gather", (self.shard_count - 1) * shard.numel(), shard.element_size())
-        return Pending(self._issue("all_gather", unit, full, self._gathering(full, shard, self._gather_group)))
+        return Pending(self._issue("all_gather", unit, full, self._gathering(full, shard, self._groups.gather)))
 
     def all_gather_uncounted(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         """Like `all_gather`, but blocks and is not counted: for inspecting full tensors, not for training steps."""
         if self.shard_count == 1:
             full.copy_(shard)
         else:
-            start = self._gathering(full, shard.contiguous(), self._gather_group)
+            start = self._gathering(full, shard.contiguous(), self._groups.gather)
             self._issue("all_gather", "", full, start)()
 
     def broadcast(self, tensor: torch.Tensor, unit: str = "") -> None:
@@ -260,7 +106,7 @@ class Collectives:
                 shard.copy_(full)
             return self._all_reduce_replicas(shard, unit)
         self.ledger.record("reduce_scatter", (self.shard_count - 1) * shard.numel(), full.element_size())
-        wait = self._issue("reduce_scatter", unit, full, self._summing(shard, full, self._reduce_group))
+        wait = self._issue("reduce_scatter", unit, full, self._summing(shard, full, self._groups.reduce))
         if self.replica_count == 1:
             return Pending(wait)
         # The all-reduce needs the result of the reduce-scatter, so it starts only in the caller's wait.
@@ -271,7 +117,7 @@ class Collectives:
             return Pending()
         elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count
         self.ledger.record("all_reduce", elements, shard.element_size())
-        group = self._replica_group
+        group = self._groups.replica
         if group not in self._messages:
             start = _starting(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=group)
             return Pending(self._issue("all_reduce", unit, shard, start))

@@ -5,35 +5,33 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero_runtime import non_finite
+from zero_runtime import accounting, non_finite, whole_tensors
 from zero_runtime.build import UnitBuilder
-from zero_runtime.collectives import Collectives, Ledger, world_size
+from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.kernels.reference import root64
-from zero_runtime.memory.model import StateBytes, StepPeak, UnitSize, step_peak_bytes, total_state_bytes
+from zero_runtime.ledger import Ledger
 from zero_runtime.module_hooks import ModuleHooks
-from zero_runtime.offload.memory import OffloadBytes, host_bytes, nvme_bytes
-from zero_runtime.offload.nvme import NvmeTier
 from zero_runtime.offload.tier import MASTER, PARAM, residence
 from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.optim.grad_norm import clip_coefficient, local_sum_of_squares
 from zero_runtime.optim.loss_scaler import LossScaler
 from zero_runtime.optim.lr_schedule import Rates
-from zero_runtime.optim.quantized_state import CodedShard
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.schedule import Schedule
-from zero_runtime.settings import RuntimeSettings, moves_of
+from zero_runtime.settings import RuntimeSettings
 from zero_runtime.step_report import StepReport
 from zero_runtime.unit import Unit
+from zero_runtime.world import world_size
 
 __all__ = ["RuntimeSettings", "ZeroRuntime"]
 
@@ -66,7 +64,7 @@ class ZeroRuntime:
         self.collectives.journal.begin("start")
         try:
             builder = UnitBuilder(plan, precision, settings, self.collectives, device)
-            self.units, self.optimizer, self._tier = builder.build(model, optimizer)
+            self.units, self.optimizer, self.tier = builder.build(model, optimizer)
         except BaseException:
             self.collectives.free()  # the caller gets no runtime to close
             raise
@@ -84,19 +82,19 @@ class ZeroRuntime:
         self._synced = True
         self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its backward freed its graph
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        trouble = self.saving_trouble()
+        trouble = accounting.saving_trouble(self)
         if trouble is not None:
             warnings.warn(trouble, stacklevel=2)
 
     def _close_tier(self) -> None:
-        if self._tier is not None:
-            self._tier.close()
-            self._tier = None
+        if self.tier is not None:
+            self.tier.close()
+            self.tier = None
 
     @contextmanager
     def resident(self, unit: Unit, *, writes: bool = False) -> Iterator[None]:
         """Keep all shards of the unit in memory inside the context; with `writes`, changes are written back at exit."""
-        with residence(self._tier, unit, writes=writes):
+        with residence(self.tier, unit, writes=writes):
             yield
 
     def read_offloaded(self, unit: Unit, state: str) -> Callable[[int, int], torch.Tensor] | None:
@@ -105,13 +103,7 @@ class ZeroRuntime:
         state: `master` or the name of an optimizer state.
         """
         name = PARAM if state == MASTER and (unit.master_shard is None or not unit.master_offloaded) else state
-        return None if self._tier is None else self._tier.reader(unit, name)
-
-    def __getattr__(self, name: str) -> Any:
-        """Forward unknown attributes to the model, such as `runtime.config` or `runtime.blocks`."""
-        if name == "model":  # not set because the constructor failed; getattr below would recurse
-            raise AttributeError(name)
-        return getattr(self.model, name)
+        return None if self.tier is None else self.tier.reader(unit, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
@@ -247,7 +239,7 @@ class ZeroRuntime:
 
     def _host_scale(self, report: StepReport) -> torch.Tensor | None:
         """The same factor as a CPU tensor, from the norm in the report; None if no unit is offloaded."""
-        return None if self._tier is None else self._grad_scale(torch.tensor(report.grad_norm, dtype=torch.float64))
+        return None if self.tier is None else self._grad_scale(torch.tensor(report.grad_norm, dtype=torch.float64))
 
     def _check_step(self) -> None:
         if self._backwards != self.settings.micro_batches:
@@ -304,167 +296,11 @@ class ZeroRuntime:
         self._drop_gradients()
         return non_finite.verdict(findings, self.precision)
 
-    # ---- full tensors --------------------------------------------------------------------------------------------
+    # ---- full tensors and traffic --------------------------------------------------------------------------------
 
-    @contextmanager
-    def full_params(
-        self, names: Sequence[str] | None = None, *, write: bool = False
-    ) -> Iterator[dict[str, torch.Tensor]]:
-        """Copies of the full parameters by name, in the master's dtype. Every rank must enter the context.
-
-        names: the parameters to gather; None means all. With `write`, the parameters on every rank are replaced at exit
-        by the values in rank 0's dictionary.
-        """
-        wanted = self._units_of(names)
-        values: dict[str, torch.Tensor] = {}
-        for unit, chosen in wanted:
-            with self.resident(unit):
-                whole = unit.full_of(unit.weights_shard)
-            values |= {name: whole[name].clone() for name in chosen}
-        yield values
-        if not write:
-            return
-        for unit, chosen in wanted:
-            for name in chosen:
-                self.collectives.broadcast(values[name])
-            with self.resident(unit, writes=True):
-                unit.set_values({name: values[name] for name in chosen})
-        self.renew()
-
-    def full_grad(self, name: str) -> torch.Tensor:
-        """The full gradient of one parameter, summed over the ranks and unscaled.
-
-        Every rank must call it between the step's last backward and `step`. The result is a copy in the dtype in which
-        the gradient is stored.
-        """
-        ((unit, _),) = self._units_of([name])
-        unit.settle()
-        if unit.grad_shard is None:
-            raise CallOrderError(
-                f"full_grad({name!r}): expected to be called after the step's last backward and before step(), on a "
-                "parameter that is trained"
-            )
-        return unit.full_of(unit.grad_shard)[name].clone() / self.scaler.scale
-
-    def full_optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
-        """Copies of the full optimizer states of one parameter by name (exp_avg, ...). Every rank must call it."""
-        ((unit, _),) = self._units_of([name])
-        with self.resident(unit):
-            states = {
-                state: shard.values() if isinstance(shard, CodedShard) else shard
-                for state, shard in self.optimizer.told_states_of(unit).items()
-            }
-            return {state: unit.full_of(values)[name].clone() for state, values in states.items()}
-
-    def _units_of(self, names: Sequence[str] | None) -> list[tuple[Unit, list[str]]]:
-        owned = [(unit, unit.names) for unit in self.units]
-        if names is None:
-            return owned
-        unknown = set(names) - {name for _, found in owned for name in found}
-        if unknown:
-            raise PlanError(
-                f"no parameter named {sorted(unknown)}; a tied parameter goes by its first name in "
-                "model.named_parameters()"
-            )
-        chosen = [(unit, [name for name in found if name in names]) for unit, found in owned]
-        return [(unit, found) for unit, found in chosen if found]
-
-    def kept_buffers(self) -> dict[str, torch.Tensor]:
-        """The model's persistent buffers by name, without those registered with persistent=False."""
-        return {
-            name: buffer
-            for prefix, module in self.model.named_modules()
-            for name, buffer in module.named_buffers(prefix, recurse=False)
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set
-        }
-
-    def tied_names(self) -> dict[str, str]:
-        """For each parameter with several names: a map from every further name to the first."""
-        first: dict[int, str] = {}
-        tied = {}
-        for name, param in self.model.named_parameters(remove_duplicate=False):
-            owner = first.setdefault(id(param), name)
-            if owner != name:
-                tied[name] = owner
-        return tied
-
-    # ---- memory and traffic --------------------------------------------------------------------------------------
-
-    def predicted_state_bytes(self) -> StateBytes:
-        """This rank's bytes of model states as predicted by `memory/model.py`."""
-        return total_state_bytes(
-            self.plan,
-            zip(self.unit_sizes(), (unit.precision for unit in self.units), strict=True),
-            world=self.collectives.world,
-            micro_batches=self.settings.micro_batches,
-            state_bytes=self.optimizer.config.state_bytes,
-        )
-
-    def predicted_offload_bytes(self) -> OffloadBytes:
-        """This rank's bytes in host memory and in the scratch file as predicted by `offload/memory.py`."""
-        units = list(zip(self.unit_sizes(), (unit.precision for unit in self.units), strict=True))
-        offload = self.settings.offload
-        moves = moves_of(self.settings, self.optimizer.config, self.collectives.shard_count)
-        return (nvme_bytes if offload.uses_nvme else host_bytes)(units, moves)
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Size of this rank's scratch file in bytes; 0 without one."""
-        return self._tier.nbytes if isinstance(self._tier, NvmeTier) else 0
-
-    def predicted_peak(self, plan: ZeroPlan | None = None) -> StepPeak:
-        """Upper bound on this rank's bytes during a step by `memory/model.py`, for `plan` or the runtime's own plan."""
-        return step_peak_bytes(
-            plan or self.plan,
-            zip(self.unit_sizes(), (unit.precision for unit in self.units), strict=True),
-            world=self.collectives.world,
-            prefetch=self.settings.prefetch,
-            micro_batches=self.settings.micro_batches,
-            state_bytes=self.optimizer.config.state_bytes,
-        )
-
-    def saving_trouble(self) -> str | None:
-        """A warning if the plan that shards one state less has no higher predicted peak than this plan; else None."""
-        other = self.plan.less_sharded()
-        if other is None or self.collectives.world == 1:
-            return None
-        own, less = self.predicted_peak(), self.predicted_peak(other)
-        if own.total < less.total:
-            return None
-        return (
-            f"this plan holds up to {own.total:,} bytes on a rank ({own.states:,} of model states, {own.params:,} of "
-            f"whole parameters, {own.grads:,} of whole gradients), the one that shards one state less {less.total:,}: "
-            "the units that are whole at once are too large a part of the model; set a smaller unit_numel, prefetch=0, "
-            "or use the other plan"
-        )
-
-    def unit_sizes(self) -> list[UnitSize]:
-        """The sizes of the units, in the order of registration."""
-        return [
-            UnitSize.of(
-                unit.layout,
-                trainable=unit.trainable,
-                is_root=self.model in unit.modules,
-                params_offloaded=unit.params_offloaded,
-                optimizer_offloaded=unit.states_offloaded,
-                separate_memory=self.settings.offload.has_separate_memory(self.device.type),
-            )
-            for unit in self.units
-        ]
-
-    def host_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """The tier's tensors in host memory, by component (params, grads, optimizer, staging)."""
-        return {} if self._tier is None else self._tier.tensors()
-
-    def state_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Live flat tensors by component, without those in `host_tensors`; aliases share a storage."""
-        tensors: dict[str, list[torch.Tensor]] = {"params": [], "grads": [], "optimizer": []}
-        for unit in self.units:
-            for component, found in unit.state_tensors().items():
-                tensors[component] += found
-        tensors["optimizer"] += self.optimizer.state_tensors()
-        elsewhere = {_storage(tensor) for found in self.host_tensors().values() for tensor in found}
-        return {name: [one for one in found if _storage(one) not in elsewhere] for name, found in tensors.items()}
+    full_params = whole_tensors.full_params
+    full_grad = whole_tensors.full_grad
+    full_optimizer_state = whole_tensors.full_optimizer_state
 
     def reset_ledger(self) -> Ledger:
         """The volumes sent since the last call; counting restarts from zero."""
@@ -480,7 +316,3 @@ class ZeroRuntime:
         self.optimizer.free()
         self._close_tier()
         self.collectives.free()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

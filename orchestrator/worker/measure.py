@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import torch
 
-from zero_runtime.collectives import Ledger
+from zero_runtime.accounting import predicted_offload_bytes, predicted_state_bytes, scratch_bytes, unit_sizes
+from zero_runtime.ledger import Ledger
 from zero_runtime.memory import model as memory_model
 from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.census import Census
@@ -55,7 +56,7 @@ def peaks(device: torch.device) -> dict[str, int | None]:
 
 def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> dict[str, Any]:
     """Model states by component: bytes on one rank, predicted and, if available, measured."""
-    predicted, away = runtime.predicted_state_bytes(), runtime.predicted_offload_bytes()
+    predicted, away = predicted_state_bytes(runtime), predicted_offload_bytes(runtime)
     micro_batches = runtime.settings.micro_batches
     return {
         "states": [
@@ -71,7 +72,7 @@ def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> di
             with_frozen=not all(unit.trainable for unit in runtime.units),
         )
         + (" less the offloaded shards" if away.host or away.scratch else ""),
-        "scratch_bytes": runtime.scratch_bytes,
+        "scratch_bytes": scratch_bytes(runtime),
         "scratch_predicted_bytes": away.scratch,
         "host": {"predicted_bytes": away.host, "measured_bytes": measured.get("host")},
         "padding_bytes": predicted.padding,
@@ -93,9 +94,7 @@ def predicted_activations(runtime: ZeroRuntime, counted: Mapping[str, Any]) -> d
         return {"activations_unknown": counted["unknown"]}
     activations = ActivationBytes(**counted["bytes"])
     micro_batches = runtime.settings.micro_batches
-    floor = memory_model.step_floor_bytes(
-        runtime.predicted_state_bytes(), activations.peak, micro_batches=micro_batches
-    )
+    floor = memory_model.step_floor_bytes(predicted_state_bytes(runtime), activations.peak, micro_batches=micro_batches)
     return {"activations_predicted_bytes": activations.kept, "floor_predicted_bytes": floor}
 
 
@@ -141,7 +140,7 @@ def communication(runtime: ZeroRuntime, ledger: Ledger, *, reduces_at_boundary: 
     counts = memory_model.CollectiveCounts.of(
         runtime.plan, runtime.settings.micro_batches, reduces_at_boundary=reduces_at_boundary
     )
-    sizes = [unit for unit in runtime.unit_sizes() if unit.trainable]
+    sizes = [unit for unit in unit_sizes(runtime) if unit.trainable]
 
     def elements(numel: int) -> int:
         return memory_model.collective_elements(counts, numel, world=world, shard_count=shard_count)

@@ -29,14 +29,15 @@ from orchestrator.worker.setup import build_data, build_runtime, cpu_model, prep
 from orchestrator.worker.stopping import StopSignals
 from orchestrator.workloads.data import TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
+from zero_runtime.accounting import saving_trouble
 from zero_runtime.activations.recompute import Recomputation
-from zero_runtime.collectives import WorldSettings, join_world, leave_world
 from zero_runtime.errors import NonFiniteError
 from zero_runtime.memory.census import ActivationCensus, take_census
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
 from zero_runtime.watch.failure import is_out_of_memory, memory_error
 from zero_runtime.watch.watch import RankWatch, WatchSettings
+from zero_runtime.world import WorldSettings, join_world, leave_world
 
 IGNORED = -100
 
@@ -254,7 +255,7 @@ class RankRun:
             parameters=self._parameters(),
             data_hash=self._data.hash,
             predicted=measure.model_states(self._runtime, {}) | self._planned_activations(),
-            warning=self._runtime.saving_trouble(),
+            warning=saving_trouble(self._runtime),
         )
 
     def _planned_activations(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from zero_runtime.collectives import join_world, leave_world
+from zero_runtime.world import join_world, leave_world
 
 
 @pytest.fixture(scope="session")

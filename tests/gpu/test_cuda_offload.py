@@ -14,6 +14,7 @@ import torch
 from harness.models import TinyTransformer, batch, token_loss_sum
 from harness.oracle import ADAMW, LR, Case, step_tokens
 
+from zero_runtime.accounting import host_tensors, predicted_offload_bytes, predicted_state_bytes
 from zero_runtime.memory.census import take_census
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_file import ScratchSettings
@@ -143,10 +144,10 @@ def test_counted_bytes_equal_the_prediction_and_tensors_that_are_copied_are_pinn
     train(runtime, BF16, 2)
     runtime.expect_rate(LR)
     backward(runtime, BF16, 2)
-    census, away = take_census(runtime), runtime.predicted_offload_bytes()
-    assert census.states == runtime.predicted_state_bytes().total
+    census, away = take_census(runtime), predicted_offload_bytes(runtime)
+    assert census.states == predicted_state_bytes(runtime).total
     assert census.host == away.host
-    by_component = runtime.host_tensors()
+    by_component = host_tensors(runtime)
     if offload.uses_nvme:  # its slots are read, updated and written, not copied to the GPU
         by_component.pop("staging")
     tensors = [tensor for found in by_component.values() for tensor in found]

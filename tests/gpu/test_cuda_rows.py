@@ -10,6 +10,7 @@ from harness.models import TinyTransformer, batch, token_loss_sum
 from harness.oracle import ADAMW, LR, Case, step_tokens
 from harness.plain_optimizers import plain_optimizer
 
+from zero_runtime.accounting import predicted_state_bytes
 from zero_runtime.memory.census import take_census
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -48,7 +49,7 @@ def runtime_losses(case: Case, stage: int, device: torch.device) -> tuple[list[f
         ids, labels = (part.to(device) for part in batch(case.model, step, 0, 0))
         loss = token_loss_sum(runtime.model, ids, labels) / runtime.sum_over_ranks(step_tokens(case, step))
         runtime.backward(loss)
-        counted = take_census(runtime).states == runtime.predicted_state_bytes().total
+        counted = take_census(runtime).states == predicted_state_bytes(runtime).total
         losses.append(runtime.step(LR).loss)
     return losses, counted
 

@@ -104,7 +104,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
-    from zero_runtime.collectives import WorldSettings, watch_ranks
+    from zero_runtime.world import WorldSettings, watch_ranks
 
     def leave(outcome: Outcome) -> None:
         part = Path(folder, f"rank{rank}.part{outcome.how}")

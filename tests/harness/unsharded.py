@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero_runtime.accounting import state_tensors
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.unit import Unit
 
@@ -66,7 +67,7 @@ def state_bytes_peak(runtime: ZeroRuntime) -> Iterator[StateBytesPeak]:
     def watched(verb: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = verb(*args, **kwargs)
-            tensors = [tensor for found in runtime.state_tensors().values() for tensor in found]
+            tensors = [tensor for found in state_tensors(runtime).values() for tensor in found]
             held = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
             peak.bytes = max(peak.bytes, sum(held.values()))
             return result

@@ -38,7 +38,7 @@ STANDARD = set(sys.stdlib_module_names)
 # A Hydra plugin: a subclass of one of Hydra's classes, in the namespace where Hydra looks for plugins.
 PLUGIN = "orchestrator/plugins/hydra_plugins/zlab_launcher/__init__.py"
 IMPORTERS = {
-    "torch.distributed": {"zero_runtime/collectives.py", "zero_runtime/gloo.py", "zero_runtime/runtime.py"},
+    "torch.distributed": {"zero_runtime/collectives.py", "zero_runtime/gloo.py", "zero_runtime/world.py"},
     "hydra": {"orchestrator/compose/compose.py", PLUGIN},
     "omegaconf": {"orchestrator/compose/compose.py"},
     "submitit": {"orchestrator/launch/local_executor.py", "orchestrator/slurm/executor.py"},
@@ -79,8 +79,10 @@ ROOMS = {
         "tensor_source": "",
         "shard_location": "",
         "step_report": "",
+        "ledger": "",
         "watch": "pure process_identity",
-        "collectives": "gloo phase_clock pure watch",
+        "world": "pure watch",
+        "collectives": "gloo ledger phase_clock pure watch world",
         "agreement": "collectives pure",
         "unit_planner": "dtypes pure",
         "initial_values": "pure",
@@ -96,11 +98,13 @@ ROOMS = {
         "build": "agreement collectives initial_values offload optim pure settings shard_location tensor_source unit "
         "unit_planner",
         "non_finite": "optim pure step_report unit",
-        "runtime": "build collectives module_hooks non_finite offload optim phase_clock pure schedule settings "
-        "step_report unit",
-        "memory": "activations dtypes offload pure runtime unit_planner",
+        "whole_tensors": "collectives offload optim pure unit",
+        "accounting": "collectives offload optim pure settings unit",
+        "runtime": "accounting build collectives ledger module_hooks non_finite offload optim phase_clock pure "
+        "schedule settings step_report unit whole_tensors world",
+        "memory": "accounting activations dtypes offload pure runtime unit_planner",
         "checkpoint": "agreement collectives optim process_identity pure runtime tensor_source unit",
-        "deepspeed": "agreement checkpoint collectives dtypes offload optim pure runtime step_report watch",
+        "deepspeed": "agreement checkpoint dtypes offload optim pure runtime step_report watch world",
         "zero_runtime": "",  # imports lazily, by name
     },
 }

@@ -13,6 +13,7 @@ from harness.oracle import LR, Case
 from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, build_runtime
 
+from zero_runtime.accounting import predicted_state_bytes
 from zero_runtime.memory.census import ActivationCensus, take_census
 from zero_runtime.memory.model import CollectiveCounts, collective_elements, formula
 from zero_runtime.plan import ZeroPlan
@@ -54,7 +55,7 @@ def _census_of_rows(case: Case) -> dict[int, tuple]:
         backwards_of_step(runtime, case, 1)
         _let_go_of_operands(runtime)
         numel = sum(unit.layout.numel for unit in runtime.units)
-        found[stage] = (take_census(runtime), runtime.predicted_state_bytes(), numel)
+        found[stage] = (take_census(runtime), predicted_state_bytes(runtime), numel)
         runtime.close()
         del runtime
         gc.collect()  # so that the next stage's census does not count this one's hooks and scalars
@@ -113,10 +114,10 @@ def _census_with_a_leak(case: Case) -> tuple[int, int, int]:
     runtime = build_runtime(case, 2)
     backwards_of_step(runtime, case, 0)
     before = take_census(runtime)
-    predicted = runtime.predicted_state_bytes()
+    predicted = predicted_state_bytes(runtime)
     leaked = torch.empty_like(runtime.units[0].grad_shard)  # no unit owns it: only a census of all tensors counts it
     after = take_census(runtime)
-    assert runtime.predicted_state_bytes() == predicted
+    assert predicted_state_bytes(runtime) == predicted
     return after.states - before.states, after.other - before.other, leaked.nbytes
 
 
@@ -132,7 +133,7 @@ def _census_with_a_kept_gradient(case: Case) -> tuple[int, int, int]:
     unit = runtime.units[0]
     backwards_of_step(runtime, case, 0)
     unit.unsharded_grad = torch.zeros(unit.layout.padded_numel)
-    return take_census(runtime).grads, runtime.predicted_state_bytes().grads, unit.unsharded_grad.nbytes
+    return take_census(runtime).grads, predicted_state_bytes(runtime).grads, unit.unsharded_grad.nbytes
 
 
 def test_a_full_gradient_that_is_not_freed_changes_the_count_but_not_the_prediction() -> None:

@@ -14,6 +14,7 @@ from harness.oracle import ADAMW
 from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step
 
+from zero_runtime.accounting import state_tensors
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.offload.plan import OffloadPlan, Tier
@@ -136,8 +137,8 @@ def _memory(folder: Path) -> None:
         assert not unit.wait_current(), "there is nothing to read"
         assert unit.master_shard is None or unit.master_shard.numel() == 0
         assert all(state.numel() == 0 for state in runtime.optimizer.states_of(unit).values())
-    assert sum(tensor.numel() for tensors in runtime.state_tensors().values() for tensor in tensors) == 0 or all(
-        tensor.untyped_storage().nbytes() == 0 for tensors in runtime.state_tensors().values() for tensor in tensors
+    assert sum(tensor.numel() for tensors in state_tensors(runtime).values() for tensor in tensors) == 0 or all(
+        tensor.untyped_storage().nbytes() == 0 for tensors in state_tensors(runtime).values() for tensor in tensors
     )
     runtime.close()
     gc.collect()

@@ -14,6 +14,7 @@ from harness.trainee import backwards_of_step
 from test_bytes import SCALARS_BYTES
 from test_offload import FP32, SPEC, offload_to, runtime_of
 
+from zero_runtime.accounting import host_tensors, predicted_offload_bytes, predicted_state_bytes, scratch_bytes
 from zero_runtime.memory.census import take_census
 from zero_runtime.memory.model import UnitSize, step_peak_bytes
 from zero_runtime.offload.copy_streams import PlainCopies
@@ -53,16 +54,16 @@ def _counts(folder: Path, setting: Setting) -> None:
             backwards_of_step(runtime, case, step)
             runtime.step(LR)
         backwards_of_step(runtime, case, 3)
-        census, predicted = take_census(runtime), runtime.predicted_state_bytes()
+        census, predicted = take_census(runtime), predicted_state_bytes(runtime)
         counted = (census.params, census.grads, census.optimizer)
         assert counted == (predicted.params, predicted.grads, predicted.optimizer), plan
-        away, tensors = runtime.predicted_offload_bytes(), runtime.host_tensors()
+        away, tensors = predicted_offload_bytes(runtime), host_tensors(runtime)
         by_component = {
             name: sum(one.untyped_storage().nbytes() for one in found) for name, found in tensors.items() if found
         }
         assert by_component == {name: size for name, size in vars(away).items() if name != "scratch" and size}
         assert census.host == away.host > 0
-        assert runtime.scratch_bytes == away.scratch
+        assert scratch_bytes(runtime) == away.scratch
         assert census.other <= SCALARS_BYTES, f"{plan}: something is kept that is nobody's"
         runtime.close()
         del runtime, tensors

@@ -21,6 +21,7 @@ from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step
 from test_offload import BF16, FP32, SPEC, offload_to, runtime_of
 
+from zero_runtime.accounting import host_tensors
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.offload.copy_streams import PlainCopies
@@ -220,7 +221,7 @@ def _refusals() -> None:
         runtime_of(Setting(2, 1), BOTH)
     plain = OffloadPlan(optimizer=Tier.HOST)  # on a CPU without `copies` the host is the device
     runtime = runtime_of(Setting(2, 1), plain, LambConfig())
-    assert runtime.host_tensors() == {}
+    assert host_tensors(runtime) == {}
     runtime.close()
 
 

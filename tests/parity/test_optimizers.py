@@ -13,6 +13,7 @@ from harness.plain_optimizers import plain_optimizer
 from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, build_runtime, full_tensors
 
+from zero_runtime.accounting import predicted_state_bytes
 from zero_runtime.memory.census import take_census
 from zero_runtime.memory.model import formula
 from zero_runtime.optim.configs import (
@@ -95,7 +96,7 @@ def _steps_of(case: Case, stage: int, config: OptimizerConfig) -> Steps:
         if whole:
             found.grads.append(full_tensors(runtime, "grad_shard"))
         if step == 1 and stage == CENSUS_STAGE:
-            found.counted = (take_census(runtime).optimizer, runtime.predicted_state_bytes().optimizer)
+            found.counted = (take_census(runtime).optimizer, predicted_state_bytes(runtime).optimizer)
         runtime.reset_ledger()
         runtime.step(LR)
         found.control = runtime.reset_ledger().control.elements

@@ -13,6 +13,7 @@ from harness.oracle import ADAMW, LR
 from harness.ranks import run_ranks
 from harness.unsharded import state_bytes_peak
 
+from zero_runtime.accounting import predicted_peak
 from zero_runtime.memory.model import StepPeak
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -42,7 +43,7 @@ def _peaks(spec: TinySpec, precision: MixedPrecision) -> dict[int, tuple[int, St
             with state_bytes_peak(runtime) as peak:
                 runtime.backward(token_loss_sum(runtime.model, ids, labels))
             runtime.step(LR)
-        found[stage] = (peak.bytes, runtime.predicted_peak(), [str(one.message) for one in caught])
+        found[stage] = (peak.bytes, predicted_peak(runtime), [str(one.message) for one in caught])
         runtime.close()
     return found
 

@@ -62,7 +62,7 @@ class Outcomes:
 
 
 def watch(runtime: ZeroRuntime) -> Outcomes:
-    outcomes, tier = Outcomes(), runtime._tier
+    outcomes, tier = Outcomes(), runtime.tier
     if tier is not None:
         adopt, reject = tier.adopt, tier.reject
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from harness.ranks import run_ranks
 
-from zero_runtime.collectives import Collectives, Ledger, Volume
+from zero_runtime.collectives import Collectives
+from zero_runtime.ledger import Ledger, Volume
 from zero_runtime.phase_clock import COMMUNICATION, PhaseClock
 
 SHARD_NUMEL = 12  # divisible by every world size used here, so that the volumes are integers

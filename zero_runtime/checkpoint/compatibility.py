@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
+from torch import nn
+
 from zero_runtime.checkpoint.layout import Index
 from zero_runtime.errors import CheckpointError, some
 from zero_runtime.runtime import ZeroRuntime
@@ -15,6 +18,16 @@ class Shaped(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+
+def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's persistent buffers by name, without those registered with persistent=False."""
+    return {
+        name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(prefix, recurse=False)
+        if name.rpartition(".")[2] not in module._non_persistent_buffers_set
+    }
 
 
 def check_same_model(runtime: ZeroRuntime, index: Index, where: str) -> None:
@@ -28,7 +41,7 @@ def check_same_model(runtime: ZeroRuntime, index: Index, where: str) -> None:
             f"{where}: expected {some(other)} to be {wanted} as in this model, found the opposite; freeze the same "
             "parameters as the run that saved it did"
         )
-    buffers = {name: tuple(buffer.shape) for name, buffer in runtime.kept_buffers().items()}
+    buffers = {name: tuple(buffer.shape) for name, buffer in kept_buffers(runtime.model).items()}
     found = {name: entry.shape for name, entry in index.buffers.items()}
     if buffers != found:
         names = [name for name in {**buffers, **found} if buffers.get(name) != found.get(name)]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zero_runtime.agreement import agree, trouble_of
-from zero_runtime.checkpoint.compatibility import check_same_model, check_same_optimizer
+from zero_runtime.checkpoint.compatibility import check_same_model, check_same_optimizer, kept_buffers
 from zero_runtime.checkpoint.layout import BUFFER, INDEX, MASTER, Extent, Index, step_of, tensor_key
 from zero_runtime.checkpoint.rng import set_random_states
 from zero_runtime.checkpoint.tensor_file import DTYPES, TensorFile, check_file, read_small_file
@@ -329,7 +329,7 @@ def _fill_all(runtime: ZeroRuntime, checkpoint: CheckpointReader, states: Collec
     try:
         left_out = {name for name, entry in checkpoint.index.parameters.items() if entry.left_out}
         _fill_with(runtime, states, checkpoint.read_into, left_out)
-        own = runtime.kept_buffers()
+        own = kept_buffers(runtime.model)
         with torch.no_grad():
             for name, values in checkpoint.buffers().items():
                 own[name].copy_(values)

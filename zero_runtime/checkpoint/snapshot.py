@@ -12,7 +12,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
+from zero_runtime.checkpoint.compatibility import kept_buffers
 from zero_runtime.checkpoint.layout import BUFFER, BufferEntry, Index, OptimizerEntry, ParameterEntry
 from zero_runtime.checkpoint.load import shards_of
 from zero_runtime.checkpoint.tensor_file import DTYPE_NAMES
@@ -101,7 +103,7 @@ def _values(
 
 
 def _buffers(runtime: ZeroRuntime) -> Iterator[StatePart]:
-    for name, buffer in runtime.kept_buffers().items():
+    for name, buffer in kept_buffers(runtime.model).items():
         if buffer.dtype not in DTYPE_NAMES:
             raise CheckpointError(
                 f"buffer {name}: expected a dtype of {', '.join(DTYPE_NAMES.values())}, found {buffer.dtype}; register "
@@ -156,10 +158,10 @@ def index_without_files(
         parameters=parameters,
         buffers={
             name: BufferEntry(tuple(buffer.shape), DTYPE_NAMES[buffer.dtype], "")
-            for name, buffer in runtime.kept_buffers().items()
+            for name, buffer in kept_buffers(runtime.model).items()
             if buffer.dtype in DTYPE_NAMES
         },
-        tied=runtime.tied_names(),
+        tied=_tied_names(runtime.model),
         files={},
         optimizer=OptimizerEntry(optimizer.config.saved_as, tuple(optimizer.state_names), counters),
         scaler={
@@ -172,3 +174,14 @@ def index_without_files(
         rng={str(rank): one["rng"] for rank, one in enumerate(own)},
         trainer=trainer,
     )
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """For each parameter with several names: a map from every further name to the first."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(param), name)
+        if owner != name:
+            tied[name] = owner
+    return tied

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_runtime.collectives import own_rank, world_size
 from zero_runtime.deepspeed import engine_checkpoint
 from zero_runtime.deepspeed.config import DropinConfig
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
@@ -22,6 +21,7 @@ from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
 from zero_runtime.watch.watch import RankWatch
+from zero_runtime.world import own_rank, world_size
 
 _ABSENT = {
     "set_gradient_accumulation_boundary": "the engine counts the micro-batches; see gradient_accumulation_steps",

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zero_runtime.collectives import WorldSettings, is_joined, join_alone, join_world, own_rank, watch_world, world_size
 from zero_runtime.deepspeed.config import DropinConfig, read_config
 from zero_runtime.deepspeed.engine import Engine, EngineParts
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
@@ -22,6 +21,7 @@ from zero_runtime.deepspeed.optimizer_section import default_optimizer
 from zero_runtime.deepspeed.schedules import JsonSchedule, Schedule, client_schedule
 from zero_runtime.errors import PlanError
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.world import WorldSettings, is_joined, join_alone, join_world, own_rank, watch_world, world_size
 
 _TIMEOUT = timedelta(minutes=10)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from zero_runtime.accounting import host_tensors, state_tensors
 from zero_runtime.memory.activation_count import ONE_NUMBER_BYTES
 from zero_runtime.runtime import ZeroRuntime
 
@@ -35,8 +36,8 @@ class Census:
 def take_census(runtime: ZeroRuntime) -> Census:
     """Count the live storages. A storage that several components use counts once, for the first that names it."""
     seen: set[int] = set()
-    by_component = {name: _count_new(tensors, seen) for name, tensors in runtime.state_tensors().items()}
-    host = _count_new((tensor for found in runtime.host_tensors().values() for tensor in found), seen)
+    by_component = {name: _count_new(tensors, seen) for name, tensors in state_tensors(runtime).items()}
+    host = _count_new((tensor for found in host_tensors(runtime).values() for tensor in found), seen)
     buffers = _count_new(runtime.model.buffers(), seen)
     other = _count_new(_live_tensors(runtime.device.type), seen)
     return Census(**by_component, buffers=buffers, other=other, host=host)
@@ -59,7 +60,7 @@ class ActivationCensus:
 
     def __enter__(self) -> ActivationCensus:
         runtime = self._runtime
-        states, host = runtime.state_tensors().values(), runtime.host_tensors().values()
+        states, host = state_tensors(runtime).values(), host_tensors(runtime).values()
         named = [one for tensors in (*states, *host) for one in tensors]
         found = [*named, *runtime.model.buffers(), *_live_tensors(runtime.device.type)]
         self._there = [StorageWeakRef(one) for one in _storages(found)]

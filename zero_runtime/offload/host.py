@@ -91,6 +91,10 @@ class HostTier:
             self._places[unit.name].reject()
         self._guessed.clear()
 
+    @property
+    def scratch_bytes(self) -> int:
+        return 0
+
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         found: dict[str, list[torch.Tensor]] = {"params": [], "grads": [], "optimizer": [], "staging": []}
         for place in self._places.values():

@@ -70,7 +70,7 @@ class NvmeTier:
         return found
 
     @property
-    def nbytes(self) -> int:
+    def scratch_bytes(self) -> int:
         """Size of the scratch file in bytes."""
         return self._file.size
 

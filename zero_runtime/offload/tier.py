@@ -75,6 +75,11 @@ class StateTier(Protocol):
     def reject(self) -> None:
         """The guess was wrong: discard the second copies."""
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Size of the scratch file in bytes; 0 without one."""
+        ...
+
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Host tensors that this tier holds, by component (params, grads, optimizer, staging), for counting."""
         ...

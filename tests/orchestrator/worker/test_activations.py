@@ -29,6 +29,7 @@ from orchestrator.config.state_groups import Compute, DType, Precision
 from orchestrator.worker.activations import answers, trace_of
 from orchestrator.worker.setup import build_deferred, build_precision
 from orchestrator.workloads.models import token_losses
+from zero_runtime.accounting import predicted_peak, predicted_state_bytes
 from zero_runtime.activations.recompute import Recomputation, RecomputeRule
 from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.census import ActivationCensus
@@ -110,11 +111,11 @@ def _step(config: RunConfig) -> Counted:
     del kept
     runtime.step(1e-3)
     allocated = allocated_peak(step)
-    trace, states = trace_of(config), runtime.predicted_state_bytes()
+    trace, states = trace_of(config), predicted_state_bytes(runtime)
     assert sum(trace.events) == 0, "something that came has not gone with the step, such as a parameter's gradient"
     found = trace.total()
     rests = states.params + states.optimizer
-    ceiling = runtime.predicted_peak().total + found.peak
+    ceiling = predicted_peak(runtime).total + found.peak
     floor = step_floor_bytes(states, found.peak)
     return Counted(census.bytes, allocated, found, floor - rests, ceiling - rests)
 

@@ -17,6 +17,7 @@ from harness.ranks import run_ranks
 from harness.seed_loop import initialize_quietly
 from torch.nn import functional as F
 
+from zero_runtime.accounting import scratch_bytes
 from zero_runtime.errors import OffloadError, PlanError
 from zero_runtime.offload import scratch_file
 from zero_runtime.offload.memory import ALIGN_BYTES, aligned
@@ -90,7 +91,7 @@ def parity(folder: Path, plain: Row, rows: list[Row]) -> None:
         engine = engine_of(row, folder)
         offload = engine.runtime.settings.offload
         assert offload.uses_nvme or offload.uses_host
-        assert (engine.runtime._tier is not None) is offload.uses_nvme, "on a CPU the host is the device"
+        assert (engine.runtime.tier is not None) is offload.uses_nvme, "on a CPU the host is the device"
         assert_equal(outcome(engine), wanted)
         engine.destroy()
     assert not folder.exists() or list(folder.iterdir()) == [], "a scratch file is unlinked while it is open"
@@ -152,7 +153,7 @@ def moved(folder: Path) -> None:
         for sizes in counts.values():
             sizes.clear()
         train(engine, 1, 1)
-        found.append([sum(sizes) for sizes in counts.values()] + [engine.runtime.scratch_bytes])
+        found.append([sum(sizes) for sizes in counts.values()] + [scratch_bytes(engine.runtime)])
         expected = moments(engine.runtime.units)
         assert max(map(max, counts.values())) == BLOCK
         engine.destroy()

@@ -317,8 +317,8 @@ def _a_unit_comes_back_spoilt(folder: Path) -> str:
     case = setting.case(model=SPEC)
     train(runtime, case, 0, 1)
     if dist.get_rank() == 1:
-        assert runtime._tier is not None
-        file = runtime._tier._file
+        assert runtime.tier is not None
+        file = runtime.tier._file
         junk = noise(ALIGN_BYTES)
         os.pwritev(file._fd, [memoryview(junk.numpy().data)], 0)
     with pytest.raises(Exception) as error:  # noqa: PT011 - rank 0's is of its connection
@@ -339,7 +339,7 @@ def _a_part_is_read_of_a_spoilt_block(folder: Path) -> str:
     offload = replace(offload, scratch=replace(offload.scratch, block_bytes=1 << 20))
     runtime = runtime_of(Setting(3, 1, MixedPrecision()), offload, ADAMW)
     train(runtime, Setting(3, 1).case(model=SPEC), 0, 1)
-    tier, unit = runtime._tier, runtime.units[0]
+    tier, unit = runtime.tier, runtime.units[0]
     assert isinstance(tier, NvmeTier)
     read = tier.reader(unit, "exp_avg_sq")
     assert read is not None

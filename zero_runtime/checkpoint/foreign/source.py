@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from zero_runtime.agreement import agree, trouble_of
-from zero_runtime.checkpoint.compatibility import check_shapes
+from zero_runtime.checkpoint.compatibility import check_shapes, kept_buffers
 from zero_runtime.checkpoint.foreign.archive import check_archive
 from zero_runtime.checkpoint.layout import MASTER
 from zero_runtime.checkpoint.load import fill
@@ -162,7 +162,7 @@ def _check_archive(file: Path) -> None:
 
 
 def _check_buffers(runtime: ZeroRuntime, found: ForeignCheckpoint) -> None:
-    for name, buffer in runtime.kept_buffers().items():
+    for name, buffer in kept_buffers(runtime.model).items():
         values = found.buffers.get(name, buffer)
         if not isinstance(values, torch.Tensor) or values.numel() != buffer.numel():
             raise CheckpointError(
@@ -173,6 +173,6 @@ def _check_buffers(runtime: ZeroRuntime, found: ForeignCheckpoint) -> None:
 
 def _fill_buffers(runtime: ZeroRuntime, buffers: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
-        for name, buffer in runtime.kept_buffers().items():
+        for name, buffer in kept_buffers(runtime.model).items():
             if name in buffers:
                 buffer.copy_(buffers[name].view(buffer.shape))

@@ -1,0 +1,128 @@
+"""Bytes of a runtime on one rank: predicted ones, and the tensors that hold them now."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from zero_runtime.collectives import Collectives
+from zero_runtime.memory.model import StateBytes, StepPeak, UnitSize, step_peak_bytes, total_state_bytes
+from zero_runtime.offload.memory import OffloadBytes, host_bytes, nvme_bytes
+from zero_runtime.offload.tier import StateTier
+from zero_runtime.optim.sharded import ShardedOptimizer
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.settings import RuntimeSettings, moves_of
+from zero_runtime.unit import Unit
+
+
+class Accounted(Protocol):
+    """The attributes of a runtime that determine its bytes."""
+
+    model: nn.Module
+    plan: ZeroPlan
+    settings: RuntimeSettings
+    device: torch.device
+    collectives: Collectives
+    units: list[Unit]
+    optimizer: ShardedOptimizer
+    tier: StateTier | None
+
+
+# ---- predictions -----------------------------------------------------------------------------------------------------
+
+
+def unit_sizes(runtime: Accounted) -> list[UnitSize]:
+    """The sizes of the units, in the order of registration."""
+    separate = runtime.settings.offload.has_separate_memory(runtime.device.type)
+    return [
+        UnitSize.of(
+            unit.layout,
+            trainable=unit.trainable,
+            is_root=runtime.model in unit.modules,
+            params_offloaded=unit.params_offloaded,
+            optimizer_offloaded=unit.states_offloaded,
+            separate_memory=separate,
+        )
+        for unit in runtime.units
+    ]
+
+
+def _sizes_with_precision(runtime: Accounted) -> list[tuple[UnitSize, MixedPrecision]]:
+    return list(zip(unit_sizes(runtime), (unit.precision for unit in runtime.units), strict=True))
+
+
+def predicted_state_bytes(runtime: Accounted) -> StateBytes:
+    """This rank's bytes of model states as predicted by `memory/model.py`."""
+    return total_state_bytes(
+        runtime.plan,
+        _sizes_with_precision(runtime),
+        world=runtime.collectives.world,
+        micro_batches=runtime.settings.micro_batches,
+        state_bytes=runtime.optimizer.config.state_bytes,
+    )
+
+
+def predicted_offload_bytes(runtime: Accounted) -> OffloadBytes:
+    """This rank's bytes in host memory and in the scratch file as predicted by `offload/memory.py`."""
+    settings = runtime.settings
+    moves = moves_of(settings, runtime.optimizer.config, runtime.collectives.shard_count)
+    return (nvme_bytes if settings.offload.uses_nvme else host_bytes)(_sizes_with_precision(runtime), moves)
+
+
+def predicted_peak(runtime: Accounted, plan: ZeroPlan | None = None) -> StepPeak:
+    """Upper bound on this rank's bytes during a step by `memory/model.py`, for `plan` or the runtime's own plan."""
+    return step_peak_bytes(
+        plan or runtime.plan,
+        _sizes_with_precision(runtime),
+        world=runtime.collectives.world,
+        prefetch=runtime.settings.prefetch,
+        micro_batches=runtime.settings.micro_batches,
+        state_bytes=runtime.optimizer.config.state_bytes,
+    )
+
+
+def saving_trouble(runtime: Accounted) -> str | None:
+    """A warning if the plan that shards one state less has no higher predicted peak than this plan; else None."""
+    other = runtime.plan.less_sharded()
+    if other is None or runtime.collectives.world == 1:
+        return None
+    own, less = predicted_peak(runtime), predicted_peak(runtime, other)
+    if own.total < less.total:
+        return None
+    return (
+        f"this plan holds up to {own.total:,} bytes on a rank ({own.states:,} of model states, {own.params:,} of "
+        f"whole parameters, {own.grads:,} of whole gradients), the one that shards one state less {less.total:,}: "
+        "the units that are whole at once are too large a part of the model; set a smaller unit_numel, prefetch=0, "
+        "or use the other plan"
+    )
+
+
+# ---- what exists now -------------------------------------------------------------------------------------------------
+
+
+def scratch_bytes(runtime: Accounted) -> int:
+    """Size of this rank's scratch file in bytes; 0 without one."""
+    return 0 if runtime.tier is None else runtime.tier.scratch_bytes
+
+
+def host_tensors(runtime: Accounted) -> dict[str, list[torch.Tensor]]:
+    """The tier's tensors in host memory, by component (params, grads, optimizer, staging)."""
+    return {} if runtime.tier is None else runtime.tier.tensors()
+
+
+def state_tensors(runtime: Accounted) -> dict[str, list[torch.Tensor]]:
+    """Live flat tensors by component, without those in `host_tensors`; aliases share a storage."""
+    tensors: dict[str, list[torch.Tensor]] = {"params": [], "grads": [], "optimizer": []}
+    for unit in runtime.units:
+        for component, own in unit.state_tensors().items():
+            tensors[component] += own
+    tensors["optimizer"] += runtime.optimizer.state_tensors()
+    offloaded = {_storage(tensor) for own in host_tensors(runtime).values() for tensor in own}
+    return {name: [tensor for tensor in own if _storage(tensor) not in offloaded] for name, own in tensors.items()}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,141 @@
+"""Joining and leaving the world of all ranks, its sizes, and the groups of ranks within it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zero_runtime.errors import RankError
+from zero_runtime.watch.watch import RankWatch, WatchSettings
+
+
+@dataclass(frozen=True)
+class WorldSettings:
+    """How `join_world` sets up a rank.
+
+    timeout: the backend's timeout, for failures that the watch cannot detect. on_end: see RankWatch.
+    """
+
+    timeout: timedelta = timedelta(minutes=10)
+    watch: WatchSettings = field(default_factory=WatchSettings)
+    on_end: Callable[[RankError], None] | None = None
+
+
+def join_world(
+    place: str | Path, rank: int, world: int, device: torch.device, settings: WorldSettings | None = None
+) -> RankWatch:
+    """Initialize the default process group: NCCL between GPUs, gloo between CPUs. Blocks until all ranks have joined.
+
+    place: the rendezvous: a file that all ranks can write to, or an `init_method` of torch.distributed.
+    Returns this rank's watch. Use it as a context manager, so that the other ranks learn how this rank ended, and pass
+    it to RuntimeSettings.
+    """
+    settings = settings or WorldSettings()
+    if isinstance(place, Path):  # torch would cut a URL at # or ?, and ranks of other runs may meet at the shorter path
+        store = dist.FileStore(str(place), world)
+    else:
+        store, rank, world = next(dist.rendezvous(place, rank, world, timeout=settings.timeout))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("world", store),
+        rank=rank,
+        world_size=world,
+        timeout=settings.timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return watch_ranks(store, settings)
+
+
+def watch_ranks(store: dist.Store, settings: WorldSettings | None = None) -> RankWatch:
+    """A watch of this rank of the default process group, over a separate connection to `store`."""
+    settings = settings or WorldSettings()
+    own = dist.PrefixStore("rank_watch", store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs
+    return RankWatch(own, dist.get_rank(), dist.get_world_size(), settings.watch, settings.on_end)
+
+
+def join_alone(device: torch.device) -> None:
+    """Initialize a process group of one rank over a store in this process: no port, file or environment variable."""
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def watch_world() -> RankWatch | None:
+    """A watch of the default process group, over the group's own store; None for a world of one.
+
+    The group may have been initialized by other code. Every rank must call this equally often and in the same order.
+    The caller closes the watch.
+    """
+    if dist.get_world_size() == 1:
+        return None
+    store = dist.distributed_c10d._get_default_store()  # no public function returns the store of an existing group
+    place = store.add(f"zero_runtime/watches/{dist.get_rank()}", 1)
+    return watch_ranks(dist.PrefixStore(f"zero_runtime/{place}", store))
+
+
+def is_joined() -> bool:
+    """Whether the default process group is initialized."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def own_rank() -> int:
+    """This rank of the default process group, which must exist."""
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    """Number of ranks of the default process group; without a group this raises instead of returning 1."""
+    return dist.get_world_size()
+
+
+def leave_world() -> None:
+    """Destroy the default process group on this rank."""
+    dist.destroy_process_group()
+
+
+class RankGroups(NamedTuple):
+    """The process groups of one rank: for gathers, for reductions, and for the replicas of its shard.
+
+    None if not needed. Gathers and reductions have separate groups: all ranks must issue the collectives of one group
+    in the same order, but the two kinds interleave differently on a rank that leaves parameters unused.
+    """
+
+    gather: dist.ProcessGroup | None = None
+    reduce: dist.ProcessGroup | None = None
+    replica: dist.ProcessGroup | None = None
+
+    @classmethod
+    def make(cls, shard_count: int) -> RankGroups:
+        """Create the groups for shard groups of `shard_count` consecutive ranks. Every rank must call it."""
+        world, rank = dist.get_world_size(), dist.get_rank()
+        assert world % shard_count == 0, f"shard groups of {shard_count} in a world of {world}"
+        ranks = range(world)
+        if world == 1:
+            return cls()
+        if shard_count == 1:
+            return cls(replica=dist.new_group(list(ranks)))
+        shards = [list(ranks[start : start + shard_count]) for start in ranks[::shard_count]]
+        replica_rank, shard_rank = divmod(rank, shard_count)
+        # Every rank must call new_group for every group, in the same order.
+        gather_groups = [dist.new_group(members) for members in shards]
+        reduce_groups = [dist.new_group(members) for members in shards]
+        replica_group = None
+        if shard_count < world:
+            replicas = [list(ranks[place::shard_count]) for place in range(shard_count)]
+            replica_group = [dist.new_group(members) for members in replicas][shard_rank]
+        return cls(gather_groups[replica_rank], reduce_groups[replica_rank], replica_group)
+
+    def destroy(self) -> None:
+        """Destroy the groups."""
+        for group in set(self) - {None}:
+            dist.destroy_process_group(group)
