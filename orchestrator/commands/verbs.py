@@ -109,15 +109,10 @@ def find_sweep(output: str, name: str) -> SweepPaths:
 def find_point(standings: Sequence[Standing], label: str | None) -> Standing:
     """The point with this label; without a label the running one, else the first without an answer, else the first."""
     if label is None:
-        order: tuple[Callable[[Standing], bool], ...] = (
-            lambda point: point.state is RunState.running,
-            lambda point: not point.state.answered,
-            lambda point: True,
-        )
         tried = [point for point in standings if point.attempt is not None]
         if not tried:
             raise VerbError("no point of this sweep was started, so none has a log")
-        return next(point for wanted in order for point in tried if wanted(point))
+        return min(tried, key=lambda point: (point.state is not RunState.running, point.state.answered))
     exact = [point for point in standings if point.label == label]
     if not exact:
         near = nearest(label, [point.label for point in standings])

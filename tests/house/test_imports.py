@@ -58,7 +58,7 @@ ROOMS = {
         "compose": "config text",
         "records": "config machine workloads",
         "plan": "compose config machine records text",
-        "tracking": "config machine records text",
+        "tracking": "config machine records",
         "report": "config exit_codes records text",
         "launch": "config machine plan records report tracking",
         "slurm": "config launch machine records tracking",
