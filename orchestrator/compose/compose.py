@@ -38,7 +38,7 @@ from omegaconf.errors import OmegaConfBaseException
 from orchestrator.compose import folders, merge, overrides, point_count, sweep_file, yaml_bounds
 from orchestrator.compose.arguments import Arguments
 from orchestrator.compose.merge import Merger
-from orchestrator.compose.settable import Tree, read_tree
+from orchestrator.compose.settable import Tree, read_tree, with_all_keys
 from orchestrator.compose.sweep_file import Line, SweepFile
 from orchestrator.text.streams import complain
 
@@ -50,7 +50,8 @@ class ComposeError(ValueError):
 
 
 class OwnSource(FileConfigSource):
-    """A configuration folder of the user, whose files pass yaml_bounds.check before Hydra reads them."""
+    """A configuration folder. Its files pass yaml_bounds.check before Hydra reads them, and get the keys of their group
+    that they leave out, so that Hydra accepts overrides of these."""
 
     @staticmethod
     def scheme() -> str:
@@ -58,7 +59,12 @@ class OwnSource(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         yaml_bounds.check(Path(self.path, self._normalize_file_name(config_path)))
-        return super().load_config(config_path)
+        found = super().load_config(config_path)
+        # A file with a list of defaults gets all keys from them, and one with a package sets those of other groups.
+        if isinstance(found.config, DictConfig) and "defaults" not in found.config and found.header["package"] is None:
+            values: Any = OmegaConf.to_container(found.config, resolve=False)
+            found.config = OmegaConf.create(with_all_keys(config_path, values))
+        return found
 
 
 class SweepsSource(OwnSource):
@@ -76,10 +82,13 @@ class SweepsSource(OwnSource):
         return super().list(config_path, results_filter) if config_path else ["sweeps"]
 
 
-class SweepsFolder(SearchPathPlugin):
-    """Adds the parents of the sweeps/ folders to Hydra's search path."""
+class OurFolders(SearchPathPlugin):
+    """Has conf/ read by OwnSource, and adds the parents of the sweeps/ folders to Hydra's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for place in search_path.get_path():
+            if place.path == str(folders.CONF):
+                place.path = f"{OwnSource.scheme()}://{folders.CONF}"
         for folder in folders.sweep_parents(None):
             search_path.append(provider="zero-lab", path=f"{SweepsSource.scheme()}://{folder}")
 
@@ -88,7 +97,7 @@ if folders.PLUGINS.is_dir():
     sys.path.append(str(folders.PLUGINS))  # before the next line, where Hydra searches for plugins, once
 Plugins.instance().register(OwnSource)
 Plugins.instance().register(SweepsSource)
-Plugins.instance().register(SweepsFolder)
+Plugins.instance().register(OurFolders)
 
 
 @dataclass(frozen=True)

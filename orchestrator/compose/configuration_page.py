@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from orchestrator.compose import folders, help_page
-from orchestrator.compose.settable import WHOLE_FILES
+from orchestrator.compose.settable import WHOLE_FILES, with_all_keys
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import describe, hints_of
 
@@ -31,8 +31,10 @@ A run is composed from groups. `group=option` chooses a file of `conf/GROUP/`, `
 with `-m` a list of either is a sweep: `zero=stage1,stage2 batch.micro=2,4`. `null` means "not set". A folder `conf/` in
 the current folder, or one named by `--config-dir`, adds options of your own in the same layout.
 
-The types and defaults below come from `orchestrator/config/` and `conf/`; a test fails when this page is older than
-they are. Each group's own limits are checked by its dataclass, and limits between groups by `orchestrator/plan/rules/`.
+The types and defaults below come from the dataclasses of `orchestrator/config/` and the runtime, and from `conf/`; a
+test fails when this page is older than they are. Each dataclass checks its own limits, and `orchestrator/plan/rules/`
+those between groups. A key that only another `kind` of a group has may be null, and a key that a file leaves out has
+the default below.
 """
 
 # What each group decides, in one line.
@@ -94,7 +96,7 @@ def _root(groups: dict[str, type]) -> str:
 
 def _section(name: str, cls: type, default: str) -> str:
     values = {file.stem: _values(file) for file in _options(name)}
-    usual = values[default]
+    usual = with_all_keys(name, values[default])
     lines = [f"## {name}", "", *_paragraphs(inspect.getdoc(cls) or ""), ""]
     lines += ["| key | value | default |", "|---|---|---|"]
     lines += [

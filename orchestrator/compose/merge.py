@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.compose.settable import with_all_keys
+
 Setting = tuple[str, Any]  # a dotted key and its value
 
 
@@ -61,7 +63,7 @@ class Merger:
             return None
         if not isinstance(data, dict) or ("defaults" in data and not is_primary):
             return None
-        return {str(key): value for key, value in data.items()}
+        return with_all_keys(name, {str(key): value for key, value in data.items()})
 
     def merge(self, choices: Mapping[str, str], settings: Sequence[Setting]) -> dict[str, Any] | None:
         """The values of one point: options, with `choices` replacing the defaults, then `settings` in order.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import yaml
 
 from orchestrator.compose import yaml_bounds
 from orchestrator.compose.folders import config_folders, sweep_parents
+from orchestrator.config.parts import completed
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import hints_of
 
@@ -41,6 +42,15 @@ def read_tree(added: str | None = None) -> Tree:
             keys |= {f"{group}.{key}": kind for key, kind in hints_of(hint).items()}
     keys |= dict.fromkeys(_architecture_keys(folder / "model" for folder in folders), Any)
     return Tree(groups, keys)
+
+
+def with_all_keys(file: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of an option file, such as `optimizer/adamw`, with the keys of its group that it leaves out.
+
+    A command line can then override them, and a configuration that is shown has every key.
+    """
+    group = hints_of(RunConfig).get(file.partition("/")[0])
+    return completed(group, values) if isinstance(group, type) and is_dataclass(group) else dict(values)
 
 
 def _options(folders: Iterable[Path]) -> tuple[str, ...]:

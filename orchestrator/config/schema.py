@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from enum import Enum
+from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.config.cluster import Cluster
 from orchestrator.config.optimizer import Optimizer, Scheduler
+from orchestrator.config.parts import plain
 from orchestrator.config.state_groups import Offload, Precision, Zero
 from orchestrator.config.strict import ConfigError, Limits, Word, build
 
@@ -288,7 +288,7 @@ def root_limits(values: Mapping[str, Any]) -> Limits:
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """The configuration as plain data for JSON; enums become their names."""
-    return {key: _plain(value) for key, value in asdict(config).items()}
+    return plain(config)
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
@@ -298,11 +298,3 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
     if broken:
         raise ConfigError(broken)
     return config
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return str(value.value)
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    return value

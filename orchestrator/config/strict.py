@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
-from types import MappingProxyType, UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from orchestrator.config.parts import GroupKey, class_of, completed, has_kind, keys_of_kind, kinds_of, parts_of, unset
+from orchestrator.config.parts import hints_of as hints_of
+from zero_runtime.limits import Broken as Broken
+from zero_runtime.limits import ConfigError as ConfigError
+from zero_runtime.limits import Limits as Limits
+from zero_runtime.limits import as_typed
+from zero_runtime.limits import nearest as nearest
 
 MOST_BITS = 64  # of an integer: neither the libraries nor the record files hold larger ones
 
@@ -21,69 +27,12 @@ class Word(str, Enum):
         return str(self.value)
 
 
-class Broken(NamedTuple):
-    """One broken rule. Each entry of `fix` is a list of overrides, such as "a=1 b=2", that is enough to satisfy it."""
-
-    rule: str
-    found: str = ""
-    fix: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        fix = f"      fix: {'   or   '.join(self.fix)}" if self.fix else ""
-        found = f", found {self.found}" if self.found else ""
-        return f"{self.rule}{found}{fix}"
-
-
-class ConfigError(ValueError):
-    """A configuration breaks rules; `broken` has all of them."""
-
-    def __init__(self, broken: list[Broken]) -> None:
-        super().__init__("\n".join(str(one) for one in broken))
-        self.broken = broken
-
-
 class Refusal(ValueError):
     """Nothing can be started; `problems` lists everything that is wrong with the command line."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = list(problems)
-
-
-class Limits:
-    """Collects the values of one group that are out of range, so that they are reported together."""
-
-    def __init__(self, values: Mapping[str, Any], name: str = "") -> None:
-        self._values = values
-        self._prefix = f"{name}." if name else ""
-        self.broken: list[Broken] = []
-
-    def must(self, key: str, holds: Callable[[Any], bool], rule: str, fix: object) -> None:
-        """Records a broken rule if the value of `key` does not satisfy `holds`.
-
-        None means "not set": it is always in range, and as `fix` it is written as null.
-        """
-        value = self._values.get(key)
-        if value is not None and not holds(value):
-            full = self._prefix + key
-            fixed = "null" if fix is None else fix
-            self.broken.append(Broken(f"{full} must be {rule}", str(value), (f"{full}={fixed}",)))
-
-    def at_least(self, low: int, **keys: object) -> None:
-        """Requires values of at least `low`. Each keyword argument is a key and the value to suggest for it."""
-        for key, fix in keys.items():
-            self.must(key, lambda value: value >= low, f"at least {low}", fix)
-
-    def conclude(self) -> None:
-        if self.broken:
-            raise ConfigError(self.broken)
-
-
-def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The most similar of `words`, ignoring case; None if none is similar."""
-    known = list(words)
-    found = difflib.get_close_matches(word.lower(), [one.lower() for one in known], n=1, cutoff=0.6)
-    return next((one for one in known if found and one.lower() == found[0]), None)
 
 
 def type_of(hint: Any) -> tuple[Any, bool]:
@@ -98,6 +47,8 @@ def describe(hint: Any) -> str:
     kind, optional = type_of(hint)
     if isinstance(kind, type) and issubclass(kind, Enum):
         text = "one of " + ", ".join(str(member.value) for member in kind)
+    elif get_origin(kind) is Literal:
+        text = "one of " + ", ".join(get_args(kind))
     elif get_origin(kind) is dict:
         text = "a mapping"
     elif get_origin(kind) is list:
@@ -155,6 +106,8 @@ def convert(hint: Any, value: object) -> Any:
         return list(value)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
+    if get_origin(kind) is Literal and value in get_args(kind):
+        return value
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value):
@@ -171,54 +124,75 @@ def _is_finite(value: int | float) -> bool:
         return False
 
 
-@functools.cache  # called for each group of every point of a sweep
-def hints_of(cls: type) -> Mapping[str, Any]:
-    """The types of a dataclass's fields by name, in the order of the fields."""
-    known = get_type_hints(cls)
-    return MappingProxyType({one.name: known[one.name] for one in fields(cls)})
-
-
 def build(cls: type, data: object, path: str = "") -> tuple[Any, list[Broken]]:
     """An instance and no broken rules, or None and all broken rules."""
     if not isinstance(data, Mapping):
         return None, [Broken(f"{path} must be a mapping", shown(data))]
-    parts, broken = build_parts(cls, data, path)
+    values, broken = build_parts(cls, data, path)
     if broken:
         return None, broken
+    kind = values["kind"] if kinds_of(cls) else ""
+    keys = keys_of_kind(cls, kind)
+    made: dict[str, Any] = {}
+    for name in parts_of(cls):
+        settings = {one.field: values[key] for key, one in keys.items() if one.part == name}
+        _make(made, name, class_of(cls, name, kind), settings, broken)
+    own = {one.field: values[key] for key, one in keys.items() if one.field and not one.part and key in values}
+    _make(made, "group", cls, own | made, broken)  # a part that breaks rules has its default here
+    return (None, broken) if broken else (made["group"], [])
+
+
+def _make(made: dict[str, Any], name: str, cls: type, values: dict[str, Any], broken: list[Broken]) -> None:
     try:
-        return cls(**parts), []
+        made[name] = cls(**values)
     except ConfigError as error:
-        return None, error.broken
+        broken += error.broken
 
 
 def build_parts(cls: type, data: Mapping[Any, object], path: str = "") -> tuple[dict[str, Any], list[Broken]]:
-    """The fields that could be built, by name, and all rules that the others break."""
-    hints = hints_of(cls)
-    prefix = f"{path}." if path else ""
+    """The values that could be built, by key, and all rules that the others break."""
+    hints, prefix = hints_of(cls), f"{path}." if path else ""
     broken = [_unknown(prefix, str(key), hints) for key in data if key not in hints]
-    parts: dict[str, Any] = {}
-    for one in fields(cls):
-        wrong = _fill(parts, one, hints[one.name], data, prefix)
-        broken.extend(wrong)
-    return parts, broken
+    data = completed(cls, data)
+    kind = data.get("kind") if kinds_of(cls) else ""
+    # Of a kind that does not exist, only the types of the keys are checked.
+    own = keys_of_kind(cls, str(kind)) if has_kind(cls, kind) else {key: GroupKey(key, hints[key]) for key in hints}
+    required = {one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING}
+    built: dict[str, Any] = {}
+    for key, hint in hints.items():
+        if key not in data:
+            # A missing group is never filled in silently: ~group on a command line is reported.
+            broken += [Broken(f"{prefix}{key} is missing")] if key in required or is_dataclass(hint) else []
+        elif key not in own:
+            broken += _other_kind(path, str(kind), key, hint, data[key])
+        elif data[key] is None and own[key].part and not type_of(own[key].hint)[1]:
+            fix = f"{prefix}{key}={as_typed(own[key].example)}"
+            broken.append(Broken(f"{path}={kind} needs {prefix}{key}", "null", (fix,)))
+        else:
+            broken += _fill(built, key, own[key].hint, data[key], prefix)
+    return built, broken
 
 
-def _fill(parts: dict[str, Any], one: Field[Any], hint: Any, data: Mapping[Any, object], prefix: str) -> list[Broken]:
-    key = prefix + one.name
-    if one.name not in data:
-        # A missing group is never filled in silently: ~group on a command line is reported.
-        optional = not is_dataclass(hint) and (one.default is not MISSING or one.default_factory is not MISSING)
-        return [] if optional else [Broken(f"{key} is missing")]
+def _other_kind(group: str, kind: str, key: str, hint: Any, value: object) -> list[Broken]:
+    """The broken rule if a key is set that only other kinds have."""
+    empty = unset(hint)
+    if value is None or value == empty:
+        return []
+    fix = f"{group}.{key}={as_typed(empty)}"
+    return [Broken(f"{group}={kind} has no {group}.{key}", str(value), (fix,))]
+
+
+def _fill(built: dict[str, Any], key: str, hint: Any, value: object, prefix: str) -> list[Broken]:
+    """Builds one value; the rules that it breaks."""
     if isinstance(hint, type) and is_dataclass(hint):
-        value, broken = build(hint, data[one.name], key)
+        group, broken = build(hint, value, prefix + key)
         if not broken:
-            parts[one.name] = value
+            built[key] = group
         return broken
     try:
-        parts[one.name] = convert(hint, data[one.name])
+        built[key] = convert(hint, value)
     except ValueError:
-        value = data[one.name]
-        return [Broken(f"{key} must be {wanted(hint, value)}", shown(value))]
+        return [Broken(f"{prefix}{key} must be {wanted(hint, value)}", shown(value))]
     return []
 
 

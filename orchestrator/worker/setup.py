@@ -15,7 +15,6 @@ from torch import nn
 from orchestrator.config.schema import AdapterKind, RunConfig, Tokenizer
 from orchestrator.config.state_groups import DType, Offload, OffloadDevice, Precision, StepTime
 from orchestrator.records.run_record import scratch_path
-from orchestrator.worker.optimizer import build_optimizer
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
 from orchestrator.workloads.tokenizer import load_tokenizer
@@ -103,7 +102,7 @@ def build_runtime(
             model,
             ZeroPlan.from_stage(config.zero.stage, shard_ranks=config.zero.shard_ranks),
             build_precision(precision),
-            build_optimizer(config.optimizer),
+            config.optimizer.rule,
             settings,
             device,
         )

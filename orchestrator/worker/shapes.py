@@ -16,7 +16,6 @@ from typing import Any, TextIO
 
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.worker.activations import answers
-from orchestrator.worker.optimizer import build_optimizer
 from orchestrator.worker.setup import build_deferred, build_precision
 from zero_runtime.offload.plan import offloaded_units
 from zero_runtime.unit_planner import UnitRules, plan_units
@@ -28,7 +27,7 @@ def units_of(config: RunConfig) -> dict[str, Any]:
     model, _ = build_deferred(config)
     rules = UnitRules(build_precision(config.precision), config.zero.unit_numel, tuple(config.precision.keep_dtype))
     specs = plan_units(model, rules)
-    optimizer = build_optimizer(config.optimizer)
+    optimizer = config.optimizer.rule
     return {
         "units": [
             {

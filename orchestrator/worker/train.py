@@ -23,7 +23,6 @@ from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker import activations, measure
 from orchestrator.worker.faults import Faults
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share
-from orchestrator.worker.optimizer import build_schedule
 from orchestrator.worker.saving import Progress, Saving
 from orchestrator.worker.setup import build_data, build_runtime, cpu_model, prepare_process
 from orchestrator.worker.stopping import StopSignals
@@ -92,13 +91,11 @@ class RankRun:
         self._data: TokenData = build_data(config)
         self._runtime = runtime
         self._kept = recomputation.memory
-        self._schedule = build_schedule(
-            config.scheduler, config.optimizer.lr, total_steps=config.measure.warmup_steps + config.measure.steps
-        )
+        self._steps = config.measure.warmup_steps + config.measure.steps
+        self._schedule = config.scheduler.curve.build(config.optimizer.lr, self._steps)
         self._readings = measure.Readings()
         self._load = LoadMeter()
         self._used: Used | None = None
-        self._steps = config.measure.warmup_steps + config.measure.steps
         self._saving = Saving(attempt, config, runtime, self._data.hash, restarted=rank.restarts > 0)
         self._first = self._census_step = 0
         self._progress = Progress()

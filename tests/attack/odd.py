@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, TypeVar, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from orchestrator.compose.sweep_file import spelled
 from orchestrator.config.strict import type_of
@@ -156,6 +156,8 @@ def fitting(hint: Any, chance: random.Random) -> str:
         return "null"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return str(chance.choice(list(kind)).value)
+    if get_origin(kind) is Literal:
+        return chance.choice(get_args(kind))
     if kind is bool:
         return chance.choice(("true", "false"))
     if kind is int:

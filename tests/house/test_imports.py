@@ -31,7 +31,9 @@ PURE = (
     "memory.activation_count",
     "offload.memory",
     "optim.lr_schedule",
+    "optim.lr_settings",
     "errors",
+    "limits",
 )
 STANDARD = set(sys.stdlib_module_names)
 

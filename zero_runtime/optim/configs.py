@@ -10,11 +10,11 @@ the argument that switches a state on. An optimizer that is not listed cannot ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from zero_runtime.errors import PlanError
+from zero_runtime.limits import NO_KEY, Limits, keyed, nearest
 from zero_runtime.optim.groups import ParamGroup
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -41,12 +41,30 @@ class HeldState(NamedTuple):
 class OptimizerConfig:
     """Base class of the optimizer configurations. `groups.py` describes `groups` and `no_decay`.
 
+    Constants are settings of the group `optimizer` (see limits.py). Those with the same name have the same limits.
+
     [Note: states told and states held] Outside the optimizer (in checkpoints, in `full_optimizer_state`) a state has
     one fp32 number per element and is identified by its name. `held_states` defines how it is stored in memory.
     """
 
-    groups: tuple[ParamGroup, ...] = field(default=(), kw_only=True)
+    kind: ClassVar[str]  # its name in a configuration file
+    # Whether each unit can be updated without the others, which offloaded units are.
+    updates_units_alone: ClassVar[bool] = True
+
+    groups: tuple[ParamGroup, ...] = field(default=(), kw_only=True, metadata=NO_KEY)
     no_decay: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        limits = Limits.of(self, "optimizer")
+        for name in ("beta1", "beta2"):
+            limits.must(name, lambda value: 0 <= value < 1, "from 0 to below 1")
+        limits.must("eps", lambda value: value > 0, "above 0")
+        limits.at_least(0, "momentum", "weight_decay")
+        self._check(limits)
+        limits.conclude()
+
+    def _check(self, limits: Limits) -> None:
+        """Records the limits that only this optimizer has."""
 
     @property
     def name(self) -> str:
@@ -101,15 +119,12 @@ class AdamWConfig(OptimizerConfig):
     By default norms and biases are not decayed, unlike in torch.optim.AdamW; `no_decay=False` decays them too.
     """
 
+    kind = "adamw"
+
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.01
-
-    def __post_init__(self) -> None:
-        _check_betas(self.beta1, self.beta2)
-        _check_positive("eps", self.eps)
-        _check_not_negative("weight_decay", self.weight_decay)
 
     @property
     def decay(self) -> float:
@@ -120,12 +135,16 @@ class AdamWConfig(OptimizerConfig):
 class AdamConfig(AdamWConfig):
     """Adam's constants (arXiv 1412.6980): weight decay is L2 in the gradient, as in torch.optim.Adam."""
 
+    kind = "adam"
+
     weight_decay: float = 0.0
 
 
 @dataclass(frozen=True)
 class AdamW8bitConfig(AdamWConfig):
     """AdamW with 8-bit moments (arXiv 2110.02861): one code per element, one scale per 256 elements of a parameter."""
+
+    kind = "adamw8bit"
 
     @property
     def held_states(self) -> tuple[HeldState, ...]:
@@ -144,6 +163,9 @@ class AdamW8bitConfig(AdamWConfig):
 class LambConfig(AdamWConfig):
     """LAMB's constants (arXiv 1904.00962): each parameter's update is scaled by |weights| / |update|."""
 
+    kind = "lamb"
+    updates_units_alone = False
+
     eps: float = 1e-6
 
 
@@ -151,13 +173,11 @@ class LambConfig(AdamWConfig):
 class LionConfig(OptimizerConfig):
     """Lion's constants (arXiv 2302.06675): the update is the sign of an interpolated momentum."""
 
+    kind = "lion"
+
     beta1: float = 0.9
     beta2: float = 0.99
     weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_betas(self.beta1, self.beta2)
-        _check_not_negative("weight_decay", self.weight_decay)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -172,19 +192,23 @@ class LionConfig(OptimizerConfig):
 class SgdConfig(OptimizerConfig):
     """SGD's constants, as in torch.optim.SGD; without momentum it keeps no state."""
 
+    kind = "sgd"
+
     momentum: float = 0.0
     dampening: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
 
-    def __post_init__(self) -> None:
-        _check_not_negative("momentum", self.momentum)
-        _check_not_negative("weight_decay", self.weight_decay)
-        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
-            raise PlanError(
-                f"optimizer.nesterov: expected momentum above 0 and dampening 0, found momentum={self.momentum}, "
-                f"dampening={self.dampening}; set both so, or nesterov=false"
+    def _check(self, limits: Limits) -> None:
+        if self.nesterov and not self.momentum:
+            fixes = (
+                "optimizer.momentum=0.9 optimizer.dampening=0.0",
+                "optimizer.dampening=0.0 optimizer.nesterov=false",
             )
+            limits.refuse("optimizer.nesterov needs optimizer.momentum above 0", self.momentum, *fixes)
+        elif self.nesterov and self.dampening:
+            fixes = ("optimizer.dampening=0.0", "optimizer.nesterov=false")
+            limits.refuse("optimizer.nesterov needs optimizer.dampening=0.0", self.dampening, *fixes)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -235,23 +259,23 @@ class TorchConfig(OptimizerConfig):
     weight_decay, which belongs to the groups.
     """
 
-    class_name: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    kind = "torch"
+    updates_units_alone = False
+
+    class_name: str = field(default="", metadata=keyed("name", "Adagrad"))
+    arguments: dict[str, Any] = field(default_factory=dict)
     weight_decay: float = 0.0
 
-    def __post_init__(self) -> None:
-        problem = torch_problem(self.class_name)
-        if problem:
-            raise PlanError(f"optimizer.name: {problem}")
-        ours = [key for key in self.arguments if key in TORCH_OURS]
-        if ours:
-            raise PlanError(f"optimizer.arguments: expected none of {', '.join(TORCH_OURS)}, found {', '.join(ours)}")
-        _check_not_negative("weight_decay", self.weight_decay)
+    def _check(self, limits: Limits) -> None:
+        name = self.class_name
+        if problem := torch_problem(name):
+            limits.refuse(problem, name, f"optimizer.name={nearest(name, TORCH_NAMES) or 'Adagrad'}")
+        if ours := [argument for argument in self.arguments if argument in TORCH_OURS]:
+            rule = f"optimizer.arguments are those of torch.optim.{name} but {', '.join(TORCH_OURS)}"
+            limits.refuse(rule, ", ".join(ours), "optimizer.arguments={}")
         decays = {self.weight_decay, *(group.weight_decay or 0.0 for group in self.groups)}
-        if self.class_name in TORCH_WITHOUT_DECAY and decays != {0.0}:
-            raise PlanError(
-                f"optimizer.weight_decay: torch.optim.{self.class_name} has none, found {max(decays)}; set it to 0"
-            )
+        if name in TORCH_WITHOUT_DECAY and decays != {0.0}:
+            limits.refuse(f"torch.optim.{name} has no weight decay", max(decays), "optimizer.weight_decay=0")
 
     @property
     def name(self) -> str:
@@ -269,7 +293,7 @@ class TorchConfig(OptimizerConfig):
 
     @property
     def has_momentum(self) -> bool:
-        return torch_has_momentum(self.class_name, self.arguments)
+        return self.uses_betas or bool(self.arguments.get("momentum"))
 
     @property
     def reads_on_host(self) -> bool:
@@ -280,9 +304,10 @@ class TorchConfig(OptimizerConfig):
         return self.weight_decay
 
 
-def torch_has_momentum(class_name: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether a schedule may cycle the momentum of this optimizer of torch.optim."""
-    return class_name in _TORCH_BETAS or bool(arguments.get("momentum"))
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
+    config.kind: config
+    for config in (AdamWConfig, AdamW8bitConfig, AdamConfig, SgdConfig, LionConfig, LambConfig, TorchConfig)
+}
 
 
 def torch_problem(class_name: str) -> str:
@@ -303,19 +328,3 @@ def refuse_host_reads(config: OptimizerConfig) -> None:
             f"optimizer {config.name}: a dry run has no values, and this optimizer reads some on the host in each "
             "step; choose another optimizer for the dry run (one with as many states needs as much memory)"
         )
-
-
-def _check_betas(beta1: float, beta2: float) -> None:
-    for name, value in (("beta1", beta1), ("beta2", beta2)):
-        if not 0 <= value < 1:
-            raise PlanError(f"optimizer.{name}: expected a number in [0, 1), found {value}")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise PlanError(f"optimizer.{name}: expected a number above 0, found {value}")
-
-
-def _check_not_negative(name: str, value: float) -> None:
-    if not value >= 0:
-        raise PlanError(f"optimizer.{name}: expected a number of at least 0, found {value}")

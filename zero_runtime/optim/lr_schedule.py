@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Literal, Protocol
 
 from zero_runtime.errors import PlanError
 
-LINEAR, LOG = "linear", "log"
+LINEAR: Final = "linear"
+LOG: Final = "log"
+WarmupType = Literal["linear", "log"]
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class ShardedOptimizer:
         self._staying = [self._by_unit[unit.name] for unit in self._units if not _is_offloaded(unit)]
         self._tier: StateTier | None = None
         self._guessed: tuple[Rates, float] | None = None  # the rates and the scale passed to `guess`
-        if self._offloaded and isinstance(config, (LambConfig, TorchConfig)):
+        if self._offloaded and not config.updates_units_alone:
             raise PlanError(
                 "offload: expected an optimizer that updates one unit after another (AdamW, Adam, Sgd, "
                 f"Lion), found {config.name}; use one of them, or offload=none"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.config.cluster import Cluster
-from orchestrator.config.optimizer import Optimizer, OptimizerKind
+from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.schema import Device, Resources
 from orchestrator.config.state_groups import Offload, OffloadDevice, StepTime, Zero
 from orchestrator.config.strict import Broken, nearest
@@ -12,14 +12,7 @@ from orchestrator.plan.rules.scene import Scene
 from orchestrator.records.run_record import scratch_path
 from orchestrator.text.paths import expanded
 from zero_runtime.errors import missing_folder
-
-ONE_BY_ONE = (
-    OptimizerKind.adamw,
-    OptimizerKind.adamw8bit,
-    OptimizerKind.adam,
-    OptimizerKind.sgd,
-    OptimizerKind.lion,
-)
+from zero_runtime.optim.configs import OPTIMIZERS
 
 
 def offloaded_params_are_sharded(scene: Scene, offload: Offload, zero: Zero) -> Broken | None:
@@ -40,11 +33,12 @@ def optimizer_can_be_offloaded(
     scene: Scene, offload: Offload, optimizer: Optimizer, resources: Resources
 ) -> Broken | None:
     places = [place for place in (offload.optimizer, offload.params) if _moves(scene, place, resources)]
-    if not places or optimizer.kind in ONE_BY_ONE:
+    if not places or optimizer.rule.updates_units_alone:
         return None
-    fitting = f"{', '.join(ONE_BY_ONE[:-1])} or {ONE_BY_ONE[-1]}"
+    *most, last = (kind for kind, rule in OPTIMIZERS.items() if rule.updates_units_alone)
+    fitting = f"{', '.join(most)} or {last}"
     rule = f"offload to {places[0]} needs an optimizer that updates one unit after another: {fitting}"
-    return Broken(rule, str(optimizer.kind), ("offload.optimizer=device offload.params=device",))
+    return Broken(rule, optimizer.rule.kind, ("offload.optimizer=device offload.params=device",))
 
 
 def guesses_need_a_tier(scene: Scene, offload: Offload, resources: Resources) -> Broken | None:

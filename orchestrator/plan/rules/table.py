@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from orchestrator.config import pretrained
 from orchestrator.config.cluster import Cluster
-from orchestrator.config.optimizer import Optimizer, Scheduler, momentum_problem, optimizer_problem, scheduler_problem
 from orchestrator.config.schema import (
     Batch,
     Checkpoint,
@@ -30,6 +29,7 @@ from orchestrator.plan.rules import checkpoint as saving_rules
 from orchestrator.plan.rules import cluster as cluster_rules
 from orchestrator.plan.rules import data as data_rules
 from orchestrator.plan.rules import offload as offload_rules
+from orchestrator.plan.rules import optimizer as optimizer_rules
 from orchestrator.plan.rules import output as output_rules
 from orchestrator.plan.rules import precision as precision_rules
 from orchestrator.plan.rules.scene import Scene
@@ -166,18 +166,6 @@ def _divisible(batch: Batch, ranks: int) -> tuple[str, ...]:
     return tuple(fixes)
 
 
-def _optimizer_uses_its_keys(scene: Scene, optimizer: Optimizer) -> Broken | None:
-    return optimizer_problem(optimizer)
-
-
-def _schedule_uses_its_keys(scene: Scene, scheduler: Scheduler) -> Broken | None:
-    return scheduler_problem(scheduler)
-
-
-def _momentum_can_cycle(scene: Scene, optimizer: Optimizer, scheduler: Scheduler) -> Broken | None:
-    return momentum_problem(optimizer, scheduler)
-
-
 def _store_belongs_to_mlflow(scene: Scene, tracking: Tracking) -> Broken | None:
     for key, value in (("uri", tracking.uri), ("experiment", tracking.experiment)):
         if tracking.kind is TrackingKind.none and value is not None:
@@ -266,9 +254,8 @@ RULES = (
     Rule(offload_rules.guesses_need_a_tier, ("offload", "resources")),
     Rule(offload_rules.offload_keys_are_used, ("offload",)),
     Rule(offload_rules.folder_is_there, ("output", "offload", "cluster")),
-    Rule(_optimizer_uses_its_keys, ("optimizer",)),
-    Rule(_schedule_uses_its_keys, ("scheduler",)),
-    Rule(_momentum_can_cycle, ("optimizer", "scheduler")),
+    Rule(optimizer_rules.dampening_is_used, ("optimizer",)),
+    Rule(optimizer_rules.momentum_can_cycle, ("optimizer", "scheduler")),
     Rule(saving_rules.checkpoint_is_there, ("checkpoint",)),
     Rule(saving_rules.saving_keys_are_used, ("checkpoint",)),
     Rule(_tile_is_used, ("loss",)),

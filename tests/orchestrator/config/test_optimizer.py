@@ -8,19 +8,25 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from orchestrator.config.optimizer import Optimizer, OptimizerKind, Scheduler, SchedulerKind
-from orchestrator.config.strict import ConfigError, build
-from orchestrator.worker.optimizer import build_optimizer, build_schedule
+from orchestrator.config.optimizer import Optimizer, Scheduler
+from orchestrator.config.parts import completed, keys_of_kind, plain
+from orchestrator.config.strict import build, hints_of
+from zero_runtime.errors import PlanError
 from zero_runtime.optim import configs as optimizers
 from zero_runtime.optim import lr_schedule
+from zero_runtime.optim.lr_settings import SCHEDULES, CosineSettings, WarmupSettings
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 
 
-def option(group: str, kind: type, stem: str, **changed: object) -> Any:
+def values_of(group: str, stem: str) -> dict[Any, Any]:
     data = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{stem}.yaml"))
     assert isinstance(data, dict)
-    built, broken = build(kind, {**data, **changed})
+    return data
+
+
+def option(group: str, kind: type, stem: str, **changed: object) -> Any:
+    built, broken = build(kind, {**values_of(group, stem), **changed}, group)
     assert not broken
     return built
 
@@ -38,13 +44,13 @@ def option(group: str, kind: type, stem: str, **changed: object) -> Any:
     ],
 )
 def test_each_optimizer_file_is_built_with_its_constants(name: str, expected: optimizers.OptimizerConfig) -> None:
-    assert build_optimizer(option("optimizer", Optimizer, name)) == expected
-    assert build_optimizer(option("optimizer", Optimizer, name, no_decay=False)).no_decay is False
+    assert option("optimizer", Optimizer, name).rule == expected
+    assert option("optimizer", Optimizer, name, no_decay=False).rule.no_decay is False
 
 
 def test_arguments_of_a_torch_optimizer_are_passed_to_it() -> None:
     chosen = option("optimizer", Optimizer, "torch", name="Adadelta", arguments={"rho": 0.8}, weight_decay=0.1)
-    assert build_optimizer(chosen) == optimizers.TorchConfig("Adadelta", {"rho": 0.8}, 0.1)
+    assert chosen.rule == optimizers.TorchConfig("Adadelta", {"rho": 0.8}, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -63,23 +69,76 @@ def test_arguments_of_a_torch_optimizer_are_passed_to_it() -> None:
     ],
 )
 def test_each_scheduler_file_is_built_as_its_schedule(name: str, expected: lr_schedule.LrSchedule) -> None:
-    assert build_schedule(option("scheduler", Scheduler, name), 2.0, total_steps=30) == expected
+    assert option("scheduler", Scheduler, name).curve.build(2.0, total_steps=30) == expected
 
 
 def test_one_cycle_uses_its_optional_settings_and_null_disables_momentum_cycling() -> None:
     changed = {"fall_steps": 3, "decay_steps": 4, "decay_rate": 0.5, "momentum_min": None, "momentum_max": None}
-    schedule = build_schedule(option("scheduler", Scheduler, "one_cycle", **changed), 2.0, total_steps=30)
+    schedule = option("scheduler", Scheduler, "one_cycle", **changed).curve.build(2.0, total_steps=30)
     assert schedule == lr_schedule.OneCycle(0.2, 2.0, 0.5, 15, 3, decay_step_size=4, cycle_momentum=False)
 
 
 def test_every_kind_can_be_built() -> None:
-    for kind in OptimizerKind:
-        build_optimizer(option("optimizer", Optimizer, str(kind)))
-    for kind in SchedulerKind:
-        build_schedule(option("scheduler", Scheduler, str(kind)), 1.0, total_steps=10).rates(3)
+    for kind in optimizers.OPTIMIZERS:
+        assert option("optimizer", Optimizer, kind).rule.kind == kind
+    for kind in SCHEDULES:
+        option("scheduler", Scheduler, kind).curve.build(1.0, total_steps=10).rates(3)
 
 
 def test_the_warmup_scheduler_needs_at_least_one_warmup_step() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler\.warmup_steps must be at least 1"):
-        Scheduler(SchedulerKind.warmup, warmup_steps=0)
-    Scheduler(SchedulerKind.cosine, warmup_steps=0)
+    with pytest.raises(PlanError, match=r"scheduler\.warmup_steps must be at least 1"):
+        WarmupSettings(warmup_steps=0)
+    CosineSettings(warmup_steps=0)
+
+
+KINDS = [
+    *(("optimizer", Optimizer, kind) for kind in optimizers.OPTIMIZERS),
+    *(("scheduler", Scheduler, kind) for kind in SCHEDULES),
+]
+
+
+@pytest.mark.parametrize(("group", "cls", "kind"), KINDS)
+def test_a_record_has_the_keys_of_all_kinds_and_is_read_back(group: str, cls: type, kind: str) -> None:
+    built = option(group, cls, kind)
+    record = plain(built)
+    assert list(record) == list(hints_of(cls))
+    assert build(cls, record, group) == (built, [])
+    assert {key: value for key, value in record.items() if value not in (None, {})}.keys() <= keys_of_kind(
+        cls, kind
+    ).keys()
+    assert {key: value for key, value in record.items() if key in keys_of_kind(cls, kind)} == values_of(group, kind)
+    assert completed(cls, values_of(group, kind)) == record
+
+
+def test_a_key_of_another_kind_may_be_null_and_is_refused_with_a_value() -> None:
+    assert option("optimizer", Optimizer, "adamw", momentum=None, arguments={}) == option(
+        "optimizer", Optimizer, "adamw"
+    )
+    built, broken = build(Optimizer, values_of("optimizer", "adamw") | {"momentum": 0.9, "name": "SGD"}, "optimizer")
+    assert built is None
+    assert list(map(str, broken)) == [
+        "optimizer=adamw has no optimizer.momentum, found 0.9      fix: optimizer.momentum=null",
+        "optimizer=adamw has no optimizer.name, found SGD      fix: optimizer.name=null",
+    ]
+
+
+def test_keys_that_a_file_leaves_out_have_the_default_of_the_group_or_are_needed() -> None:
+    built, broken = build(Optimizer, {"kind": "adamw", "lr": 0.5}, "optimizer")
+    assert (built, broken) == (Optimizer(lr=0.5), [])
+    _, broken = build(Scheduler, {"kind": "one_cycle", "rise_steps": 3}, "scheduler")
+    assert [str(one) for one in broken] == [
+        "scheduler=one_cycle needs scheduler.start_lr_ratio, found null      fix: scheduler.start_lr_ratio=0.1"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["adamv", None, 3, ["adamw"]])
+def test_an_unknown_kind_is_refused_with_the_kinds_there_are(kind: object) -> None:
+    _, broken = build(Optimizer, {"kind": kind, "lr": "fast"}, "optimizer")
+    told = "\n".join(map(str, broken))
+    assert "optimizer.kind must be one of adamw, adamw8bit, adam, sgd, lion, lamb, torch, found" in told
+    assert "optimizer.lr must be a number, found 'fast'" in told
+
+
+def test_problems_of_the_group_and_of_its_kind_are_reported_together() -> None:
+    _, broken = build(Optimizer, {"kind": "adamw", "lr": -1.0, "beta2": 1.0, "eps": 0.0}, "optimizer")
+    assert [one.rule.split()[0] for one in broken] == ["optimizer.beta2", "optimizer.eps", "optimizer.lr"]

@@ -155,7 +155,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "betas outside their range",
         config(optimizer={"type": "AdamW", "params": {"betas": [1.5, 0.9]}}),
-        ["optimizer.params: optimizer.beta1: expected a number in [0, 1), found 1.5"],
+        ["optimizer.params: optimizer.beta1 must be from 0 to below 1, found 1.5"],
     ),
     (
         "a schedule without its length",

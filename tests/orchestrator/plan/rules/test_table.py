@@ -11,7 +11,7 @@ import yaml
 
 from orchestrator.compose.overrides import scalar
 from orchestrator.config.schema import Device, Model, RunConfig, from_dict, to_dict
-from orchestrator.config.strict import build_parts
+from orchestrator.config.strict import Broken, build_parts
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.rules import data as data_rules
@@ -29,11 +29,21 @@ SLURM = "cluster=slurm resources.device=cpu resources.ranks=4"
 
 def config(line: str = "") -> RunConfig:
     """The defaults with overrides applied, without Hydra."""
+    return from_dict(plain_config(line))
+
+
+def problems(line: str, scene: Scene) -> list[Broken]:
+    """The limits and rules that a line breaks."""
+    parts, broken = build_parts(RunConfig, plain_config(line))
+    return broken + rules.check_parts(parts, scene)
+
+
+def plain_config(line: str) -> dict[str, Any]:
     model = Model("tiny", "llama", {"vocab_size": 256, "max_position_embeddings": 1024})
     data = to_dict(RunConfig(model=model))
     for word in line.split():
         put(data, *word.split("="))
-    return from_dict(data)
+    return data
 
 
 def put(data: dict[str, Any], key: str, value: str) -> None:
@@ -98,6 +108,11 @@ BROKEN = [
     (LAPTOP, "optimizer=lion optimizer.eps=1e-8", "optimizer=lion has no optimizer.eps"),
     (LAPTOP, "optimizer=lamb optimizer.eps=null", "optimizer=lamb needs optimizer.eps"),
     (LAPTOP, "optimizer=sgd optimizer.momentum=0 optimizer.nesterov=true", "nesterov needs optimizer.momentum above 0"),
+    (
+        LAPTOP,
+        "optimizer=sgd optimizer.momentum=0 optimizer.dampening=0.5",
+        "dampening needs optimizer.momentum above 0",
+    ),
     (LAPTOP, "optimizer=sgd optimizer.dampening=0.5 optimizer.nesterov=true", "nesterov needs optimizer.dampening=0.0"),
     (LAPTOP, "optimizer=torch optimizer.name=Muon", "Muon cannot run on shards of parameters: it orthogonalises"),
     (LAPTOP, "optimizer=torch optimizer.name=Adagard", "Adagard cannot run on shards of parameters: it is not known"),
@@ -150,20 +165,21 @@ def test_a_broken_rule_is_reported_and_each_of_its_fixes_resolves_it(
     (tmp_path / "fast").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data_rules, "is_installed", lambda _: line != "adapter=lora")
-    broken = check_rules(config(line), scene)
+    broken = problems(line, scene)
     assert len(broken) == 1
     assert told in broken[0].rule
     assert broken[0].fix
     for fix in broken[0].fix:
-        assert check_rules(config(f"{line} {fix}"), scene) == []
+        assert problems(f"{line} {fix}", scene) == []
 
 
 def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_rules, "is_installed", lambda _: False)
-    cases = [(scene, vars(config(line))) for scene, line, _ in BROKEN]
+    cases = [(scene, build_parts(RunConfig, plain_config(line))[0]) for scene, line, _ in BROKEN]
     assert len(rules.RULES) <= len(cases)
     for rule in rules.RULES:
-        assert any(rule.check(scene, *(built[name] for name in rule.groups)) for scene, built in cases), rule
+        built = [(scene, parts) for scene, parts in cases if parts.keys() >= set(rule.groups)]
+        assert any(rule.check(scene, *(parts[name] for name in rule.groups)) for scene, parts in built), rule
 
 
 def test_states_can_be_offloaded_to_a_file_on_every_device() -> None:

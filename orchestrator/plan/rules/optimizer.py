@@ -1,0 +1,24 @@
+"""Rules for the optimizer and the learning-rate schedule."""
+
+from __future__ import annotations
+
+from orchestrator.config.optimizer import Optimizer, Scheduler
+from orchestrator.config.strict import Broken
+from orchestrator.plan.rules.scene import Scene
+from zero_runtime.optim.configs import SgdConfig
+
+
+def dampening_is_used(scene: Scene, optimizer: Optimizer) -> Broken | None:
+    rule = optimizer.rule
+    if not isinstance(rule, SgdConfig) or rule.momentum or not rule.dampening:
+        return None
+    fixes = ("optimizer.momentum=0.9", "optimizer.dampening=0.0")
+    return Broken("optimizer.dampening needs optimizer.momentum above 0", str(rule.momentum), fixes)
+
+
+def momentum_can_cycle(scene: Scene, optimizer: Optimizer, scheduler: Scheduler) -> Broken | None:
+    if not scheduler.curve.cycles_momentum or optimizer.rule.has_momentum:
+        return None
+    own = ("optimizer.momentum=0.9",) if isinstance(optimizer.rule, SgdConfig) else ()
+    fixes = (*own, "scheduler.momentum_min=null scheduler.momentum_max=null")
+    return Broken("scheduler.momentum_max cycles a momentum", f"{optimizer.rule.name} without one", fixes)
