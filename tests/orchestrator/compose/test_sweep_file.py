@@ -221,28 +221,30 @@ def test_the_scaling_sweep_uses_the_same_threads_per_rank_for_any_number_of_rank
 # ---- quick composition ----------------------------------------------------------------------------------------------
 
 
+GROUPS = {
+    folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+    for folder in sorted(folders.CONF.iterdir())
+    if folder.is_dir() and folder.name != "experiment"  # whose files have a package header: Hydra composes them
+}
+
+
 def covering_lines() -> list[list[str]]:
     """Lines with one option of every group, such that any two options of different groups share at least one line."""
-    groups = {
-        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
-        for folder in sorted(folders.CONF.iterdir())
-        if folder.is_dir()
-    }
-    options = [(group, option) for group, names in groups.items() for option in names]
+    options = [(group, option) for group, names in GROUPS.items() for option in names]
     left = dict.fromkeys(frozenset(pair) for pair in combinations(options, 2) if pair[0][0] != pair[1][0])
     lines = []
     while left:
         chosen = dict(sorted(next(iter(left))))
-        for group in groups:
+        for group in GROUPS:
             if group not in chosen:
                 news = {
                     option: sum(frozenset([(group, option), other]) in left for other in chosen.items())
-                    for option in groups[group]
+                    for option in GROUPS[group]
                 }
-                chosen[group] = max(groups[group], key=news.__getitem__)
+                chosen[group] = max(GROUPS[group], key=news.__getitem__)
         for pair in combinations(chosen.items(), 2):
             left.pop(frozenset(pair), None)
-        lines.append([f"{group}={chosen[group]}" for group in groups])
+        lines.append([f"{group}={chosen[group]}" for group in GROUPS])
     return lines
 
 
@@ -262,9 +264,19 @@ def test_merged_points_equal_the_points_that_hydra_composes(monkeypatch: pytest.
 @pytest.mark.full
 def test_every_pair_of_options_is_merged_as_hydra_composes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = covering_lines()
-    # An error would hide the other options of its line.
-    assert [line for line in lines if isinstance(outcome(line), str)] == []
+    with monkeypatch.context() as without:
+        without.setattr(compose.Composer, "_by_hydra", lambda *_: pytest.fail("a line was not merged"))
+        # An error would hide the other options of its line.
+        assert [line for line in lines if isinstance(outcome(line), str)] == []
     same_as_hydra(lines, monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("experiment", sorted(file.stem for file in (folders.CONF / "experiment").glob("*.yaml")))
+def test_every_option_is_composed_with_every_experiment(experiment: str) -> None:
+    for number in range(max(map(len, GROUPS.values()))):
+        line = [f"{group}={names[number % len(names)]}" for group, names in GROUPS.items()]
+        assert not isinstance(outcome([*line, f"experiment={experiment}"]), str)
 
 
 def outcome(line: list[str]) -> object:
