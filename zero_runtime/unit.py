@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from enum import Enum
+from threading import Event
 
 import torch
 from torch import nn
@@ -116,6 +117,7 @@ class Unit:
         self._unbound: list[tuple[nn.Parameter, torch.Tensor]] = []  # meta parameters and the views to bind them to
         self._offloaded = offloaded or OffloadedShards()
         self._location: ShardLocation = ON_DEVICE
+        self.grad_sent = Event()  # set once grad_shard of the step is where an offloaded unit is updated
         self._guard: ParameterGuard | None = None
         self._allocate()
 
@@ -492,6 +494,7 @@ class Unit:
         if self._location is not ON_DEVICE:
             self._squares = self.grad_squares()  # while the gradient is still on the device
             self._location.send_grad()
+            self.grad_sent.set()
 
     def give_grad_away(self, elsewhere: torch.Tensor) -> None:
         """Replace grad_shard by `elsewhere` and release the previous shard and the full gradient."""

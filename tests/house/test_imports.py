@@ -91,7 +91,7 @@ ROOMS = {
         "parameter_reads": "guarded_parameter unit",
         "schedule": "pure unit",
         "module_hooks": "parameter_reads pure schedule unit",
-        "offload": "collectives process_identity pure shard_location unit",
+        "offload": "agreement collectives process_identity pure shard_location unit",
         "optim": "collectives dtypes offload pure unit",
         "activations": "offload pure unit_planner",
         "settings": "initial_values offload optim pure tensor_source watch",
