@@ -27,7 +27,7 @@ class HostTier(StateTier):
     def __init__(self, units: Iterable[Unit], states_of: StatesOf, copies: Copies, *, speculative: bool) -> None:
         self._copies = copies
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="host-step")
-        self._places = {
+        self._locations = {
             unit.name: HostLocation(unit, states_of(unit), copies, self._worker, doubled=speculative) for unit in units
         }
 
@@ -35,40 +35,40 @@ class HostTier(StateTier):
     def resident(self, unit: Unit, *, writes: bool, fresh: bool = False) -> Iterator[None]:
         """The shards are always in memory, so this only waits for running work on the unit. `writes` also drops copies
         on the device, which become stale."""
-        place = self._places[unit.name]
-        place.settle()
+        location = self._locations[unit.name]
+        location.settle()
         if fresh:
-            place.zero_states()
+            location.zero_states()
         if writes:
-            place.end_bringing()
+            location.end_bringing()
             unit.drop_full()
-            place.drop()
+            location.drop()
         yield
 
     def update(self, units: Sequence[Unit], update: Update) -> None:
         """Returns before the update is done if the states are offloaded; see [Note: a step on the host]."""
         for unit in units:
-            self._places[unit.name].begin_update(update)
+            self._locations[unit.name].begin_update(update)
 
     def draft(self, units: Sequence[Unit], update: Update, ready: Callable[[Unit], None]) -> None:
         for unit in units:
             ready(unit)
-            self._places[unit.name].draft(update)
+            self._locations[unit.name].draft(update)
 
     def adopt(self, units: Sequence[Unit], drafted: Future[None]) -> None:
         for unit in units:
-            self._places[unit.name].adopt(drafted)
+            self._locations[unit.name].adopt(drafted)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return tensors_of(self._places.values())
+        return tensors_of(self._locations.values())
 
     def close(self) -> None:
         self._worker.shutdown()
-        for place in self._places.values():
+        for location in self._locations.values():
             with suppress(Exception):  # the step that failed has already been reported
-                place.settle()
+                location.settle()
         self._copies.close()
-        self._places.clear()
+        self._locations.clear()
 
 
 class HostLocation(Crossing):

@@ -44,12 +44,12 @@ class NvmeTier(StateTier):
         self._file = ScratchFile(plan.scratch, lay_out(records, doubled=speculative), rank)
         in_memory = aligned_buffer if copies is None else lambda size: copies.on_host(size, torch.uint8)
         self._slots = Slots(self._file, records, in_memory)
-        self._places = {name: self._place(record, speculative) for name, record in self._records.items()}
+        self._locations = {name: self._location_of(record, speculative) for name, record in self._records.items()}
         self._early: dict[str, Visit] = {}  # visits whose read has started before their update, by unit name
         self._worker = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="host-step")
         self._updating: Future[None] | None = None
 
-    def _place(self, record: OffloadedUnit, speculative: bool) -> NvmeLocation:
+    def _location_of(self, record: OffloadedUnit, speculative: bool) -> NvmeLocation:
         location: NvmeLocation
         if self._copies is None:
             location = NvmeSharedLocation(self._slots, record, speculative=speculative)
@@ -76,7 +76,7 @@ class NvmeTier(StateTier):
             yield
             return
         self._let_go(record)
-        self._places[record.name].settle()
+        self._locations[record.name].settle()
         visit = Visit(record)
         record.bind(self._slots.take(visit))
         if fresh:
@@ -97,9 +97,9 @@ class NvmeTier(StateTier):
         """Wait for running updates and for a gather of this unit's offloaded parameters; drop reads prepared for it."""
         self._end_update()
         if record.unit.params_offloaded:
-            self._places[record.name].end_bringing()
+            self._locations[record.name].end_bringing()
             record.unit.drop_full()
-            self._places[record.name].drop()
+            self._locations[record.name].drop()
 
     def reader(self, unit: Unit, state: str) -> Callable[[int, int], torch.Tensor] | None:
         record = self._records.get(unit.name)
@@ -128,7 +128,7 @@ class NvmeTier(StateTier):
         """Update each unit in a slot, in order, while the next records are read and the last ones written."""
         visits = [self._early.pop(unit.name, None) or self._visit_of(unit) for unit in units]
         for unit in units:
-            self._places[unit.name].begin_update()
+            self._locations[unit.name].begin_update()
         if self._worker is None:
             self._update(visits, update)
         else:
@@ -146,7 +146,7 @@ class NvmeTier(StateTier):
                 pipeline(visits, self._fetch, partial(self._compute, update), self._flush, depth=self._depth)
         except BaseException as error:
             for visit in visits:
-                self._places[visit.record.name].end_update(error)
+                self._locations[visit.record.name].end_update(error)
             raise
 
     def _fetch(self, visit: Visit) -> Waits:
@@ -154,12 +154,12 @@ class NvmeTier(StateTier):
 
     def _compute(self, update: Update, visit: Visit) -> None:
         assert visit.slot is not None
-        location = self._places[visit.record.name]
+        location = self._locations[visit.record.name]
         update.apply(visit.record.unit, location.lent(visit.slot, draft=False))
         location.send_new_params()
 
     def _flush(self, visit: Visit) -> Moving:
-        return self._slots.flush(visit, written=self._places[visit.record.name].end_update)
+        return self._slots.flush(visit, written=self._locations[visit.record.name].end_update)
 
     def _end_update(self) -> None:
         """Block until no unit is being updated; raises the error of an update that failed. From any thread."""
@@ -177,7 +177,7 @@ class NvmeTier(StateTier):
             assert visit.slot is not None
             unit = visit.record.unit
             ready(unit)
-            update.apply(unit, self._places[unit.name].lent(visit.slot, draft=True))
+            update.apply(unit, self._locations[unit.name].lent(visit.slot, draft=True))
 
         def flush(visit: Visit) -> Moving:
             return self._slots.flush(visit, at=visit.record.other)
@@ -195,14 +195,14 @@ class NvmeTier(StateTier):
         for record in (self._records[unit.name] for unit in units):
             assert record.other is not None
             self._let_go(record)
-            self._places[record.name].settle()
+            self._locations[record.name].settle()
             record.offset, record.other = record.other, record.offset
-            self._places[record.name].adopt()
+            self._locations[record.name].adopt()
 
     # ---- counting and closing ----------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        tensors = tensors_of(self._places.values())
+        tensors = tensors_of(self._locations.values())
         tensors["staging"] += self._slots.made()
         return tensors
 
@@ -210,11 +210,11 @@ class NvmeTier(StateTier):
         """Release the file and the memory. Idempotent."""
         if self._worker is not None:
             self._worker.shutdown()
-        for place in self._places.values():
+        for location in self._locations.values():
             with suppress(Exception):  # the step that failed has already been reported
-                place.settle()
+                location.settle()
         self._file.close()
         self._slots.close()
         if self._copies is not None:
             self._copies.close()
-        self._places.clear()
+        self._locations.clear()
