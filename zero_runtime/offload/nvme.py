@@ -126,7 +126,8 @@ class NvmeTier(StateTier):
 
     def update(self, units: Sequence[Unit], update: Update) -> None:
         """Update each unit in a slot, in order, while the next records are read and the last ones written."""
-        visits = [self._early.pop(unit.name, None) or self._visit_of(unit) for unit in units]
+        early, self._early = self._early, {}
+        visits = [early[unit.name] if unit.name in early else self._visit_of(unit) for unit in units]
         for unit in units:
             self._locations[unit.name].begin_update()
         if self._worker is None:
