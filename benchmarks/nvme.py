@@ -43,6 +43,7 @@ from benchmarks.stages_report import cpu_name  # noqa: E402
 from zero_runtime.accounting import scratch_bytes  # noqa: E402
 from zero_runtime.initial_values import parameters_on_meta  # noqa: E402
 from zero_runtime.kernels.backends import VARIABLE  # noqa: E402
+from zero_runtime.offload.nvme import NvmeTier  # noqa: E402
 from zero_runtime.offload.plan import OffloadPlan, Tier  # noqa: E402
 from zero_runtime.offload.scratch_file import ScratchSettings, aligned_buffer  # noqa: E402
 from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
@@ -143,7 +144,7 @@ class Raw:
     """Direct reads and writes of every block of a runtime's scratch file; each block is written back unchanged."""
 
     def __init__(self, runtime: ZeroRuntime, settings: ScratchSettings) -> None:
-        assert runtime.tier is not None
+        assert isinstance(runtime.tier, NvmeTier)
         file = runtime.tier._file
         if not file.direct:
             raise SystemExit(f"{settings.folder}: expected direct I/O, found none; give --folder on another drive")

@@ -28,7 +28,7 @@ class Accounted(Protocol):
     collectives: Collectives
     units: list[Unit]
     optimizer: ShardedOptimizer
-    tier: StateTier | None
+    tier: StateTier
 
 
 # ---- predictions -----------------------------------------------------------------------------------------------------
@@ -105,12 +105,12 @@ def saving_trouble(runtime: Accounted) -> str | None:
 
 def scratch_bytes(runtime: Accounted) -> int:
     """Size of this rank's scratch file in bytes; 0 without one."""
-    return 0 if runtime.tier is None else runtime.tier.scratch_bytes
+    return runtime.tier.scratch_bytes
 
 
 def host_tensors(runtime: Accounted) -> dict[str, list[torch.Tensor]]:
     """The tier's tensors in host memory, by component (params, grads, optimizer, staging)."""
-    return {} if runtime.tier is None else runtime.tier.tensors()
+    return runtime.tier.tensors()
 
 
 def state_tensors(runtime: Accounted) -> dict[str, list[torch.Tensor]]:

@@ -8,9 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeVar
 
 # A shard's size is a multiple of this, so that every shard starts at a 64-byte boundary in dtypes of 16 bits or more.
 SHARD_ALIGNMENT_NUMEL = 32
+
+
+class Flat(Protocol):
+    """A flat tensor, or anything else that a slice of elements can be taken from."""
+
+    def __getitem__(self, elements: slice, /) -> Flat: ...
+
+
+F = TypeVar("F", bound=Flat)
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,10 @@ class Segment:
     offset: int
     numel: int
 
+    def of(self, flat: F) -> F:
+        """The parameter's elements, [numel], of the flat tensor [P]; a view."""
+        return flat[self.offset : self.offset + self.numel]  # type: ignore[return-value]  # a slice has the same type
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -31,6 +46,14 @@ class Piece:
     start: int
     stop: int
     shard_offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def of(self, shard: F) -> F:
+        """The piece's elements, [numel], of a shard [S]; a view."""
+        return shard[self.shard_offset : self.shard_offset + self.numel]  # type: ignore[return-value]  # the same type
 
 
 @dataclass(frozen=True)
@@ -67,7 +90,7 @@ class FlatLayout:
         multiple = world * math.lcm(SHARD_ALIGNMENT_NUMEL, block_numel)
         return cls(tuple(segments), numel, max(-(-offset // multiple), 1) * multiple, shard_count)
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """S, the number of elements of one shard."""
         return self.padded_numel // self.shard_count
@@ -77,7 +100,7 @@ class FlatLayout:
         """Number of elements of the flat tensor that belong to no parameter."""
         return self.padded_numel - self.numel
 
-    @property
+    @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The padding as ranges [start, stop) of the flat tensor, in order."""
         ends = [0, *(segment.offset + segment.numel for segment in self.segments)]
@@ -87,6 +110,11 @@ class FlatLayout:
     def shard_range(self, shard: int) -> tuple[int, int]:
         """[start, stop) of one shard in the flat tensor."""
         return shard * self.shard_numel, (shard + 1) * self.shard_numel
+
+    def shard_of(self, flat: F, shard: int) -> F:
+        """The elements [S] of one shard of the flat tensor [P]; a view."""
+        start, stop = self.shard_range(shard)
+        return flat[start:stop]  # type: ignore[return-value]  # a slice has the same type
 
     def pieces(self, shard: int) -> tuple[Piece, ...]:
         """The parts of parameters in the shard, in order; padding is in no piece."""

@@ -83,10 +83,20 @@ class ZeroPlan:
         return count
 
     @property
+    def keeps_full_params(self) -> bool:
+        """Whether every rank keeps the full parameters in memory throughout; else they are freed between uses."""
+        return self.params is R
+
+    @property
+    def keeps_full_grads(self) -> bool:
+        """Whether every rank keeps the full gradients until the step; else only its shard of their sum."""
+        return self.grads is R
+
+    @property
     def reduces_every_backward(self) -> bool:
         """Whether gradients are reduced after each micro-batch, or summed locally until the last one."""
-        return self.grads is S
+        return not self.keeps_full_grads
 
     def releases_params_after(self, phase: Phase) -> bool:
         """Whether the full parameters are freed or become stale after `phase`. They are stale after every step."""
-        return phase is Phase.STEP or self.params is S
+        return phase is Phase.STEP or not self.keeps_full_params

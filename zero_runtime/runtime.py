@@ -6,7 +6,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.kernels.reference import root64
 from zero_runtime.ledger import Ledger
 from zero_runtime.module_hooks import ModuleHooks
-from zero_runtime.offload.tier import MASTER, PARAM, residence
+from zero_runtime.offload.tier import NOTHING_OFFLOADED, residence
 from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.optim.grad_norm import clip_coefficient, local_sum_of_squares
 from zero_runtime.optim.loss_scaler import LossScaler
@@ -86,24 +86,16 @@ class ZeroRuntime:
         if trouble is not None:
             warnings.warn(trouble, stacklevel=2)
 
-    def _close_tier(self) -> None:
-        if self.tier is not None:
-            self.tier.close()
-            self.tier = None
-
-    @contextmanager
-    def resident(self, unit: Unit, *, writes: bool = False) -> Iterator[None]:
+    def resident(self, unit: Unit, *, writes: bool = False) -> AbstractContextManager[None]:
         """Keep all shards of the unit in memory inside the context; with `writes`, changes are written back at exit."""
-        with residence(self.tier, unit, writes=writes):
-            yield
+        return residence(self.tier, unit, writes=writes)
 
     def read_offloaded(self, unit: Unit, state: str) -> Callable[[int, int], torch.Tensor] | None:
         """A function that reads elements [start, stop) of an offloaded shard; None if the shard is in memory.
 
         state: `master` or the name of an optimizer state.
         """
-        name = PARAM if state == MASTER and (unit.master_shard is None or not unit.master_offloaded) else state
-        return None if self.tier is None else self.tier.reader(unit, name)
+        return self.tier.reader(unit, state)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
@@ -239,7 +231,9 @@ class ZeroRuntime:
 
     def _host_scale(self, report: StepReport) -> torch.Tensor | None:
         """The same factor as a CPU tensor, from the norm in the report; None if no unit is offloaded."""
-        return None if self.tier is None else self._grad_scale(torch.tensor(report.grad_norm, dtype=torch.float64))
+        if self.tier is NOTHING_OFFLOADED:
+            return None
+        return self._grad_scale(torch.tensor(report.grad_norm, dtype=torch.float64))
 
     def _check_step(self) -> None:
         if self._backwards != self.settings.micro_batches:
@@ -314,5 +308,5 @@ class ZeroRuntime:
         self.units.clear()
         self._renewal.clear()
         self.optimizer.free()
-        self._close_tier()
+        self.tier.close()
         self.collectives.free()

@@ -1,9 +1,8 @@
-"""Which shards of a unit are offloaded, and the interface to the place where they are stored."""
+"""Which shards of a unit are offloaded, and the contract with the place where they are stored."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -22,14 +21,18 @@ class OffloadedShards:
     separate_memory: bool = False
 
 
-class ShardLocation(Protocol):
-    """The place where a unit's shards are stored. Repeating a call is a no-op."""
+class ShardLocation:
+    """The place where a unit's shards are stored; this class is that of a unit that is not offloaded.
+
+    Repeating a call is a no-op.
+    """
 
     def begin_fetch(self) -> None:
         """Start copying param_shard to the device. Does not block."""
 
     def fetch(self) -> torch.Tensor | None:
         """The current param_shard ([S] param_dtype) for a gather that is issued now; None for the unit's own tensor."""
+        return None
 
     def drop(self) -> None:
         """Release the tensor that `fetch` returned: the gather has read it, or it is no longer needed."""
@@ -40,24 +43,9 @@ class ShardLocation(Protocol):
     def settle(self) -> None:
         """Block until no update or copy of the unit is under way, so that its shards may be read and written."""
 
-
-class OnDevice:
-    """The place of a unit that is not offloaded."""
-
-    def begin_fetch(self) -> None:
-        """Nothing to copy: param_shard is on the device."""
-
-    def fetch(self) -> torch.Tensor | None:
-        return None
-
-    def drop(self) -> None:
-        """Nothing to release."""
-
-    def send_grad(self) -> None:
-        """Nothing to send: the update runs on the device."""
-
-    def settle(self) -> None:
-        """Nothing to wait for."""
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """The unit's tensors in host memory that its tier owns, by component, for counting; see StateTier."""
+        return {}
 
 
-ON_DEVICE = OnDevice()
+ON_DEVICE = ShardLocation()

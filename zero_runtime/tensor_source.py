@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+
+READ_NUMEL = 4 << 20  # elements read from a source at a time: bounds the memory needed in addition to the shards
+
+# Fills a 1-D tensor with elements of a parameter: `read_into(name, start, target)`.
+ReadInto = Callable[[str, int, torch.Tensor], object]
 
 
 class TensorSource(Protocol):
@@ -33,3 +38,10 @@ class TensorSource(Protocol):
         Reads little more than this range.
         """
         ...
+
+
+def read_in_blocks(source: TensorSource, name: str, start: int, target: torch.Tensor) -> None:
+    """Fill the 1-D `target` with elements of the source from `start` on, READ_NUMEL at a time."""
+    for block in target.split(READ_NUMEL):
+        block.copy_(source.read(name, start, start + block.numel()))
+        start += block.numel()

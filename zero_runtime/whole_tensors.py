@@ -26,7 +26,7 @@ class ShardOwner(Protocol):
     units: list[Unit]
     optimizer: ShardedOptimizer
     collectives: Collectives
-    tier: StateTier | None
+    tier: StateTier
     scaler: LossScaler
 
     def renew(self) -> None: ...

@@ -11,10 +11,13 @@ from collections.abc import Callable, Collection
 import torch
 
 from zero_runtime import collectives, flat_layout, runtime, schedule, unit
+from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.kernels import ops
 from zero_runtime.kernels.settings import AdamW
 from zero_runtime.plan import Phase
+from zero_runtime.unit_gradients import UnitGradients
+from zero_runtime.unit_planner import UnitSpec
 
 FAULTS: dict[str, Callable[[], None]] = {}
 
@@ -30,28 +33,27 @@ def apply(name: str) -> None:
 
 @fault
 def gradients_are_averaged_over_the_ranks() -> None:
-    wait = unit.Unit.wait_reduce
+    wait = UnitGradients.wait_reduce
 
-    def averaging(self: unit.Unit) -> None:
+    def averaging(self: UnitGradients) -> None:
         pending = self._reducing is not None
         wait(self)
         if pending and self.grad_shard is not None:
             self.grad_shard.div_(self._collectives.world)
 
-    unit.Unit.wait_reduce = averaging  # type: ignore[method-assign]
+    UnitGradients.wait_reduce = averaging  # type: ignore[method-assign]
 
 
 @fault
 def padding_is_not_zeroed() -> None:
-    take = unit.Unit.take_grad
+    take = UnitGradients.take
 
-    def dirty(self: unit.Unit, index: int, *, sums_locally: bool) -> bool:
-        done = take(self, index, sums_locally=sums_locally)
+    def dirty(self: UnitGradients, index: int, grad: torch.Tensor, *, sums_locally: bool) -> None:
+        take(self, index, grad, sums_locally=sums_locally)
         assert self.unsharded_grad is not None
         self.unsharded_grad[self.layout.numel :].fill_(0.5)
-        return done
 
-    unit.Unit.take_grad = dirty  # type: ignore[method-assign]
+    UnitGradients.take = dirty  # type: ignore[method-assign]
 
 
 @fault
@@ -114,13 +116,13 @@ def an_overflow_is_stepped_over() -> None:
 
 @fault
 def a_micro_batch_is_lost() -> None:
-    take = unit.Unit.take_grad
+    take = UnitGradients.take
 
-    def overwriting(self: unit.Unit, index: int, *, sums_locally: bool) -> bool:
+    def overwriting(self: UnitGradients, index: int, grad: torch.Tensor, *, sums_locally: bool) -> None:
         self._filled.discard(index)
-        return take(self, index, sums_locally=sums_locally)
+        take(self, index, grad, sums_locally=sums_locally)
 
-    unit.Unit.take_grad = overwriting  # type: ignore[method-assign]
+    UnitGradients.take = overwriting  # type: ignore[method-assign]
 
 
 @fault
@@ -182,25 +184,25 @@ def shards_are_cut_one_element_late() -> None:
 
 @fault
 def micro_batches_are_summed_in_sixteen_bits() -> None:
-    begin = unit.Unit.__init__
+    begin = UnitGradients.__init__
 
-    def narrow(self: unit.Unit, *args: object, **kwargs: object) -> None:
-        begin(self, *args, **kwargs)  # type: ignore[arg-type]
-        self._grad_dtype = self._reduce_dtype = self._param_dtype
+    def narrow(self: UnitGradients, spec: UnitSpec, *args: object) -> None:
+        begin(self, spec, *args)  # type: ignore[arg-type]
+        self.grad_dtype = self._reduce_dtype = TORCH_DTYPE[spec.precision.param]
 
-    unit.Unit.__init__ = narrow  # type: ignore[method-assign]
+    UnitGradients.__init__ = narrow  # type: ignore[method-assign]
 
 
 @fault
 def the_full_gradient_is_never_freed() -> None:
-    wait = unit.Unit.wait_reduce
+    wait = UnitGradients.wait_reduce
 
-    def keeping(self: unit.Unit) -> None:
+    def keeping(self: UnitGradients) -> None:
         kept = self.unsharded_grad
         wait(self)
         self.__dict__.setdefault("kept", []).append(kept)
 
-    unit.Unit.wait_reduce = keeping  # type: ignore[method-assign]
+    UnitGradients.wait_reduce = keeping  # type: ignore[method-assign]
 
 
 @fault

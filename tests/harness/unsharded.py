@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from zero_runtime.accounting import state_tensors
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.unit import Unit
 
-ALLOCATING = ("unshard", "take_grad", "reduce_grad", "wait_reduce")
+ALLOCATING = {"_parameters": ("start_gather",), "_gradients": ("take", "reduce", "wait_reduce")}  # of a unit's tensors
 
 
 @dataclass
@@ -35,21 +35,8 @@ def unsharded_peak(units: list[Unit]) -> Iterator[UnshardedPeak]:
     """Measure after every gather that starts inside the context, since storages grow only there. Inspects the storages
     themselves, not the states of the units."""
     peak = UnshardedPeak()
-
-    def watched(verb: Any) -> Any:
-        def call() -> None:
-            verb()
-            peak.look(units)
-
-        return call
-
-    for unit in units:
-        unit.unshard = watched(unit.unshard)  # type: ignore[method-assign]
-    try:
+    with watching([(unit._parameters, "start_gather") for unit in units], lambda: peak.look(units)):
         yield peak
-    finally:
-        for unit in units:
-            del unit.unshard
 
 
 @dataclass
@@ -64,22 +51,37 @@ def state_bytes_peak(runtime: ZeroRuntime) -> Iterator[StateBytesPeak]:
     """Measure after every call of a unit's method that allocates. Each storage counts once, with the bytes it holds."""
     peak = StateBytesPeak()
 
+    def look() -> None:
+        tensors = [tensor for found in state_tensors(runtime).values() for tensor in found]
+        held = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
+        peak.bytes = max(peak.bytes, sum(held.values()))
+
+    methods = [
+        (getattr(unit, tensors), verb)
+        for unit in runtime.units
+        for tensors, verbs in ALLOCATING.items()
+        for verb in verbs
+    ]
+    with watching(methods, look):
+        yield peak
+
+
+@contextmanager
+def watching(methods: list[tuple[Any, str]], look: Callable[[], None]) -> Iterator[None]:
+    """Call `look` after every call of these methods, given as (object, name), inside the context."""
+
     def watched(verb: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = verb(*args, **kwargs)
-            tensors = [tensor for found in state_tensors(runtime).values() for tensor in found]
-            held = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
-            peak.bytes = max(peak.bytes, sum(held.values()))
+            look()
             return result
 
         return call
 
-    for unit in runtime.units:
-        for verb in ALLOCATING:
-            setattr(unit, verb, watched(getattr(unit, verb)))
+    for owner, name in methods:
+        setattr(owner, name, watched(getattr(owner, name)))
     try:
-        yield peak
+        yield
     finally:
-        for unit in runtime.units:
-            for verb in ALLOCATING:
-                delattr(unit, verb)
+        for owner, name in methods:
+            delattr(owner, name)

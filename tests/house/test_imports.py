@@ -89,11 +89,15 @@ ROOMS = {
         "unit_planner": "dtypes pure",
         "initial_values": "pure",
         "guarded_parameter": "pure",
-        "unit": "collectives dtypes guarded_parameter initial_values pure shard_location tensor_source unit_planner",
+        "unit_parameters": "collectives dtypes guarded_parameter initial_values pure shard_location tensor_source "
+        "unit_planner",
+        "unit_gradients": "collectives dtypes pure unit_planner",
+        "unit": "collectives guarded_parameter initial_values pure shard_location tensor_source unit_gradients "
+        "unit_parameters unit_planner",
         "parameter_reads": "guarded_parameter unit",
         "schedule": "pure unit",
         "module_hooks": "parameter_reads pure schedule unit",
-        "offload": "collectives process_identity pure shard_location unit",
+        "offload": "agreement collectives process_identity pure shard_location unit",
         "optim": "collectives dtypes offload pure unit",
         "activations": "offload pure unit_planner",
         "settings": "initial_values offload optim pure tensor_source watch",

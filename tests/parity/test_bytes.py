@@ -132,7 +132,7 @@ def _census_with_a_kept_gradient(case: Case) -> tuple[int, int, int]:
     runtime = build_runtime(case, 2)
     unit = runtime.units[0]
     backwards_of_step(runtime, case, 0)
-    unit.unsharded_grad = torch.zeros(unit.layout.padded_numel)
+    unit._gradients.unsharded_grad = torch.zeros(unit.layout.padded_numel)
     return take_census(runtime).grads, predicted_state_bytes(runtime).grads, unit.unsharded_grad.nbytes
 
 

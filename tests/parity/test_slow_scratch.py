@@ -33,13 +33,13 @@ STEPS = range(4)
 
 
 class Cell(NamedTuple):
-    """apart: as with a GPU, whose memory is separate; the copies between the two memories are late too."""
+    """separate_memory: as with a GPU; the copies between the two memories are late too."""
 
     order: str
     ahead: int
     speculative: bool
     params: bool
-    apart: bool = False
+    separate_memory: bool = False
 
     def plan(self, folder: Path) -> OffloadPlan:
         plan = offload_to(folder, params=self.params, ahead=self.ahead)
@@ -52,8 +52,8 @@ def cells_of(stage: int) -> list[Cell]:
     orders = list(ORDERS)
     depths = [(0, False), (1, False), (2, False), (1, True)]
     return [
-        Cell(orders[(index + stage) % len(orders)], ahead, speculative, stage == 3 and index % 3 != 2, apart)
-        for index, (speculative, (ahead, apart)) in enumerate(product((False, True), depths))
+        Cell(orders[(index + stage) % len(orders)], ahead, speculative, stage == 3 and index % 3 != 2, separate)
+        for index, (speculative, (ahead, separate)) in enumerate(product((False, True), depths))
     ]
 
 

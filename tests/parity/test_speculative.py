@@ -6,6 +6,7 @@ write in between.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.errors import NonFiniteError
 from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload.speculation import SpeculativeTier
+from zero_runtime.offload.tier import Update
 from zero_runtime.optim.configs import OptimizerConfig, SgdConfig
 from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.plan import ZeroPlan
@@ -63,20 +66,20 @@ class Outcomes:
 
 def watch(runtime: ZeroRuntime) -> Outcomes:
     outcomes, tier = Outcomes(), runtime.tier
-    if tier is not None:
-        adopt, reject = tier.adopt, tier.reject
+    if isinstance(tier, SpeculativeTier):
+        confirm, reject = tier.confirm, tier.reject
 
-        def counting_adopt() -> list:
-            left = adopt()
-            outcomes.right += not left
-            outcomes.wrong += bool(left)
-            return left
+        def counting_confirm(update: Update) -> bool:
+            used = confirm(update)
+            outcomes.right += used
+            outcomes.wrong += not used
+            return used
 
         def counting_reject() -> None:
             outcomes.wrong += 1
             reject()
 
-        tier.adopt, tier.reject = counting_adopt, counting_reject  # type: ignore[method-assign]
+        tier.confirm, tier.reject = counting_confirm, counting_reject  # type: ignore[method-assign]
     return outcomes
 
 
@@ -240,6 +243,8 @@ def _forgotten(folder: Path) -> None:
         runtime = runtime_of(setting, plan)
         runtime.expect_rate(LR)
         runtime._guess()
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "speculation"]
+        assert thread.daemon, "the process of a rank that fails in backward must end without the missing gradients"
         runtime.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
 import pytest
 
@@ -71,6 +71,21 @@ def test_a_piece_stays_inside_its_parameter() -> None:
         for shard in range(layout.shard_count):
             for piece in layout.pieces(shard):
                 assert 0 <= piece.start < piece.stop <= numel[piece.name]
+
+
+def test_segments_pieces_and_shards_select_the_same_elements() -> None:
+    for layout in LAYOUTS:
+        flat = list(range(layout.padded_numel))
+        shards = [layout.shard_of(flat, shard) for shard in range(layout.shard_count)]
+        assert list(chain(*shards)) == flat
+        for segment in layout.segments:
+            pieces = [
+                piece.of(shard)
+                for index, shard in enumerate(shards)
+                for piece in layout.pieces(index)
+                if piece.name == segment.name
+            ]
+            assert list(chain(*pieces)) == segment.of(flat) == flat[segment.offset :][: segment.numel]
 
 
 def test_shards_are_aligned_equal_in_size_and_cover_the_padded_tensor() -> None:

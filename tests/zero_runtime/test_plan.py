@@ -14,22 +14,24 @@ WORLD = 4
 ENDS_AT_STEP = {Phase.FORWARD: False, Phase.BACKWARD: False, Phase.STEP: True}
 ALWAYS_ENDS = dict.fromkeys(Phase, True)
 
-# stage: (params, grads, optimizer), shards of WORLD ranks, reduces every backward, full parameters end after
+# stage: (params, grads, optimizer), shards of WORLD ranks, keeps full params and grads, reduces every backward, full
+# parameters end after
 TABLE = {
-    0: ((R, R, R), 1, False, ENDS_AT_STEP),
-    1: ((R, R, S), WORLD, False, ENDS_AT_STEP),
-    2: ((R, S, S), WORLD, True, ENDS_AT_STEP),
-    3: ((S, S, S), WORLD, True, ALWAYS_ENDS),
+    0: ((R, R, R), 1, (True, True), False, ENDS_AT_STEP),
+    1: ((R, R, S), WORLD, (True, True), False, ENDS_AT_STEP),
+    2: ((R, S, S), WORLD, (True, False), True, ENDS_AT_STEP),
+    3: ((S, S, S), WORLD, (False, False), True, ALWAYS_ENDS),
 }
 
 
 @pytest.mark.parametrize("stage", TABLE)
 def test_each_stage_is_defined_as_in_the_paper(stage: int) -> None:
-    states, shards, every_backward, ends = TABLE[stage]
+    states, shards, keeps, every_backward, ends = TABLE[stage]
     plan = ZeroPlan.from_stage(stage)
     assert (plan.params, plan.grads, plan.optimizer) == states
     assert plan == ZeroPlan(*states)
     assert plan.shard_count(WORLD) == shards
+    assert (plan.keeps_full_params, plan.keeps_full_grads) == keeps
     assert plan.reduces_every_backward is every_backward
     assert {phase: plan.releases_params_after(phase) for phase in Phase} == ends
 

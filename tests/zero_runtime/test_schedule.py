@@ -20,7 +20,9 @@ from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.schedule import Schedule
-from zero_runtime.unit import DataState, GradState, Unit
+from zero_runtime.unit import Unit
+from zero_runtime.unit_gradients import GradState
+from zero_runtime.unit_parameters import DataState
 
 STAGES = (0, 1, 2, 3)
 
@@ -318,7 +320,7 @@ def test_after_backward_every_unit_is_reduced_and_at_stage_3_also_released() -> 
             for states, _ in steps:
                 assert {grad for _, grad, _ in states} == {GradState.REDUCED}
                 if stage == 3:
-                    assert {(data, full_bytes) for data, _, full_bytes in states} == {(DataState.SHARDED, 0)}
+                    assert {(data, full_bytes) for data, _, full_bytes in states} == {(DataState.STALE, 0)}
 
 
 # Only one rank runs a block in part, so its unit is complete at a different time than on the other rank.

@@ -22,7 +22,9 @@ from zero_runtime.initial_values import InitialValues
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.unit import DataState, GradState, Unit
+from zero_runtime.unit import Unit
+from zero_runtime.unit_gradients import GradState
+from zero_runtime.unit_parameters import DataState
 from zero_runtime.unit_planner import UnitRules, plan_units
 
 STAGES = (0, 1, 2, 3)
@@ -67,7 +69,7 @@ def storage_bytes(*tensors: torch.Tensor | None) -> int:
 
 # ---- the two state machines ------------------------------------------------------------------------------------------
 
-DATA_CYCLE = [DataState.SHARDED, DataState.UNSHARDING, DataState.UNSHARDED, DataState.SHARDED]
+DATA_CYCLE = [DataState.STALE, DataState.UNSHARDING, DataState.UNSHARDED, DataState.STALE]
 GRAD_CYCLE = [GradState.EMPTY, GradState.LOCAL, GradState.REDUCING, GradState.REDUCED, GradState.EMPTY]
 ALLOWED = {
     *pairwise(DATA_CYCLE),
@@ -82,19 +84,16 @@ def _moves() -> dict[tuple, str | None]:
     """By (from, to): the error message, or None if the unit made the transition."""
     unit = make_unit(3)
     outcome: dict[tuple, str | None] = {}
-    machines: list[tuple[Any, str, Any]] = [
-        (DataState, "data_state", unit._move_data),
-        (GradState, "grad_state", unit._move_grad),
-    ]
-    for states, attribute, move in machines:
+    machines: list[tuple[Any, Any]] = [(DataState, unit._parameters), (GradState, unit._gradients)]
+    for states, machine in machines:
         for before, after in product(states, states):
-            setattr(unit, attribute, before)
+            machine.state = before
             try:
-                move(after)
+                machine.move(after)
                 outcome[before, after] = None
             except UnitStateError as refusal:
                 outcome[before, after] = str(refusal)
-            assert getattr(unit, attribute) is (before if outcome[before, after] else after)
+            assert machine.state is (before if outcome[before, after] else after)
     return outcome
 
 
@@ -138,7 +137,7 @@ def test_repeating_an_operation_is_a_no_op() -> None:
     for by_stage in run_ranks(_repeated_verbs, 2):
         for stage, trail in by_stage.items():
             gathers = 0 if stage == 0 else 1
-            states = ["unsharding", "unsharded", "unsharded", "sharded", "sharded", "sharded", "sharded"]
+            states = ["unsharding", "unsharded", "unsharded", "stale", "stale", "stale", "stale"]
             grads = ["empty"] * 5 + ["reduced", "empty"]
             calls = [gathers] * 5 + [gathers + 1] * 2
             assert trail[::2] == trail[1::2]

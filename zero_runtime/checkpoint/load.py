@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CheckpointError
 from zero_runtime.optim.quantized_state import CodedShard
 from zero_runtime.runtime import ZeroRuntime
-from zero_runtime.tensor_source import TensorSource
-from zero_runtime.unit import READ_NUMEL, Unit
+from zero_runtime.tensor_source import READ_NUMEL, ReadInto, TensorSource, read_in_blocks
+from zero_runtime.unit import Unit
 
 
 class CheckpointReader:
@@ -254,51 +255,44 @@ def fill(runtime: ZeroRuntime, sources: Mapping[str, TensorSource]) -> None:
     in `sources` stay as they are.
     """
 
-    def put(state: str, name: str, start: int, target: torch.Tensor) -> None:
-        for block in target.split(READ_NUMEL):
-            block.copy_(sources[state].read(name, start, start + block.numel()))
-            start += block.numel()
+    def read_into(state: str, name: str, start: int, target: torch.Tensor) -> None:
+        read_in_blocks(sources[state], name, start, target)
 
-    _fill_with(runtime, list(sources), put)
+    _fill_with(runtime, list(sources), read_into)
 
 
 def _fill_with(
     runtime: ZeroRuntime,
     states: Collection[str],
-    put: Callable[[str, str, int, torch.Tensor], None],
+    read_into: Callable[[str, str, int, torch.Tensor], None],
     left_out: Collection[str] = (),
 ) -> None:
-    """Call `put(state, name, start, target)` to fill every piece that this rank holds of these states.
+    """Call `read_into(state, name, start, target)` to fill every piece that this rank holds of these states.
 
     Parameters that are `left_out` keep their values.
     """
     with torch.no_grad():
         for unit in runtime.units:
-            unit.drop_full()
+            names = [name for name in unit.names if name not in left_out]
             with runtime.resident(unit, writes=True):
-                _fill_unit(runtime, unit, states, put, left_out)
+                if MASTER in states:
+                    unit.fill_weights(names, partial(read_into, MASTER))
+                for state, shard in runtime.optimizer.told_states_of(unit).items():
+                    if state in states:
+                        _fill_state(unit, shard, names, partial(read_into, state))
     runtime.renew()
 
 
-def _fill_unit(
-    runtime: ZeroRuntime,
-    unit: Unit,
-    states: Collection[str],
-    put: Callable[[str, str, int, torch.Tensor], None],
-    left_out: Collection[str],
-) -> None:
-    for state, shard in shards_of(runtime, unit).items():
-        for piece in unit.layout.pieces(runtime.collectives.shard_rank) if state in states else ():
-            if piece.name in left_out:
-                continue
-            if isinstance(shard, torch.Tensor):
-                put(state, piece.name, piece.start, shard[piece.shard_offset :][: piece.stop - piece.start])
-                continue
-            for start in range(piece.start, piece.stop, READ_NUMEL):  # READ_NUMEL is a multiple of the block size
-                values = torch.empty(min(READ_NUMEL, piece.stop - start))
-                put(state, piece.name, start, values)
-                shard.write(piece.shard_offset + start - piece.start, values)
-    unit.refresh_param_shard()
+def _fill_state(unit: Unit, shard: torch.Tensor | CodedShard, names: Sequence[str], read_into: ReadInto) -> None:
+    if isinstance(shard, torch.Tensor):
+        unit.fill(shard, names, read_into)
+        return
+    for piece in unit.pieces:
+        # READ_NUMEL is a multiple of the block size, so every write begins at a block.
+        for start in range(piece.start, piece.stop, READ_NUMEL) if piece.name in names else ():
+            values = torch.empty(min(READ_NUMEL, piece.stop - start))
+            read_into(piece.name, start, values)
+            shard.write(piece.shard_offset + start - piece.start, values)
 
 
 def shards_of(runtime: ZeroRuntime, unit: Unit) -> dict[str, torch.Tensor | CodedShard]:
@@ -316,7 +310,7 @@ def _check(runtime: ZeroRuntime, checkpoint: CheckpointReader, *, weights_only: 
         check_same_optimizer(runtime, index, str(checkpoint.path))
     for unit in runtime.units:
         for state in (MASTER,) if weights_only else shards_of(runtime, unit):
-            for piece in unit.layout.pieces(runtime.collectives.shard_rank):
+            for piece in unit.pieces:
                 if index.parameters[piece.name].left_out:
                     continue
                 for extent in checkpoint.extents(state, piece.name, piece.start, piece.stop):

@@ -76,10 +76,10 @@ def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool 
         numel = unit.layout.shard_numel
         low, high = numel * place // places, numel * (place + 1) // places
         for state, shard in shards_of(runtime, unit).items():
-            for piece in unit.layout.pieces(collectives.shard_rank):
+            for piece in unit.pieces:
                 # The overlap of this piece with the range [low, high) of the shard that this rank writes.
                 begin = max(piece.shard_offset, low)
-                end = min(piece.shard_offset + piece.stop - piece.start, high)
+                end = min(piece.shard_offset + piece.numel, high)
                 if begin < end:
                     start = piece.start + begin - piece.shard_offset
                     values = _values(runtime, unit, state, shard, begin, end)

@@ -86,7 +86,7 @@ class BytesPerElement:
 
     @classmethod
     def of(cls, plan: ZeroPlan, precision: MixedPrecision, micro_batches: int, state_bytes: float) -> BytesPerElement:
-        # If master and param dtype agree, the master is the parameter (see Unit._allocate) and costs nothing.
+        # If master and param dtype agree, the master is the parameter (see UnitParameters) and costs nothing.
         master = 0 if precision.master == precision.param else ITEMSIZE_BYTES[precision.master]
         return cls(
             params=_param_terms(plan, precision),

@@ -11,6 +11,12 @@ from zero_runtime.offload.file_layout import OffloadedUnit, Region, Visit
 from zero_runtime.offload.scratch_file import ScratchFile, Transfer, aligned_buffer
 from zero_runtime.offload.tier import PARAM
 
+Then = Callable[[], None]
+
+
+def nothing() -> None:
+    """Called when a transfer needs no further action."""
+
 
 class Slots:
     """Pools of host buffers, allocated when they are first needed and then reused.
@@ -48,11 +54,12 @@ class Slots:
         slot = self.take(visit) if visit.slot is None else visit.slot
         return Moving(self._moves(self._file.read, record, slot, record.size if whole else record.update_end))
 
-    def flush(self, visit: Visit, at: int | None = None) -> Moving:
-        """Start writing the complete record to its own offset or to `at`; waiting for the result frees the slot."""
+    def flush(self, visit: Visit, *, at: int | None = None, written: Then = nothing) -> Moving:
+        """Start writing the complete record to its own offset or to `at`. Waiting for the result frees the slot, and
+        calls `written` if nothing failed."""
         assert visit.slot is not None
         moves = self._moves(self._file.write, visit.record, visit.slot, visit.record.size, at)
-        return Moving(moves, lambda: self.give_back(visit))
+        return Moving(moves, lambda: self.give_back(visit), written)
 
     def _moves(
         self,
@@ -131,11 +138,10 @@ class Slots:
 
 
 class Moving:
-    """Several transfers waited for as one. `then` is called when all have ended, even if some failed."""
+    """Several transfers waited for as one. `ended` is called when all have ended, `done` after it if none failed."""
 
-    def __init__(self, transfers: list[Transfer], then: Callable[[], None] = lambda: None) -> None:
-        self._transfers = transfers
-        self._then = then
+    def __init__(self, transfers: list[Transfer], ended: Then = nothing, done: Then = nothing) -> None:
+        self._transfers, self._ended, self._done = transfers, ended, done
 
     def wait(self) -> None:
         try:
@@ -145,4 +151,5 @@ class Moving:
             # A slot must not be reused while another part of a failed transfer still reads or writes it.
             for transfer in self._transfers:
                 transfer.settle()
-            self._then()
+            self._ended()
+        self._done()

@@ -13,11 +13,11 @@ from concurrent.futures import Future
 import torch
 
 from zero_runtime.offload.copy_streams import Copies, CopyEvent
-from zero_runtime.shard_location import OnDevice
+from zero_runtime.shard_location import ShardLocation
 from zero_runtime.unit import Unit
 
 
-class Crossing(OnDevice, ABC):
+class Crossing(ShardLocation, ABC):
     """The transfers of one unit, and its update while that runs in another thread.
 
     grad [S] grad_dtype: the gradient on the host; None if the optimizer states are not offloaded. staging [S]

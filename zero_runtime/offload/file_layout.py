@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from zero_runtime.offload.memory import aligned
+from zero_runtime.offload.pipeline import Waits
 from zero_runtime.offload.scratch_file import Transfer
 from zero_runtime.offload.tier import MASTER, PARAM, Shards
 from zero_runtime.unit import Unit
@@ -128,6 +129,7 @@ class Visit:
 
     record: OffloadedUnit
     slot: torch.Tensor | None = None
+    reading: Waits | None = None  # the read of the record into the slot, if it was started ahead of its update
 
 
 def lay_out(records: Iterable[OffloadedUnit], *, doubled: bool) -> int:

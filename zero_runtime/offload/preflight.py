@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import platform
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import OffloadError, missing_folder
+from zero_runtime.memory.model import UnitSize, total_state_bytes
 from zero_runtime.offload import cgroups
+from zero_runtime.offload.memory import Moves, host_bytes, nvme_bytes
+from zero_runtime.offload.plan import OffloadPlan
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 
 
 class OffloadSpace(NamedTuple):
@@ -21,6 +27,34 @@ class OffloadSpace(NamedTuple):
     folder: str | None
     scratch: int
     memory: int
+
+
+def check_offload(
+    offload: OffloadPlan,
+    units: Sequence[tuple[UnitSize, MixedPrecision]],
+    moves: Moves,
+    plan: ZeroPlan,
+    collectives: Collectives,
+    device: str,
+) -> None:
+    """Raise OffloadError, the same on every rank, if offloaded states do not fit on a machine. A collective.
+
+    device: the type of the device that computes.
+    """
+    needed = (nvme_bytes if offload.uses_nvme else host_bytes)(units, moves)
+    memory = needed.host
+    # On a CPU the shards that are not offloaded take host memory too, and so does one unsharded unit at a time.
+    if device == "cpu":
+        memory += total_state_bytes(
+            plan,
+            units,
+            world=collectives.world,
+            micro_batches=moves.micro_batches,
+            state_bytes=sum(moves.state_bytes),
+        ).total
+        memory += max(size.numel * ITEMSIZE_BYTES[kind.compute or kind.param] for size, kind in units)
+    folder = offload.scratch.folder if offload.scratch is not None and offload.uses_nvme else None
+    check_room(collectives, folder, scratch=needed.scratch, memory=memory)
 
 
 def check_room(collectives: Collectives, folder: Path | None, *, scratch: int, memory: int) -> None:
@@ -79,9 +113,9 @@ def _memory_trouble(own: OffloadSpace, here: list[OffloadSpace]) -> list[str]:
 def _rooms(own: int, all_here: int) -> list[tuple[str, tuple[int, int] | None]]:
     """(name, (bytes wanted, bytes left)) of each limit: of this process, the machine and its control group."""
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    used = _status_bytes("VmData")
+    used = _bytes_of(Path("/proc/self/status"), "VmData")
     limited = None if soft == resource.RLIM_INFINITY or used is None else (own, max(soft - used, 0))
-    free = _meminfo_bytes("MemAvailable")
+    free = _bytes_of(Path("/proc/meminfo"), "MemAvailable")
     group = cgroups.memory_room()
     return [
         ("RLIMIT_DATA", limited),
@@ -90,15 +124,7 @@ def _rooms(own: int, all_here: int) -> list[tuple[str, tuple[int, int] | None]]:
     ]
 
 
-def _status_bytes(key: str) -> int | None:
-    return _kib_of(Path("/proc/self/status"), key)
-
-
-def _meminfo_bytes(key: str) -> int | None:
-    return _kib_of(Path("/proc/meminfo"), key)
-
-
-def _kib_of(path: Path, key: str) -> int | None:
+def _bytes_of(path: Path, key: str) -> int | None:
     try:
         line = next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(f"{key}:"))
     except (OSError, StopIteration):

@@ -1,15 +1,17 @@
-"""Interface of the tiers to the runtime and the optimizer, and the shards that a tier lends to an update."""
+"""Contract between the tiers and the runtime and the optimizer, and the shards that a tier lends to an update."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 
 from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.optim.lr_schedule import Rates
+from zero_runtime.shard_location import ShardLocation
 from zero_runtime.unit import Unit
 
 PARAM, MASTER = "param", "master"
@@ -35,64 +37,87 @@ class Shards:
         return cls(unit.layout, unit.master_shard, unit.grad_shard, unit.param_shard, states)
 
 
-Compute = Callable[[Unit, Shards], None]  # updates the lent shards in place, from any thread
+StatesOf = Callable[[Unit], dict[str, torch.Tensor]]  # the optimizer's states of a unit, by name
 
 
-class StateTier(Protocol):
-    """Storage of the offloaded shards of one rank's units."""
+@dataclass(frozen=True)
+class Update:
+    """One step's update of units. Two updates are equal if their rates and their factor of the gradients are.
 
-    def holds(self, unit: Unit) -> bool:
-        """Whether some of the unit's shards are offloaded to this tier."""
-        ...
+    apply: updates the shards that a tier lends for a unit, in place; may be called from any thread.
+    """
 
-    def resident(self, unit: Unit, *, writes: bool, fresh: bool = False) -> AbstractContextManager[None]:
-        """Context in which all shards of a unit are in memory. `writes`: they are written back at the end; `fresh`:
-        nothing is read first, and states are zero."""
-        ...
+    rates: Rates
+    grad_scale: float
+    apply: Callable[[Unit, Shards], None] = field(compare=False)
 
-    def reader(self, unit: Unit, name: str) -> Callable[[int, int], torch.Tensor] | None:
-        """Function that reads elements [start, stop) of a tensor (param, master or state); None if it is in memory."""
-        ...
 
-    def begin_update(self, units: Sequence[Unit]) -> None:
-        """Announce that `update` of these units or `forget_update` will follow."""
+class StateTier:
+    """Storage of the offloaded shards of one rank's units; this class is that of a rank that offloads nothing.
 
-    def forget_update(self) -> None:
-        """The update that was announced will not follow."""
-
-    def update(self, units: Sequence[Unit], compute: Compute) -> None:
-        """`compute` each of these units, in order. May return before that is done; each unit's location tracks it."""
-
-    def guess(self, units: Sequence[Unit], compute: Compute) -> None:
-        """Called when the last backward of a step begins: `compute` these units as their gradients arrive, write to
-        second copies and leave the current values unchanged. `adopt` or `reject` will follow."""
-
-    def adopt(self) -> list[Unit]:
-        """The guess was right: make the second copies current. Returns the units of `guess` that still need an update,
-        since their shards were written in between."""
-        ...
-
-    def reject(self) -> None:
-        """The guess was wrong: discard the second copies."""
+    What a unit itself asks for is in ShardLocation.
+    """
 
     @property
     def scratch_bytes(self) -> int:
         """Size of the scratch file in bytes; 0 without one."""
-        ...
+        return 0
+
+    def resident(self, unit: Unit, *, writes: bool, fresh: bool = False) -> AbstractContextManager[None]:
+        """Context in which all shards of an offloaded unit are in memory. `writes`: they are written back at the end;
+        `fresh`: nothing is read first, and states are zero."""
+        return nullcontext()
+
+    def reader(self, unit: Unit, state: str) -> Callable[[int, int], torch.Tensor] | None:
+        """Function that reads elements [start, stop) of a unit's weights (MASTER) or of one of its states by name; None
+        if they are in memory."""
+        return None
+
+    def expect(self, units: Sequence[Unit], update: Update | None = None) -> None:
+        """Announce that an update of these units or `forget` will follow. Called when the gradients are complete, or
+        when the last backward begins, with the update that will probably follow."""
+
+    def forget(self) -> None:
+        """The update that was announced will not follow."""
+
+    def update(self, units: Sequence[Unit], update: Update) -> None:
+        """Update these units in order. May return before that is done; each unit's location tracks it."""
+
+    def draft(self, units: Sequence[Unit], update: Update, ready: Callable[[Unit], None]) -> None:
+        """Update second copies of these units, in order, each after `ready` has returned for it. The current shards and
+        the parameters on the device stay as they are. Blocks; called from another thread."""
+
+    def adopt(self, units: Sequence[Unit], drafted: Future[None]) -> None:
+        """Make the second copies current, after `drafted` is done. May return before that; each unit's location tracks
+        it."""
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Host tensors that this tier holds, by component (params, grads, optimizer, staging), for counting."""
-        ...
+        return {}
 
     def close(self) -> None:
         """Release all memory and files. Idempotent."""
 
 
-@contextmanager
-def residence(tier: StateTier | None, unit: Unit, *, writes: bool = False, fresh: bool = False) -> Iterator[None]:
+NOTHING_OFFLOADED = StateTier()
+
+
+def is_offloaded(unit: Unit) -> bool:
+    """Whether some of the unit's shards are offloaded."""
+    return unit.params_offloaded or unit.states_offloaded
+
+
+def residence(
+    tier: StateTier, unit: Unit, *, writes: bool = False, fresh: bool = False
+) -> AbstractContextManager[None]:
     """StateTier.resident for a unit that may not be offloaded; then it does nothing."""
-    if tier is None or not tier.holds(unit):
-        yield
-        return
-    with tier.resident(unit, writes=writes, fresh=fresh):
-        yield
+    return tier.resident(unit, writes=writes, fresh=fresh) if is_offloaded(unit) else nullcontext()
+
+
+def tensors_of(locations: Iterable[ShardLocation]) -> dict[str, list[torch.Tensor]]:
+    """The host tensors of all these locations, by component."""
+    total: dict[str, list[torch.Tensor]] = {"params": [], "grads": [], "optimizer": [], "staging": []}
+    for location in locations:
+        for component, tensors in location.tensors().items():
+            total[component] += tensors
+    return total

@@ -61,14 +61,15 @@ class ShardSlice:
 
 def part_of(held: Held, start: int, stop: int) -> ShardSlice:
     unit = held.unit
-    assert unit.master_shard is not None
-    assert unit.grad_shard is not None
+    master, grad, param = unit.master_shard, unit.grad_shard, unit.param_shard
+    assert master is not None
+    assert grad is not None
     states = []
     for state in held.states.values():
         per = unit.layout.shard_numel // state.numel()  # `start` is a multiple of it, see FlatLayout.build
         states.append(state[start // per : -(-stop // per)])
-    param_out = None if unit.master_shard is unit.param_shard else unit.param_shard[start:stop]
-    return ShardSlice(unit.master_shard[start:stop], unit.grad_shard[start:stop], tuple(states), param_out)
+    param_out = None if master is param else param[start:stop]
+    return ShardSlice(master[start:stop], grad[start:stop], tuple(states), param_out)
 
 
 class ElementwiseRule:

@@ -14,7 +14,7 @@ from zero_runtime.collectives import Collectives
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
 from zero_runtime.kernels import ops
-from zero_runtime.offload.tier import Shards, StateTier
+from zero_runtime.offload.tier import NOTHING_OFFLOADED, Shards, StateTier, Update, is_offloaded
 from zero_runtime.optim.configs import (
     SIGNED_MOMENTS,
     HeldState,
@@ -71,10 +71,9 @@ class ShardedOptimizer:
             for device in {_where(unit) for unit in self._units}:
                 ops.prepare(device)  # here and not in the first step, where the other ranks would wait for it
         self._by_unit = {unit.name: held for unit, held in zip(self._units, self._helds, strict=True)}
-        self._offloaded = [unit for unit in self._units if _is_offloaded(unit)]
-        self._staying = [self._by_unit[unit.name] for unit in self._units if not _is_offloaded(unit)]
-        self._tier: StateTier | None = None
-        self._guessed: tuple[Rates, float] | None = None  # the rates and the scale passed to `guess`
+        self._offloaded = [unit for unit in self._units if is_offloaded(unit)]
+        self._staying = [self._by_unit[unit.name] for unit in self._units if not is_offloaded(unit)]
+        self._tier = NOTHING_OFFLOADED
         if self._offloaded and not config.updates_units_alone:
             raise PlanError(
                 "offload: expected an optimizer that updates one unit after another (AdamW, Adam, Sgd, "
@@ -102,9 +101,9 @@ class ShardedOptimizer:
         numbers = self._numbers(lr, grad_scale)
         with torch.no_grad():
             self._rule.update(self._staying, numbers)
-            if self._tier is not None:
-                left = self._not_guessed(self._tier, lr, host_scale)
-                self._tier.update(left, partial(self._compute, (numbers, replace(numbers, grad_scale=host_scale))))
+            if self._tier is not NOTHING_OFFLOADED:
+                both = (numbers, replace(numbers, grad_scale=host_scale))
+                self._tier.update(self._offloaded, self._update(lr, host_scale, both))
         self.updates += 1
 
     def _numbers(self, lr: float | Rates, grad_scale: torch.Tensor) -> StepNumbers:
@@ -118,6 +117,9 @@ class ShardedOptimizer:
 
     # ---- offloaded units -------------------------------------------------------------------------------------------
 
+    def _update(self, lr: float | Rates, host_scale: torch.Tensor, either: Sequence[StepNumbers]) -> Update:
+        return Update(_rates(lr), float(host_scale), partial(self._compute, either))
+
     def _compute(self, either: Sequence[StepNumbers], unit: Unit, shards: Shards) -> None:
         """Update the shards that a tier lends, with the numbers whose grad_scale is on the device of the shards."""
         numbers = next(one for one in either if one.grad_scale.device == shards.param_shard.device)
@@ -126,20 +128,7 @@ class ShardedOptimizer:
     def guess(self, lr: float | Rates, host_scale: torch.Tensor) -> None:
         """Called when the last backward of a step begins: units may be updated as their gradients arrive, as if `step`
         were going to be called with these numbers. `step` or `forget_step` must follow."""
-        if self._tier is None:
-            return
-        self._guessed = (_rates(lr), float(host_scale))
-        self._tier.guess(self._offloaded, partial(self._compute, (self._numbers(lr, host_scale),)))
-
-    def _not_guessed(self, tier: StateTier, lr: float | Rates, host_scale: torch.Tensor) -> list[Unit]:
-        """The offloaded units that this step must still update."""
-        guessed, self._guessed = self._guessed, None
-        if guessed is None:
-            return self._offloaded
-        if guessed == (_rates(lr), float(host_scale)):
-            return tier.adopt()
-        tier.reject()
-        return self._offloaded
+        self._tier.expect(self._offloaded, self._update(lr, host_scale, (self._numbers(lr, host_scale),)))
 
     def offload_to(self, tier: StateTier) -> None:
         """Use `tier` for the units that are offloaded."""
@@ -147,15 +136,11 @@ class ShardedOptimizer:
 
     def begin_step(self) -> None:
         """Announce that `step` or `forget_step` will follow, so that the tier can start reading."""
-        if self._tier is not None and self._guessed is None:
-            self._tier.begin_update(self._offloaded)
+        self._tier.expect(self._offloaded)
 
     def forget_step(self) -> None:
         """The step that was announced is skipped."""
-        self._guessed = None
-        if self._tier is not None:
-            self._tier.forget_update()
-            self._tier.reject()
+        self._tier.forget()
 
     def counters(self) -> dict[str, float]:
         """Scalars kept in addition to the states, equal on every rank that has them: the number of updates, and a torch
@@ -207,10 +192,6 @@ def _rule(config: OptimizerConfig, helds: list[Held], collectives: Collectives) 
 
 def _rates(lr: float | Rates) -> Rates:
     return lr if isinstance(lr, Rates) else Rates(lr)
-
-
-def _is_offloaded(unit: Unit) -> bool:
-    return unit.states_offloaded or unit.params_offloaded
 
 
 def _where(unit: Unit) -> torch.device:

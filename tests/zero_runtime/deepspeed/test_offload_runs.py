@@ -21,6 +21,7 @@ from zero_runtime.accounting import scratch_bytes
 from zero_runtime.errors import OffloadError, PlanError
 from zero_runtime.offload import scratch_file
 from zero_runtime.offload.memory import ALIGN_BYTES, aligned
+from zero_runtime.offload.nvme import NvmeTier
 
 SPEC = TinySpec(tied=True, frozen=True)
 BLOCK, STEPS, SAVED_AFTER = 2 * ALIGN_BYTES, 4, 2
@@ -91,7 +92,7 @@ def parity(folder: Path, plain: Row, rows: list[Row]) -> None:
         engine = engine_of(row, folder)
         offload = engine.runtime.settings.offload
         assert offload.uses_nvme or offload.uses_host
-        assert (engine.runtime.tier is not None) is offload.uses_nvme, "on a CPU the host is the device"
+        assert isinstance(engine.runtime.tier, NvmeTier) is offload.uses_nvme, "on a CPU the host is the device"
         assert_equal(outcome(engine), wanted)
         engine.destroy()
     assert not folder.exists() or list(folder.iterdir()) == [], "a scratch file is unlinked while it is open"

@@ -317,7 +317,7 @@ def _a_unit_comes_back_spoilt(folder: Path) -> str:
     case = setting.case(model=SPEC)
     train(runtime, case, 0, 1)
     if dist.get_rank() == 1:
-        assert runtime.tier is not None
+        assert isinstance(runtime.tier, NvmeTier)
         file = runtime.tier._file
         junk = noise(ALIGN_BYTES)
         os.pwritev(file._fd, [memoryview(junk.numpy().data)], 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
@@ -12,17 +11,15 @@ from zero_runtime.offload.copy_streams import Copies, CopyEvent, host_tensor
 from zero_runtime.offload.device_host import Crossing
 from zero_runtime.offload.file_layout import OffloadedUnit
 from zero_runtime.offload.tier import Shards
-from zero_runtime.shard_location import OnDevice
-
-Arrived = Callable[[], None]  # the unit's gradient of this step is ready for an update, or being copied to the host
+from zero_runtime.shard_location import ShardLocation
 
 
-class NvmeSharedLocation(OnDevice):
+class NvmeSharedLocation(ShardLocation):
     """On a CPU: the unit computes in the same memory as the slots, so only the file is separate."""
 
-    def __init__(self, slots: Slots, record: OffloadedUnit, arrived: Arrived, *, speculative: bool) -> None:
-        self._slots, self._record, self._unit, self._arrived = slots, record, record.unit, arrived
-        # [S] param_dtype: the new parameters of a speculative update, since backward may still read the old ones.
+    def __init__(self, slots: Slots, record: OffloadedUnit, *, speculative: bool) -> None:
+        self._slots, self._record, self._unit = slots, record, record.unit
+        # [S] param_dtype: the new parameters of a draft, since backward may still read the old ones.
         self.staging: torch.Tensor | None = None
         if speculative and self._unit.states_offloaded and not record.holds_params:
             self.staging = host_tensor(self._unit.layout.shard_numel, self._unit.param_dtype).zero_()
@@ -40,28 +37,26 @@ class NvmeSharedLocation(OnDevice):
     def end_bringing(self) -> None:
         """A no-op: a gather reads the parameters in place."""
 
-    def send_grad(self) -> None:
-        """The gradient stays in place; a speculative update that waits for it may continue."""
-        self._arrived()
+    def begin_update(self) -> None:
+        """A no-op: an update has ended when the call that makes it returns."""
 
-    def lent(self, slot: torch.Tensor) -> Shards:
-        """The shards that an update works on."""
-        return self._record.lent(slot, self._unit.grad_shard, self._unit.param_shard)
+    def lent(self, slot: torch.Tensor, *, draft: bool) -> Shards:
+        """The shards that an update works on. With `draft` all that it writes are second copies."""
+        param = _staged(self._record, self.staging) if draft else self._unit.param_shard
+        return self._record.lent(slot, self._unit.grad_shard, param)
 
-    def lent_to_guess(self, slot: torch.Tensor) -> Shards:
-        """The shards that a speculative update works on: everything that it writes is a second copy."""
-        return self._record.lent(slot, self._unit.grad_shard, _second(self._record, self.staging))
-
-    def computed(self) -> None:
+    def send_new_params(self) -> None:
         """A no-op: new parameters are in place already, or are written with the record."""
 
+    def end_update(self, error: BaseException | None = None) -> None:
+        """A no-op: see `begin_update`."""
+
     def adopt(self) -> None:
-        """Make the result of a speculative update current."""
+        """Make the parameters of a draft current."""
         if self.staging is not None:
             self._unit.param_shard.copy_(self.staging)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """See StateTier.tensors."""
         return {"staging": [] if self.staging is None else [self.staging]}
 
 
@@ -71,12 +66,10 @@ class NvmeSeparateLocation(Crossing):
     Parameters are stored on the device, in host memory or in the file; `offloaded_params` returns the latter two.
     """
 
-    def __init__(
-        self, slots: Slots, record: OffloadedUnit, arrived: Arrived, copies: Copies, *, speculative: bool
-    ) -> None:
+    def __init__(self, slots: Slots, record: OffloadedUnit, copies: Copies, *, speculative: bool) -> None:
         unit = record.unit
         super().__init__(unit, copies, staged=not record.holds_params and (speculative or not unit.params_offloaded))
-        self._slots, self._record, self._arrived = slots, record, arrived
+        self._slots, self._record = slots, record
         self._after: CopyEvent | None = None
         self._home: torch.Tensor | None = None
         if unit.params_offloaded and not record.holds_params:
@@ -99,23 +92,25 @@ class NvmeSeparateLocation(Crossing):
         super().drop()
         self._slots.drop_params(self._record)
 
-    def send_grad(self) -> None:
-        super().send_grad()
-        self._arrived()
-
     # ---- an update, in another thread ----------------------------------------------------------------------------
 
     def begin_update(self) -> None:
         """Announce an update; work issued on the device before this call reads the old parameters."""
         self.job, self._after = Future(), self._copies.here()
 
-    def lent(self, slot: torch.Tensor) -> Shards:
-        """The shards that an update works on; blocks until the gradient has arrived on the host."""
+    def lent(self, slot: torch.Tensor, *, draft: bool) -> Shards:
+        """The shards that an update works on; blocks until the gradient has arrived on the host. With `draft` all that
+        the update writes are second copies."""
         self.end_copies()
-        param = self.staging if self._home is None else self._home
-        return self._record.lent(slot, self.grad, self.unit.param_shard if param is None else param)
+        if draft:
+            param = _staged(self._record, self.staging)
+        elif self._home is not None:
+            param = self._home
+        else:
+            param = self.unit.param_shard if self.staging is None else self.staging
+        return self._record.lent(slot, self.grad, param)
 
-    def computed(self) -> None:
+    def send_new_params(self) -> None:
         """Start copying new parameters to the device, unless they are written with the record or stay on the host."""
         if self._home is None and self.staging is not None:
             assert self._after is not None
@@ -131,20 +126,14 @@ class NvmeSeparateLocation(Crossing):
         else:
             job.set_exception(error)
 
-    def lent_to_guess(self, slot: torch.Tensor) -> Shards:
-        """The shards that a speculative update works on: everything that it writes is a second copy."""
-        self.end_copies()
-        return self._record.lent(slot, self.grad, _second(self._record, self.staging))
-
     def adopt(self) -> None:
-        """Make the result of a speculative update current."""
+        """Make the parameters of a draft current."""
         if self._home is not None and self.staging is not None:
             self._home.copy_(self.staging)
         elif self.staging is not None:
             self.send_params(self.staging, self._copies.here())
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """See StateTier.tensors."""
         found = {"params": self._home, "grads": self.grad, "staging": self.staging}
         return {name: [] if tensor is None else [tensor] for name, tensor in found.items()}
 
@@ -152,8 +141,9 @@ class NvmeSeparateLocation(Crossing):
 NvmeLocation = NvmeSharedLocation | NvmeSeparateLocation
 
 
-def _second(record: OffloadedUnit, staging: torch.Tensor | None) -> torch.Tensor:
-    """Buffer for new parameters that are not in a record, filled with the old ones if they are also the master."""
+def _staged(record: OffloadedUnit, staging: torch.Tensor | None) -> torch.Tensor:
+    """Buffer for a draft's parameters that are not in a record, filled with the old ones if they are also the
+    master."""
     unit = record.unit
     if staging is None:
         return unit.param_shard

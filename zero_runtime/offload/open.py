@@ -1,0 +1,55 @@
+"""Opens the tier of a rank's offloaded units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zero_runtime.agreement import agree, trouble_of
+from zero_runtime.collectives import Collectives
+from zero_runtime.errors import CheckpointError, OffloadError
+from zero_runtime.offload.copy_streams import copies_for
+from zero_runtime.offload.host import HostTier
+from zero_runtime.offload.nvme import NvmeTier
+from zero_runtime.offload.plan import OffloadPlan, Sized, Tier, offloaded_units
+from zero_runtime.offload.speculation import SpeculativeTier
+from zero_runtime.offload.tier import NOTHING_OFFLOADED, StatesOf, StateTier, is_offloaded
+from zero_runtime.shard_location import OffloadedShards
+from zero_runtime.unit import Unit
+
+
+def offloaded_shards(plan: OffloadPlan, units: Sequence[Sized], device: str) -> list[OffloadedShards]:
+    """For each unit, which shards are offloaded: have no memory on a device of this type between their uses."""
+    separate = plan.has_separate_memory(device)
+    moves = {Tier.DEVICE: False, Tier.HOST: separate, Tier.NVME: True}
+    if not moves[plan.params] and not moves[plan.optimizer]:
+        return [OffloadedShards()] * len(units)
+    offloaded = OffloadedShards(moves[plan.params], moves[plan.optimizer], separate)
+    return [offloaded if chosen else OffloadedShards() for chosen in offloaded_units(units, plan.ratio)]
+
+
+def open_tier(
+    plan: OffloadPlan, units: Sequence[Unit], states_of: StatesOf, collectives: Collectives, device: torch.device
+) -> StateTier:
+    """The tier of the offloaded units. If a rank cannot open its tier, all ranks raise OffloadError."""
+    held = [unit for unit in units if is_offloaded(unit)]
+    if not held:
+        return NOTHING_OFFLOADED
+    opened: list[StateTier] = []
+
+    def open_own() -> None:
+        copies = (plan.copies or copies_for)(device)
+        if plan.uses_nvme:
+            opened.append(NvmeTier(held, states_of, plan, copies, collectives.rank))
+        else:
+            assert copies is not None, "host offload needs copies between two memories"
+            opened.append(HostTier(held, states_of, copies, speculative=plan.speculative))
+
+    try:
+        agree(collectives, trouble_of(open_own))
+    except CheckpointError as error:
+        for tier in opened:
+            tier.close()
+        raise OffloadError(str(error)) from None
+    return SpeculativeTier(opened[0]) if plan.speculative else opened[0]

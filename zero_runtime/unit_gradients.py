@@ -1,0 +1,219 @@
+"""The flat gradient tensors of one unit: their memory, their sums over micro-batches and over the ranks."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+from zero_runtime.collectives import Collectives, Pending
+from zero_runtime.dtypes import TORCH_DTYPE
+from zero_runtime.errors import UnitStateError
+from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.kernels import ops
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.unit_planner import UnitSpec
+
+
+class GradState(Enum):
+    """State of the gradients: none, local and unreduced, being reduced, or reduced to this rank's shard of the sum."""
+
+    EMPTY = "empty"
+    LOCAL = "local"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+
+
+_NEXT = {
+    GradState.EMPTY: (GradState.LOCAL,),
+    GradState.LOCAL: (GradState.LOCAL, GradState.REDUCING, GradState.EMPTY),
+    GradState.REDUCING: (GradState.REDUCED,),
+    GradState.REDUCED: (GradState.LOCAL, GradState.EMPTY),
+}
+
+
+class Reduction(NamedTuple):
+    """A reduction under way, and its result `out` [S] reduce_dtype."""
+
+    pending: Pending
+    out: torch.Tensor
+
+
+class UnitGradients:
+    """The gradient tensors of one unit on one rank. Only this class allocates, fills and frees them.
+
+    unsharded_grad [P]: this rank's own gradient, in grad_dtype if it is summed over micro-batches and else in
+    reduce_dtype. grad_shard [S] grad_dtype: this rank's part of the sum over the ranks.
+    """
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        layout: FlatLayout,
+        plan: ZeroPlan,
+        collectives: Collectives,
+        device: torch.device,
+        dtype: str,
+    ) -> None:
+        self.name = spec.name
+        self.layout = layout
+        self.grad_dtype = TORCH_DTYPE[dtype]
+        self.state = GradState.EMPTY
+        self.unsharded_grad: torch.Tensor | None = None
+        self.grad_shard: torch.Tensor | None = None
+        self._reduce_dtype = TORCH_DTYPE[spec.precision.reduce]
+        self._collectives = collectives
+        self._device = device
+        # Two aliases. If the plan keeps full gradients, grad_shard is this rank's slice of unsharded_grad. The result
+        # of a reduction is a slice of its input then, or if the shard is all of it; otherwise it is a separate tensor,
+        # because it outlives the input.
+        self._keeps_full = plan.keeps_full_grads
+        self._reduces_in_place = plan.keeps_full_grads or collectives.shard_count == 1
+        self._filled: set[int] = set()  # parameters (by index) with a gradient in unsharded_grad
+        self._arrived: set[int] = set()  # parameters (by index) whose gradient came in the current backward
+        self._reducing: Reduction | None = None
+        self._squares: torch.Tensor | None = None  # result of `squares`, kept for a gradient that was sent away
+
+    # ---- local gradients ---------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Reset the record of arrived gradients at the start of a backward."""
+        self._arrived.clear()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether every parameter's gradient has arrived in the current backward."""
+        return len(self._arrived) == len(self.layout.segments)
+
+    def take(self, index: int, grad: torch.Tensor, *, sums_locally: bool) -> None:
+        """Copy or add the gradient of parameter `index` into the flat gradient. See Unit.take_grad."""
+        segment = self.layout.segments[index]
+        if index in self._arrived and self.state in (GradState.REDUCING, GradState.REDUCED):
+            raise UnitStateError(
+                f"unit {self.name}: expected no gradient of {segment.name} after the unit was reduced in this "
+                "backward, found one; it would be lost. Use torch.utils.checkpoint with use_reentrant=False"
+            )
+        # Only the first gradient of a backward finds another state or no tensor.
+        if self.state is not GradState.LOCAL or self.unsharded_grad is None:
+            self._open(sums_locally=sums_locally)
+        assert self.unsharded_grad is not None
+        flat = segment.of(self.unsharded_grad)
+        # Each gradient is converted to the flat gradient's dtype on its own and dropped, so a second full gradient of
+        # the unit, in param_dtype, never exists.
+        with torch.no_grad():
+            if index in self._filled:
+                ops.accumulate_(flat, grad.reshape(-1))
+            else:
+                flat.copy_(grad.reshape(-1))
+        self._filled.add(index)
+        self._arrived.add(index)
+
+    def _open(self, *, sums_locally: bool) -> None:
+        """Allocate the full gradient; a no-op if it exists. Waits for a reduction under way, which still reads it."""
+        self.wait_reduce()
+        self.move(GradState.LOCAL)
+        if self.unsharded_grad is not None:
+            return
+        dtype = self.grad_dtype if self._keeps_full or sums_locally else self._reduce_dtype
+        self.unsharded_grad = self._empty(self.layout.padded_numel, dtype)
+        for start, stop in self.layout.gaps:
+            self.unsharded_grad[start:stop].zero_()  # padding takes part in the reduction and in the norm
+
+    # ---- the sum over the ranks --------------------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Start summing the full gradients over the ranks into this rank's shard. Does not block.
+
+        Parameters without a gradient count as zero, because every rank must issue the same collectives.
+        """
+        self._open(sums_locally=False)
+        assert self.unsharded_grad is not None
+        for index, segment in enumerate(self.layout.segments):
+            if index not in self._filled:
+                segment.of(self.unsharded_grad).zero_()
+        self._filled.clear()
+        self._arrived.update(range(len(self.layout.segments)))  # so that `take` refuses gradients that come too late
+        self.move(GradState.REDUCING)
+        full = self.unsharded_grad.to(self._reduce_dtype)  # the same tensor if the dtypes agree
+        if self._reduces_in_place:
+            out = self._own_slice(full)
+        else:
+            out = self._empty(self.layout.shard_numel, self._reduce_dtype)
+        self._reducing = Reduction(self._collectives.reduce(full, out, self.name), out)
+
+    def wait_reduce(self) -> None:
+        """Block until grad_shard holds the sum over the ranks; frees the full gradient if the plan shards gradients."""
+        if self._reducing is None:
+            return
+        pending, out = self._reducing
+        pending.wait()
+        assert self.unsharded_grad is not None
+        # Kept full gradients are reduced once a step. Sharded ones may be reduced in each backward, so they accumulate.
+        if self._keeps_full:
+            self.grad_shard = self._own_slice(self.unsharded_grad)
+            if self.grad_dtype != self._reduce_dtype:
+                self.grad_shard.copy_(out)
+        else:
+            self.unsharded_grad = None
+            if self.grad_shard is None:
+                self.grad_shard = out.to(self.grad_dtype)
+            else:
+                ops.accumulate_(self.grad_shard, out)
+        self._reducing = None
+        self.move(GradState.REDUCED)
+
+    # ---- reduced gradients -------------------------------------------------------------------------------------------
+
+    def squares(self) -> torch.Tensor | None:
+        """The sum of squares of this rank's part of the gradient (0-dim fp64 on the device); None without a gradient.
+
+        See [Note: each element once] in optim/grad_norm.py.
+        """
+        if self._squares is not None or self.grad_shard is None:
+            return self._squares
+        part_numel = self.layout.shard_numel // self._collectives.replica_count
+        part = self.grad_shard.narrow(0, self._collectives.replica_rank * part_numel, part_numel)
+        return ops.sum_of_squares(part)
+
+    def keep_squares(self) -> None:
+        """Compute `squares` now, while the gradient is still on the device."""
+        self._squares = self.squares()
+
+    def give_away(self, elsewhere: torch.Tensor) -> None:
+        """Replace grad_shard by `elsewhere` and release the previous shard and the full gradient."""
+        self.grad_shard, self.unsharded_grad = elsewhere, None
+
+    def free(self) -> None:
+        """Free the gradients of this step, reduced or not. Waits for a reduction under way."""
+        self.wait_reduce()
+        if self.state is not GradState.EMPTY:
+            self.move(GradState.EMPTY)
+        self._filled.clear()
+        self.unsharded_grad = self.grad_shard = self._squares = None
+
+    # ---- helpers -----------------------------------------------------------------------------------------------------
+
+    def first_non_finite(self) -> str | None:
+        """The first parameter, in the unit's order, whose unreduced local gradient is not finite; None if all are.
+
+        Reads on the host.
+        """
+        if self.unsharded_grad is None:
+            return None
+        for index, segment in enumerate(self.layout.segments):
+            if index in self._filled and not bool(torch.isfinite(segment.of(self.unsharded_grad)).all()):
+                return segment.name
+        return None
+
+    def move(self, to: GradState) -> None:
+        """Enter a state; UnitStateError if the current state does not lead there."""
+        if to not in _NEXT[self.state]:
+            raise UnitStateError(f"unit {self.name}: gradients cannot go from {self.state.value} to {to.value}")
+        self.state = to
+
+    def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
+        return self.layout.shard_of(full, self._collectives.shard_rank)
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
