@@ -32,9 +32,8 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks.stages_report import cpu_name  # noqa: E402
 from zero_runtime.kernels import ops, reference  # noqa: E402
-from zero_runtime.kernels.backends import backend_for  # noqa: E402
 from zero_runtime.kernels.block_formats import blocks_of  # noqa: E402
-from zero_runtime.kernels.cpu import build  # noqa: E402
+from zero_runtime.kernels.cpu import build, operations  # noqa: E402
 from zero_runtime.kernels.settings import AdamW, Lamb  # noqa: E402
 
 THREADS = (1, 2)
@@ -107,7 +106,7 @@ def contestants(kind: str, s: Streams) -> dict[str, Step]:
         LIMIT: limit,
         "ours": lambda _: ops.adamw_(s.master, grad, s.first, s.second, s.scale, SETTINGS, out),
         "torch fused" + " + casts" * mixed: torch_fused(s, grad, out),
-        "reference": lambda _: reference.adamw(s.master, grad, s.first, s.second, s.scale, SETTINGS, out),
+        "reference": lambda _: reference.adamw_(s.master, grad, s.first, s.second, s.scale, SETTINGS.numbers, out),
     }
     if importlib.util.find_spec("deepspeed") is not None:
         steps["DeepSpeed's CPU Adam" + " + casts" * mixed] = deepspeeds(s, grad, out)
@@ -125,16 +124,16 @@ def beside_a_copy(kind: str, s: Streams) -> dict[str, Step]:
 
     def adamw8bit(which: Any) -> None:
         states = (codes[0], scales[0], codes[1], scales[1])
-        which.adamw8bit(s.master, s.grad16, *states, s.scale, SETTINGS, s.param16)
+        which.adamw8bit_(s.master, s.grad16, *states, s.scale, SETTINGS.numbers, s.param16)
 
     def lamb(which: Any) -> None:
-        which.lamb_moments(s.grad16, s.first, s.second, s.scale, settings)
-        ratio = reference.trust_ratios(which.lamb_squares(s.master, s.first, s.second, settings)[None])[0]
-        which.lamb(s.master, s.first, s.second, ratio, settings, s.param16)
+        which.lamb_moments_(s.grad16, s.first, s.second, s.scale, settings.numbers)
+        ratio = reference.trust_ratios(which.lamb_squares(s.master, s.first, s.second, settings.lamb_numbers)[None])[0]
+        which.lamb_(s.master, s.first, s.second, ratio, settings.lamb_numbers, s.param16)
 
     step = {"adamw8bit": adamw8bit, "lamb": lamb}[kind]
-    ours = backend_for(torch.device("cpu"))
-    return {LIMIT: lambda _: target.copy_(source), "ours": lambda _: step(ours), "reference": lambda _: step(reference)}
+    steps = {"ours": lambda _: step(operations), "reference": lambda _: step(reference)}
+    return {LIMIT: lambda _: target.copy_(source), **steps}
 
 
 def torch_fused(s: Streams, grad: torch.Tensor, out: torch.Tensor | None) -> Step:

@@ -14,15 +14,16 @@ import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from zero_runtime.kernels import backends, reference  # noqa: E402
-from zero_runtime.kernels.backends import Backend  # noqa: E402
+from zero_runtime.kernels import reference  # noqa: E402
 from zero_runtime.kernels.block_formats import blocks_of  # noqa: E402
+from zero_runtime.kernels.registration import compiled_for  # noqa: E402
 from zero_runtime.kernels.settings import AdamW, Lamb, Lion, Sgd  # noqa: E402
 
 ADAM = (1e-3, 0.9, 0.999, 1e-8, 0.01, 10)
@@ -43,24 +44,25 @@ class Streams:
         self.scale = torch.ones((), device=device)
 
 
-def steps(which: Backend, s: Streams) -> dict[str, Step]:
+def steps(which: ModuleType, s: Streams) -> dict[str, Step]:
     """One step of each operation."""
     states = (s.codes[0], s.scales[0], s.codes[1], s.scales[1])
+    adamw, lion, sgd = AdamW(*ADAM).numbers, Lion(1e-3, 0.9, 0.99, 0.01).numbers, Sgd(1e-3, 0.9, 0, 0, False, 2)
 
     def lamb() -> None:
         settings = Lamb(*ADAM)
-        which.lamb_moments(s.grad, s.first, s.second, s.scale, settings)
-        squares = which.lamb_squares(s.master, s.first, s.second, settings)
+        which.lamb_moments_(s.grad, s.first, s.second, s.scale, settings.numbers)
+        squares = which.lamb_squares(s.master, s.first, s.second, settings.lamb_numbers)
         ratio = reference.trust_ratios(squares[None])[0]
-        which.lamb(s.master, s.first, s.second, ratio, settings, s.param)
+        which.lamb_(s.master, s.first, s.second, ratio, settings.lamb_numbers, s.param)
 
     return {
-        "adamw": lambda: which.adamw(s.master, s.grad, s.first, s.second, s.scale, AdamW(*ADAM), s.param),
-        "adamw8bit": lambda: which.adamw8bit(s.master, s.grad, *states, s.scale, AdamW(*ADAM), s.param),
-        "sgd": lambda: which.sgd(s.master, s.grad, s.first, s.scale, Sgd(1e-3, 0.9, 0, 0, False, 2), s.param),
-        "lion": lambda: which.lion(s.master, s.grad, s.first, s.scale, Lion(1e-3, 0.9, 0.99, 0.01), s.param),
+        "adamw": lambda: which.adamw_(s.master, s.grad, s.first, s.second, s.scale, adamw, s.param),
+        "adamw8bit": lambda: which.adamw8bit_(s.master, s.grad, *states, s.scale, adamw, s.param),
+        "sgd": lambda: which.sgd_(s.master, s.grad, s.first, s.scale, sgd.numbers, False, False, s.param),
+        "lion": lambda: which.lion_(s.master, s.grad, s.first, s.scale, lion, s.param),
         "lamb": lamb,
-        "accumulate": lambda: which.accumulate(s.master, s.grad, 0.5),
+        "accumulate": lambda: which.accumulate_(s.master, s.grad, 0.5),
     }
 
 
@@ -82,15 +84,15 @@ def main() -> int:
         print("expected a CUDA device, found none; nothing was run", file=sys.stderr)
         return 2
     device = torch.device("cuda")
-    ours = backends.backend_for(device)
-    if ours is reference:
+    ours = compiled_for(device)
+    if ours is None:
         print("expected the Triton kernels, found that they are not used here (see the warning)", file=sys.stderr)
         return 1
     report(measure(ours, args.numel, args.rounds, device), args.numel, args.rounds)
     return 0
 
 
-def measure(ours: Backend, numel: int, rounds: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
+def measure(ours: ModuleType, numel: int, rounds: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
     """Milliseconds by operation and contestant, one per round, after a round that compiles and warms up."""
     streams, times = Streams(numel, device), {}
     for name in BYTES:

@@ -42,7 +42,8 @@ sys.path[:0] = [str(ROOT)]
 from benchmarks.stages_report import cpu_name  # noqa: E402
 from zero_runtime.accounting import scratch_bytes  # noqa: E402
 from zero_runtime.initial_values import parameters_on_meta  # noqa: E402
-from zero_runtime.kernels.backends import VARIABLE  # noqa: E402
+from zero_runtime.kernels.checksum import zlib_crc32  # noqa: E402
+from zero_runtime.offload import scratch_file  # noqa: E402
 from zero_runtime.offload.nvme import NvmeTier  # noqa: E402
 from zero_runtime.offload.plan import OffloadPlan, Tier  # noqa: E402
 from zero_runtime.offload.scratch_file import ScratchSettings, aligned_buffer  # noqa: E402
@@ -81,7 +82,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         scratch = ScratchSettings(Path(folder), args.block_mib << 20, args.requests, args.ahead)
         runtimes = {"verified": build(scratch)}
-        with mock.patch.dict(os.environ, {VARIABLE: "reference"}):  # the file keeps the checksum of its creation
+        # A scratch file keeps the checksum function that it was created with.
+        with mock.patch.object(scratch_file, "checksum_function", return_value=zlib_crc32):
             runtimes["verified by zlib"] = build(scratch)
         runtimes |= {"not verified": build(replace(scratch, verify=False)), "in memory": build(None)}
         raws = {name: Raw(runtime, scratch) for name, runtime in runtimes.items() if scratch_bytes(runtime)}

@@ -1,11 +1,6 @@
-"""Block-wise 8-bit and 4-bit formats, and the 8-bit format of Adam's moments, in plain PyTorch. See reference.py.
+"""The block-wise 8-bit format of Adam's moments, in plain PyTorch. See reference.py.
 
 [Note: blocks] Each 256 elements of a flat tensor (the last block may be shorter) have one fp32 scale.
-
-[Note: integers] The scale is the largest magnitude / 127 (8 bits) or / 7 (4 bits); a code is value / scale, rounded to
-the nearest integer, ties to even. 4-bit codes are two's complement, two per byte, the even element in the lower half;
-if the number of elements is odd, the last upper half is 0. A block with a NaN or infinity has a scale that is not
-finite either, and is read back as NaN.
 
 [Note: dynamic codes] Moments span many magnitudes within a block. Their codes are indices into a table of 256 values in
 [-1, 1] (the first moment) or [0, 1] (the second): seven decades, each half as densely filled as the next (arXiv
@@ -32,35 +27,6 @@ DECADES = 7
 def blocks_of(numel: int) -> int:
     """The number of blocks, and so of scales, of `numel` elements."""
     return -(-numel // BLOCK_NUMEL)
-
-
-def codes_numel(numel: int, bits: int) -> int:
-    """The number of bytes that hold the codes of `numel` elements."""
-    return numel if bits == 8 else -(-numel // 2)
-
-
-def quantise(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None:
-    """Fill codes (int8 [n], or uint8 [(n + 1) // 2] for 4 bits) and scales [blocks] fp32. See [Note: integers]."""
-    numel, top = values.numel(), 127.0 if bits == 8 else 7.0
-    blocks = _in_blocks(values.to(torch.float32))
-    scale = blocks.abs().amax(1) / top
-    whole = torch.round(blocks / scale[:, None])
-    whole = torch.where(whole.isfinite(), whole.clamp(-top, top), 0.0).to(torch.int8).view(-1)[: numel + numel % 2]
-    scales.copy_(scale)
-    if bits == 8:
-        codes.copy_(whole[:numel])
-    else:
-        pairs = (whole.to(torch.int16) & 15).view(-1, 2)
-        codes.copy_(pairs[:, 0] | pairs[:, 1] << 4)
-
-
-def dequantise(target: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
-    """target [n] of any float dtype = codes * scales. See [Note: integers]."""
-    if bits == 4:
-        halves = torch.stack([codes & 15, codes >> 4], 1).view(-1)[: target.numel()]
-        codes = (halves.to(torch.int16) ^ 8) - 8
-    wide = _in_blocks(codes.to(torch.float32)) * scales[:, None]
-    target.copy_(wide.view(-1)[: target.numel()])
 
 
 @cache

@@ -3,8 +3,9 @@
 [Note: updates]
 An update takes master [n] (any float dtype), grad [n] (any float dtype) and its states [n] (fp32), and works in
 place. The gradient that it uses is `grad * grad_scale` (0-dim fp32, on the device); all arithmetic is fp32, and no
-value is read on the host. If `param_out` [n] (any float dtype) is given, the new master is rounded into it. Every
-update is element-wise, so any split of the tensors gives the same bits.
+value is read on the host. `numbers` are those of the settings (see [Note: numbers] in settings.py). If `param_out` [n]
+(any float dtype) is given, the new master is rounded into it. Every update is element-wise, so any split of the tensors
+gives the same bits.
 
 [Note: arithmetic]
 An update is a sequence of additions, subtractions, multiplications, divisions and square roots, each rounded to the
@@ -24,33 +25,12 @@ A square of an fp32 number is exact in fp64 and cannot overflow, so a sum is fin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from zero_runtime.kernels.block_formats import dequantise, quantise, read_dynamic, write_dynamic
-from zero_runtime.kernels.settings import Adam, AdamNumbers, AdamW, Lamb, LambNumbers, Lion, Sgd
-
-__all__ = [
-    "Adam",
-    "AdamW",
-    "Lamb",
-    "Lion",
-    "Sgd",
-    "accumulate",
-    "adamw",
-    "adamw8bit",
-    "cast_copy",
-    "dequantise",
-    "lamb",
-    "lamb_moments",
-    "lamb_squares",
-    "lion",
-    "quantise",
-    "sgd",
-    "sum_of_squares",
-    "trust_ratios",
-]
+from zero_runtime.kernels.block_formats import read_dynamic, write_dynamic
+from zero_runtime.kernels.settings import AdamNumbers, LambNumbers, LionNumbers, SgdNumbers
 
 # An update makes eight element-wise passes over five tensors. Small chunks stay in a core's caches (5 x 4 B x 64 Ki =
 # 1.25 MiB), larger ones need fewer calls. On 14.7 M elements with one thread, chunks of 16 Ki took 39 ms, 32 Ki 30,
@@ -61,36 +41,36 @@ LANES = 256
 GROUP_NUMEL = 64 * LANES
 
 
-def adamw(
+def adamw_(
     master: torch.Tensor,
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     grad_scale: torch.Tensor,
-    settings: AdamW,
+    numbers: Sequence[float],
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """AdamW, or Adam if `settings` is an Adam. See [Note: updates] and [Note: arithmetic]."""
-    numbers = settings.numbers
+    """AdamW or Adam with the numbers of settings.AdamNumbers. See [Note: updates] and [Note: arithmetic]."""
+    adam = AdamNumbers(*numbers)
     for part in _chunks(master):
         weights, scaled = master[part].to(torch.float32), grad[part].to(torch.float32) * grad_scale
-        if numbers.l2 != 0:
-            scaled.add_(weights * numbers.l2)
+        if adam.l2 != 0:
+            scaled.add_(weights * adam.l2)
         else:
-            weights.mul_(numbers.decay)
-        _moments(scaled, exp_avg[part], exp_avg_sq[part], numbers)
-        divisor = _divided(root(exp_avg_sq[part]), numbers.correction).add_(numbers.eps)
-        weights.add_((exp_avg[part] * numbers.minus_step_size).div_(divisor))
+            weights.mul_(adam.decay)
+        _moments(scaled, exp_avg[part], exp_avg_sq[part], adam)
+        divisor = _divided(root(exp_avg_sq[part]), adam.correction).add_(adam.eps)
+        weights.add_((exp_avg[part] * adam.minus_step_size).div_(divisor))
         _write_back(master, weights, param_out, part)
 
 
-def _moments(grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, numbers: AdamNumbers) -> None:
+def _moments(grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, adam: AdamNumbers) -> None:
     change = grad - exp_avg
-    if numbers.weight1 < 0.5:
-        exp_avg.add_(change.mul_(numbers.weight1))
+    if adam.weight1 < 0.5:
+        exp_avg.add_(change.mul_(adam.weight1))
     else:  # computed from the gradient, as torch's lerp does: with a weight of 1 the moment is exactly the gradient
-        torch.sub(grad, change.mul_(1 - numbers.weight1), out=exp_avg)
-    exp_avg_sq.mul_(numbers.beta2).add_((grad * numbers.weight2).mul_(grad))
+        torch.sub(grad, change.mul_(1 - adam.weight1), out=exp_avg)
+    exp_avg_sq.mul_(adam.beta2).add_((grad * adam.weight2).mul_(grad))
 
 
 def root(values: torch.Tensor) -> torch.Tensor:
@@ -129,7 +109,7 @@ def _divided(values: torch.Tensor, number: float) -> torch.Tensor:
     return values.div_(torch.full((), number, dtype=torch.float32, device=values.device))
 
 
-def adamw8bit(
+def adamw8bit_(
     master: torch.Tensor,
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
@@ -137,7 +117,7 @@ def adamw8bit(
     exp_avg_sq: torch.Tensor,
     exp_avg_sq_scale: torch.Tensor,
     grad_scale: torch.Tensor,
-    settings: AdamW,
+    numbers: Sequence[float],
     param_out: torch.Tensor | None = None,
 ) -> None:
     """AdamW or Adam with 8-bit moments: codes [n] uint8, scales [blocks] fp32; see [Note: dynamic codes].
@@ -146,81 +126,90 @@ def adamw8bit(
     """
     first = read_dynamic(exp_avg, exp_avg_scale, signed=True)
     second = read_dynamic(exp_avg_sq, exp_avg_sq_scale, signed=False)
-    adamw(master, grad, first, second, grad_scale, settings, param_out)
+    adamw_(master, grad, first, second, grad_scale, numbers, param_out)
     write_dynamic(first, exp_avg, exp_avg_scale, signed=True)
     write_dynamic(second, exp_avg_sq, exp_avg_sq_scale, signed=False)
 
 
-def sgd(
+def sgd_(
     master: torch.Tensor,
     grad: torch.Tensor,
     momentum_buffer: torch.Tensor | None,
     grad_scale: torch.Tensor,
-    settings: Sgd,
+    numbers: Sequence[float],
+    nesterov: bool,
+    is_first: bool,
     param_out: torch.Tensor | None = None,
 ) -> None:
     """SGD; `momentum_buffer` is None if momentum is 0. See [Note: updates] and [Note: arithmetic].
 
-    In the first step the buffer becomes the gradient, without dampening.
+    If `is_first`, the buffer becomes the gradient, without dampening.
     """
-    numbers = settings.numbers
+    sgd = SgdNumbers(*numbers)
     for part in _chunks(master):
         weights, step = master[part].to(torch.float32), grad[part].to(torch.float32) * grad_scale
-        if numbers.l2 != 0:
-            step.add_(weights * numbers.l2)
+        if sgd.l2 != 0:
+            step.add_(weights * sgd.l2)
         if momentum_buffer is not None:
             buffer = momentum_buffer[part]
-            if settings.step == 1:
+            if is_first:
                 buffer.copy_(step)
             else:
-                buffer.mul_(numbers.momentum).add_(step * numbers.weight)
-            step = step + buffer * numbers.momentum if settings.nesterov else buffer
-        weights.add_(step * numbers.minus_lr)
+                buffer.mul_(sgd.momentum).add_(step * sgd.weight)
+            step = step + buffer * sgd.momentum if nesterov else buffer
+        weights.add_(step * sgd.minus_lr)
         _write_back(master, weights, param_out, part)
 
 
-def lion(
+def lion_(
     master: torch.Tensor,
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     grad_scale: torch.Tensor,
-    settings: Lion,
+    numbers: Sequence[float],
     param_out: torch.Tensor | None = None,
 ) -> None:
     """Lion: w -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w), then m = beta2 * m + (1 - beta2) * g.
 
     See [Note: updates].
     """
-    numbers = settings.numbers
+    lion = LionNumbers(*numbers)
     for part in _chunks(master):
         weights, scaled = master[part].to(torch.float32), grad[part].to(torch.float32) * grad_scale
         moment = exp_avg[part]
-        direction = (moment * numbers.beta1).add_(scaled * numbers.weight1).sign_()
-        moment.mul_(numbers.beta2).add_(scaled.mul_(numbers.weight2))
-        weights.mul_(numbers.decay).add_(direction.mul_(numbers.minus_lr))
+        direction = (moment * lion.beta1).add_(scaled * lion.weight1).sign_()
+        moment.mul_(lion.beta2).add_(scaled.mul_(lion.weight2))
+        weights.mul_(lion.decay).add_(direction.mul_(lion.minus_lr))
         _write_back(master, weights, param_out, part)
 
 
 # ---- LAMB in three parts: the ranks sum the squares between the second and the third ---------------------------------
 
 
-def lamb_moments(
-    grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad_scale: torch.Tensor, settings: Lamb
+def lamb_moments_(
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad_scale: torch.Tensor,
+    numbers: Sequence[float],
 ) -> None:
-    """Update the moments of LAMB, which are those of Adam. See [Note: updates] and [Note: arithmetic]."""
+    """Update the moments of LAMB: Adam's, with the numbers of an Adam step. See [Note: updates], [Note: arithmetic]."""
+    adam = AdamNumbers(*numbers)
     for part in _chunks(grad):
-        _moments(grad[part].to(torch.float32) * grad_scale, exp_avg[part], exp_avg_sq[part], settings.numbers)
+        _moments(grad[part].to(torch.float32) * grad_scale, exp_avg[part], exp_avg_sq[part], adam)
 
 
-def lamb_squares(master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, settings: Lamb) -> torch.Tensor:
+def lamb_squares(
+    master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, numbers: Sequence[float]
+) -> torch.Tensor:
     """[2] fp64: the sums of the squares of the weights and of the update before its trust ratio.
 
     See [Note: order of squares].
     """
-    groups, numbers = [], settings.lamb_numbers
+    groups, lamb = [], LambNumbers(*numbers)
     for part in _chunks(master, SQUARES_CHUNK_NUMEL):
         weights = master[part].to(torch.float32)
-        update = _lamb_update(weights, exp_avg[part], exp_avg_sq[part], numbers)
+        update = _lamb_update(weights, exp_avg[part], exp_avg_sq[part], lamb)
         groups.append(torch.stack([_group_sums(weights), _group_sums(update)]))
     return folded(torch.cat(groups, 1)) if groups else master.new_zeros(2, dtype=torch.float64)
 
@@ -231,42 +220,42 @@ def trust_ratios(squares: torch.Tensor) -> torch.Tensor:
     return torch.where((weights > 0) & (update > 0), weights / update, torch.ones_like(weights)).to(torch.float32)
 
 
-def lamb(
+def lamb_(
     master: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     ratio: torch.Tensor,
-    settings: Lamb,
+    numbers: Sequence[float],
     param_out: torch.Tensor | None = None,
 ) -> None:
     """w -= lr * (ratio * update); `ratio` is that of the elements' parameter, 0-dim fp32. See [Note: updates]."""
-    numbers = settings.lamb_numbers
+    lamb = LambNumbers(*numbers)
     for part in _chunks(master):
         weights = master[part].to(torch.float32)
-        update = _lamb_update(weights, exp_avg[part], exp_avg_sq[part], numbers)
-        weights.add_(update.mul_(ratio).mul_(numbers.minus_lr))
+        update = _lamb_update(weights, exp_avg[part], exp_avg_sq[part], lamb)
+        weights.add_(update.mul_(ratio).mul_(lamb.minus_lr))
         _write_back(master, weights, param_out, part)
 
 
 def _lamb_update(
-    weights: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, numbers: LambNumbers
+    weights: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, lamb: LambNumbers
 ) -> torch.Tensor:
     """r + weight_decay * w with r = m' / (sqrt(v') + eps) of the bias-corrected moments m' and v'."""
-    first = _divided(exp_avg.clone(), numbers.correction1)
-    second = _divided(exp_avg_sq.clone(), numbers.correction2)
-    return first.div_(root(second).add_(numbers.eps)).add_(weights * numbers.weight_decay)
+    first = _divided(exp_avg.clone(), lamb.correction1)
+    second = _divided(exp_avg_sq.clone(), lamb.correction2)
+    return first.div_(root(second).add_(lamb.eps)).add_(weights * lamb.weight_decay)
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
 
-def accumulate(target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
+def accumulate_(target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
     """target += scale * values, both [n] of any float dtype; computed in fp32 and rounded to the target's dtype."""
     for part in _chunks(target):
         target[part].copy_(target[part].to(torch.float32).add_(values[part].to(torch.float32) * scale))
 
 
-def cast_copy(target: torch.Tensor, values: torch.Tensor) -> None:
+def cast_copy_(target: torch.Tensor, values: torch.Tensor) -> None:
     """target = values, both [n] of any float dtype; rounded to nearest, ties to even."""
     target.copy_(values)
 

@@ -1,7 +1,7 @@
 """The hyperparameters of each update, checked by the caller; one object per step and parameter group.
 
 [Note: numbers] An update computes with its `numbers`, which are computed here in fp64, by operations that IEEE 754
-defines, and then rounded to fp32 once. Every implementation uses these same numbers.
+defines, and then rounded to fp32 once. Every implementation takes these same numbers, in the order of the tuple.
 """
 
 from __future__ import annotations
@@ -132,6 +132,11 @@ class Sgd:
     weight_decay: float
     nesterov: bool
     step: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the momentum buffer becomes the gradient, without dampening."""
+        return self.step == 1
 
     @property
     def numbers(self) -> SgdNumbers:

@@ -9,9 +9,9 @@ from typing import Any
 from orchestrator.commands.line import sweep_request
 from orchestrator.config.strict import Refusal
 from orchestrator.records import sweep_record
+from orchestrator.records.ownership import for_the_owner_alone
 from orchestrator.records.run_state import RunState
 from orchestrator.report import comparison
-from zero_runtime.kernels.ownership import for_the_owner_alone
 
 __all__ = ["Record", "Refusal", "run", "sweep"]
 

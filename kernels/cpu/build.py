@@ -19,6 +19,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -26,8 +27,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-from zero_runtime.kernels.ownership import trouble_of_private
 
 logger = logging.getLogger(__name__)
 
@@ -115,12 +114,18 @@ def _writable(folder: Path) -> Path:
 def _private(folder: Path) -> Path:
     """The folder, created if it is missing. BuildError if other users own it or may write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if (trouble := trouble_of_private(folder)) is not None:
-        raise BuildError(
-            f"the cache must be the user's and writable to nobody else, since what lies there is loaded: {trouble}; "
-            "chmod 700 it, or set XDG_CACHE_HOME"
-        )
-    return folder
+    status = folder.stat()
+    mode = stat.filemode(status.st_mode)
+    if status.st_uid != os.getuid():
+        trouble = f"{folder} belongs to user {status.st_uid} ({mode}), and this is user {os.getuid()}"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        trouble = f"{folder} is writable to others ({mode})"
+    else:
+        return folder
+    raise BuildError(
+        f"the cache must be the user's and writable to nobody else, since what lies there is loaded: {trouble}; "
+        "chmod 700 it, or set XDG_CACHE_HOME"
+    )
 
 
 def flags() -> tuple[str, ...]:

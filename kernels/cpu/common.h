@@ -27,7 +27,7 @@
 #include <immintrin.h>
 #endif
 
-constexpr int64_t BLOCK = 256;  // of the formats and of sums of squares too
+constexpr int64_t BLOCK = 256;  // also of the 8-bit format and of sums of squares
 constexpr int64_t STEP = 128;   // of the updates
 constexpr int64_t GRAIN = 64 * 1024;        // elements below which another thread costs more than it saves
 constexpr int64_t STREAM_NUMEL = 1 << 20;   // from here on what is only written goes past the caches

@@ -1,181 +1,183 @@
-"""Each operation of reference.py as a call of the compiled library, or of the reference for unsupported tensors."""
+"""Each operation of reference.py as a call of the compiled library, or of the reference for unsupported tensors.
+
+The operations have the names, arguments and bits of the reference; they use torch's number of threads.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 
 from zero_runtime.kernels import reference
 from zero_runtime.kernels.block_formats import dynamic_codes
-from zero_runtime.kernels.settings import AdamW, Lamb, Lion, Sgd
+from zero_runtime.kernels.cpu.build import load_library
+from zero_runtime.kernels.settings import AdamNumbers
 
 CODE_OF = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _Argument = ctypes._SimpleCData
 
 
-class CpuKernels:
-    """The operations with the names, arguments and bits of the reference; they use torch's number of threads."""
+@cache
+def library() -> ctypes.CDLL:
+    """The compiled library, loaded once per process. BuildError if it cannot be compiled or loaded."""
+    loaded = load_library()
+    loaded.zlab_checksum.restype = ctypes.c_uint32
+    return loaded
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        self.has_checksum = bool(library.zlab_has_checksum())
-        library.zlab_checksum.restype = ctypes.c_uint32
 
-    def adamw(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad_scale: torch.Tensor,
-        settings: AdamW,
-        param_out: torch.Tensor | None = None,
-    ) -> None:
-        if not _takes(master, grad, param_out, fp32=(exp_avg, exp_avg_sq, grad_scale)):
-            reference.adamw(master, grad, exp_avg, exp_avg_sq, grad_scale, settings, param_out)
-            return
-        moments, scale = (_pointer(exp_avg), _pointer(exp_avg_sq)), _pointer(grad_scale)
-        tensors = (*_typed(master), *_typed(grad), *moments, scale, *_typed(param_out))
-        self._library.zlab_adamw(*tensors, *_extent(master), *_floats(settings.numbers))
+def adamw_(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad_scale: torch.Tensor,
+    numbers: Sequence[float],
+    param_out: torch.Tensor | None = None,
+) -> None:
+    if not _takes(master, grad, param_out, fp32=(exp_avg, exp_avg_sq, grad_scale)):
+        reference.adamw_(master, grad, exp_avg, exp_avg_sq, grad_scale, numbers, param_out)
+        return
+    moments, scale = (_pointer(exp_avg), _pointer(exp_avg_sq)), _pointer(grad_scale)
+    tensors = (*_typed(master), *_typed(grad), *moments, scale, *_typed(param_out))
+    library().zlab_adamw(*tensors, *_extent(master), *_floats(numbers))
 
-    def adamw8bit(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_scale: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        exp_avg_sq_scale: torch.Tensor,
-        grad_scale: torch.Tensor,
-        settings: AdamW,
-        param_out: torch.Tensor | None = None,
-    ) -> None:
-        states = (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
-        scales = (exp_avg_scale, exp_avg_sq_scale, grad_scale)
-        if not _takes(master, grad, param_out, fp32=scales, bytes_=(exp_avg, exp_avg_sq)):
-            reference.adamw8bit(master, grad, *states, grad_scale, settings, param_out)
-            return
-        tables = [dynamic_codes(master.device, signed=signed) for signed in (True, False)]
-        rest = map(_pointer, (*states, *tables, grad_scale))
-        tensors = (*_typed(master), *_typed(grad), *rest, *_typed(param_out))
-        self._library.zlab_adamw8bit(*tensors, *_extent(master), *_floats(settings.numbers))
 
-    def sgd(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        momentum_buffer: torch.Tensor | None,
-        grad_scale: torch.Tensor,
-        settings: Sgd,
-        param_out: torch.Tensor | None = None,
-    ) -> None:
-        states = () if momentum_buffer is None else (momentum_buffer,)
-        if not _takes(master, grad, param_out, fp32=(*states, grad_scale)):
-            reference.sgd(master, grad, momentum_buffer, grad_scale, settings, param_out)
-            return
-        kind = 0 if momentum_buffer is None else 1 if settings.step == 1 else 2
-        rest = (_pointer(momentum_buffer), _pointer(grad_scale))
-        self._library.zlab_sgd(
-            *(*_typed(master), *_typed(grad), *rest, *_typed(param_out), *_extent(master)),
-            *(ctypes.c_int32(kind), ctypes.c_int32(settings.nesterov), *_floats(settings.numbers)),
-        )
+def adamw8bit_(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_scale: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    exp_avg_sq_scale: torch.Tensor,
+    grad_scale: torch.Tensor,
+    numbers: Sequence[float],
+    param_out: torch.Tensor | None = None,
+) -> None:
+    states = (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
+    scales = (exp_avg_scale, exp_avg_sq_scale, grad_scale)
+    if not _takes(master, grad, param_out, fp32=scales, bytes_=(exp_avg, exp_avg_sq)):
+        reference.adamw8bit_(master, grad, *states, grad_scale, numbers, param_out)
+        return
+    tables = [dynamic_codes(master.device, signed=signed) for signed in (True, False)]
+    rest = map(_pointer, (*states, *tables, grad_scale))
+    tensors = (*_typed(master), *_typed(grad), *rest, *_typed(param_out))
+    library().zlab_adamw8bit(*tensors, *_extent(master), *_floats(numbers))
 
-    def lion(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        grad_scale: torch.Tensor,
-        settings: Lion,
-        param_out: torch.Tensor | None = None,
-    ) -> None:
-        if not _takes(master, grad, param_out, fp32=(exp_avg, grad_scale)):
-            reference.lion(master, grad, exp_avg, grad_scale, settings, param_out)
-            return
-        rest = (_pointer(exp_avg), _pointer(grad_scale))
-        tensors = (*_typed(master), *_typed(grad), *rest, *_typed(param_out))
-        self._library.zlab_lion(*tensors, *_extent(master), *_floats(settings.numbers))
 
-    def lamb_moments(
-        self,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad_scale: torch.Tensor,
-        settings: Lamb,
-    ) -> None:
-        if not _takes(grad, fp32=(exp_avg, exp_avg_sq, grad_scale)):
-            reference.lamb_moments(grad, exp_avg, exp_avg_sq, grad_scale, settings)
-            return
-        numbers = settings.numbers
-        weights = (numbers.weight1, numbers.beta2, numbers.weight2)
-        tensors = (*_typed(grad), *map(_pointer, (exp_avg, exp_avg_sq, grad_scale)))
-        self._library.zlab_lamb_moments(*tensors, *_extent(grad), *_floats(weights))
+def sgd_(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    momentum_buffer: torch.Tensor | None,
+    grad_scale: torch.Tensor,
+    numbers: Sequence[float],
+    nesterov: bool,
+    is_first: bool,
+    param_out: torch.Tensor | None = None,
+) -> None:
+    states = () if momentum_buffer is None else (momentum_buffer,)
+    if not _takes(master, grad, param_out, fp32=(*states, grad_scale)):
+        reference.sgd_(master, grad, momentum_buffer, grad_scale, numbers, nesterov, is_first, param_out)
+        return
+    kind = 0 if momentum_buffer is None else 1 if is_first else 2
+    rest = (_pointer(momentum_buffer), _pointer(grad_scale))
+    library().zlab_sgd(
+        *(*_typed(master), *_typed(grad), *rest, *_typed(param_out), *_extent(master)),
+        *(ctypes.c_int32(kind), ctypes.c_int32(nesterov), *_floats(numbers)),
+    )
 
-    def lamb_squares(
-        self, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, settings: Lamb
-    ) -> torch.Tensor:
-        if not _takes(master, fp32=(exp_avg, exp_avg_sq)):
-            return reference.lamb_squares(master, exp_avg, exp_avg_sq, settings)
-        totals, groups = torch.empty(2, dtype=torch.float64), _group_sums(2 * master.numel() + reference.GROUP_NUMEL)
-        tensors = (*_typed(master), *map(_pointer, (exp_avg, exp_avg_sq, groups, totals)))
-        self._library.zlab_lamb_squares(*tensors, *_extent(master), *_floats(settings.lamb_numbers[:-1]))
-        return totals
 
-    def lamb(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        ratio: torch.Tensor,
-        settings: Lamb,
-        param_out: torch.Tensor | None = None,
-    ) -> None:
-        if not _takes(master, param_out, fp32=(exp_avg, exp_avg_sq, ratio)):
-            reference.lamb(master, exp_avg, exp_avg_sq, ratio, settings, param_out)
-            return
-        tensors = (*_typed(master), *map(_pointer, (exp_avg, exp_avg_sq, ratio)), *_typed(param_out))
-        self._library.zlab_lamb(*tensors, *_extent(master), *_floats(settings.lamb_numbers))
+def lion_(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    grad_scale: torch.Tensor,
+    numbers: Sequence[float],
+    param_out: torch.Tensor | None = None,
+) -> None:
+    if not _takes(master, grad, param_out, fp32=(exp_avg, grad_scale)):
+        reference.lion_(master, grad, exp_avg, grad_scale, numbers, param_out)
+        return
+    rest = (_pointer(exp_avg), _pointer(grad_scale))
+    tensors = (*_typed(master), *_typed(grad), *rest, *_typed(param_out))
+    library().zlab_lion(*tensors, *_extent(master), *_floats(numbers))
 
-    def accumulate(self, target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
-        if not _takes(target, values):
-            reference.accumulate(target, values, scale)
-            return
-        self._library.zlab_accumulate(*_typed(target), *_typed(values), *_extent(target), ctypes.c_float(scale))
 
-    def cast_copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        if not _takes(target, values):
-            reference.cast_copy(target, values)
-            return
-        self._library.zlab_cast_copy(*_typed(target), *_typed(values), *_extent(target))
+def lamb_moments_(
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad_scale: torch.Tensor,
+    numbers: Sequence[float],
+) -> None:
+    if not _takes(grad, fp32=(exp_avg, exp_avg_sq, grad_scale)):
+        reference.lamb_moments_(grad, exp_avg, exp_avg_sq, grad_scale, numbers)
+        return
+    adam = AdamNumbers(*numbers)
+    weights = (adam.weight1, adam.beta2, adam.weight2)
+    tensors = (*_typed(grad), *map(_pointer, (exp_avg, exp_avg_sq, grad_scale)))
+    library().zlab_lamb_moments(*tensors, *_extent(grad), *_floats(weights))
 
-    def sum_of_squares(self, values: torch.Tensor) -> torch.Tensor:
-        if not _takes(values):
-            return reference.sum_of_squares(values)
-        total, groups = torch.empty((), dtype=torch.float64), _group_sums(values.numel())
-        self._library.zlab_sum_of_squares(*_typed(values), _pointer(groups), _pointer(total), *_extent(values))
-        return total
 
-    def quantise(self, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None:
-        if not _takes(values, fp32=(scales,), bytes_=(codes,)):
-            reference.quantise(codes, scales, values, bits)
-            return
-        tensors = (_pointer(codes), _pointer(scales), *_typed(values))
-        self._library.zlab_quantise(*tensors, ctypes.c_int32(bits), *_extent(values))
+def lamb_squares(
+    master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, numbers: Sequence[float]
+) -> torch.Tensor:
+    if not _takes(master, fp32=(exp_avg, exp_avg_sq)):
+        return reference.lamb_squares(master, exp_avg, exp_avg_sq, numbers)
+    totals, groups = torch.empty(2, dtype=torch.float64), _group_sums(2 * master.numel() + reference.GROUP_NUMEL)
+    tensors = (*_typed(master), *map(_pointer, (exp_avg, exp_avg_sq, groups, totals)))
+    library().zlab_lamb_squares(*tensors, *_extent(master), *_floats(numbers[:-1]))
+    return totals
 
-    def dequantise(self, target: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
-        if not _takes(target, fp32=(scales,), bytes_=(codes,)):
-            reference.dequantise(target, codes, scales, bits)
-            return
-        tensors = (*_typed(target), _pointer(codes), _pointer(scales))
-        self._library.zlab_dequantise(*tensors, ctypes.c_int32(bits), *_extent(target))
 
-    def checksum(self, data: torch.Tensor) -> int:
-        """See checksum.py; call it only if `has_checksum`."""
-        assert data.is_contiguous()
-        return int(self._library.zlab_checksum(_pointer(data), ctypes.c_int64(data.nbytes)))
+def lamb_(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    ratio: torch.Tensor,
+    numbers: Sequence[float],
+    param_out: torch.Tensor | None = None,
+) -> None:
+    if not _takes(master, param_out, fp32=(exp_avg, exp_avg_sq, ratio)):
+        reference.lamb_(master, exp_avg, exp_avg_sq, ratio, numbers, param_out)
+        return
+    tensors = (*_typed(master), *map(_pointer, (exp_avg, exp_avg_sq, ratio)), *_typed(param_out))
+    library().zlab_lamb(*tensors, *_extent(master), *_floats(numbers))
+
+
+def accumulate_(target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
+    if not _takes(target, values):
+        reference.accumulate_(target, values, scale)
+        return
+    library().zlab_accumulate(*_typed(target), *_typed(values), *_extent(target), ctypes.c_float(scale))
+
+
+def cast_copy_(target: torch.Tensor, values: torch.Tensor) -> None:
+    if not _takes(target, values):
+        reference.cast_copy_(target, values)
+        return
+    library().zlab_cast_copy(*_typed(target), *_typed(values), *_extent(target))
+
+
+def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
+    if not _takes(values):
+        return reference.sum_of_squares(values)
+    total, groups = torch.empty((), dtype=torch.float64), _group_sums(values.numel())
+    library().zlab_sum_of_squares(*_typed(values), _pointer(groups), _pointer(total), *_extent(values))
+    return total
+
+
+def has_checksum() -> bool:
+    """Whether this processor has the instruction that `checksum` needs."""
+    return bool(library().zlab_has_checksum())
+
+
+def checksum(data: torch.Tensor) -> int:
+    """See checksum.py; call it only if `has_checksum()`."""
+    assert data.is_contiguous()
+    return int(library().zlab_checksum(_pointer(data), ctypes.c_int64(data.nbytes)))
 
 
 def _takes(

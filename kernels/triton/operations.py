@@ -6,6 +6,7 @@ addition (UNFUSED), and divisions and roots are correctly rounded, so updates ha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -14,171 +15,161 @@ import torch
 import triton
 from zero_runtime.kernels import reference
 from zero_runtime.kernels.block_formats import BLOCK_NUMEL, ZERO_CODE, blocks_of, dynamic_codes
-from zero_runtime.kernels.settings import AdamW, Lamb, Lion, Sgd
+from zero_runtime.kernels.settings import AdamNumbers
 from zero_runtime.kernels.triton import moments, streams, updates
 
 BLOCK = 1024
-ROWS = 8  # blocks of a format per program
-MOMENT_ROWS = 4  # the same for 8-bit moments, of which an update holds more data at a time
+MOMENT_ROWS = 4  # blocks of 8-bit moments per program
 UNFUSED = {"enable_fp_fusion": False}
 
 
-class TritonKernels:
-    """The operations with the names and arguments of the reference."""
+def adamw_(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad_scale: torch.Tensor,
+    numbers: Sequence[float],
+    param_out: torch.Tensor | None = None,
+) -> None:
+    adam = AdamNumbers(*numbers)
+    _over(master, updates.adamw_kernel)(
+        *(master, grad, exp_avg, exp_avg_sq, grad_scale, _target(param_out, master), master.numel()),
+        *adam,
+        HAS_OUT=param_out is not None,
+        FROM_END=adam.weight1 >= 0.5,
+        L2=adam.l2 != 0,
+        BLOCK=BLOCK,
+        **UNFUSED,
+    )
 
-    def adamw(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad_scale: torch.Tensor,
-        settings: AdamW,
-        param_out: torch.Tensor | None = None,
-    ) -> None:
-        numbers = settings.numbers
-        _over(master, updates.adamw_kernel)(
-            *(master, grad, exp_avg, exp_avg_sq, grad_scale, _target(param_out, master), master.numel()),
-            *numbers,
-            HAS_OUT=param_out is not None,
-            FROM_END=numbers.weight1 >= 0.5,
-            L2=numbers.l2 != 0,
-            BLOCK=BLOCK,
-            **UNFUSED,
+
+def adamw8bit_(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_scale: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    exp_avg_sq_scale: torch.Tensor,
+    grad_scale: torch.Tensor,
+    numbers: Sequence[float],
+    param_out: torch.Tensor | None = None,
+) -> None:
+    blocks, adam = blocks_of(master.numel()), AdamNumbers(*numbers)
+    if not blocks:
+        return
+    moments.adamw8bit_kernel[(triton.cdiv(blocks, MOMENT_ROWS),)](
+        *(master, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, grad_scale),
+        *(_target(param_out, master), master.numel(), blocks, *_tables(master.device), *adam),
+        HAS_OUT=param_out is not None,
+        FROM_END=adam.weight1 >= 0.5,
+        L2=adam.l2 != 0,
+        ZERO=ZERO_CODE,
+        ROWS=MOMENT_ROWS,
+        PER=BLOCK_NUMEL,
+        **UNFUSED,
+    )
+
+
+def sgd_(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    momentum_buffer: torch.Tensor | None,
+    grad_scale: torch.Tensor,
+    numbers: Sequence[float],
+    nesterov: bool,
+    is_first: bool,
+    param_out: torch.Tensor | None = None,
+) -> None:
+    _over(master, updates.sgd_kernel)(
+        *(master, grad, _target(momentum_buffer, master), grad_scale, _target(param_out, master), master.numel()),
+        *numbers,
+        HAS_OUT=param_out is not None,
+        KIND=0 if momentum_buffer is None else 1 if is_first else 2,
+        NESTEROV=nesterov,
+        BLOCK=BLOCK,
+        **UNFUSED,
+    )
+
+
+def lion_(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    grad_scale: torch.Tensor,
+    numbers: Sequence[float],
+    param_out: torch.Tensor | None = None,
+) -> None:
+    _over(master, updates.lion_kernel)(
+        *(master, grad, exp_avg, grad_scale, _target(param_out, master), master.numel()),
+        *numbers,
+        HAS_OUT=param_out is not None,
+        BLOCK=BLOCK,
+        **UNFUSED,
+    )
+
+
+def lamb_moments_(
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad_scale: torch.Tensor,
+    numbers: Sequence[float],
+) -> None:
+    adam = AdamNumbers(*numbers)
+    _over(grad, updates.lamb_moments_kernel)(
+        *(grad, exp_avg, exp_avg_sq, grad_scale, grad.numel(), adam.weight1, adam.beta2, adam.weight2),
+        FROM_END=adam.weight1 >= 0.5,
+        BLOCK=BLOCK,
+        **UNFUSED,
+    )
+
+
+def lamb_squares(
+    master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, numbers: Sequence[float]
+) -> torch.Tensor:
+    count = -(-master.numel() // reference.GROUP_NUMEL)
+    groups = torch.zeros(2, max(count, 1), dtype=torch.float64, device=master.device)
+    if count:
+        sizes = {"ROWS": reference.GROUP_NUMEL // reference.LANES, "LANES": reference.LANES, **UNFUSED}
+        updates.lamb_squares_kernel[(count,)](
+            master, exp_avg, exp_avg_sq, groups, master.numel(), count, *numbers[:-1], **sizes
         )
+    return reference.folded(groups)
 
-    def adamw8bit(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_scale: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        exp_avg_sq_scale: torch.Tensor,
-        grad_scale: torch.Tensor,
-        settings: AdamW,
-        param_out: torch.Tensor | None = None,
-    ) -> None:
-        blocks, numbers = blocks_of(master.numel()), settings.numbers
-        if not blocks:
-            return
-        moments.adamw8bit_kernel[(triton.cdiv(blocks, MOMENT_ROWS),)](
-            *(master, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, grad_scale),
-            *(_target(param_out, master), master.numel(), blocks, *_tables(master.device), *numbers),
-            HAS_OUT=param_out is not None,
-            FROM_END=numbers.weight1 >= 0.5,
-            L2=numbers.l2 != 0,
-            ZERO=ZERO_CODE,
-            ROWS=MOMENT_ROWS,
-            PER=BLOCK_NUMEL,
-            **UNFUSED,
-        )
 
-    def sgd(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        momentum_buffer: torch.Tensor | None,
-        grad_scale: torch.Tensor,
-        settings: Sgd,
-        param_out: torch.Tensor | None = None,
-    ) -> None:
-        _over(master, updates.sgd_kernel)(
-            *(master, grad, _target(momentum_buffer, master), grad_scale, _target(param_out, master), master.numel()),
-            *settings.numbers,
-            HAS_OUT=param_out is not None,
-            KIND=0 if momentum_buffer is None else 1 if settings.step == 1 else 2,
-            NESTEROV=settings.nesterov,
-            BLOCK=BLOCK,
-            **UNFUSED,
-        )
+def lamb_(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    ratio: torch.Tensor,
+    numbers: Sequence[float],
+    param_out: torch.Tensor | None = None,
+) -> None:
+    _over(master, updates.lamb_kernel)(
+        *(master, exp_avg, exp_avg_sq, ratio, _target(param_out, master), master.numel()),
+        *numbers,
+        HAS_OUT=param_out is not None,
+        BLOCK=BLOCK,
+        **UNFUSED,
+    )
 
-    def lion(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        grad_scale: torch.Tensor,
-        settings: Lion,
-        param_out: torch.Tensor | None = None,
-    ) -> None:
-        _over(master, updates.lion_kernel)(
-            *(master, grad, exp_avg, grad_scale, _target(param_out, master), master.numel()),
-            *settings.numbers,
-            HAS_OUT=param_out is not None,
-            BLOCK=BLOCK,
-            **UNFUSED,
-        )
 
-    def lamb_moments(
-        self,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad_scale: torch.Tensor,
-        settings: Lamb,
-    ) -> None:
-        numbers = settings.numbers
-        _over(grad, updates.lamb_moments_kernel)(
-            *(grad, exp_avg, exp_avg_sq, grad_scale, grad.numel(), numbers.weight1, numbers.beta2, numbers.weight2),
-            FROM_END=numbers.weight1 >= 0.5,
-            BLOCK=BLOCK,
-            **UNFUSED,
-        )
+def accumulate_(target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
+    _over(target, streams.accumulate_kernel)(target, values, target.numel(), scale, BLOCK=BLOCK, **UNFUSED)
 
-    def lamb_squares(
-        self, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, settings: Lamb
-    ) -> torch.Tensor:
-        count = -(-master.numel() // reference.GROUP_NUMEL)
-        groups = torch.zeros(2, max(count, 1), dtype=torch.float64, device=master.device)
-        if count:
-            sizes = {"ROWS": reference.GROUP_NUMEL // reference.LANES, "LANES": reference.LANES, **UNFUSED}
-            updates.lamb_squares_kernel[(count,)](
-                master, exp_avg, exp_avg_sq, groups, master.numel(), count, *settings.lamb_numbers[:-1], **sizes
-            )
-        return reference.folded(groups)
 
-    def lamb(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        ratio: torch.Tensor,
-        settings: Lamb,
-        param_out: torch.Tensor | None = None,
-    ) -> None:
-        _over(master, updates.lamb_kernel)(
-            *(master, exp_avg, exp_avg_sq, ratio, _target(param_out, master), master.numel()),
-            *settings.lamb_numbers,
-            HAS_OUT=param_out is not None,
-            BLOCK=BLOCK,
-            **UNFUSED,
-        )
+def cast_copy_(target: torch.Tensor, values: torch.Tensor) -> None:
+    _over(target, streams.cast_copy_kernel)(target, values, target.numel(), BLOCK=BLOCK)
 
-    def accumulate(self, target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
-        _over(target, streams.accumulate_kernel)(target, values, target.numel(), scale, BLOCK=BLOCK, **UNFUSED)
 
-    def cast_copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        _over(target, streams.cast_copy_kernel)(target, values, target.numel(), BLOCK=BLOCK)
-
-    def sum_of_squares(self, values: torch.Tensor) -> torch.Tensor:
-        count = -(-values.numel() // reference.GROUP_NUMEL)
-        groups = torch.zeros(max(count, 1), dtype=torch.float64, device=values.device)
-        rows = reference.GROUP_NUMEL // reference.LANES
-        if count:
-            streams.squares_kernel[(count,)](values, groups, values.numel(), ROWS=rows, LANES=reference.LANES)
-        return reference.folded(groups)
-
-    def quantise(self, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None:
-        blocks, top = blocks_of(values.numel()), 127.0 if bits == 8 else 7.0
-        if blocks:
-            sizes = {"BITS": bits, "ROWS": ROWS, "HALF": BLOCK_NUMEL // 2}
-            programs = (triton.cdiv(blocks, ROWS),)
-            streams.quantise_kernel[programs](codes, scales, values, values.numel(), blocks, top, **sizes)
-
-    def dequantise(self, target: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
-        sizes = {"BITS": bits, "PER": BLOCK_NUMEL, "BLOCK": BLOCK}
-        _over(target, streams.dequantise_kernel)(target, codes, scales, target.numel(), **sizes)
+def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
+    count = -(-values.numel() // reference.GROUP_NUMEL)
+    groups = torch.zeros(max(count, 1), dtype=torch.float64, device=values.device)
+    rows = reference.GROUP_NUMEL // reference.LANES
+    if count:
+        streams.squares_kernel[(count,)](values, groups, values.numel(), ROWS=rows, LANES=reference.LANES)
+    return reference.folded(groups)
 
 
 class _Tables(NamedTuple):

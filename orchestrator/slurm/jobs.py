@@ -14,12 +14,12 @@ from typing import Any
 from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.launch.environment import job_settings
 from orchestrator.launch.rank import ENTRY, STOP_SIGNAL
+from orchestrator.records.ownership import for_the_owner_alone
 from orchestrator.records.record_file import write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.slurm import tools as slurm_tools
 from orchestrator.slurm.executor import BatchExecutor
 from orchestrator.slurm.tools import DENIED, NO_SUCH_JOB, UNSEEN, JobPhase, JobSight, SlurmError, ask, read_scontrol_job
-from zero_runtime.kernels.ownership import for_the_owner_alone
 
 Sent = tuple[AttemptPaths, RunConfig]
 AT_ONCE = 500  # job ids on one command line

@@ -22,7 +22,7 @@ from orchestrator.workloads.weights import weights_of
 from zero_runtime.activations.recompute import Recomputation, RecomputeRule
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.initial_values import Initialise
-from zero_runtime.kernels.backends import backend_for
+from zero_runtime.kernels.registration import prepare
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_file import ScratchSettings
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
@@ -114,7 +114,7 @@ def _compile_kernels(config: RunConfig, device: torch.device) -> None:
     """Compiles kernels during startup, where ranks may be slow; in the first step a compiling rank would look hung."""
     on_host = config.offload.optimizer is not OffloadDevice.device or config.offload.params is not OffloadDevice.device
     for one in {device.type, "cpu"} if on_host else {device.type}:
-        backend_for(torch.device(one))
+        prepare(torch.device(one))
 
 
 def build_precision(precision: Precision) -> MixedPrecision:

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_the_triton_kernels_compile_and_agree_with_the_reference_on_this_gpu() -> None:
-    from zero_runtime.kernels.backends import trouble_of
-    from zero_runtime.kernels.triton.operations import TritonKernels
+    from zero_runtime.kernels.registration import trouble_of
+    from zero_runtime.kernels.triton import operations
 
-    assert trouble_of(TritonKernels(), torch.device("cuda")) is None
+    assert trouble_of(operations, torch.device("cuda")) is None

@@ -10,14 +10,15 @@ import os
 import stat
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from harness.patience import HANG_S
 
-from zero_runtime.kernels import backends, reference
-from zero_runtime.kernels.cpu import build
+from zero_runtime.kernels import reference, registration
+from zero_runtime.kernels.cpu import build, operations
 from zero_runtime.kernels.cpu.build import BuildError, LockWait
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,13 +172,15 @@ def test_a_damaged_library_is_compiled_again_and_never_loaded(
 def test_kernels_with_wrong_results_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def accumulate(self: object, target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
-        reference.accumulate(target, values, 1.01 * scale)
+    def accumulate_(target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
+        reference.accumulate_(target, values, 1.01 * scale)
 
-    monkeypatch.setattr(backends.CpuKernels, "accumulate", accumulate)
-    if isinstance(backends._compiled(), BuildError) and "results are off" not in str(backends._compiled()):
-        pytest.skip(str(backends._compiled()))
-    assert backends.backend_for(CPU) is reference
+    try:
+        operations.library()
+    except BuildError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(operations, "accumulate_", accumulate_)
+    assert not registration.prepare(CPU)
     assert "compiled here, its results are off by up to" in caplog.text
 
 
@@ -231,14 +234,8 @@ def test_a_waiting_process_logs_it_and_after_the_limit_compiles_without_the_lock
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the test make choices that a process makes only once; afterwards the earlier choices apply again."""
     monkeypatch.delenv("ZLAB_KERNELS", raising=False)
-    for cached in (backends._compiled, backends._warn_once):
-        monkeypatch.setattr(backends, cached.__name__, _uncached(cached))
-
-
-def _uncached(function):  # type: ignore[no-untyped-def]
-    from functools import cache
-
-    return cache(function.__wrapped__)
+    monkeypatch.setattr(registration, "_prepared", cache(registration._prepared.__wrapped__))
+    monkeypatch.setattr(operations, "library", cache(operations.library.__wrapped__))
 
 
 @pytest.mark.usefixtures("sources", "fresh_choice")
@@ -246,8 +243,8 @@ def test_without_a_compiler_one_warning_gives_the_reason_and_the_reference_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert backends.backend_for(CPU) is reference
-    assert backends.backend_for(CPU) is reference
+    assert not registration.prepare(CPU)
+    assert not registration.prepare(CPU)
     (record,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
     assert "expected a C++ compiler (no-such-compiler) on the PATH, found none; install g++" in record.getMessage()
 
@@ -257,7 +254,7 @@ def test_a_failed_compilation_reports_the_compilers_message_and_leaves_no_files(
     sources: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sources.write_text("this is no C++;\n")
-    assert backends.backend_for(CPU) is reference
+    assert not registration.prepare(CPU)
     assert "failed with exit status 1" in caplog.text
     assert "one.cpp:1:1: error" in caplog.text
     assert libraries() == []
@@ -269,7 +266,7 @@ def test_requiring_cpp_without_a_compiler_is_an_error(monkeypatch: pytest.Monkey
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("ZLAB_KERNELS", "cpp")
     with pytest.raises(BuildError, match="no-such-compiler"):
-        backends.backend_for(CPU)
+        registration.prepare(CPU)
 
 
 @pytest.mark.usefixtures("fresh_choice")
@@ -280,7 +277,7 @@ def test_a_processor_without_fused_multiply_add_uses_the_reference(
         raise BuildError("expected a processor with AVX2, FMA and F16C, found one without")
 
     monkeypatch.setattr(build, "_processor", refuse)
-    assert backends.backend_for(CPU) is reference
+    assert not registration.prepare(CPU)
 
 
 def test_a_compiler_that_hangs_times_out(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

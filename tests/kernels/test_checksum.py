@@ -8,12 +8,11 @@ import zlib
 import pytest
 import torch
 
-from zero_runtime.kernels import backends
-from zero_runtime.kernels.checksum import Checksum, checksum_function
-from zero_runtime.kernels.cpu.build import BuildError, load_library
-from zero_runtime.kernels.cpu.operations import CpuKernels
+from zero_runtime.kernels import registration
+from zero_runtime.kernels.checksum import Checksum, checksum_function, zlib_crc32
+from zero_runtime.kernels.cpu import operations
+from zero_runtime.kernels.cpu.build import BuildError
 
-CPU = torch.device("cpu")
 PAGE = 4096
 
 
@@ -42,18 +41,20 @@ def noise(size: int) -> torch.Tensor:
 def checksum(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Checksum:
     if request.param == "compiled":
         return compiled()
-    monkeypatch.setenv(backends.VARIABLE, "reference")
-    return checksum_function()
+    monkeypatch.setenv(registration.VARIABLE, "reference")
+    monkeypatch.setattr(registration, "_prepared", registration._prepared.__wrapped__)  # the variable is read again
+    assert checksum_function() is zlib_crc32
+    return zlib_crc32
 
 
 def compiled() -> Checksum:
     try:
-        kernels = CpuKernels(load_library())
+        has_checksum = operations.has_checksum()
     except BuildError as error:
         pytest.skip(f"no C++ on this machine: {error}")
-    if not kernels.has_checksum:
+    if not has_checksum:
         pytest.skip("this processor has no instruction for CRC-32C")
-    return kernels.checksum
+    return operations.checksum
 
 
 def test_the_definition_has_the_published_check_value() -> None:
@@ -92,14 +93,14 @@ def test_bytes_that_change_places_are_detected(checksum: Checksum) -> None:
 def test_without_a_compiler_or_the_instruction_zlib_computes_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     data = noise(PAGE)
     compiled()
-    monkeypatch.setenv(backends.VARIABLE, "auto")
-    monkeypatch.setattr(backends.backend_for(CPU), "has_checksum", False)
-    assert checksum_function()(data) == zlib.crc32(data.numpy().tobytes())
-    monkeypatch.setattr(backends, "_compiled", lambda: BuildError("no compiler"))
+    with monkeypatch.context() as patch:
+        patch.setattr(operations, "has_checksum", lambda: False)
+        assert checksum_function()(data) == zlib.crc32(data.numpy().tobytes())
+    monkeypatch.setattr(registration, "_prepared", lambda _: False)
     assert checksum_function()(data) == zlib.crc32(data.numpy().tobytes())
 
 
 def test_the_compiled_function_is_chosen_if_available(monkeypatch: pytest.MonkeyPatch) -> None:
     data = noise(PAGE)
-    monkeypatch.setenv(backends.VARIABLE, "auto")
+    monkeypatch.setattr(registration, "_prepared", lambda _: True)
     assert compiled()(data) == checksum_function()(data) != zlib.crc32(data.numpy().tobytes())

@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zero_runtime.kernels import backends, ops, reference
-from zero_runtime.kernels.backends import Backend
+from zero_runtime.kernels import ops, reference, registration
 from zero_runtime.kernels.block_formats import (
     ZERO_CODE,
     blocks_of,
-    codes_numel,
     dynamic_codes,
     read_dynamic,
     write_dynamic,
 )
-from zero_runtime.kernels.cpu.build import BuildError, load_library
-from zero_runtime.kernels.cpu.operations import CpuKernels
+from zero_runtime.kernels.cpu import operations
+from zero_runtime.kernels.cpu.build import BuildError
 from zero_runtime.kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
 
 LENGTHS = (0, 1, 15, 16, 17, 10**6 + 3)
@@ -31,15 +30,23 @@ DTYPES = (FP32, BF16, FP16)
 MIXES = [(FP32, FP32, None), (FP32, BF16, BF16), (FP32, FP16, FP16), (BF16, BF16, FP16), (FP16, FP32, FP32)]
 ADAM = (1e-2, 0.9, 0.95, 1e-8, 0.1, 3)
 SCALE = torch.tensor(0.37)
+CPU = torch.device("cpu")
 Results = list[torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def cpp() -> CpuKernels:
+def cpp() -> ModuleType:
     try:
-        return CpuKernels(load_library())
+        operations.library()
     except BuildError as error:
         pytest.skip(f"no C++ on this machine: {error}")
+    return operations
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared() -> None:
+    """The tests that call `ops` run what a training run would."""
+    registration.prepare(CPU)
 
 
 @contextmanager
@@ -85,64 +92,55 @@ class Operands:
         return [self.master, self.first, self.second, *([] if self.out is None else [self.out])]
 
 
-def adam_with(settings: AdamW) -> Callable[[Backend, Operands], Results]:
-    def run(which: Backend, o: Operands) -> Results:
-        which.adamw(o.master, o.grad, o.first, o.second, SCALE, settings, o.out)
+def adam_with(settings: AdamW) -> Callable[[ModuleType, Operands], Results]:
+    def run(which: ModuleType, o: Operands) -> Results:
+        which.adamw_(o.master, o.grad, o.first, o.second, SCALE, settings.numbers, o.out)
         return o.all
 
     return run
 
 
-def sgd_with(settings: Sgd) -> Callable[[Backend, Operands], Results]:
-    def run(which: Backend, o: Operands) -> Results:
-        which.sgd(o.master, o.grad, o.first if settings.momentum else None, SCALE, settings, o.out)
+def sgd_with(settings: Sgd) -> Callable[[ModuleType, Operands], Results]:
+    def run(which: ModuleType, o: Operands) -> Results:
+        momentum_buffer = o.first if settings.momentum else None
+        flags = (settings.nesterov, settings.is_first)
+        which.sgd_(o.master, o.grad, momentum_buffer, SCALE, settings.numbers, *flags, o.out)
         return o.all
 
     return run
 
 
-def lion(which: Backend, o: Operands) -> Results:
-    which.lion(o.master, o.grad, o.first, SCALE, Lion(1e-2, 0.9, 0.98, 0.1), o.out)
+def lion(which: ModuleType, o: Operands) -> Results:
+    which.lion_(o.master, o.grad, o.first, SCALE, Lion(1e-2, 0.9, 0.98, 0.1).numbers, o.out)
     return o.all
 
 
-def lamb(which: Backend, o: Operands) -> Results:
+def lamb(which: ModuleType, o: Operands) -> Results:
     settings = Lamb(*ADAM)
-    which.lamb_moments(o.grad, o.first, o.second, SCALE, settings)
-    squares = which.lamb_squares(o.master, o.first, o.second, settings)
-    which.lamb(o.master, o.first, o.second, SCALE, settings, o.out)
+    which.lamb_moments_(o.grad, o.first, o.second, SCALE, settings.numbers)
+    squares = which.lamb_squares(o.master, o.first, o.second, settings.lamb_numbers)
+    which.lamb_(o.master, o.first, o.second, SCALE, settings.lamb_numbers, o.out)
     return [*o.all, squares]
 
 
-def adamw8bit(which: Backend, o: Operands) -> Results:
+def adamw8bit(which: ModuleType, o: Operands) -> Results:
     codes = [torch.full((o.numel,), code, dtype=torch.uint8) for code in (ZERO_CODE, 0)]
     scales = [torch.zeros(blocks_of(o.numel)) for _ in range(2)]
     for step in (1, 2):
         states = (codes[0], scales[0], codes[1], scales[1])
-        which.adamw8bit(o.master, o.grad, *states, SCALE, AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1, step), o.out)
+        which.adamw8bit_(o.master, o.grad, *states, SCALE, AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1, step).numbers, o.out)
     return [*o.all, *codes, *scales]
 
 
-def streams(which: Backend, o: Operands) -> Results:
+def streams(which: ModuleType, o: Operands) -> Results:
     squares = which.sum_of_squares(o.grad)
-    which.accumulate(o.master, o.grad, 0.3)
+    which.accumulate_(o.master, o.grad, 0.3)
     if o.out is not None:
-        which.cast_copy(o.out, o.grad)
+        which.cast_copy_(o.out, o.grad)
     return [*o.all, squares]
 
 
-def formats(which: Backend, o: Operands) -> Results:
-    found = []
-    for bits in (8, 4):
-        codes = torch.zeros(codes_numel(o.numel, bits), dtype=torch.int8 if bits == 8 else torch.uint8)
-        scales = torch.zeros(blocks_of(o.numel))
-        which.quantise(codes, scales, o.grad, bits)
-        which.dequantise(o.master, codes, scales, bits)
-        found += [codes, scales, o.master.clone()]
-    return found
-
-
-OPERATIONS: dict[str, Callable[[Backend, Operands], Results]] = {
+OPERATIONS: dict[str, Callable[[ModuleType, Operands], Results]] = {
     "adamw": adam_with(AdamW(*ADAM)),
     "adam": adam_with(Adam(*ADAM)),
     "adam_without_decay": adam_with(Adam(1e-2, 0.4, 0.95, 1e-8, 0.0, 1)),  # also takes the other branch of torch's lerp
@@ -154,7 +152,6 @@ OPERATIONS: dict[str, Callable[[Backend, Operands], Results]] = {
     "lamb": lamb,
     "adamw8bit": adamw8bit,
     "streams": streams,
-    "formats": formats,
 }
 
 
@@ -167,21 +164,21 @@ def assert_same_bits(found: Results, wanted: Results) -> None:
 
 @pytest.mark.parametrize("numel", LENGTHS)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_has_the_bits_of_the_reference(cpp: CpuKernels, name: str, numel: int) -> None:
+def test_every_operation_has_the_bits_of_the_reference(cpp: ModuleType, name: str, numel: int) -> None:
     for mix in MIXES if numel < 100 else MIXES[:3]:
         run = OPERATIONS[name]
         assert_same_bits(run(cpp, Operands(numel, mix)), run(reference, Operands(numel, mix)))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_views_at_odd_offsets_have_the_same_bits(cpp: CpuKernels, name: str) -> None:
+def test_views_at_odd_offsets_have_the_same_bits(cpp: ModuleType, name: str) -> None:
     for numel, offset in ((1003, 1), (70001, 3), (1003, 13)):
         for mix in MIXES:
             placed = Operands(numel, mix, lambda tensor, offset=offset: off_by(tensor, offset))
             assert_same_bits(OPERATIONS[name](cpp, placed), OPERATIONS[name](reference, Operands(numel, mix)))
 
 
-def test_what_goes_past_the_caches_has_the_same_bits_at_odd_offsets(cpp: CpuKernels) -> None:
+def test_what_goes_past_the_caches_has_the_same_bits_at_odd_offsets(cpp: ModuleType) -> None:
     numel = (1 << 20) + 5
     for mix in MIXES[1:3]:
         placed = Operands(numel, mix, lambda tensor: off_by(tensor, 3))
@@ -189,7 +186,7 @@ def test_what_goes_past_the_caches_has_the_same_bits_at_odd_offsets(cpp: CpuKern
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_one_thread_and_several_give_the_same_bits(cpp: CpuKernels, name: str) -> None:
+def test_one_thread_and_several_give_the_same_bits(cpp: ModuleType, name: str) -> None:
     results = []
     for count in (1, 2, 3):
         with threads(count):
@@ -199,7 +196,7 @@ def test_one_thread_and_several_give_the_same_bits(cpp: CpuKernels, name: str) -
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_numbers_that_are_none_spread_as_in_the_reference(cpp: CpuKernels, name: str) -> None:
+def test_numbers_that_are_none_spread_as_in_the_reference(cpp: ModuleType, name: str) -> None:
     for grad_dtype in DTYPES:
         found, wanted = (Operands(1003, (FP32, grad_dtype, BF16)) for _ in range(2))
         for operands in (found, wanted):
@@ -209,11 +206,11 @@ def test_numbers_that_are_none_spread_as_in_the_reference(cpp: CpuKernels, name:
         assert_same_bits(OPERATIONS[name](cpp, found), OPERATIONS[name](reference, wanted))
 
 
-def test_strided_layouts_and_wide_dtypes_use_the_reference(cpp: CpuKernels) -> None:
+def test_strided_layouts_and_wide_dtypes_use_the_reference(cpp: ModuleType) -> None:
     strided = torch.zeros(20)[::2]
-    cpp.accumulate(strided, torch.ones(10), 2.0)
+    cpp.accumulate_(strided, torch.ones(10), 2.0)
     wide = torch.zeros(10, dtype=torch.float64)
-    cpp.cast_copy(wide, strided)
+    cpp.cast_copy_(wide, strided)
     assert wide.tolist() == [2.0] * 10
 
 
@@ -232,18 +229,6 @@ def test_the_sum_of_squares_is_computed_in_fp64_and_finite_if_all_elements_are(n
         assert not bool(ops.sum_of_squares(values).isfinite())
 
 
-@pytest.mark.parametrize(("bits", "top"), [(8, 127), (4, 7)])
-def test_quantised_values_come_back_within_half_a_step(bits: int, top: int) -> None:
-    values = random(5003, 6)
-    codes = torch.zeros(codes_numel(5003, bits), dtype=torch.int8 if bits == 8 else torch.uint8)
-    scales, back = torch.zeros(blocks_of(5003)), torch.zeros(5003)
-    ops.quantise_(codes, scales, values, bits)
-    ops.dequantise_(back, codes, scales, bits)
-    largest = torch.stack([block.abs().max() for block in values.split(256)]).repeat_interleave(256)[:5003]
-    # Half a step, and three roundings of numbers no larger than the largest (scale, quotient, product).
-    assert bool(((back - values).abs() <= largest * (0.5 / top + 3 * 2.0**-24)).all())
-
-
 def test_dynamic_codes_are_256_ascending_numbers_and_keep_second_moments_above_zero() -> None:
     for signed in (True, False):
         table = dynamic_codes(torch.device("cpu"), signed=signed)
@@ -252,7 +237,7 @@ def test_dynamic_codes_are_256_ascending_numbers_and_keep_second_moments_above_z
         assert float(table[-1]) == 1.0
     operands = Operands(256, (FP32, FP32, None))
     operands.grad = torch.logspace(-10, 0, 256)
-    *_, second_codes, _, _ = adamw8bit(backends.backend_for(torch.device("cpu")), operands)
+    *_, second_codes, _, _ = adamw8bit(operations if registration.prepare(CPU) else reference, operands)
     assert bool((second_codes > 0).all())
 
 
@@ -281,10 +266,9 @@ def test_short_operands_are_refused_before_any_address_is_used() -> None:
         ops.adamw_(five, five, four, five, SCALE, AdamW(*ADAM))
     with pytest.raises(ValueError, match="expected a scale of one element, found 5"):
         ops.lion_(five, five.clone(), five.clone(), five, Lion(1e-2, 0.9, 0.9, 0.0))
-    with pytest.raises(ValueError, match="expected 4 or 8 bits, found 3"):
-        ops.quantise_(five, five, five, 3)
-    with pytest.raises(ValueError, match="scales"):
-        ops.quantise_(torch.zeros(5, dtype=torch.int8), torch.zeros(0), five, 8)
+    codes = torch.zeros(5, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="adamw8bit_: expected exp_avg_scale of 1 elements on cpu, found 0 on cpu"):
+        ops.adamw8bit_(five, five, codes, torch.zeros(0), codes, torch.zeros(1), SCALE, AdamW(*ADAM))
 
 
 def calls() -> dict[str, tuple[object, ...]]:
@@ -292,21 +276,21 @@ def calls() -> dict[str, tuple[object, ...]]:
     wide = [random(numel, seed) for seed in range(4)]
     wide[3].abs_()
     codes, scales = torch.zeros(numel, dtype=torch.uint8), torch.zeros(2)
-    out, whole = torch.zeros(numel, dtype=BF16), torch.zeros(numel, dtype=torch.int8)
+    out = torch.zeros(numel, dtype=BF16)
     master, grad, first, second = wide
+    adam, lamb = AdamW(*ADAM).numbers, Lamb(*ADAM)
+    sgd, lion = Sgd(0.1, 0.9, 0, 0, False, 2).numbers, Lion(0.1, 0.9, 0.9, 0).numbers
     return {
-        "adamw_": (*wide, SCALE, out, *ADAM, False),
-        "adamw8bit_": (master, grad, codes, scales, codes.clone(), scales.clone(), SCALE, out, *ADAM, False),
-        "sgd_": (master, grad, first, SCALE, None, 0.1, 0.9, 0.0, 0.0, False, 2),
-        "lion_": (master, grad, first, SCALE, out, 0.1, 0.9, 0.9, 0.0),
-        "lamb_moments_": (grad, first, second, SCALE, *ADAM),
-        "lamb_squares": (master, first, second, *ADAM),
-        "lamb_": (master, first, second, SCALE, out, *ADAM),
+        "adamw_": (*wide, SCALE, adam, out),
+        "adamw8bit_": (master, grad, codes, scales, codes.clone(), scales.clone(), SCALE, adam, out),
+        "sgd_": (master, grad, first, SCALE, sgd, False, False),
+        "lion_": (master, grad, first, SCALE, lion, out),
+        "lamb_moments_": (grad, first, second, SCALE, lamb.numbers),
+        "lamb_squares": (master, first, second, lamb.lamb_numbers),
+        "lamb_": (master, first, second, SCALE, lamb.lamb_numbers, out),
         "accumulate_": (master, out, 0.5),
         "cast_copy_": (out, master),
         "sum_of_squares": (master,),
-        "quantise_": (whole, scales, master, 8),
-        "dequantise_": (master, whole, scales, 8),
     }
 
 
@@ -321,36 +305,22 @@ def test_every_operation_passes_torchs_own_checks(name: str) -> None:
 
 
 def test_fake_tensors_pass_through_and_nothing_is_compiled_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_compiled", lambda: pytest.fail("compiled for a fake tensor"))
+    monkeypatch.setattr(operations, "library", lambda: pytest.fail("compiled for a fake tensor"))
     with FakeTensorMode():
         four = [torch.empty(100) for _ in range(4)]
         ops.adamw_(*four, torch.empty(()), AdamW(*ADAM), torch.empty(100, dtype=BF16))
         assert ops.sum_of_squares(four[0]).dtype == torch.float64
 
 
-# ---- choice of a backend ---------------------------------------------------------------------------------------------
-
-
-def test_the_environment_variable_chooses_the_backend_and_refuses_unknown_names(
-    monkeypatch: pytest.MonkeyPatch, cpp: CpuKernels
-) -> None:
-    device = torch.device("cpu")
-    for choice, kind in (("auto", CpuKernels), ("cpp", CpuKernels), ("reference", type(reference))):
-        monkeypatch.setenv("ZLAB_KERNELS", choice)
-        assert isinstance(backends.backend_for(device), kind)
-    monkeypatch.setenv("ZLAB_KERNELS", "fast")
-    with pytest.raises(ValueError, match="ZLAB_KERNELS: expected one of auto, reference, cpp, found 'fast'"):
-        backends.backend_for(device)
-
-
 def _after_a_fork_of_busy_threads() -> bool:
     """Runs an update in a child of a process that has used several threads, of the kernels and of torch."""
     operands = Operands(300_003, MIXES[1])
+    kernels = operations if registration.prepare(CPU) else reference
     with threads(3):
-        OPERATIONS["adamw"](backends.backend_for(torch.device("cpu")), operands)
+        OPERATIONS["adamw"](kernels, operands)
         child = os.fork()
         if child == 0:
-            OPERATIONS["adamw"](backends.backend_for(torch.device("cpu")), operands)
+            OPERATIONS["adamw"](kernels, operands)
             os._exit(0)
         return os.waitpid(child, 0)[1] == 0
 

@@ -80,11 +80,12 @@ def updated(settings: AdamW | Sgd | Lion, tensors: list[torch.Tensor], scale: to
     """[master, exp_avg, exp_avg_sq] after the reference's update, in place."""
     master, grad, first, second = tensors
     if isinstance(settings, AdamW):
-        reference.adamw(master, grad, first, second, scale, settings)
+        reference.adamw_(master, grad, first, second, scale, settings.numbers)
     elif isinstance(settings, Sgd):
-        reference.sgd(master, grad, first if settings.momentum else None, scale, settings)
+        flags = (settings.nesterov, settings.is_first)
+        reference.sgd_(master, grad, first if settings.momentum else None, scale, settings.numbers, *flags)
     else:
-        reference.lion(master, grad, first, scale, settings)
+        reference.lion_(master, grad, first, scale, settings.numbers)
     return [master, first, second]
 
 

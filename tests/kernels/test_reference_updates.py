@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zero_runtime.kernels import reference
+from zero_runtime.kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
 
 ONE = torch.ones(())
 ADAM = (0.1, 0.9, 0.5, 1e-3, 0.5, 2)  # lr, beta1, beta2, eps, weight_decay, step
@@ -18,19 +19,29 @@ State = tuple[torch.Tensor, ...]  # master, grad, exp_avg, exp_avg_sq
 
 def lamb(state: State, scale: torch.Tensor = ONE) -> None:
     master, grad, exp_avg, exp_avg_sq = state
-    settings = reference.Lamb(*ADAM)
-    reference.lamb_moments(grad, exp_avg, exp_avg_sq, scale, settings)
-    squares = reference.lamb_squares(master, exp_avg, exp_avg_sq, settings)
-    reference.lamb(master, exp_avg, exp_avg_sq, reference.trust_ratios(squares[None])[0], settings)
+    settings = Lamb(*ADAM)
+    reference.lamb_moments_(grad, exp_avg, exp_avg_sq, scale, settings.numbers)
+    squares = reference.lamb_squares(master, exp_avg, exp_avg_sq, settings.lamb_numbers)
+    reference.lamb_(master, exp_avg, exp_avg_sq, reference.trust_ratios(squares[None])[0], settings.lamb_numbers)
+
+
+def sgd(settings: Sgd) -> Callable[..., None]:
+    def run(state: State, scale: torch.Tensor = ONE) -> None:
+        master, grad, exp_avg, _ = state
+        momentum_buffer = exp_avg if settings.momentum else None
+        flags = (settings.nesterov, settings.is_first)
+        reference.sgd_(master, grad, momentum_buffer, scale, settings.numbers, *flags)
+
+    return run
 
 
 UPDATES: dict[str, Callable[..., None]] = {
-    "adamw": lambda s, scale=ONE: reference.adamw(*s, scale, reference.AdamW(*ADAM)),
-    "adam": lambda s, scale=ONE: reference.adamw(*s, scale, reference.Adam(*ADAM)),
-    "sgd": lambda s, scale=ONE: reference.sgd(*s[:3], scale, reference.Sgd(0.1, 0.9, 0.2, 0.5, False, 2)),
-    "nesterov": lambda s, scale=ONE: reference.sgd(*s[:3], scale, reference.Sgd(0.1, 0.9, 0.0, 0.5, True, 2)),
-    "plain_sgd": lambda s, scale=ONE: reference.sgd(*s[:2], None, scale, reference.Sgd(0.1, 0, 0, 0.5, False, 2)),
-    "lion": lambda s, scale=ONE: reference.lion(*s[:3], scale, reference.Lion(0.1, 0.9, 0.5, 0.5)),
+    "adamw": lambda s, scale=ONE: reference.adamw_(*s, scale, AdamW(*ADAM).numbers),
+    "adam": lambda s, scale=ONE: reference.adamw_(*s, scale, Adam(*ADAM).numbers),
+    "sgd": sgd(Sgd(0.1, 0.9, 0.2, 0.5, False, 2)),
+    "nesterov": sgd(Sgd(0.1, 0.9, 0.0, 0.5, True, 2)),
+    "plain_sgd": sgd(Sgd(0.1, 0, 0, 0.5, False, 2)),
+    "lion": lambda s, scale=ONE: reference.lion_(*s[:3], scale, Lion(0.1, 0.9, 0.5, 0.5).numbers),
     "lamb": lamb,
 }
 

@@ -53,9 +53,10 @@ def ours(settings: Settings) -> list[torch.Tensor]:
     """[master, states] after one update by the reference."""
     master, grad, first, second = operands()
     if isinstance(settings, AdamW):
-        reference.adamw(master, grad, first, second, ONE, settings)
+        reference.adamw_(master, grad, first, second, ONE, settings.numbers)
         return [master, first, second]
-    reference.sgd(master, grad, first if settings.momentum else None, ONE, settings)
+    flags = (settings.nesterov, settings.is_first)
+    reference.sgd_(master, grad, first if settings.momentum else None, ONE, settings.numbers, *flags)
     return [master, first] if settings.momentum else [master]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = "updates", "lamb", "moments", "streams", "formats"
+CASES = "updates", "lamb", "moments", "streams"
 HERE = Path(__file__).with_name("triton_cases.py")
 
 pytestmark = pytest.mark.skipif(

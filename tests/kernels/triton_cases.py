@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import torch
 
 from zero_runtime.kernels import reference
-from zero_runtime.kernels.block_formats import blocks_of, codes_numel
+from zero_runtime.kernels.block_formats import blocks_of
 from zero_runtime.kernels.settings import Adam, AdamW, Lamb, Lion, Sgd
-from zero_runtime.kernels.triton.operations import TritonKernels
+from zero_runtime.kernels.triton import operations as compiled
 
 LENGTHS = (0, 1, 15, 16, 17, 1025, 20003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,7 +32,6 @@ SETTINGS = {
     "nesterov": Sgd(1e-2, 0.9, 0.0, 0.1, True, 2),
     "lion": Lion(1e-2, 0.9, 0.98, 0.1),
 }
-OURS = TritonKernels()
 IS_CUT = sys.argv[1:] == ["cut"]
 Numbers = Iterator[tuple[str, float]]
 
@@ -52,7 +51,7 @@ def updates() -> Numbers:
             for dtype in dtypes_at(row, numel):
                 for master_dtype in (torch.float32, dtype):
                     found, wanted = (
-                        update(which, name, settings, numel, dtype, master_dtype) for which in (OURS, reference)
+                        update(which, name, settings, numel, dtype, master_dtype) for which in (compiled, reference)
                     )
                     pairs = zip(found, wanted, strict=True)
                     yield f"updates {name} {numel} {dtype} {master_dtype}", max(excess(a, b) for a, b in pairs)
@@ -63,11 +62,13 @@ def update(which, name, settings, numel, dtype, master_dtype) -> list[torch.Tens
     states = [random(numel, 3), random(numel, 4).abs()]
     out, scale = torch.zeros(numel, dtype=dtype), torch.tensor(0.5)
     if "adam" in name:
-        which.adamw(master, grad, *states, scale, settings, out)
+        which.adamw_(master, grad, *states, scale, settings.numbers, out)
     elif name == "lion":
-        which.lion(master, grad, states[0], scale, settings, out)
+        which.lion_(master, grad, states[0], scale, settings.numbers, out)
     else:
-        which.sgd(master, grad, None if name == "sgd_plain" else states[0], scale, settings, out)
+        momentum_buffer = None if name == "sgd_plain" else states[0]
+        flags = (settings.nesterov, settings.is_first)
+        which.sgd_(master, grad, momentum_buffer, scale, settings.numbers, *flags, out)
     return [master, *states, out]
 
 
@@ -76,7 +77,9 @@ def lamb() -> Numbers:
         settings = Lamb(1e-2, 0.4 if step == 1 else 0.9, 0.95, 1e-6, 0.1, step)
         for numel in LENGTHS:
             for dtype in dtypes_at(step, numel):
-                pairs = zip(*(lamb_parts(which, settings, numel, dtype) for which in (OURS, reference)), strict=True)
+                pairs = zip(
+                    *(lamb_parts(which, settings, numel, dtype) for which in (compiled, reference)), strict=True
+                )
                 (found, wanted), *others = pairs
                 # Two orders of n sums in fp64 differ by at most 2 n roundings.
                 bound = 2 * max(numel, 1) * 2.0**-53 * max(float(wanted.max()), 1.0)
@@ -87,9 +90,9 @@ def lamb() -> Numbers:
 def lamb_parts(which, settings, numel, dtype) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
     master, grad = random(numel, 1, dtype), random(numel, 2, dtype)
     states, out, scale = [random(numel, 3), random(numel, 4).abs()], torch.zeros(numel, dtype=dtype), torch.tensor(0.5)
-    which.lamb_moments(grad, *states, scale, settings)
-    squares = which.lamb_squares(master, *states, settings)
-    which.lamb(master, *states, torch.tensor(0.7), settings, out)
+    which.lamb_moments_(grad, *states, scale, settings.numbers)
+    squares = which.lamb_squares(master, *states, settings.lamb_numbers)
+    which.lamb_(master, *states, torch.tensor(0.7), settings.lamb_numbers, out)
     return [squares, master, *states, out]
 
 
@@ -99,14 +102,14 @@ def moments() -> Numbers:
     for row, name in enumerate(("adamw", "adam", "adam_from_end")):
         for numel in lengths:
             for dtype in dtypes_at(row, numel, lengths):
-                found, wanted = (moments_after(which, SETTINGS[name], numel, dtype) for which in (OURS, reference))
+                found, wanted = (moments_after(which, SETTINGS[name], numel, dtype) for which in (compiled, reference))
                 yield f"moments {name} {numel} {dtype}", max(map(excess, found, wanted))
     codes, scales = torch.zeros(2, 300, dtype=torch.uint8), torch.zeros(2, 2)
     bad = torch.zeros(300)
     bad[299] = torch.nan
-    for which, place in ((OURS, 0), (reference, 1)):
+    for which, place in ((compiled, 0), (reference, 1)):
         states = (codes[place], scales[place], codes[place].clone(), scales[place].clone())
-        which.adamw8bit(torch.zeros(300), bad, *states, torch.tensor(1.0), SETTINGS["adamw"])
+        which.adamw8bit_(torch.zeros(300), bad, *states, torch.tensor(1.0), SETTINGS["adamw"].numbers)
     yield "moments codes of a NaN", excess(codes[0], codes[1])
     yield "moments scale of a NaN", excess(scales[0].nan_to_num(9), scales[1].nan_to_num(9))
 
@@ -117,7 +120,8 @@ def moments_after(which, settings, numel, dtype) -> list[torch.Tensor]:  # type:
     codes = [torch.randint(0, 256, (numel,), generator=generator, dtype=torch.uint8) for _ in range(2)]
     scales = [random(blocks_of(numel), 3), random(blocks_of(numel), 4).abs()]
     out = torch.zeros(numel, dtype=dtype)
-    which.adamw8bit(master, grad, codes[0], scales[0], codes[1], scales[1], torch.tensor(0.5), settings, out)
+    states = (codes[0], scales[0], codes[1], scales[1])
+    which.adamw8bit_(master, grad, *states, torch.tensor(0.5), settings.numbers, out)
     return [master, out, *scales, *codes]
 
 
@@ -137,47 +141,23 @@ def streams() -> Numbers:
             values = random(numel, 5, dtype)
             for other in DTYPES:
                 found, wanted = random(numel, 6, other), random(numel, 6, other)
-                OURS.accumulate(found, values, 0.3)
-                reference.accumulate(wanted, values, 0.3)
+                compiled.accumulate_(found, values, 0.3)
+                reference.accumulate_(wanted, values, 0.3)
                 yield f"streams accumulate {numel} {dtype} {other}", excess(found, wanted)
-                OURS.cast_copy(found, values)
-                reference.cast_copy(wanted, values)
+                compiled.cast_copy_(found, values)
+                reference.cast_copy_(wanted, values)
                 yield f"streams cast {numel} {dtype} {other}", excess(found, wanted)
-            total, sums = OURS.sum_of_squares(values), reference.sum_of_squares(values)
+            total, sums = compiled.sum_of_squares(values), reference.sum_of_squares(values)
             # The squares are exact; two orders of n sums in fp64 differ by at most 2 n roundings.
             bound = 2 * max(numel, 1) * 2.0**-53 * max(float(sums), 1.0)
             yield f"streams squares {numel} {dtype}", abs(float(total - sums)) / bound
     for bad in (torch.inf, torch.nan):
         values = random(300, 7)
         values[299] = bad
-        finite = bool(OURS.sum_of_squares(values).isfinite())
+        finite = bool(compiled.sum_of_squares(values).isfinite())
         yield f"streams squares {bad}", 9.0 if finite else 0.0
 
 
-def formats() -> Numbers:
-    lengths = (*LENGTHS, 300)
-    for bits in (8, 4):
-        for numel in lengths:
-            for dtype in dtypes_at(bits // 4, numel, lengths):
-                values = random(numel, 8, dtype)
-                if numel == 300:
-                    values[:2], values[280:] = torch.tensor([torch.nan, torch.inf]), 0.0
-                results = [through(which, values, bits) for which in (OURS, reference)]
-                pairs = zip(*results, strict=True)
-                yield (
-                    f"formats {bits} {numel} {dtype}",
-                    max(excess(a.nan_to_num(9), b.nan_to_num(9)) for a, b in pairs),
-                )
-
-
-def through(which, values: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
-    codes = torch.zeros(codes_numel(values.numel(), bits), dtype=torch.int8 if bits == 8 else torch.uint8)
-    scales, back = torch.zeros(blocks_of(values.numel())), torch.zeros_like(values)
-    which.quantise(codes, scales, values, bits)
-    which.dequantise(back, codes, scales, bits)
-    return codes, scales, back
-
-
 if __name__ == "__main__":
-    parts = (updates(), lamb(), moments(), streams(), formats())
+    parts = (updates(), lamb(), moments(), streams())
     sys.stdout.buffer.write(pickle.dumps({name: found for part in parts for name, found in part}))

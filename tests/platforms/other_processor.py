@@ -181,7 +181,7 @@ def compile_program(processor: Processor, folder: Path) -> Path:
 
 
 class Library:
-    """Replaces the ctypes.CDLL that CpuKernels calls."""
+    """Replaces the ctypes.CDLL that kernels/cpu/operations.py calls."""
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
@@ -244,24 +244,22 @@ def sizes_of(function: Function, values: list[Any]) -> list[int]:
             sizes.append(0 if parameter.type == "pointer" and numel == 0 else -1)
             continue
         dtype = by_name.get(f"{parameter.name}_dtype", by_name.get("dtype"))
-        sizes.append(_size(function.name, parameter, numel, dtype, by_name.get("bits")))
+        sizes.append(_size(function.name, parameter, numel, dtype))
     return sizes
 
 
-def _size(function: str, parameter: Parameter, numel: int, dtype: int | None, bits: int | None) -> int:
+def _size(function: str, parameter: Parameter, numel: int, dtype: int | None) -> int:
     blocks, groups = -(-numel // BLOCK), -(-numel // (64 * BLOCK))
     special = {
         "grad_scale": 4,
         "ratio": 4,
         "exp_avg_scale": 4 * blocks,
         "exp_avg_sq_scale": 4 * blocks,
-        "scales": 4 * blocks,
         "signed_codes": 4 * CODES,
         "unsigned_codes": 4 * CODES,
         "groups": 8 * groups * (2 if function == "zlab_lamb_squares" else 1),
         "total": 8,
         "totals": 16,
-        "codes": numel if bits == 8 else (numel + 1) // 2,
     }
     if parameter.name in special:
         return special[parameter.name]
@@ -290,4 +288,4 @@ def pytest_configure() -> None:
     program = compile_program(processor, Path(tempfile.mkdtemp(prefix="zlab-other-")))
     library = Library([*processor.emulator, str(program)])
     build.load_library = lambda *_: library  # type: ignore[assignment]
-    assert "zero_runtime.kernels.backends" not in sys.modules, "the plugin comes too late: the kernels are loaded"
+    assert "zero_runtime.kernels.cpu.operations" not in sys.modules, "the plugin comes too late: the kernels are loaded"

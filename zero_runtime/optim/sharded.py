@@ -68,7 +68,7 @@ class ShardedOptimizer:
         if any(isinstance(held.unit.master_shard, FakeTensor) for held in self._helds):
             refuse_host_reads(config)
         else:
-            for device in {_where(unit) for unit in self._units}:
+            for device in {device for unit in self._units for device in (unit.device, _where(unit))}:
                 ops.prepare(device)  # here and not in the first step, where the other ranks would wait for it
         self._by_unit = {unit.name: held for unit, held in zip(self._units, self._helds, strict=True)}
         self._offloaded = [unit for unit in self._units if is_offloaded(unit)]

@@ -9,9 +9,9 @@ from orchestrator.config.strict import Broken
 from orchestrator.machine import slots
 from orchestrator.plan.rules import cluster as cluster_rules
 from orchestrator.plan.rules.scene import Scene
+from orchestrator.records.ownership import trouble_of_own, trouble_of_parents
 from orchestrator.records.run_record import make_output
 from orchestrator.text.paths import expanded
-from zero_runtime.kernels.ownership import trouble_of_own, trouble_of_parents
 
 INSIDE = ("points", "sweeps", "joins", "scratch", "artifacts")
 

@@ -38,15 +38,15 @@ def spoil_kernel(operations):
     """Makes AdamW in C++ leave the last weight one unit in the last place too large."""
     import torch
 
-    right = operations.CpuKernels.adamw
+    right = operations.adamw_
 
-    def adamw(self, master, *args, **kwargs):
-        right(self, master, *args, **kwargs)
+    def adamw_(master, *args, **kwargs):
+        right(master, *args, **kwargs)
         if master.dtype == torch.float32 and master.numel():
             last = master[-1:]
             last.copy_(last.nextafter(torch.full_like(last, torch.inf)))
 
-    operations.CpuKernels.adamw = adamw
+    operations.adamw_ = adamw_
 
 
 SPOILED = {"root": ("torch", spoil_roots), "kernel": ("zero_runtime.kernels.cpu.operations", spoil_kernel)}

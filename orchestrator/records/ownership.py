@@ -1,7 +1,6 @@
-"""Restricts files that we write to their owner, and checks whether an existing folder can be trusted.
+"""Restricts files that we write to their owner, and checks whether an existing output folder can be trusted.
 
-Any user who can write into a folder, or rename it, controls the files that a process reads there. Three functions check
-whether a folder is trusted; the caller chooses which of them apply.
+Any user who can write into a folder, or rename it, controls the files that a process reads there.
 """
 
 from __future__ import annotations
@@ -25,20 +24,18 @@ def for_the_owner_alone() -> Iterator[None]:
         os.umask(before)
 
 
-def trouble_of_private(folder: Path) -> str | None:
-    """Why a folder is not private; None if this user owns it and no other user can write to it.
-
-    For folders of files that are loaded into a process.
-    """
-    return _trouble(folder, others=stat.S_IWGRP | stat.S_IWOTH, roots=False)
-
-
 def trouble_of_own(folder: Path) -> str | None:
     """Why a folder of results cannot be trusted; None if this user or root owns it and not all users can write to it.
 
     A group may write to it, since somebody chose that group. Also None if the folder does not exist.
     """
-    return _trouble(folder, others=stat.S_IWOTH, roots=True) if folder.is_dir() else None
+    if not folder.is_dir():
+        return None
+    status = folder.stat()
+    mode = stat.filemode(status.st_mode)
+    if status.st_uid not in (os.getuid(), 0):
+        return f"{folder} belongs to user {status.st_uid} ({mode}), and this is user {os.getuid()}"
+    return f"{folder} is writable to others ({mode})" if status.st_mode & stat.S_IWOTH else None
 
 
 def trouble_of_parents(folder: Path) -> str | None:
@@ -52,14 +49,4 @@ def trouble_of_parents(folder: Path) -> str | None:
         mode = parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             return f"{parent} is writable to everybody ({stat.filemode(mode)})"
-    return None
-
-
-def _trouble(folder: Path, others: int, *, roots: bool) -> str | None:
-    status = folder.stat()
-    mode = stat.filemode(status.st_mode)
-    if status.st_uid not in ((os.getuid(), 0) if roots else (os.getuid(),)):
-        return f"{folder} belongs to user {status.st_uid} ({mode}), and this is user {os.getuid()}"
-    if status.st_mode & others:
-        return f"{folder} is writable to others ({mode})"
     return None
