@@ -31,6 +31,7 @@ PURE = (
     "memory.activation_count",
     "offload.memory",
     "optim.lr_schedule",
+    "backward_tracker",
     "errors",
 )
 STANDARD = set(sys.stdlib_module_names)
