@@ -11,24 +11,13 @@ A part of the model may also be called separately (an encoder, a backbone, an em
 no hooks, so it costs nothing inside a call of the full model. Units that a separately called part reads are lent to it:
 gathered at the read, and released when another part or the full model has been called or, if the part recorded a graph,
 when the next backward has ended.
-Backward: a unit is gathered when the gradient of an output of a call that read it arrives. A trained unit is done when
-the last of its own gradients has arrived. A frozen unit has no gradients. It is done when every call that read it has
-either received no output gradient yet or received all its input gradients, and when the trained parameters of the same
-modules are done too, because their gradients may read the frozen unit outside of that path (as in DoRA). Units that are
-not done by then are released at the end of the backward.
-
-[Note: done on every rank]
-A parameter that the forward did not use gets no gradient. If only one rank leaves a parameter unused, its unit would be
-done later there than on the other ranks. The other ranks would wait for the unit's reduction before they issue a gather
-that the first rank waits for: a deadlock. So a trained unit is also done when the gradients of the inputs of all its
-calls have arrived. The unit's own gradients have arrived by then: autograd runs the nodes that were recorded last
-first, and the nodes of a call are newer than the nodes that produced its inputs.
+Backward: a unit is gathered when the gradient of an output of a call that read it arrives. backward_tracker.py decides
+when a unit is done; the hooks report calls and gradients to it, and release and reduce the units that it names.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -41,6 +30,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zero_runtime.backward_tracker import BackwardTracker, Call
 from zero_runtime.errors import CallOrderError, ParameterReadError
 from zero_runtime.parameter_reads import unwatch_parameters, watch_parameters
 from zero_runtime.schedule import Schedule
@@ -66,20 +56,10 @@ def _nothing(*_args: object, **_kwargs: object) -> None:
 
 
 @dataclass(eq=False)
-class Call:
-    """One call of a module that bounds units, with the units that it reads: its own and the borrowed ones."""
-
-    module: nn.Module
-    units: list[Unit]
-    in_graph: bool = False  # the call will have a backward: gradients are enabled and it is not a recomputation
-    opened_in: int = 0  # number of the backward that has begun but not ended this call's own backward; 0: none
-
-
-@dataclass(eq=False)
 class Edge:
     """A tensor between calls. `closing`: the calls whose backward has ended when the tensor's gradient arrives."""
 
-    closing: list[Call] = field(default_factory=list)
+    closing: list[Call[Unit]] = field(default_factory=list)
 
 
 class ModuleHooks:
@@ -89,18 +69,19 @@ class ModuleHooks:
         self._model = model
         self._units = units
         self._schedule = schedule
-        self._running: list[Call] = []
-        self._ended = Call(model, [])  # the call that ended last
+        self._tracker = BackwardTracker(
+            {unit: len(unit.params) for unit in units if unit.trainable},
+            {unit: _companions(unit, units) for unit in units if not unit.trainable},
+            [unit for unit in units if unit.shared],
+        )
+        self._running: list[Call[Unit]] = []
+        self._ended: Call[Unit] = Call([])  # the call that ended last
         self._called: dict[Unit, set[nn.Module]] = {unit: set() for unit in units}  # since the unit's last release
-        self._calls: Counter[Unit] = Counter()  # forward calls since the last backward
-        self._unclosed: Counter[Unit] = Counter()  # those in the graph that still await gradients of their inputs
-        self._open: Counter[Unit] = Counter()  # calls that read the unit and whose own backward is under way
-        self._backward = 0  # number of the latest backward; the next forward resets it to 0
-        self._graph_task = -1
+        self._graph_task = -1  # torch's number of the latest backward
         self._edges: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._companions = {unit: _companions(unit, units) for unit in units}
-        self._beside = {unit: [other for other in units if unit in self._companions[other]] for unit in units}
-        self._lent: Call | None = None  # the separately called part, see [Note: the life of a unit in a pass]
+        # The separately called part and its loans, see [Note: the life of a unit in a pass].
+        self._part: nn.Module | None = None
+        self._lent: Call[Unit] | None = None
         self._parts = set(model.modules())
         self._handles = list(self._attach())
         watch_parameters(model, units, self._on_read)
@@ -135,22 +116,17 @@ class ModuleHooks:
     def _before_forward(
         self, units: list[Unit], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        call = Call(module, list(units), torch.is_grad_enabled() and not self._schedule.in_backward)
+        call = Call(list(units), torch.is_grad_enabled() and not self._schedule.in_backward)
         self._running.append(call)
         for unit in units:
             self._begin_use(unit, call)
         if torch.is_grad_enabled():
             self._close_with_inputs(call, [one for one in tensors_in((args, kwargs)) if one.requires_grad])
 
-    def _begin_use(self, unit: Unit, call: Call) -> None:
+    def _begin_use(self, unit: Unit, call: Call[Unit]) -> None:
         unit.begin_use()
         if not self._schedule.in_backward:
-            if self._backward:  # the first forward after a backward
-                self._calls.clear()
-                self._unclosed.clear()
-                self._backward = 0
-            self._calls[unit] += 1
-            self._unclosed[unit] += call.in_graph
+            self._tracker.read(unit, call)
         self._schedule.before_forward(unit)
 
     def _end_call(self, _module: nn.Module, _args: object, _output: object) -> None:
@@ -216,23 +192,25 @@ class ModuleHooks:
         return found
 
     def _lend(self, unit: Unit, part: nn.Module) -> None:
-        lent = self._lent
-        if lent is not None and lent.module is not part and not lent.in_graph:
+        if self._lent is not None and self._part is not part and not self._lent.in_graph:
             self._end_forward()  # the previous part has no graph, so its loans end with the call of another part
         if self._lent is None:
-            self._lent = Call(part, [])
+            self._part, self._lent = part, Call([])
         self._lent.in_graph |= torch.is_grad_enabled()
         if unit in self._lent.units:  # lent before, but a backward or a write has released it since
             self._schedule.before_forward(unit)
             return
         self._lent.units.append(unit)
+        self._tracker.lend(unit)
         self._begin_use(unit, self._lent)
 
     def end_part(self) -> None:
-        """End the loans to a separately called part, when no graph of it can have a backward any more.
+        """Called when a backward or a step has ended: no more gradients arrive.
 
-        The units are then released together with all others.
+        Ends the loans to a separately called part, since no graph of it can have a backward any more; the units are
+        then released together with all others.
         """
+        self._tracker.end_backward()
         if self._lent is not None:
             self._return_lent()
 
@@ -240,23 +218,25 @@ class ModuleHooks:
         assert self._lent is not None
         for unit in self._lent.units:
             unit.end_use()
-        self._lent = None
+        self._tracker.end_loans()
+        self._part = self._lent = None
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def _before_backward(self, call: Call, edge: Edge, grad: torch.Tensor) -> None:
-        self._close(edge, grad)  # first, so that units of ended calls are released before this call's are gathered
-        if self._backward != self._schedule.backwards:
-            self._backward = self._schedule.backwards
-            self._open.clear()
+    def _begin_backward(self) -> None:
+        """Called before every report to the tracker; acts on the first event of a backward, which has no hook."""
+        if self._tracker.backward != self._schedule.backwards:
+            self._tracker.begin_backward(self._schedule.backwards)
             self._graph_task = _current_graph_task()
-        if call.opened_in != self._backward:
-            call.opened_in = self._backward
-            self._open.update(call.units)
+
+    def _before_backward(self, call: Call[Unit], edge: Edge, grad: torch.Tensor) -> None:
+        self._close(edge, grad)  # first, so that units of ended calls are released before this call's are gathered
+        self._begin_backward()
+        self._tracker.open(call)
         for unit in call.units:
             self._schedule.before_backward(unit)
 
-    def _close_with_inputs(self, call: Call, inputs: list[torch.Tensor]) -> None:
+    def _close_with_inputs(self, call: Call[Unit], inputs: list[torch.Tensor]) -> None:
         """Call `_after_backward` when the gradients of all inputs have arrived; never if the call has no inputs."""
         if len(inputs) > 1:
             register_multi_grad_hook(inputs, lambda _grads: self._after_backward(call))
@@ -271,22 +251,9 @@ class ModuleHooks:
         for ended in edge.closing:
             self._after_backward(ended)
 
-    def _after_backward(self, call: Call) -> None:
-        if not call.opened_in or call.opened_in != self._schedule.backwards:
-            return
-        call.opened_in = 0
-        for unit in call.units:
-            self._open[unit] -= 1
-            self._unclosed[unit] -= call.in_graph
-            if not unit.trainable:
-                self._release_if_frozen(unit)
-            elif call.in_graph and self._unclosed[unit] == 0 and not unit.grads_arrived:
-                self._schedule.after_backward(unit)  # see [Note: done on every rank]
-
-    def _release_if_frozen(self, unit: Unit) -> None:
-        lent = self._lent is not None and unit in self._lent.units  # a lent unit's reader reports no gradients
-        done = self._open[unit] == 0 and not lent and all(other.grads_arrived for other in self._companions[unit])
-        if not unit.trainable and done:
+    def _after_backward(self, call: Call[Unit]) -> None:
+        self._begin_backward()
+        for unit in self._tracker.close(call):
             self._schedule.after_backward(unit)
 
     def _grad_hook(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
@@ -298,23 +265,13 @@ class ModuleHooks:
                     "backward, which reduces gradients and scales the loss: call engine.backward(loss) (the drop-in) "
                     "or runtime.backward(loss) in place of loss.backward()"
                 )
-            complete = unit.take_grad(index, sums_locally=self._schedule.sums_locally)
-            if not complete or self._may_come_again(unit):
-                return
-            self._schedule.after_backward(unit)
-            # Frozen units in the same modules may have been kept only for these gradients.
-            for other in self._beside[unit]:
-                self._release_if_frozen(other)
+            unit.take_grad(index, sums_locally=self._schedule.sums_locally)
+            self._begin_backward()
+            inner = _current_graph_task() != self._graph_task  # a backward inside the backward has its own number
+            for done in self._tracker.take(unit, index, inner=inner):
+                self._schedule.after_backward(done)
 
         return hook
-
-    def _may_come_again(self, unit: Unit) -> bool:
-        """Whether gradients of the unit may arrive more than once in this backward.
-
-        A backward inside the backward (reentrant checkpointing) delivers a gradient for each use of a parameter.
-        """
-        inner = _current_graph_task() != self._graph_task
-        return inner and (unit.shared or self._calls[unit] > 1)
 
     # ---- loading weights -----------------------------------------------------------------------------------------
 
@@ -327,9 +284,7 @@ class ModuleHooks:
 
 
 def _companions(unit: Unit, units: list[Unit]) -> list[Unit]:
-    """For a frozen unit: the trained units with parameters inside its modules. Empty for a trained unit."""
-    if unit.trainable:
-        return []
+    """The trained units with parameters inside a frozen unit's modules."""
     inside = {module for own in unit.modules for module in own.modules()}
     return [other for other in units if other.trainable and not inside.isdisjoint(other.modules)]
 

@@ -26,25 +26,15 @@ class Schedule:
         self._prefetch = prefetch
         self._order: dict[Phase, list[Unit]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
         self._recorded: set[Phase] = set()
-        self._phase = Phase.FORWARD
         self._reducing: Unit | None = None
+        self.in_backward = False  # a forward during a backward is a recomputation
+        self.sums_locally = False  # this backward leaves its gradients unreduced, for a later one to add to and reduce
         # See [Note: one order of reductions].
         self._reduction_order = [unit for unit in reversed(units) if unit.trainable]
         self._complete: set[Unit] = set()
         self._reduced = 0
-        self._reduces = True
         self._boundary = False
         self.backwards = 0  # number of backwards begun so far
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward is under way; a forward during a backward is a recomputation."""
-        return self._phase is Phase.BACKWARD
-
-    @property
-    def sums_locally(self) -> bool:
-        """Whether the current backward leaves its gradients unreduced, for a later backward to add to and reduce."""
-        return not self._reduces
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
@@ -54,7 +44,7 @@ class Schedule:
 
     def after_forward(self, unit: Unit) -> None:
         """Called when the unit's parameters have been read: release them, except in a recomputation during backward."""
-        if self._phase is Phase.FORWARD:
+        if not self.in_backward:
             unit.reshard(Phase.FORWARD)
 
     # ---- backward ----------------------------------------------------------------------------------------------
@@ -66,10 +56,10 @@ class Schedule:
         """
         if self._order[Phase.FORWARD]:
             self._recorded.add(Phase.FORWARD)
-        self._phase = Phase.BACKWARD
+        self.in_backward = True
         self.backwards += 1
         self._boundary = boundary
-        self._reduces = synced and (boundary or self._plan.reduces_every_backward)
+        self.sums_locally = not (synced and (boundary or self._plan.reduces_every_backward))
         self._complete.clear()
         self._reduced = 0
         for unit in self._units:
@@ -101,7 +91,7 @@ class Schedule:
         for unit in self._units:
             unit.reshard(Phase.BACKWARD)
         self._recorded.add(Phase.BACKWARD)
-        self._phase = Phase.FORWARD
+        self.in_backward = False
 
     def after_step(self) -> None:
         """Called when the shards have been updated: declare every full copy stale."""
@@ -121,8 +111,9 @@ class Schedule:
 
     def _following(self, unit: Unit, count: int) -> list[Unit]:
         """The next `count` units in the order of this phase; none the first time, when the order is recorded."""
-        order = self._order[self._phase]
-        if self._phase not in self._recorded:
+        phase = Phase.BACKWARD if self.in_backward else Phase.FORWARD
+        order = self._order[phase]
+        if phase not in self._recorded:
             if unit not in order:
                 order.append(unit)
             return []
@@ -138,7 +129,7 @@ class Schedule:
             if unit not in self._complete:
                 return
             self._reduced += 1
-            if not self._reduces:
+            if self.sums_locally:
                 continue
             # At most one reduction overlaps with the next unit's backward, so at most two full gradients exist.
             self._wait_reduce()

@@ -80,25 +80,17 @@ class Unit:
     # ---- initial values ----------------------------------------------------------------------------------------------
 
     def materialize(self, initial: InitialValues, given: Collection[str] = ()) -> None:
-        """Copy the parameters' initial values into the flat tensors and make the parameters views of unsharded_param.
+        """Give the parameters their initial values, except those in `given`, which have none until `read_values`.
 
-        The parameters' old storages are released. Parameters on the meta device are drawn one at a time, so that at
-        most one exists in addition to the unit; those in `given` have no values until `read_values`. The master shard
-        is filled before the values are rounded to param_dtype. If the plan shards parameters, the full copy is freed
-        immediately, so at most one unit is unsharded while a model is built.
-
-        Call it after all units have allocated their shards: a shard allocated between two calls would split the memory
-        that the first unit's full copy freed, and the second unit's full copy would not fit into it.
+        If the plan shards parameters, the full copy is freed immediately, so at most one unit is unsharded while a
+        model is built. Call it after all units have allocated their shards: a shard allocated between two calls would
+        split the memory that the first unit's full copy freed, and the second unit's full copy would not fit into it.
         """
         self._parameters.materialize(initial, given)
         self.reshard(Phase.BACKWARD)
 
     def bind_initialized(self) -> None:
-        """Bind the meta parameters to their views. Call it after `materialize` of all units. Idempotent.
-
-        Drawing one parameter requires all others to be on the meta device (initial_values.py), so none is bound
-        earlier.
-        """
+        """Bind the meta parameters to their values. Call it after `materialize` of all units. Idempotent."""
         self._parameters.bind_initialized()
 
     def placed(self) -> Iterator[tuple[Segment, nn.Parameter]]:
@@ -213,16 +205,11 @@ class Unit:
         return self._gradients.grad_shard
 
     def begin_backward(self) -> None:
-        """Reset the record of arrived gradients at the start of a backward."""
+        """Accept gradients again, after the reduction of an earlier backward."""
         self._gradients.begin_backward()
 
-    @property
-    def grads_arrived(self) -> bool:
-        """Whether every parameter's gradient has arrived in the current backward."""
-        return self._gradients.arrived
-
-    def take_grad(self, index: int, *, sums_locally: bool) -> bool:
-        """Move `params[index].grad` into the flat gradient. Returns `grads_arrived`.
+    def take_grad(self, index: int, *, sums_locally: bool) -> None:
+        """Move `params[index].grad` into the flat gradient.
 
         `sums_locally`: later micro-batches add to the flat gradient before it is reduced.
         """
@@ -236,7 +223,6 @@ class Unit:
             )
         self._gradients.take(index, param.grad, sums_locally=sums_locally)
         param.grad = None
-        return self._gradients.arrived
 
     def reduce_grad(self) -> None:
         """Start summing the full gradients over the ranks into this rank's shard. Does not block; a no-op if frozen.
@@ -258,17 +244,11 @@ class Unit:
             self.grad_sent.set()
 
     def grad_squares(self) -> torch.Tensor | None:
-        """The sum of squares of this rank's part of the gradient (0-dim fp64 on the device); None without a gradient.
-
-        See [Note: each element once] in optim/grad_norm.py.
-        """
+        """0-dim fp64: the sum of squares of this rank's part of the gradient; None without a gradient."""
         return self._gradients.squares()
 
     def first_non_finite(self) -> str | None:
-        """The first parameter, in the unit's order, whose unreduced local gradient is not finite; None if all are.
-
-        Reads on the host.
-        """
+        """The first parameter whose unreduced local gradient is not finite; None if all are. Reads on the host."""
         return self._gradients.first_non_finite()
 
     def free_grads(self) -> None:
@@ -356,10 +336,7 @@ class Unit:
         self.fill_weights(list(values), reads_from(values))
 
     def read_values(self, source: TensorSource, names: Collection[str]) -> None:
-        """Fill this rank's shard of the parameters in `names` from `source`; the full copy becomes stale.
-
-        Reads only the ranges that the shard holds.
-        """
+        """Like `fill_weights`, from `source`, of which only the ranges that the shard holds are read."""
         self.fill_weights([name for name in self.names if name in names], partial(read_in_blocks, source))
 
     # ---- counting and freeing ----------------------------------------------------------------------------------------

@@ -71,25 +71,20 @@ class UnitGradients:
         self._keeps_full = plan.keeps_full_grads
         self._reduces_in_place = plan.keeps_full_grads or collectives.shard_count == 1
         self._filled: set[int] = set()  # parameters (by index) with a gradient in unsharded_grad
-        self._arrived: set[int] = set()  # parameters (by index) whose gradient came in the current backward
+        self._closed = False  # reduced in the current backward, so that another gradient of it would be lost
         self._reducing: Reduction | None = None
         self._squares: torch.Tensor | None = None  # result of `squares`, kept for a gradient that was sent away
 
     # ---- local gradients ---------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Reset the record of arrived gradients at the start of a backward."""
-        self._arrived.clear()
-
-    @property
-    def arrived(self) -> bool:
-        """Whether every parameter's gradient has arrived in the current backward."""
-        return len(self._arrived) == len(self.layout.segments)
+        """Accept gradients again."""
+        self._closed = False
 
     def take(self, index: int, grad: torch.Tensor, *, sums_locally: bool) -> None:
         """Copy or add the gradient of parameter `index` into the flat gradient. See Unit.take_grad."""
         segment = self.layout.segments[index]
-        if index in self._arrived and self.state in (GradState.REDUCING, GradState.REDUCED):
+        if self._closed:
             raise UnitStateError(
                 f"unit {self.name}: expected no gradient of {segment.name} after the unit was reduced in this "
                 "backward, found one; it would be lost. Use torch.utils.checkpoint with use_reentrant=False"
@@ -107,7 +102,6 @@ class UnitGradients:
             else:
                 flat.copy_(grad.reshape(-1))
         self._filled.add(index)
-        self._arrived.add(index)
 
     def _open(self, *, sums_locally: bool) -> None:
         """Allocate the full gradient; a no-op if it exists. Waits for a reduction under way, which still reads it."""
@@ -133,7 +127,7 @@ class UnitGradients:
             if index not in self._filled:
                 segment.of(self.unsharded_grad).zero_()
         self._filled.clear()
-        self._arrived.update(range(len(self.layout.segments)))  # so that `take` refuses gradients that come too late
+        self._closed = True
         self.move(GradState.REDUCING)
         full = self.unsharded_grad.to(self._reduce_dtype)  # the same tensor if the dtypes agree
         if self._reduces_in_place:
@@ -190,6 +184,7 @@ class UnitGradients:
         if self.state is not GradState.EMPTY:
             self.move(GradState.EMPTY)
         self._filled.clear()
+        self._closed = False
         self.unsharded_grad = self.grad_shard = self._squares = None
 
     # ---- helpers -----------------------------------------------------------------------------------------------------

@@ -139,7 +139,12 @@ class UnitParameters:
     # ---- initial values ----------------------------------------------------------------------------------------------
 
     def materialize(self, initial: InitialValues, given: Collection[str]) -> None:
-        """See Unit.materialize."""
+        """Copy the parameters' initial values into the flat tensors and make the parameters views of unsharded_param.
+
+        The parameters' old storages are released. Parameters on the meta device are drawn one at a time, so that at
+        most one exists in addition to the unit; those in `given` get no values. The master shard is filled before the
+        values are rounded to param_dtype.
+        """
         with torch.no_grad():
             self._fill_storage()
             for start, stop in self.layout.gaps:
@@ -180,7 +185,11 @@ class UnitParameters:
             param.data = view
 
     def bind_initialized(self) -> None:
-        """See Unit.bind_initialized."""
+        """Bind the meta parameters to their views.
+
+        Drawing one parameter requires all others to be on the meta device (initial_values.py), so none is bound before
+        all units have their values.
+        """
         for param, view in self._unbound:
             # A meta parameter refuses a new .data. Swapping the contents keeps references to the parameter valid.
             real = nn.Parameter(view.new_empty(0), requires_grad=param.requires_grad)

@@ -32,6 +32,7 @@ PURE = (
     "offload.memory",
     "optim.lr_schedule",
     "optim.lr_settings",
+    "backward_tracker",
     "errors",
     "limits",
 )

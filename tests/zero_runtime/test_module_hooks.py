@@ -94,15 +94,10 @@ class FakeUnit:
     def end_use(self) -> None:
         self.uses -= 1
 
-    @property
-    def grads_arrived(self) -> bool:
-        return len(self.taken) == len(self.params)
-
-    def take_grad(self, index: int, *, sums_locally: bool) -> bool:
+    def take_grad(self, index: int, *, sums_locally: bool) -> None:
         assert not sums_locally
         assert self.params[index].grad is not None
         self.taken.add(index)
-        return len(self.taken) == len(self.params)
 
 
 class FakeSchedule:
