@@ -30,6 +30,9 @@ PURE = (
     "memory.model",
     "memory.activation_count",
     "offload.memory",
+    "optim.configs",
+    "optim.groups",
+    "optim.loss_scaler",
     "optim.lr_schedule",
     "optim.lr_settings",
     "errors",
@@ -94,15 +97,15 @@ ROOMS = {
         "offload": "collectives process_identity pure shard_location unit",
         "optim": "collectives dtypes offload pure unit",
         "activations": "offload pure unit_planner",
-        "settings": "initial_values offload optim pure tensor_source watch",
+        "settings": "initial_values offload pure tensor_source watch",
         "build": "agreement collectives initial_values offload optim pure settings shard_location tensor_source unit "
         "unit_planner",
-        "non_finite": "optim pure step_report unit",
+        "non_finite": "pure step_report unit",
         "runtime": "build collectives module_hooks non_finite offload optim phase_clock pure schedule settings "
         "step_report unit",
         "memory": "activations dtypes offload pure runtime unit_planner",
         "checkpoint": "agreement collectives optim process_identity pure runtime tensor_source unit",
-        "deepspeed": "agreement checkpoint collectives dtypes offload optim pure runtime step_report watch",
+        "deepspeed": "agreement checkpoint collectives dtypes offload pure runtime step_report watch",
         "zero_runtime": "",  # imports lazily, by name
     },
 }

@@ -25,9 +25,9 @@ from orchestrator.config.schema import (
     RecomputeKind,
     RunConfig,
 )
-from orchestrator.config.state_groups import Compute, DType, Precision
+from orchestrator.config.state_groups import Precision
 from orchestrator.worker.activations import answers, trace_of
-from orchestrator.worker.setup import build_deferred, build_precision
+from orchestrator.worker.setup import build_deferred
 from orchestrator.workloads.models import token_losses
 from zero_runtime.activations.recompute import Recomputation, RecomputeRule
 from zero_runtime.memory.activation_count import ActivationBytes
@@ -35,6 +35,7 @@ from zero_runtime.memory.census import ActivationCensus
 from zero_runtime.memory.model import step_floor_bytes
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -51,11 +52,11 @@ def config_of(kind: str = "llama", **groups: Any) -> RunConfig:
 
 
 def fp32() -> Precision:
-    return Precision(param=DType.fp32, compute=Compute.fp32)
+    return Precision(MixedPrecision(), compute="fp32")
 
 
 def bf16() -> Precision:
-    return Precision(param=DType.bf16, compute=Compute.bf16)
+    return Precision(MixedPrecision("bf16"), compute="bf16")
 
 
 def tiled(tile: int) -> Loss:
@@ -66,7 +67,7 @@ KINDS = list(RecomputeKind)
 CONFIGS = [config_of(recompute=Recompute(kind)) for kind in KINDS]
 CONFIGS += [config_of("gpt2", precision=bf16(), recompute=Recompute(kind)) for kind in KINDS[:2]]
 CONFIGS += [config_of(precision=bf16(), loss=tiled(16))]
-CONFIGS += [config_of(precision=Precision(param=DType.bf16, compute=Compute.fp32), loss=tiled(1024))]
+CONFIGS += [config_of(precision=Precision(MixedPrecision("bf16"), compute="fp32"), loss=tiled(1024))]
 CONFIGS += [config_of("gpt2", stage=3, batch=Batch(micro=1, accumulation=1, global_size=1, seq=7))]
 CONFIGS += [config_of(adapter=Adapter(AdapterKind.lora, rank=4), recompute=Recompute(kind)) for kind in KINDS[:2]]
 SHORT_CONFIGS = [CONFIGS[0], CONFIGS[3], CONFIGS[4], CONFIGS[6], CONFIGS[8], CONFIGS[-1]]
@@ -88,7 +89,7 @@ def _step(config: RunConfig) -> Counted:
     runtime = ZeroRuntime(
         model,
         ZeroPlan.from_stage(config.zero.stage),
-        build_precision(config.precision),
+        config.precision.mixed,
         AdamWConfig(),
         RuntimeSettings(initialise=initialise, keep_dtype=keep),
         torch.device("cpu"),
