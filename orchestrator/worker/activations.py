@@ -15,7 +15,6 @@ from orchestrator.config.schema import Device, RunConfig
 from orchestrator.plan import memory_cache
 from orchestrator.worker.setup import build_deferred
 from orchestrator.workloads.models import token_losses
-from zero_runtime.activations.recompute import RecomputeRule
 from zero_runtime.memory.activation_count import Trace, between
 from zero_runtime.memory.activation_trace import trace_step
 from zero_runtime.unit_planner import UnitRules
@@ -32,7 +31,7 @@ def trace_of(config: RunConfig) -> Trace:
     return trace_step(
         model,
         UnitRules(config.precision.mixed, keep_dtype=tuple(config.precision.keep_dtype)),
-        RecomputeRule(str(config.recompute.kind), config.recompute.every, str(config.recompute.offload)),
+        config.recompute,
         [ids, ids.clone(), torch.ones((), dtype=torch.int64)],
         lambda built, ids, labels, tokens: token_losses(built, ids, labels, config.loss.tile_tokens) / tokens,
         on_cuda=config.resources.device is Device.cuda,

@@ -19,7 +19,7 @@ from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
 from orchestrator.workloads.tokenizer import load_tokenizer
 from orchestrator.workloads.weights import weights_of
-from zero_runtime.activations.recompute import Recomputation, RecomputeRule
+from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.initial_values import Initialise
 from zero_runtime.kernels.backends import backend_for
@@ -76,9 +76,7 @@ def build_runtime(
     """
     assert config.batch.accumulation is not None
     model, initialise = build_deferred(config)
-    recompute = config.recompute
-    rule = RecomputeRule(str(recompute.kind), recompute.every, str(recompute.offload))
-    recomputation = Recomputation(model, rule, device)
+    recomputation = Recomputation(model, config.recompute, device)
     precision = config.precision
     settings = RuntimeSettings(
         micro_batches=config.batch.accumulation,

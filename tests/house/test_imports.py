@@ -27,6 +27,7 @@ PURE = (
     "plan",
     "precision",
     "flat_layout",
+    "activations.rule",
     "memory.model",
     "memory.activation_count",
     "offload.memory",
