@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, NamedTuple
 
-from zero_runtime.errors import PlanError
+from zero_runtime.errors import PlanError, brief
 
 _DEFAULT: Any = object()  # a fix: the default of the key
 
@@ -94,7 +94,7 @@ class Limits:
         if value is not None and not holds(value):
             full = self._prefix + key
             fixed = as_typed(self._examples[key] if fix is _DEFAULT else fix)
-            self.broken.append(Broken(f"{full} must be {rule}", str(value), (f"{full}={fixed}",)))
+            self.broken.append(Broken(f"{full} must be {rule}", brief(value), (f"{full}={fixed}",)))
 
     def at_least(self, low: int, *keys: str, **fixes: object) -> None:
         """Requires values of at least `low`. Each keyword argument is a key and the value to suggest for it."""
@@ -103,7 +103,7 @@ class Limits:
 
     def refuse(self, rule: str, found: object, *fixes: str) -> None:
         """Records a broken rule between several values."""
-        self.broken.append(Broken(rule, as_typed(found), fixes))
+        self.broken.append(Broken(rule, brief(as_typed(found)), fixes))
 
     def conclude(self) -> None:
         if self.broken:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
-from zero_runtime.errors import PlanError
+from zero_runtime.limits import NO_KEY, Limits
 
-ITEMSIZE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+DType = Literal["fp32", "bf16", "fp16"]
+ITEMSIZE_BYTES: dict[DType, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+_KNOWN = f"one of {', '.join(ITEMSIZE_BYTES)}"
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Five dtypes by short name.
+    """Five dtypes by short name; all but `compute` are settings of the group `precision` (see limits.py).
 
     param: parameter shards are stored and gathered in this dtype.
     reduce: gradients are reduced over the ranks in this dtype.
@@ -22,31 +25,30 @@ class MixedPrecision:
         without 16-bit matrix instructions: parameters are stored and sent in 16 bits and converted for computing.
     """
 
-    param: str = "fp32"
-    reduce: str = "fp32"
-    accumulate: str = "fp32"
-    master: str = "fp32"
-    compute: str | None = None
+    param: DType = "fp32"
+    reduce: DType = "fp32"
+    accumulate: DType = "fp32"
+    master: DType = "fp32"
+    compute: DType | None = field(default=None, metadata=NO_KEY)
 
     def __post_init__(self) -> None:
-        for field, name in vars(self).items():
-            if name not in ITEMSIZE_BYTES and not (field == "compute" and name is None):
-                raise PlanError(f"precision.{field}: expected one of {sorted(ITEMSIZE_BYTES)}, found {name!r}")
+        limits = Limits(vars(self), "precision", dict.fromkeys(vars(self), "fp32"))
+        for name in vars(self):
+            limits.must(name, ITEMSIZE_BYTES.__contains__, _KNOWN)
+        limits.conclude()
         if ITEMSIZE_BYTES[self.master] < ITEMSIZE_BYTES[self.param]:
-            raise PlanError(
-                f"precision.master={self.master} is narrower than precision.param={self.param}: every update would "
-                f"be rounded away; set precision.master={self.param}"
-            )
+            fix = f"precision.master={self.param}"
+            limits.refuse(f"precision.master must hold precision.param={self.param}", self.master, fix)
         if self.master == "fp16":
-            raise PlanError(
-                "precision.master=fp16: updates below 6e-8 vanish in it; set precision.master=fp32 (or bf16 throughout)"
-            )
+            rule = "precision.master must keep updates that fp16 would lose (those below 6e-8)"
+            limits.refuse(rule, "fp16", "precision.master=fp32")
+        limits.conclude()
 
     @property
     def computes_as_param(self) -> bool:
         """Whether modules use the gathered parameters themselves, not a copy in another dtype."""
         return self.compute in (None, self.param)
 
-    def grad(self, micro_batches: int) -> str:
+    def grad(self, micro_batches: int) -> DType:
         """The dtype in which a gradient is stored between the last backward and the step."""
         return self.accumulate if micro_batches > 1 else self.reduce

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 ROOT = ""
 # Containers that are never called: a hook on them would never announce that their parameters are about to be read.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_NAME_OF_DTYPE = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+_NAME_OF_DTYPE = {TORCH_DTYPE[name]: name for name in ITEMSIZE_BYTES}
 
 
 @dataclass(frozen=True)

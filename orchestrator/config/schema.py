@@ -11,6 +11,7 @@ from orchestrator.config.optimizer import Optimizer, Scheduler
 from orchestrator.config.parts import plain
 from orchestrator.config.state_groups import Offload, Precision, Zero
 from orchestrator.config.strict import ConfigError, Limits, Word, build
+from zero_runtime.activations.rule import RecomputeRule
 
 
 class DataKind(Word):
@@ -28,18 +29,6 @@ class Tokenizer(Word):
 class AdapterKind(Word):
     none = "none"
     lora = "lora"
-
-
-class RecomputeKind(Word):
-    none = "none"
-    full = "full"
-    every_nth = "every_nth"
-    by_operation = "by_operation"
-
-
-class ActivationDevice(Word):
-    none = "none"
-    cpu = "cpu"
 
 
 class LossKind(Word):
@@ -133,25 +122,6 @@ class Data:
         limits = Limits(vars(self), "data")
         limits.must("validation_fraction", lambda value: 0 <= value < 1, "from 0 to below 1", 0.05)
         limits.must("path", bool, "a file or folder, or null", None)
-        limits.conclude()
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Activation checkpointing.
-
-    `kind`: full keeps only the input of each block and runs the block's forward again in backward, every_nth does the
-    same for the last of every `every` blocks, and by_operation also keeps the outputs of matrix products. `offload`:
-    cpu stores the activations that the blocks keep in host memory until backward; on a CPU they are there already.
-    """
-
-    kind: RecomputeKind = RecomputeKind.none
-    every: int = 2
-    offload: ActivationDevice = ActivationDevice.none
-
-    def __post_init__(self) -> None:
-        limits = Limits(vars(self), "recompute")
-        limits.at_least(1, every=2)
         limits.conclude()
 
 
@@ -266,7 +236,7 @@ class RunConfig:
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)
-    recompute: Recompute = field(default_factory=Recompute)
+    recompute: RecomputeRule = field(default_factory=RecomputeRule)
     loss: Loss = field(default_factory=Loss)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resources: Resources = field(default_factory=Resources)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
+from orchestrator.config.parts import part
 from orchestrator.config.strict import Limits, Word
+from zero_runtime.optim.loss_scaler import LossScaleRule
+from zero_runtime.precision import MixedPrecision
 
-
-class DType(Word):
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class Compute(Word):
-    auto = "auto"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
+Compute = Literal["auto", "fp32", "bf16", "fp16"]
 
 
 class OffloadDevice(Word):
@@ -68,27 +61,21 @@ class Precision:
     by `initial_scale_power`, `loss_scale_window`, `hysteresis`, `consecutive_hysteresis` and `min_loss_scale`.
     """
 
-    param: DType = DType.bf16
-    reduce: DType = DType.fp32
-    accumulate: DType = DType.fp32
-    master: DType = DType.fp32
-    compute: Compute = Compute.auto
+    dtypes: MixedPrecision = field(default=MixedPrecision("bf16"), metadata=part())
+    compute: Compute = "auto"
     tf32: bool = False
-    loss_scale: float | None = None
-    initial_scale_power: int = 16
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: float = 1.0
+    scale: LossScaleRule = field(default=LossScaleRule(), metadata=part())
     keep_dtype: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        limits = Limits(vars(self), "precision")
-        limits.must("loss_scale", lambda value: value > 0, "above 0, or null for a dynamic scale", None)
-        limits.must("initial_scale_power", lambda value: 0 <= value <= 32, "from 0 to 32", 16)
-        limits.at_least(1, loss_scale_window=1000, hysteresis=2)
-        limits.must("min_loss_scale", lambda value: value > 0, "above 0", 1.0)
-        limits.conclude()
+    @property
+    def mixed(self) -> MixedPrecision:
+        """All dtypes of a resolved configuration."""
+        assert self.compute != "auto"
+        return replace(self.dtypes, compute=self.compute)
+
+    @property
+    def scales_loss(self) -> bool:
+        return self.dtypes.param == "fp16"
 
 
 @dataclass(frozen=True)

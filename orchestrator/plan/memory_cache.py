@@ -42,7 +42,7 @@ def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
     size."""
     plain, precision = to_dict(config), config.precision
     parts = {name: plain[name] for name in ("model", "adapter", "recompute", "loss")}
-    parts |= {"compute": str(precision.compute), "keep": precision.keep_dtype, "seq": config.batch.seq}
+    parts |= {"compute": precision.compute, "keep": precision.keep_dtype, "seq": config.batch.seq}
     parts |= {"cuda": config.resources.device is Device.cuda, "micro": None if any_micro else config.batch.micro}
     return "activations-" + _hash(parts)
 

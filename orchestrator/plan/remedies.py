@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from orchestrator.config.schema import LossKind, RecomputeKind, RunConfig
+from orchestrator.config.schema import LossKind, RunConfig
 from orchestrator.config.state_groups import Offload, OffloadDevice
 from orchestrator.text.units import size
+from zero_runtime.activations.rule import RecomputeKind
 
 STATES = ("params", "grads", "optimizer")
 UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -92,8 +93,9 @@ def neighbours(config: RunConfig) -> list[Neighbour]:
     tried = [_smaller(config, micro) for micro in halves]
     if config.loss.kind is LossKind.full:
         tried.append(Neighbour("loss=tiled", replace(config, loss=replace(config.loss, kind=LossKind.tiled))))
-    for kind in (RecomputeKind.by_operation, RecomputeKind.full):
-        if config.recompute.kind not in (kind, RecomputeKind.full):
+    kinds: tuple[RecomputeKind, ...] = ("by_operation", "full")
+    for kind in kinds:
+        if config.recompute.kind not in (kind, "full"):
             other = replace(config, recompute=replace(config.recompute, kind=kind))
             tried.append(Neighbour(f"recompute={kind}", other))
     tried += [

@@ -38,7 +38,7 @@ class Table(NamedTuple):
 
 def plan_rows(config: RunConfig, folder: str) -> list[Row]:
     """The configuration of the run, with the batch size spelled out."""
-    precision, batch, resources = config.precision, config.batch, config.resources
+    precision, batch, resources = config.precision.dtypes, config.batch, config.resources
     ranks = resources.ranks or 1
     tokens = (batch.global_size or 0) * batch.seq
     threads = f", {many(resources.threads or 1, 'thread')} each" if resources.device.value == "cpu" else ""

@@ -13,9 +13,8 @@ import torch
 
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.plan import memory_cache
-from orchestrator.worker.setup import build_deferred, build_precision
+from orchestrator.worker.setup import build_deferred
 from orchestrator.workloads.models import token_losses
-from zero_runtime.activations.recompute import RecomputeRule
 from zero_runtime.memory.activation_count import Trace, between
 from zero_runtime.memory.activation_trace import trace_step
 from zero_runtime.unit_planner import UnitRules
@@ -31,8 +30,8 @@ def trace_of(config: RunConfig) -> Trace:
     ids = torch.zeros((config.batch.micro, config.batch.seq), dtype=torch.int64)
     return trace_step(
         model,
-        UnitRules(build_precision(config.precision), keep_dtype=tuple(config.precision.keep_dtype)),
-        RecomputeRule(str(config.recompute.kind), config.recompute.every, str(config.recompute.offload)),
+        UnitRules(config.precision.mixed, keep_dtype=tuple(config.precision.keep_dtype)),
+        config.recompute,
         [ids, ids.clone(), torch.ones((), dtype=torch.int64)],
         lambda built, ids, labels, tokens: token_losses(built, ids, labels, config.loss.tile_tokens) / tokens,
         on_cuda=config.resources.device is Device.cuda,

@@ -13,21 +13,20 @@ import torch
 from torch import nn
 
 from orchestrator.config.schema import AdapterKind, RunConfig, Tokenizer
-from orchestrator.config.state_groups import DType, Offload, OffloadDevice, Precision, StepTime
+from orchestrator.config.state_groups import Offload, OffloadDevice, StepTime
 from orchestrator.records.run_record import scratch_path
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
 from orchestrator.workloads.tokenizer import load_tokenizer
 from orchestrator.workloads.weights import weights_of
-from zero_runtime.activations.recompute import Recomputation, RecomputeRule
+from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.initial_values import Initialise
 from zero_runtime.kernels.registration import prepare
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_file import ScratchSettings
-from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
+from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.watch.watch import RankWatch
 
@@ -77,15 +76,13 @@ def build_runtime(
     """
     assert config.batch.accumulation is not None
     model, initialise = build_deferred(config)
-    recompute = config.recompute
-    rule = RecomputeRule(str(recompute.kind), recompute.every, str(recompute.offload))
-    recomputation = Recomputation(model, rule, device)
+    recomputation = Recomputation(model, config.recompute, device)
     precision = config.precision
     settings = RuntimeSettings(
         micro_batches=config.batch.accumulation,
         clip_norm=config.optimizer.clip_norm,
         prefetch=config.zero.prefetch,
-        loss_scale=_loss_scale(precision),
+        loss_scale=precision.scale if precision.scales_loss else UNSCALED,
         watch=watch,
         unit_numel=config.zero.unit_numel,
         keep_dtype=tuple(precision.keep_dtype),
@@ -101,7 +98,7 @@ def build_runtime(
         runtime = ZeroRuntime(
             model,
             ZeroPlan.from_stage(config.zero.stage, shard_ranks=config.zero.shard_ranks),
-            build_precision(precision),
+            precision.mixed,
             config.optimizer.rule,
             settings,
             device,
@@ -115,17 +112,6 @@ def _compile_kernels(config: RunConfig, device: torch.device) -> None:
     on_host = config.offload.optimizer is not OffloadDevice.device or config.offload.params is not OffloadDevice.device
     for one in {device.type, "cpu"} if on_host else {device.type}:
         prepare(torch.device(one))
-
-
-def build_precision(precision: Precision) -> MixedPrecision:
-    """The dtypes of a run."""
-    return MixedPrecision(
-        param=str(precision.param),
-        reduce=str(precision.reduce),
-        accumulate=str(precision.accumulate),
-        master=str(precision.master),
-        compute=str(precision.compute),
-    )
 
 
 def build_deferred(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
@@ -158,19 +144,6 @@ def _offload(offload: Offload, output: str) -> OffloadPlan:
         )
     speculative = offload.step is StepTime.speculative
     return OffloadPlan(tiers[offload.params], tiers[offload.optimizer], offload.ratio, scratch, speculative)
-
-
-def _loss_scale(precision: Precision) -> LossScaleRule:
-    if precision.param is not DType.fp16:
-        return UNSCALED
-    return LossScaleRule(
-        static=precision.loss_scale,
-        initial_power=precision.initial_scale_power,
-        window=precision.loss_scale_window,
-        hysteresis=precision.hysteresis,
-        consecutive_hysteresis=precision.consecutive_hysteresis,
-        minimum=precision.min_loss_scale,
-    )
 
 
 def cpu_model() -> str:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.worker.activations import answers
-from orchestrator.worker.setup import build_deferred, build_precision
+from orchestrator.worker.setup import build_deferred
 from zero_runtime.offload.plan import offloaded_units
 from zero_runtime.unit_planner import UnitRules, plan_units
 
@@ -25,7 +25,7 @@ def units_of(config: RunConfig) -> dict[str, Any]:
     """Shapes by unit in the order of registration, the bytes of optimizer state per element, and the number of elements
     per block of that state."""
     model, _ = build_deferred(config)
-    rules = UnitRules(build_precision(config.precision), config.zero.unit_numel, tuple(config.precision.keep_dtype))
+    rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
     specs = plan_units(model, rules)
     optimizer = config.optimizer.rule
     return {

@@ -320,7 +320,7 @@ class RankRun:
             "device": self._device.type,
             "backend": "nccl" if self._device.type == "cuda" else "gloo",
             "stage": config.zero.stage,
-            "precision": str(config.precision.param),
+            "precision": config.precision.dtypes.param,
             "model": {"name": config.model.name, "parameters": self._parameters()},
             "data": {
                 "name": self._data.name,

@@ -19,8 +19,9 @@ from orchestrator.config.schema import (
     Tracking,
     TrackingKind,
 )
-from orchestrator.config.state_groups import Compute, DType, Precision, Zero
+from orchestrator.config.state_groups import Precision, Zero
 from orchestrator.plan.point import Point
+from zero_runtime.precision import MixedPrecision
 
 STUB = "stub_worker:run_rank"
 LLAMA = {
@@ -64,7 +65,7 @@ def config_of(steps: int, *, every: int | None, stage: int = 2, resume: str = "a
         model=Model("tiny", "llama", LLAMA),
         data=Data(DataKind.synthetic),
         zero=Zero(stage=stage),
-        precision=Precision(DType.fp32, compute=Compute.fp32),
+        precision=Precision(MixedPrecision(), compute="fp32"),
         batch=Batch(micro=1, accumulation=1, global_size=ranks, seq=16),
         resources=Resources(Device.cpu, ranks=ranks, threads=1),
         measure=Measure(warmup_steps=2, steps=steps - 2, validation_batches=1),

@@ -74,7 +74,7 @@ def make_result(config: RunConfig, median: float = 9412.0) -> dict[str, Any]:
         "device": "cpu",
         "backend": "gloo",
         "stage": config.zero.stage,
-        "precision": config.precision.param.value,
+        "precision": config.precision.dtypes.param,
         "model": {"name": config.model.name, "parameters": 1_200_000},
         "data": {"name": "stdlib", "hash": "c0ffee", "train_samples": 81234, "validation_samples": 4275},
         "batch": {

@@ -15,8 +15,7 @@ blocks share them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,12 +26,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from zero_runtime.activations.modes import GiveProducts, KeepProducts
 from zero_runtime.activations.offload import Frame, HostMemory
+from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.errors import PlanError
 from zero_runtime.offload.copy_streams import Copies, copies_for
 from zero_runtime.unit_planner import block_modules
-
-KINDS = ("none", "full", "every_nth", "by_operation")
-PLACES = ("none", "cpu")
 
 CPU = torch.device("cpu")
 _aten = torch.ops.aten
@@ -50,36 +47,6 @@ KEPT_OPERATIONS = frozenset(
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
     }
 )
-
-
-@dataclass(frozen=True)
-class RecomputeRule:
-    """Which activations blocks keep for backward, and where.
-
-    kind: with full, every block keeps only its input; with every_nth, the last of every `every` blocks does so and the
-    others keep everything; with by_operation, every block keeps its input and the outputs of KEPT_OPERATIONS, and
-    recomputes the rest. offload: cpu stores kept tensors in host memory; none, and any rule on a CPU, leaves them in
-    place.
-    """
-
-    kind: str = "none"
-    every: int = 2
-    offload: str = "none"
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise PlanError(f"recompute.kind: expected one of {', '.join(KINDS)}, found {self.kind!r}")
-        if self.every < 1:
-            raise PlanError(f"recompute.every: expected at least 1, found {self.every}")
-        if self.offload not in PLACES:
-            raise PlanError(f"recompute.offload: expected one of {', '.join(PLACES)}, found {self.offload!r}")
-
-    def picks(self, blocks: list[nn.Module]) -> list[nn.Module]:
-        """The blocks that recompute."""
-        if self.kind == "none":
-            return []
-        every = self.every if self.kind == "every_nth" else 1
-        return blocks[every - 1 :: every]
 
 
 class Recomputation:
@@ -105,7 +72,7 @@ class Recomputation:
         copies = (copies or copies_for(device)) if rule.offload == "cpu" else None
         self.memory = None if copies is None else HostMemory(copies, device)  # activations on the host
         self.blocks = rule.picks(blocks)
-        self._wrapped = blocks if self.memory is not None else self.blocks
+        self._wrapped: Sequence[nn.Module] = blocks if self.memory is not None else self.blocks
         keeps_products = rule.kind == "by_operation"
         for block in self._wrapped:
             # On the instance, where module.__call__ looks first; the class stays as it is.

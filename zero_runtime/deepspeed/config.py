@@ -15,11 +15,11 @@ from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer, choose_opt
 from zero_runtime.deepspeed.schedules import ScheduleOf, choose_schedule
 from zero_runtime.deepspeed.schema import Reader
 from zero_runtime.deepspeed.zero_section import read_plan, with_new_names
-from zero_runtime.errors import PlanError
+from zero_runtime.limits import ConfigError, keys_of
 from zero_runtime.offload.plan import OffloadPlan
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.precision import ITEMSIZE_BYTES, DType, MixedPrecision
 
 
 @dataclass(frozen=True)
@@ -72,18 +72,20 @@ def read_config(source: Mapping[str, Any] | str | Path, world: int, device: str 
 
 def _precision(values: Mapping[str, Any], reader: Reader) -> MixedPrecision:
     """fp32 unless fp16 or bf16 is enabled; gradients are reduced and accumulated in fp32 unless keys say otherwise."""
-    enabled = [name for name in ("fp16", "bf16") if values.get(name, {}).get("enabled", False)]
+    names: tuple[DType, ...] = ("fp16", "bf16")
+    enabled = [name for name in names if values.get(name, {}).get("enabled", False)]
     if len(enabled) == 2:
         reader.problems.append("fp16.enabled, bf16.enabled: expected at most one of them, found both; disable one")
     reduce = _dtype(values.get("communication_data_type"), "communication_data_type", reader)
     grad = values.get("data_types", {}).get("grad_accum_dtype")
     accumulate = _dtype(grad, "data_types.grad_accum_dtype", reader)
-    return MixedPrecision(param=(enabled or ["fp32"])[0], reduce=reduce, accumulate=accumulate)
+    return MixedPrecision(param=enabled[0] if enabled else "fp32", reduce=reduce, accumulate=accumulate)
 
 
-def _dtype(name: str | None, where: str, reader: Reader) -> str:
-    if name is None or name.lower() in ITEMSIZE_BYTES:
-        return (name or "fp32").lower()
+def _dtype(name: str | None, where: str, reader: Reader) -> DType:
+    for dtype in ITEMSIZE_BYTES:
+        if dtype == (name or "fp32").lower():
+            return dtype
     reader.problems.append(f"{where}: expected one of {', '.join(sorted(ITEMSIZE_BYTES))}, found {shown(name)}")
     return "fp32"
 
@@ -92,19 +94,12 @@ def _loss_scale(fp16: Mapping[str, Any], reader: Reader) -> LossScaleRule:
     """The rule of the section fp16. A loss_scale of 0 is dynamic; the rule has DeepSpeed's defaults for other keys."""
     if not fp16.get("enabled", False):
         return UNSCALED
-    names = {
-        "initial_scale_power": "initial_power",
-        "loss_scale_window": "window",
-        "hysteresis": "hysteresis",
-        "consecutive_hysteresis": "consecutive_hysteresis",
-        "min_loss_scale": "minimum",
-    }
+    given = {one.name: fp16[key] for key, one in keys_of(LossScaleRule).items() if key in fp16}
     static = fp16.get("loss_scale", 0) or None
-    given = {ours: fp16[theirs] for theirs, ours in names.items() if theirs in fp16}
     try:
-        return LossScaleRule(static=None if static is None else float(static), **given)
-    except PlanError as error:
-        reader.problems.append(f"fp16: {error}")
+        return LossScaleRule(**{**given, "static": None if static is None else float(static)})
+    except ConfigError as error:
+        reader.problems += [f"fp16: {one._replace(fix=())}" for one in error.broken]
         return UNSCALED
 
 

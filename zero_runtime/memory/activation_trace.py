@@ -27,7 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero_runtime.activations.recompute import Recomputation, RecomputeRule
+from zero_runtime.activations.recompute import Recomputation
+from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.memory.activation_count import ONE_NUMBER_BYTES, Trace
 from zero_runtime.offload.copy_streams import PlainCopies

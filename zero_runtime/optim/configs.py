@@ -108,8 +108,9 @@ class OptimizerConfig:
 
     @property
     def decay(self) -> float:
-        """The weight decay of a parameter whose group does not set one."""
-        raise NotImplementedError
+        """The weight decay of a parameter whose group does not set one; every class has a field for it."""
+        decay: float = vars(self)["weight_decay"]
+        return decay
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,6 @@ class AdamWConfig(OptimizerConfig):
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.01
-
-    @property
-    def decay(self) -> float:
-        return self.weight_decay
 
 
 @dataclass(frozen=True)
@@ -183,10 +180,6 @@ class LionConfig(OptimizerConfig):
     def state_names(self) -> tuple[str, ...]:
         return ("exp_avg",)
 
-    @property
-    def decay(self) -> float:
-        return self.weight_decay
-
 
 @dataclass(frozen=True)
 class SgdConfig(OptimizerConfig):
@@ -217,10 +210,6 @@ class SgdConfig(OptimizerConfig):
     @property
     def has_momentum(self) -> bool:
         return self.momentum > 0
-
-    @property
-    def decay(self) -> float:
-        return self.weight_decay
 
 
 _ADAM_STATES = {"exp_avg": _ALWAYS, "exp_avg_sq": _ALWAYS}
@@ -298,10 +287,6 @@ class TorchConfig(OptimizerConfig):
     @property
     def reads_on_host(self) -> bool:
         return self.class_name in _TORCH_READS_ON_HOST
-
-    @property
-    def decay(self) -> float:
-        return self.weight_decay
 
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {

@@ -8,9 +8,9 @@ it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from zero_runtime.errors import PlanError
+from zero_runtime.limits import Limits, keyed
 
 FACTOR = 2.0
 LARGEST_POWER = 127
@@ -18,35 +18,42 @@ LARGEST_POWER = 127
 
 @dataclass(frozen=True)
 class LossScaleRule:
-    """How a loss scale starts and changes; `static` fixes it (1.0 for every dtype but fp16)."""
+    """How a loss scale starts and changes; `static` fixes it (1.0 for every dtype but fp16).
 
-    static: float | None = None
-    initial_power: int = 16
-    window: int = 1000
+    Its fields are settings of the group `precision` (see limits.py), with the names that DeepSpeed has for them.
+    """
+
+    static: float | None = field(default=None, metadata=keyed("loss_scale"))
+    initial_power: int = field(default=16, metadata=keyed("initial_scale_power"))
+    window: int = field(default=1000, metadata=keyed("loss_scale_window"))
     hysteresis: int = 2
     consecutive_hysteresis: bool = False
-    minimum: float = 1.0
+    minimum: float = field(default=1.0, metadata=keyed("min_loss_scale"))
 
     def __post_init__(self) -> None:
-        if self.static is not None and not (math.isfinite(self.static) and self.static > 0):
-            raise PlanError(f"loss_scale.static: expected a finite number above 0, found {self.static}")
-        for name in ("window", "hysteresis"):
-            if vars(self)[name] < 1:
-                raise PlanError(f"loss_scale.{name}: expected at least 1, found {vars(self)[name]}")
-        if not -LARGEST_POWER <= self.initial_power <= LARGEST_POWER:
-            raise PlanError(f"loss_scale.initial_power: expected at most {LARGEST_POWER}, which fp32 holds, found more")
-        if not (math.isfinite(self.minimum) and self.minimum > 0):
-            raise PlanError(f"loss_scale.minimum: expected a finite number above 0, found {self.minimum}")
-        if self.static is None and 2.0**self.initial_power < self.minimum:
-            raise PlanError(
-                f"loss_scale: 2^initial_power = {2.0**self.initial_power:g} is below minimum = {self.minimum:g}; "
-                "raise initial_power or lower minimum"
-            )
+        limits = Limits.of(self, "precision")
+        limits.must("loss_scale", _is_scale, "a finite number above 0, or null for a dynamic scale")
+        low, high = -LARGEST_POWER, LARGEST_POWER
+        limits.must(
+            "initial_scale_power", lambda value: low <= value <= high, f"from {low} to {high}, which fp32 holds"
+        )
+        limits.at_least(1, "loss_scale_window", "hysteresis")
+        limits.must("min_loss_scale", _is_scale, "a finite number above 0")
+        limits.conclude()
+        start = 2.0**self.initial_power
+        if self.static is None and start < self.minimum:
+            rule = f"precision.min_loss_scale must be at most 2^initial_scale_power = {start:g}"
+            limits.refuse(rule, self.minimum, f"precision.min_loss_scale={start}")
+        limits.conclude()
 
     def start(self) -> LossScaler:
         """The scaler before the first step."""
         scale = 2.0**self.initial_power if self.static is None else self.static
         return LossScaler(self, scale, self.hysteresis)
+
+
+def _is_scale(value: float) -> bool:
+    return math.isfinite(value) and value > 0
 
 
 UNSCALED = LossScaleRule(static=1.0)

@@ -241,8 +241,6 @@ RULES = (
     Rule(data_rules.vocabulary_holds_bytes, ("model", "data")),
     Rule(data_rules.model_holds_the_sequence, ("model", "batch")),
     Rule(data_rules.validation_has_data, ("data", "measure")),
-    Rule(precision_rules.master_is_not_narrower, ("precision",)),
-    Rule(precision_rules.master_is_not_fp16, ("precision",)),
     Rule(precision_rules.compute_is_param_or_fp32, ("precision",)),
     Rule(precision_rules.scale_keys_are_used, ("precision",)),
     Rule(precision_rules.tf32_is_used, ("precision", "resources")),

@@ -7,8 +7,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from orchestrator.config.schema import Batch, Model, Optimizer, RunConfig, from_dict, to_dict
-from orchestrator.config.state_groups import DType, Zero
+from orchestrator.config.schema import Batch, Device, Model, Optimizer, RunConfig, from_dict, to_dict
+from orchestrator.config.state_groups import Zero
 from orchestrator.config.strict import ConfigError
 
 TINY = Model("tiny", "llama", {"vocab_size": 256})
@@ -22,7 +22,8 @@ def test_a_config_survives_json_unchanged() -> None:
 def test_enums_are_written_by_their_name() -> None:
     written = to_dict(RunConfig(model=TINY))
     assert written["precision"]["reduce"] == "fp32"
-    assert f"{DType.bf16}" == "bf16"
+    assert written["resources"]["device"] == "auto"
+    assert f"{Device.cuda}" == "cuda"
 
 
 def test_a_config_cannot_be_changed() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from points import make_config
 
-from orchestrator.config.schema import LossKind, RecomputeKind, RunConfig
+from orchestrator.config.schema import LossKind, RunConfig
 from orchestrator.config.state_groups import Offload, OffloadDevice
 from orchestrator.plan import remedies
 from orchestrator.plan.remedies import PredictedPeak
@@ -36,9 +36,7 @@ def everything(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
     A tiled loss cannot be counted.
     """
     return [
-        PredictedPeak(
-            4 * GIB + one.batch.micro * GIB // (1 if one.recompute.kind is RecomputeKind.none else 2), complete=True
-        )
+        PredictedPeak(4 * GIB + one.batch.micro * GIB // (1 if one.recompute.kind == "none" else 2), complete=True)
         if one.loss.kind is LossKind.full
         else None
         for one in configs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from harness.ranks import run_alone, run_ranks
 from points import make_config
 
 from orchestrator.config.schema import (
-    ActivationDevice,
     Adapter,
     AdapterKind,
     Batch,
@@ -21,21 +20,21 @@ from orchestrator.config.schema import (
     Loss,
     LossKind,
     Model,
-    Recompute,
-    RecomputeKind,
     RunConfig,
 )
-from orchestrator.config.state_groups import Compute, DType, Precision
+from orchestrator.config.state_groups import Precision
 from orchestrator.worker.activations import answers, trace_of
-from orchestrator.worker.setup import build_deferred, build_precision
+from orchestrator.worker.setup import build_deferred
 from orchestrator.workloads.models import token_losses
 from zero_runtime.accounting import predicted_peak, predicted_state_bytes
-from zero_runtime.activations.recompute import Recomputation, RecomputeRule
+from zero_runtime.activations.recompute import Recomputation
+from zero_runtime.activations.rule import ActivationDevice, RecomputeKind, RecomputeRule
 from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.census import ActivationCensus
 from zero_runtime.memory.model import step_floor_bytes
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
 LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -52,24 +51,24 @@ def config_of(kind: str = "llama", **groups: Any) -> RunConfig:
 
 
 def fp32() -> Precision:
-    return Precision(param=DType.fp32, compute=Compute.fp32)
+    return Precision(MixedPrecision(), compute="fp32")
 
 
 def bf16() -> Precision:
-    return Precision(param=DType.bf16, compute=Compute.bf16)
+    return Precision(MixedPrecision("bf16"), compute="bf16")
 
 
 def tiled(tile: int) -> Loss:
     return Loss(LossKind.tiled, tile)
 
 
-KINDS = list(RecomputeKind)
-CONFIGS = [config_of(recompute=Recompute(kind)) for kind in KINDS]
-CONFIGS += [config_of("gpt2", precision=bf16(), recompute=Recompute(kind)) for kind in KINDS[:2]]
+KINDS = get_args(RecomputeKind)
+CONFIGS = [config_of(recompute=RecomputeRule(kind)) for kind in KINDS]
+CONFIGS += [config_of("gpt2", precision=bf16(), recompute=RecomputeRule(kind)) for kind in KINDS[:2]]
 CONFIGS += [config_of(precision=bf16(), loss=tiled(16))]
-CONFIGS += [config_of(precision=Precision(param=DType.bf16, compute=Compute.fp32), loss=tiled(1024))]
+CONFIGS += [config_of(precision=Precision(MixedPrecision("bf16"), compute="fp32"), loss=tiled(1024))]
 CONFIGS += [config_of("gpt2", stage=3, batch=Batch(micro=1, accumulation=1, global_size=1, seq=7))]
-CONFIGS += [config_of(adapter=Adapter(AdapterKind.lora, rank=4), recompute=Recompute(kind)) for kind in KINDS[:2]]
+CONFIGS += [config_of(adapter=Adapter(AdapterKind.lora, rank=4), recompute=RecomputeRule(kind)) for kind in KINDS[:2]]
 SHORT_CONFIGS = [CONFIGS[0], CONFIGS[3], CONFIGS[4], CONFIGS[6], CONFIGS[8], CONFIGS[-1]]
 
 
@@ -84,12 +83,12 @@ class Counted(NamedTuple):
 def _step(config: RunConfig) -> Counted:
     model, initialise = build_deferred(config)
     recompute = config.recompute
-    Recomputation(model, RecomputeRule(str(recompute.kind), recompute.every))
+    Recomputation(model, RecomputeRule(recompute.kind, recompute.every))
     keep = tuple(config.precision.keep_dtype)
     runtime = ZeroRuntime(
         model,
         ZeroPlan.from_stage(config.zero.stage),
-        build_precision(config.precision),
+        config.precision.mixed,
         AdamWConfig(),
         RuntimeSettings(initialise=initialise, keep_dtype=keep),
         torch.device("cpu"),
@@ -154,7 +153,7 @@ def _stage_3(config: RunConfig) -> tuple[int, int]:
 
 
 def test_two_ranks_at_stage_3_keep_the_predicted_bytes() -> None:
-    for kept, predicted in run_ranks(_stage_3, 2, config_of(stage=3, recompute=Recompute(RecomputeKind.every_nth))):
+    for kept, predicted in run_ranks(_stage_3, 2, config_of(stage=3, recompute=RecomputeRule("every_nth"))):
         assert kept == predicted
 
 
@@ -172,7 +171,7 @@ def _family(other: dict[str, Any]) -> Pairs:
     "other",
     [
         pytest.param({}, marks=pytest.mark.full),
-        pytest.param({"recompute": Recompute(RecomputeKind.by_operation)}, marks=pytest.mark.full),
+        pytest.param({"recompute": RecomputeRule("by_operation")}, marks=pytest.mark.full),
         {"loss": tiled(2 * SEQ)},
     ],
     ids=["plain", "by_operation", "tiled"],
@@ -184,7 +183,7 @@ def test_bytes_interpolated_between_two_counted_micro_batches_equal_the_counted_
 
 
 def _beside_a_gpu(kind: RecomputeKind, place: ActivationDevice, precision: Precision) -> ActivationBytes:
-    config = config_of(precision=precision, recompute=Recompute(kind, offload=place))
+    config = config_of(precision=precision, recompute=RecomputeRule(kind, offload=place))
     return trace_of(replace(config, resources=replace(config.resources, device=Device.cuda))).total()
 
 
@@ -193,7 +192,7 @@ def _gpu_counts(
 ) -> tuple[list[tuple[ActivationBytes, ActivationBytes]], list[tuple[int, int]]]:
     """For each kind, the counts without offload and with offload to the CPU; for bf16 and fp32, the bytes kept on a GPU
     and on a CPU."""
-    none, cpu = ActivationDevice
+    none, cpu = get_args(ActivationDevice)
     pairs = [(_beside_a_gpu(kind, none, bf16()), _beside_a_gpu(kind, cpu, bf16())) for kind in kinds]
     both = [
         (_beside_a_gpu(KINDS[0], none, one).kept, trace_of(config_of(precision=one)).total().kept)

@@ -27,11 +27,12 @@ from orchestrator.config.schema import (
     Tokenizer,
     to_dict,
 )
-from orchestrator.config.state_groups import Compute, DType, Precision, Zero
+from orchestrator.config.state_groups import Precision, Zero
 from orchestrator.workloads import sources
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import SaveSettings, save_checkpoint
 from zero_runtime.errors import CheckpointError
+from zero_runtime.precision import MixedPrecision
 
 IDS = torch.arange(24).view(2, 12)
 LORA = Adapter(AdapterKind.lora, rank=3, alpha=6.0)
@@ -85,7 +86,7 @@ def _config(folder: Path, stage: int = 3, **changes: Any) -> RunConfig:
     return RunConfig(
         model=pretrained.completed(Model("pretrained", path=str(folder))),
         zero=Zero(stage=stage),
-        precision=Precision(DType.fp32, compute=Compute.fp32),
+        precision=Precision(MixedPrecision(), compute="fp32"),
         batch=Batch(micro=1, accumulation=1, global_size=2, seq=12),
         resources=Resources(Device.cpu, ranks=2, threads=1),
         data=Data(tokenizer=Tokenizer.bytes),

@@ -197,9 +197,9 @@ def test_every_nth_takes_the_last_of_every_n_blocks() -> None:
 
 
 def test_invalid_rules_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"recompute\.kind: expected one of none, full, .* found 'half'"):
+    with pytest.raises(PlanError, match=r"recompute\.kind must be one of none, full, .* found half"):
         RecomputeRule("half")
-    with pytest.raises(PlanError, match=r"recompute\.every: expected at least 1, found 0"):
+    with pytest.raises(PlanError, match=r"recompute\.every must be at least 1, found 0"):
         RecomputeRule("every_nth", 0)
     with pytest.raises(PlanError, match=r"expected a model with an nn\.ModuleList .* none in Linear"):
         Recomputation(nn.Linear(2, 2), RecomputeRule("full"))

@@ -250,10 +250,10 @@ def test_files_that_cannot_be_parsed_are_refused_by_name(tmp_path: Path) -> None
 
 
 def test_a_loss_scale_out_of_range_is_refused() -> None:
-    assert "initial_power: expected at most 127" in refused(
+    assert "initial_scale_power must be from -127 to 127" in refused(
         {"train_batch_size": 8, "fp16": {"enabled": True, "initial_scale_power": 2**200}}
     )
-    with pytest.raises(PlanError, match="initial_power: expected at most 127"):
+    with pytest.raises(PlanError, match="initial_scale_power must be from -127 to 127"):
         LossScaleRule(initial_power=1024)
     assert LossScaleRule(initial_power=127).start().scale == 2.0**127
 

@@ -88,5 +88,5 @@ def test_a_static_scale_never_changes_and_a_scale_of_one_is_exhausted() -> None:
     ],
 )
 def test_an_invalid_rule_is_refused_by_name(values: dict[str, float]) -> None:
-    with pytest.raises(PlanError, match="loss_scale"):
+    with pytest.raises(PlanError, match=r"precision\.\w+ must be"):
         LossScaleRule(**values)

@@ -84,6 +84,7 @@ BROKEN = [
     (LAPTOP, "data.validation_fraction=0", "needs data.validation_fraction above 0"),
     (LAPTOP, "precision=fp32 precision.master=bf16", "precision.master must hold precision.param=fp32"),
     (LAPTOP, "precision=fp16 precision.master=fp16", "precision.master must keep updates"),
+    (LAPTOP, "precision=fp16 precision.initial_scale_power=2 precision.min_loss_scale=8", "must be at most 2^initial"),
     (LAPTOP, "precision.compute=fp16", "precision.compute must be auto, fp32 or precision.param=bf16"),
     (LAPTOP, "precision.hysteresis=3", "precision.param=bf16 needs no loss scale"),
     (LAPTOP, "precision.loss_scale=128.0", "precision.param=bf16 needs no loss scale"),
@@ -195,7 +196,7 @@ def test_the_defaults_break_no_rule_anywhere() -> None:
 
 def test_all_broken_rules_are_reported_together() -> None:
     line = "data=text batch.global_size=10 precision=fp32 precision.master=bf16 resources.device=cuda"
-    assert len(check_rules(config(line), LAPTOP)) == 4
+    assert len(problems(line, LAPTOP)) == 4
 
 
 def test_a_group_that_cannot_be_built_hides_no_other_broken_rule() -> None:
