@@ -131,7 +131,8 @@ def _slurm() -> list[Finding]:
     try:
         nodes = ask(["sinfo", "--noheader", "--format=%P %l %D %G"], timeout_s=15)
     except SlurmError as error:
-        return [Finding("SLURM", "sbatch is installed", f"{str(error).splitlines()[-1]}; is slurmctld up?")]
+        reason = str(error).splitlines()[-1].removeprefix("sinfo --noheader: ")  # sinfo names itself
+        return [Finding("SLURM", "sbatch is installed", f"{reason}; is slurmctld up?")]
     rows = [line.split() for line in nodes.splitlines() if line.split()]
     partitions = ", ".join(dict.fromkeys(row[0].rstrip("*") for row in rows))
     gpus = ", ".join(dict.fromkeys(row[-1] for row in rows if "gpu" in row[-1]))
