@@ -11,6 +11,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,11 @@ DEAD = {"pid": 1, "started": "0@an earlier boot"}
 
 
 class Scene:
-    """One output folder with its configuration and store, and MLflow's own client to inspect the store."""
+    """One output folder with its configuration and store, and MLflow's own client to inspect the store.
+
+    `tracker`: the one that created the store. A tracker takes seconds to import MLflow, so the first tests share it."""
+
+    tracker: Tracker
 
     def __init__(self, output: Path) -> None:
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when mlflow is imported
@@ -67,19 +72,19 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     output = tmp_path_factory.mktemp("outputs")
-    config = make_config(output, tracking=TrackingKind.mlflow)
-    tracker = start_tracker(config, output)
+    tracker = start_tracker(make_config(output, tracking=TrackingKind.mlflow), output)
     tracker.wait_for_store()
     assert store_path(output).exists()
+    found = Scene(output)
+    found.tracker = tracker
+    yield found
     tracker.close()
-    assert tracker.warnings() == []
-    return Scene(output)
 
 
 def test_a_run_is_visible_while_it_runs_and_complete_when_it_has_ended(scene: Scene) -> None:
-    tracker = start_tracker(scene.config, scene.output)
+    tracker = scene.tracker
     attempt = scene.begin(tracker, "good")
 
     def seen() -> Any:
@@ -93,10 +98,9 @@ def test_a_run_is_visible_while_it_runs_and_complete_when_it_has_ended(scene: Sc
     write_json_atomic(attempt.paths.result, make_result(scene.config))
     attempt.move(RunState.ok)
     tracker.end(attempt)
-    tracker.close()
+    wait_until(lambda: scene.run("good").info.status == "FINISHED")
     assert tracker.warnings() == []
     run = scene.run("good")
-    assert run.info.status == "FINISHED"
     history = scene.client.get_metric_history(run.info.run_id, "throughput/tokens_per_second")
     assert [(one.step, one.value) for one in history] == [(1, 9401.0), (2, 9402.0)]
     assert run.data.metrics["summary/tokens_per_second"] == 9412.0
@@ -109,7 +113,7 @@ def test_a_run_is_visible_while_it_runs_and_complete_when_it_has_ended(scene: Sc
 
 
 def test_a_failed_run_ends_as_failed_and_a_run_whose_command_died_ends_as_killed(scene: Scene) -> None:
-    tracker = start_tracker(scene.config, scene.output)
+    tracker = scene.tracker
     failed = scene.begin(tracker, "failed")
     failed.move(RunState.error, rank=1, message="why")
     tracker.end(failed)

@@ -70,6 +70,7 @@ CONFIGS += [config_of(precision=Precision(MixedPrecision("bf16"), compute="fp32"
 CONFIGS += [config_of("gpt2", stage=3, batch=Batch(micro=1, accumulation=1, global_size=1, seq=7))]
 CONFIGS += [config_of(adapter=Adapter(AdapterKind.lora, rank=4), recompute=RecomputeRule(kind)) for kind in KINDS[:2]]
 SHORT_CONFIGS = [CONFIGS[0], CONFIGS[3], CONFIGS[4], CONFIGS[6], CONFIGS[8], CONFIGS[-1]]
+OTHER_CONFIGS = [config for config in CONFIGS if config not in SHORT_CONFIGS]
 
 
 class Counted(NamedTuple):
@@ -124,7 +125,7 @@ def _steps(configs: list[RunConfig]) -> list[Counted]:
 
 
 @pytest.fixture(
-    scope="module", params=[SHORT_CONFIGS, pytest.param(CONFIGS, marks=pytest.mark.full)], ids=["some", "all"]
+    scope="module", params=[SHORT_CONFIGS, pytest.param(OTHER_CONFIGS, marks=pytest.mark.full)], ids=["some", "others"]
 )
 def counted(request: pytest.FixtureRequest) -> list[tuple[RunConfig, Counted]]:
     found: list[Counted] = run_ranks(_steps, 1, request.param)[0]
@@ -202,11 +203,8 @@ def _gpu_counts(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kinds", [KINDS[:1], pytest.param(KINDS, marks=pytest.mark.full)], ids=["one", "all"])
-def test_gpu_attention_keeps_what_its_kernels_keep_and_offload_leaves_no_block_activations(
-    kinds: list[RecomputeKind],
-) -> None:
-    pairs, (sixteen, thirty_two) = run_alone(_gpu_counts, kinds)
+def test_gpu_attention_keeps_what_its_kernels_keep_and_offload_leaves_no_block_activations() -> None:
+    pairs, (sixteen, thirty_two) = run_alone(_gpu_counts, KINDS)
     for here, there in pairs:
         assert here.host == 0
         assert there.host > 0
