@@ -141,7 +141,7 @@ def damage(folder: Path, chance: random.Random) -> tuple[str, bool]:
     return f"{file.relative_to(folder)}: {len(data)} bytes became {size}{'' if sealed else ', signed'}", sealed
 
 
-@pytest.mark.parametrize("tried", numbers(90, 2450))
+@pytest.mark.parametrize("tried", numbers(40, 2450))
 def test_any_checkpoint_folder_is_read_or_refused_with_its_path(
     tried: list[int], folders: Path, tmp_path: Path, tally: Tally
 ) -> None:

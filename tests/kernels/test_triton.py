@@ -25,13 +25,13 @@ pytestmark = pytest.mark.skipif(
 
 
 @cache
-def differences(*arguments: str) -> dict[str, float]:
+def differences(cells: str) -> dict[str, float]:
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
-    run = subprocess.run([sys.executable, str(HERE), *arguments], env=environment, cwd=ROOT, capture_output=True)
+    run = subprocess.run([sys.executable, str(HERE), cells], env=environment, cwd=ROOT, capture_output=True)
     assert run.returncode == 0, run.stderr.decode()[-4000:]
     return pickle.loads(run.stdout)
 
@@ -45,8 +45,8 @@ def test_triton_agrees_with_the_reference(case: str) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", CASES)
-def test_triton_agrees_with_the_reference_in_every_cell(case: str) -> None:
-    check(case, differences())
+def test_triton_agrees_with_the_reference_in_every_other_cell(case: str) -> None:
+    check(case, differences("others"))
 
 
 def check(case: str, excesses: dict[str, float]) -> None:

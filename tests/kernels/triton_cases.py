@@ -32,7 +32,7 @@ SETTINGS = {
     "nesterov": Sgd(1e-2, 0.9, 0.0, 0.1, True, 2),
     "lion": Lion(1e-2, 0.9, 0.98, 0.1),
 }
-IS_CUT = sys.argv[1:] == ["cut"]
+IS_CUT = sys.argv[1] == "cut"  # else "others"
 Numbers = Iterator[tuple[str, float]]
 
 
@@ -41,8 +41,9 @@ def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def dtypes_at(row: int, numel: int, lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.dtype, ...]:
-    """All dtypes; in the cut only one, which alternates along the rows and along the lengths."""
-    return (DTYPES[(row + lengths.index(numel)) % len(DTYPES)],) if IS_CUT else DTYPES
+    """In the cut one dtype, which alternates along the rows and along the lengths; else the others."""
+    chosen = DTYPES[(row + lengths.index(numel)) % len(DTYPES)]
+    return tuple(dtype for dtype in DTYPES if (dtype == chosen) is IS_CUT)
 
 
 def updates() -> Numbers:
