@@ -154,7 +154,7 @@ def _refused() -> None:
     scaled = model.forward
     model.forward = lambda **inputs: _scale(scaled(**inputs))  # type: ignore[method-assign]
     ids = torch.arange(12).view(1, 12)
-    with pytest.raises(ValueError, match="found something made of it; use loss=full"):
+    with pytest.raises(ValueError, match="found a changed one; use loss=full"):
         token_losses(model, ids, ids, 4)
 
 
