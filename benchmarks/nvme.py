@@ -46,7 +46,8 @@ from zero_runtime.kernels.checksum import zlib_crc32  # noqa: E402
 from zero_runtime.offload import scratch_file  # noqa: E402
 from zero_runtime.offload.nvme import NvmeTier  # noqa: E402
 from zero_runtime.offload.plan import OffloadPlan, Tier  # noqa: E402
-from zero_runtime.offload.scratch_file import ScratchSettings, aligned_buffer  # noqa: E402
+from zero_runtime.offload.scratch_file import aligned_buffer  # noqa: E402
+from zero_runtime.offload.scratch_settings import ScratchSettings  # noqa: E402
 from zero_runtime.optim.configs import AdamWConfig  # noqa: E402
 from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402

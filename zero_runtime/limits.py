@@ -110,6 +110,15 @@ class Limits:
             raise ConfigError(self.broken)
 
 
+def broken_by(make: Callable[[], object]) -> list[Broken]:
+    """The rules that settings break when they are made."""
+    try:
+        make()
+    except ConfigError as error:
+        return error.broken
+    return []
+
+
 def nearest(word: str, words: Iterable[str]) -> str | None:
     """The most similar of `words`, ignoring case; None if none is similar."""
     known = list(words)

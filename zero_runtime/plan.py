@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zero_runtime.errors import PlanError
+from zero_runtime.limits import Broken, ConfigError, Limits
 
 
 class Partition(Enum):
@@ -54,17 +55,18 @@ class ZeroPlan:
                 f"no ZeRO stage has (params, grads, optimizer) = ({names}): expected each state to be sharded "
                 "only where the ones after it are; use ZeroPlan.from_stage(0 | 1 | 2 | 3)"
             )
-        if self.shard_ranks is not None and (self.shard_ranks < 1 or self.optimizer is R):
-            raise PlanError(
-                f"zero.shard_ranks={self.shard_ranks}: expected at least 1 and a stage that shards something; "
-                "set zero.shard_ranks=null or zero=stage1, stage2 or stage3"
-            )
+        limits = Limits(vars(self), "zero")
+        limits.at_least(1, shard_ranks=None)
+        if self.shard_ranks is not None and self.optimizer is R:
+            rule = "zero.shard_ranks needs a stage that shards something"
+            limits.refuse(rule, "stage 0", "zero.shard_ranks=null", "zero.stage=1")
+        limits.conclude()
 
     @classmethod
     def from_stage(cls, stage: int, *, shard_ranks: int | None = None) -> ZeroPlan:
         """The plan of ZeRO stage 0 (plain data parallelism), 1, 2 or 3."""
         if stage not in _STAGES:
-            raise PlanError(f"zero.stage: expected one of {sorted(_STAGES)}, found {stage!r}")
+            raise ConfigError([Broken("zero.stage must be 0, 1, 2 or 3", repr(stage), ("zero.stage=2",))])
         return cls(*_STAGES[stage], shard_ranks=shard_ranks)
 
     def less_sharded(self) -> ZeroPlan | None:

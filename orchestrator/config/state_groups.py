@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from orchestrator.config.parts import part
 from orchestrator.config.strict import Limits, Word
+from zero_runtime.limits import broken_by
+from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload.scratch_settings import ScratchSettings
 from zero_runtime.optim.loss_scaler import LossScaleRule
+from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 
 Compute = Literal["auto", "fp32", "bf16", "fp16"]
-
-
-class OffloadDevice(Word):
-    device = "device"
-    cpu = "cpu"
-    nvme = "nvme"
 
 
 class StepTime(Word):
@@ -43,10 +42,14 @@ class Zero:
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "zero")
-        limits.must("stage", lambda value: 0 <= value <= 3, "0, 1, 2 or 3", 2)
+        limits.broken += broken_by(lambda: self.plan)
         limits.at_least(0, prefetch=1)
-        limits.at_least(1, shard_ranks=None, unit_numel=None)
+        limits.at_least(1, unit_numel=None)
         limits.conclude()
+
+    @property
+    def plan(self) -> ZeroPlan:
+        return ZeroPlan.from_stage(self.stage, shard_ranks=self.shard_ranks)
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,8 @@ class Offload:
     are read ahead and written behind. `verify`: compare the data read back with the checksum of the data written.
     """
 
-    params: OffloadDevice = OffloadDevice.device
-    optimizer: OffloadDevice = OffloadDevice.device
+    params: Tier = Tier.DEVICE
+    optimizer: Tier = Tier.DEVICE
     ratio: float = 1.0
     step: StepTime = StepTime.after_backward
     folder: str | None = None
@@ -104,12 +107,20 @@ class Offload:
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "offload")
-        limits.must("ratio", lambda value: 0 < value <= 1, "above 0 and at most 1", 1.0)
         limits.must("folder", bool, "a folder, or null", None)
-        limits.at_least(1, block_mib=4, requests=4)
-        limits.at_least(0, ahead=1)
+        limits.at_least(1, block_mib=4)
+        limits.broken += dict.fromkeys(broken_by(self.scratch) + broken_by(self.plan))
         limits.conclude()
 
     @property
     def uses_nvme(self) -> bool:
-        return OffloadDevice.nvme in (self.params, self.optimizer)
+        return Tier.NVME in (self.params, self.optimizer)
+
+    def scratch(self) -> ScratchSettings:
+        folder = Path(self.folder or ".")  # resolving the configuration fills in the folder in the output folder
+        block_bytes = max(self.block_mib, 1) << 20  # the group checks block_mib itself, together with the others
+        return ScratchSettings(folder, block_bytes, self.requests, self.ahead, self.verify)
+
+    def plan(self) -> OffloadPlan:
+        scratch = self.scratch() if self.uses_nvme else None
+        return OffloadPlan(self.params, self.optimizer, self.ratio, scratch, self.step is StepTime.speculative)

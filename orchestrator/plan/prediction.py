@@ -12,7 +12,6 @@ import yaml
 from orchestrator.compose.folders import CONF
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.schema import AdapterKind, Device, RunConfig, to_dict
-from orchestrator.config.state_groups import OffloadDevice
 from orchestrator.machine import hardware
 from orchestrator.plan import memory_cache, remedies
 from orchestrator.plan.decision import Prediction
@@ -22,6 +21,7 @@ from orchestrator.plan.remedies import PredictedPeak
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.model import UnitSize, step_peak_bytes, total_state_bytes
+from zero_runtime.offload.plan import Tier
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 
@@ -98,7 +98,7 @@ def _prediction(config: RunConfig, answers: Mapping[str, dict[str, Any]], gpu_by
     if shapes is None or "units" not in shapes:
         return None
     ranks, micro_batches = config.resources.ranks or 1, config.batch.accumulation or 1
-    plan = ZeroPlan.from_stage(config.zero.stage, shard_ranks=config.zero.shard_ranks)
+    plan = config.zero.plan
     units, costs = _units(config, shapes, plan, ranks), {"world": ranks, "micro_batches": micro_batches}
     states = total_state_bytes(plan, units, **costs, state_bytes=shapes["state_bytes"])
     peak = step_peak_bytes(plan, units, **costs, prefetch=config.zero.prefetch, state_bytes=shapes["state_bytes"])
@@ -118,7 +118,7 @@ def _units(
     config: RunConfig, shapes: Mapping[str, Any], plan: ZeroPlan, ranks: int
 ) -> list[tuple[UnitSize, MixedPrecision]]:
     on_cuda = config.resources.device is Device.cuda
-    away = (OffloadDevice.cpu, OffloadDevice.nvme) if on_cuda else (OffloadDevice.nvme,)
+    away = (Tier.HOST, Tier.NVME) if on_cuda else (Tier.NVME,)
     units = []
     for unit in shapes["units"]:
         layout = FlatLayout.build(

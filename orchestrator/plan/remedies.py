@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from orchestrator.config.schema import LossKind, RunConfig
-from orchestrator.config.state_groups import Offload, OffloadDevice
+from orchestrator.config.state_groups import Offload
 from orchestrator.text.units import size
 from zero_runtime.activations.rule import RecomputeKind
+from zero_runtime.offload.plan import Tier
 
 STATES = ("params", "grads", "optimizer")
 UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -103,7 +104,7 @@ def neighbours(config: RunConfig) -> list[Neighbour]:
         for stage in range(config.zero.stage + 1, 4)
     ]
     if config.offload == Offload() and str(config.resources.device) == "cuda":
-        tried.append(Neighbour("offload=optimizer_cpu", replace(config, offload=Offload(optimizer=OffloadDevice.cpu))))
+        tried.append(Neighbour("offload=optimizer_cpu", replace(config, offload=Offload(optimizer=Tier.HOST))))
     return tried
 
 

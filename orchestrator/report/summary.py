@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer
-from orchestrator.config.state_groups import Offload, OffloadDevice, StepTime
+from orchestrator.config.state_groups import Offload, StepTime
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, difference, digits, loss, many, percent, size, steps_text
+from zero_runtime.offload.plan import Tier
 
 PHASES = (
     ("forward", "forward"),
@@ -76,8 +77,8 @@ def _model_text(config: RunConfig) -> str:
 def _offload_text(offload: Offload) -> str:
     what = {"optimizer states": offload.optimizer, "parameters": offload.params}
     places = {
-        OffloadDevice.cpu: "host memory (on CPU ranks: where they are)",
-        OffloadDevice.nvme: f"scratch files in {offload.folder}",
+        Tier.HOST: "host memory (on CPU ranks: where they are)",
+        Tier.NVME: f"scratch files in {offload.folder}",
     }
     moved = {device: " and ".join(name for name in what if what[name] is device) for device in places}
     moves = ", ".join(f"{names} in {places[device]}" for device, names in moved.items() if names)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from orchestrator.config.schema import AdapterKind, RunConfig, Tokenizer
-from orchestrator.config.state_groups import Offload, OffloadDevice, StepTime
+from orchestrator.config.state_groups import Offload
 from orchestrator.records.run_record import scratch_path
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
@@ -24,9 +24,7 @@ from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.initial_values import Initialise
 from zero_runtime.kernels.registration import prepare
 from zero_runtime.offload.plan import OffloadPlan, Tier
-from zero_runtime.offload.scratch_file import ScratchSettings
 from zero_runtime.optim.loss_scaler import UNSCALED
-from zero_runtime.plan import ZeroPlan
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.watch.watch import RankWatch
 
@@ -97,7 +95,7 @@ def build_runtime(
             settings = replace(settings, weights=weights_of(folder, model))
         runtime = ZeroRuntime(
             model,
-            ZeroPlan.from_stage(config.zero.stage, shard_ranks=config.zero.shard_ranks),
+            config.zero.plan,
             precision.mixed,
             config.optimizer.rule,
             settings,
@@ -109,7 +107,7 @@ def build_runtime(
 
 def _compile_kernels(config: RunConfig, device: torch.device) -> None:
     """Compiles kernels during startup, where ranks may be slow; in the first step a compiling rank would look hung."""
-    on_host = config.offload.optimizer is not OffloadDevice.device or config.offload.params is not OffloadDevice.device
+    on_host = config.offload.optimizer is not Tier.DEVICE or config.offload.params is not Tier.DEVICE
     for one in {device.type, "cpu"} if on_host else {device.type}:
         prepare(torch.device(one))
 
@@ -128,22 +126,12 @@ def build_deferred(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
 
 
 def _offload(offload: Offload, output: str) -> OffloadPlan:
-    """The plan; on CPU ranks, host offload moves nothing. Creates the folder of `output`; any other must exist."""
-    tiers = {OffloadDevice.device: Tier.DEVICE, OffloadDevice.cpu: Tier.HOST, OffloadDevice.nvme: Tier.NVME}
-    scratch = None
+    """The plan. Creates the scratch folder of `output`; any other must exist."""
     if offload.uses_nvme:
         assert offload.folder is not None
         if Path(offload.folder) == scratch_path(output):
             Path(offload.folder).mkdir(parents=True, exist_ok=True)
-        scratch = ScratchSettings(
-            Path(offload.folder),
-            block_bytes=offload.block_mib << 20,
-            requests=offload.requests,
-            ahead=offload.ahead,
-            verify=offload.verify,
-        )
-    speculative = offload.step is StepTime.speculative
-    return OffloadPlan(tiers[offload.params], tiers[offload.optimizer], offload.ratio, scratch, speculative)
+    return offload.plan()
 
 
 def cpu_model() -> str:

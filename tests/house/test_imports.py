@@ -31,6 +31,7 @@ PURE = (
     "memory.model",
     "memory.activation_count",
     "offload.memory",
+    "offload.scratch_settings",
     "optim.configs",
     "optim.groups",
     "optim.loss_scaler",

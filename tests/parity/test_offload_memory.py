@@ -18,11 +18,11 @@ import torch, torch.distributed as dist
 from torch import nn
 from zero_runtime.initial_values import parameters_on_meta
 from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload.scratch_settings import ScratchSettings
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
-from zero_runtime.offload.scratch_file import ScratchSettings
 
 WIDTH, BLOCKS = 1024, 16
 folder, how, limited = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "limited"

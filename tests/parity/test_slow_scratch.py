@@ -27,7 +27,8 @@ from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.checkpoint.save import save_checkpoint
 from zero_runtime.errors import OffloadError
 from zero_runtime.offload.plan import OffloadPlan
-from zero_runtime.offload.scratch_file import ALIGN_BYTES, ScratchFile, ScratchSettings, aligned_buffer
+from zero_runtime.offload.scratch_file import ALIGN_BYTES, ScratchFile, aligned_buffer
+from zero_runtime.offload.scratch_settings import ScratchSettings
 from zero_runtime.precision import MixedPrecision
 
 STEPS = range(4)

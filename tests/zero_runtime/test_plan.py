@@ -55,9 +55,9 @@ def test_a_combination_that_is_not_a_stage_is_refused_with_the_fix(row: tuple[Pa
 
 @pytest.mark.parametrize("stage", [-1, 4, "2", None, 1.5])
 def test_an_unknown_stage_is_refused_with_the_valid_stages(stage: object) -> None:
-    with pytest.raises(PlanError, match=r"zero\.stage: expected one of \[0, 1, 2, 3\], found ") as refusal:
+    with pytest.raises(PlanError, match=r"zero\.stage must be 0, 1, 2 or 3, found ") as refusal:
         ZeroPlan.from_stage(stage)  # type: ignore[arg-type]
-    assert str(refusal.value).endswith(repr(stage))
+    assert f"found {stage!r} " in str(refusal.value)
 
 
 def test_a_plan_error_is_a_value_error() -> None:

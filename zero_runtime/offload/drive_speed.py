@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_runtime.offload.scratch_file import ScratchFile, ScratchSettings, Transfer, aligned_buffer
+from zero_runtime.offload.scratch_file import ScratchFile, Transfer, aligned_buffer
+from zero_runtime.offload.scratch_settings import ScratchSettings
 
 BLOCK_MIB = (1, 2, 4, 8, 16)
 REQUESTS = (1, 2, 4, 8)

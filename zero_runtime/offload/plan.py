@@ -1,26 +1,32 @@
-"""Plan of an offload: where model states are stored between uses, and for how many units."""
+"""Plan of an offload: where model states are stored between uses, and for how many units. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from zero_runtime.errors import PlanError
-from zero_runtime.offload.copy_streams import Copies
-from zero_runtime.offload.scratch_file import ScratchSettings
+from zero_runtime.limits import Limits
+from zero_runtime.offload.scratch_settings import ScratchSettings
 from zero_runtime.plan import Partition, ZeroPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from zero_runtime.offload.copy_streams import Copies
 
 
 class Tier(Enum):
     """Where a state is stored: on the device, in host memory, or in a scratch file."""
 
     DEVICE = "device"
-    HOST = "host"
+    HOST = "cpu"
     NVME = "nvme"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -45,14 +51,14 @@ class OffloadPlan:
     copies: Callable[[torch.device], Copies] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise PlanError(f"offload.ratio: expected above 0 and at most 1, found {self.ratio}")
+        limits = Limits(vars(self), "offload")
+        limits.must("ratio", lambda value: 0 < value <= 1, "above 0 and at most 1", 1.0)
+        if self.params is Tier.NVME and self.optimizer is not Tier.NVME:
+            rule = "offload.params=nvme needs offload.optimizer=nvme, which is several times as large"
+            limits.refuse(rule, self.optimizer, "offload.optimizer=nvme", "offload.params=device")
+        limits.conclude()
         if self.uses_nvme and self.scratch is None:
             raise PlanError("offload: expected a folder for the scratch file, found none; give OffloadPlan.scratch")
-        if self.params is Tier.NVME and self.optimizer is not Tier.NVME:
-            raise PlanError(
-                "offload.params=nvme: expected offload.optimizer=nvme with it, which is several times as large"
-            )
 
     @property
     def uses_nvme(self) -> bool:
@@ -82,7 +88,7 @@ class OffloadPlan:
             )
         if self.params is not Tier.DEVICE and plan.params is Partition.REPLICATED:
             raise PlanError(
-                f"offload.params={self.params.value}: expected a plan that shards parameters, found one that keeps "
+                f"offload.params={self.params}: expected a plan that shards parameters, found one that keeps "
                 "them in full on every rank; shard them too, or offload the optimizer alone"
             )
 

@@ -25,48 +25,20 @@ import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from uuid import uuid4
 
 import torch
 
-from zero_runtime.errors import OffloadError, PlanError, missing_folder
+from zero_runtime.errors import OffloadError, missing_folder
 from zero_runtime.kernels.checksum import checksum_function
 from zero_runtime.offload.memory import ALIGN_BYTES, aligned, buffer_bytes
+from zero_runtime.offload.scratch_settings import ScratchSettings
 from zero_runtime.process_identity import mark, remove_left_behind
 
 HUGE_BYTES = 2 << 20  # the smallest huge page
 HUGE_ADVICE = (14, 25)  # Linux's MADV_HUGEPAGE and, since 6.1, MADV_COLLAPSE
 _libc = ctypes.CDLL(None)
-
-
-@dataclass(frozen=True)
-class ScratchSettings:
-    """Settings of the scratch file.
-
-    folder: an existing folder on the disk to use. block_bytes: size of one request, a multiple of ALIGN_BYTES.
-    requests: number of reads, and of writes, in flight together. ahead: number of units that are read ahead of the one
-    being updated, and that are written behind it. verify: see [Note: checksums].
-    """
-
-    folder: Path
-    block_bytes: int = 4 << 20
-    requests: int = 4
-    ahead: int = 1
-    verify: bool = True
-
-    def __post_init__(self) -> None:
-        if self.block_bytes < 1 or self.block_bytes % ALIGN_BYTES:
-            raise PlanError(
-                f"scratch.block_bytes: expected a multiple of {ALIGN_BYTES:,}, which direct I/O needs, found "
-                f"{self.block_bytes:,}; set it to {max(aligned(self.block_bytes), ALIGN_BYTES):,}"
-            )
-        if self.requests < 1:
-            raise PlanError(f"scratch.requests: expected at least 1 in flight, found {self.requests}")
-        if self.ahead < 0:
-            raise PlanError(f"scratch.ahead: expected at least 0 units, found {self.ahead}")
 
 
 def aligned_buffer(size: int) -> torch.Tensor:

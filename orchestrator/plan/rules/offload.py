@@ -5,28 +5,22 @@ from __future__ import annotations
 from orchestrator.config.cluster import Cluster
 from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.schema import Device, Resources
-from orchestrator.config.state_groups import Offload, OffloadDevice, StepTime, Zero
+from orchestrator.config.state_groups import Offload, StepTime, Zero
 from orchestrator.config.strict import Broken, nearest
 from orchestrator.plan.rules.cluster import is_slurm
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.records.run_record import scratch_path
 from orchestrator.text.paths import expanded
 from zero_runtime.errors import missing_folder
+from zero_runtime.offload.plan import Tier
 from zero_runtime.optim.configs import OPTIMIZERS
 
 
 def offloaded_params_are_sharded(scene: Scene, offload: Offload, zero: Zero) -> Broken | None:
-    if offload.params is OffloadDevice.device or zero.stage == 3:
+    if offload.params is Tier.DEVICE or zero.stage == 3:
         return None
     rule = f"offload.params={offload.params} needs zero=stage3: the other stages keep whole parameters on every rank"
     return Broken(rule, f"stage {zero.stage}", ("zero.stage=3", "offload.params=device"))
-
-
-def params_are_offloaded_with_the_optimizer(scene: Scene, offload: Offload) -> Broken | None:
-    if offload.params is not OffloadDevice.nvme or offload.optimizer is OffloadDevice.nvme:
-        return None
-    rule = "offload.params=nvme needs offload.optimizer=nvme, which is several times as large"
-    return Broken(rule, str(offload.optimizer), ("offload.optimizer=nvme", "offload.params=device"))
 
 
 def optimizer_can_be_offloaded(
@@ -51,17 +45,17 @@ def guesses_need_a_tier(scene: Scene, offload: Offload, resources: Resources) ->
     return Broken(rule, str(offload.optimizer), (f"offload.optimizer={away}", "offload.step=after_backward"))
 
 
-def _moves(scene: Scene, place: OffloadDevice, resources: Resources) -> bool:
+def _moves(scene: Scene, tier: Tier, resources: Resources) -> bool:
     """Whether states stored there must be moved for their use. On a CPU, host memory is the memory of the device."""
     on_cuda = scene.device(resources) is Device.cuda
-    return place is OffloadDevice.nvme or (place is OffloadDevice.cpu and on_cuda)
+    return tier is Tier.NVME or (tier is Tier.HOST and on_cuda)
 
 
 def offload_keys_are_used(scene: Scene, offload: Offload) -> Broken | None:
     if not offload.uses_nvme and offload.folder is not None:
         rule = "offload.folder is for offload=optimizer_nvme and optimizer_param_nvme"
         return Broken(rule, offload.folder, ("offload.folder=null",))
-    if offload.ratio != 1 and offload.params is offload.optimizer is OffloadDevice.device:
+    if offload.ratio != 1 and offload.params is offload.optimizer is Tier.DEVICE:
         return Broken("offload=none uses no offload.ratio", str(offload.ratio), ("offload.ratio=1.0",))
     return None
 

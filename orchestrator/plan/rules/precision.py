@@ -56,9 +56,6 @@ def shard_groups_divide_the_ranks(scene: Scene, zero: Zero, resources: Resources
     if zero.shard_ranks is None:
         return None
     ranks = scene.ranks(resources)
-    if zero.stage == 0:
-        rule = "zero.shard_ranks needs a stage that shards something"
-        return Broken(rule, "stage 0", ("zero.shard_ranks=null", "zero.stage=1"))
     if ranks % zero.shard_ranks == 0:
         return None
     rule = f"zero.shard_ranks must divide the {ranks} ranks"

@@ -247,7 +247,6 @@ RULES = (
     Rule(precision_rules.shard_groups_divide_the_ranks, ("zero", "resources")),
     Rule(_one_reduction_has_micro_batches, ("zero", "batch", "resources")),
     Rule(offload_rules.offloaded_params_are_sharded, ("offload", "zero")),
-    Rule(offload_rules.params_are_offloaded_with_the_optimizer, ("offload",)),
     Rule(offload_rules.optimizer_can_be_offloaded, ("offload", "optimizer", "resources")),
     Rule(offload_rules.guesses_need_a_tier, ("offload", "resources")),
     Rule(offload_rules.offload_keys_are_used, ("offload",)),

@@ -10,9 +10,10 @@ import pytest
 from points import make_config
 
 from orchestrator.config.schema import LossKind, RunConfig
-from orchestrator.config.state_groups import Offload, OffloadDevice
+from orchestrator.config.state_groups import Offload
 from orchestrator.plan import remedies
 from orchestrator.plan.remedies import PredictedPeak
+from zero_runtime.offload.plan import Tier
 
 GIB = 1 << 30
 HELD = {"params": 2 * GIB, "grads": 2 * GIB, "optimizer": 8 * GIB, "buffers": 0, "other": 6 * GIB}
@@ -24,7 +25,7 @@ def states(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
     Activations are unknown.
     """
     shards = {0: 12, 1: 8, 2: 7, 3: 6}
-    away = Offload(optimizer=OffloadDevice.cpu)
+    away = Offload(optimizer=Tier.HOST)
     return [
         PredictedPeak(shards[one.zero.stage] * GIB - 4 * GIB * (one.offload == away), complete=False) for one in configs
     ]

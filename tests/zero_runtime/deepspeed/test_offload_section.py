@@ -11,7 +11,7 @@ from zero_runtime.deepspeed.config import DropinConfig, read_config
 from zero_runtime.errors import PlanError
 from zero_runtime.offload.memory import ALIGN_BYTES
 from zero_runtime.offload.plan import OffloadPlan, Tier
-from zero_runtime.offload.scratch_file import ScratchSettings
+from zero_runtime.offload.scratch_settings import ScratchSettings
 
 FOLDER = Path("/drive/scratch")
 CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(FOLDER)}
@@ -147,21 +147,21 @@ BOTH = {"offload_optimizer": NVME, "offload_param": NVME}
             3,
             {},
             {"offload_optimizer": {**CPU, "ratio": 0}},
-            "zero_optimization: offload.ratio: expected above 0 and at most 1, found 0.0",
+            "zero_optimization: offload.ratio must be above 0 and at most 1, found 0.0      fix: offload.ratio=1.0",
         ),
         (
             2,
             {},
             {"offload_param": CPU},
-            "zero_optimization: offload.params=host: expected a plan that shards parameters, found one that keeps them "
+            "zero_optimization: offload.params=cpu: expected a plan that shards parameters, found one that keeps them "
             "in full on every rank; shard them too, or offload the optimizer alone",
         ),
         (
             3,
             {},
             {"offload_optimizer": CPU, "offload_param": NVME},
-            "zero_optimization: offload.params=nvme: expected offload.optimizer=nvme with it, which is several times "
-            "as large",
+            "zero_optimization: offload.params=nvme needs offload.optimizer=nvme, which is several times as large, "
+            "found cpu      fix: offload.optimizer=nvme   or   offload.params=device",
         ),
         (3, {}, {"offload_optimizer": {"device": "nvme"}}, f"{PATH}none; name one"),
         (3, {}, {"offload_optimizer": {**NVME, "nvme_path": ""}}, f"{PATH}none; name one"),
@@ -185,7 +185,7 @@ BOTH = {"offload_optimizer": NVME, "offload_param": NVME}
             "aio: scratch.block_bytes: expected a multiple of 4,096, which direct I/O needs, found 100,000; set it to "
             "102,400",
         ),
-        (3, {"queue_depth": 0}, BOTH, "aio: scratch.requests: expected at least 1 in flight, found 0"),
+        (3, {"queue_depth": 0}, BOTH, "aio: offload.requests must be at least 1, found 0      fix: offload.requests=4"),
         (
             3,
             {},
@@ -193,7 +193,7 @@ BOTH = {"offload_optimizer": NVME, "offload_param": NVME}
             "zero_optimization.offload_optimizer.super_offload: expected False, found True: SuperOffload is not here; "
             "set it to false",
         ),
-        (4, {}, BOTH, "zero_optimization: zero.stage: expected one of [0, 1, 2, 3], found 4"),
+        (4, {}, BOTH, "zero_optimization: zero.stage must be 0, 1, 2 or 3, found 4      fix: zero.stage=2"),
     ],
 )
 def test_each_invalid_setting_is_refused_with_one_message(

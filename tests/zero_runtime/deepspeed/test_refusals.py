@@ -119,7 +119,11 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         config(gradient_clipping=-1),
         ["gradient_clipping: expected at least 0 (0 is none), found -1"],
     ),
-    ("a level that is none", zero(4), ["zero_optimization: zero.stage: expected one of [0, 1, 2, 3], found 4"]),
+    (
+        "a level that is none",
+        zero(4),
+        ["zero_optimization: zero.stage must be 0, 1, 2 or 3, found 4      fix: zero.stage=2"],
+    ),
     (
         "the old form of the section",
         config(zero_optimization=True),

@@ -225,15 +225,20 @@ def test_a_scratch_file_does_not_create_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"block_bytes": 0}, "expected a multiple of 4,096, which direct I/O needs, found 0; set it to 4,096"),
-        ({"block_bytes": 5000}, "expected a multiple of 4,096, which direct I/O needs, found 5,000; set it to 8,192"),
-        ({"requests": 0}, "expected at least 1 in flight, found 0"),
-        ({"ahead": -1}, "expected at least 0 units, found -1"),
+        (
+            {"block_bytes": 0},
+            "scratch.block_bytes: expected a multiple of 4,096, which direct I/O needs, found 0; set it to 4,096",
+        ),
+        (
+            {"block_bytes": 5000},
+            "scratch.block_bytes: expected a multiple of 4,096, which direct I/O needs, found 5,000; set it to 8,192",
+        ),
+        ({"requests": 0}, "offload.requests must be at least 1, found 0"),
+        ({"ahead": -1}, "offload.ahead must be at least 0, found -1"),
     ],
 )
 def test_invalid_settings_of_a_scratch_file_are_refused(settings: dict[str, int], told: str, tmp_path: Path) -> None:
-    (name,) = settings
-    with pytest.raises(PlanError, match=f"^scratch.{name}: {told}$"):
+    with pytest.raises(PlanError, match=f"^{told}"):
         ScratchSettings(tmp_path, **settings)
 
 
