@@ -94,7 +94,7 @@ def main() -> None:
                 measured.add(name, *neighbours(runtime, raws.get(name), raw_first=index % 2 == 0))
             if index == 0:  # warms up
                 measured.clear()
-        nbytes = runtimes["verified"].scratch_bytes
+        nbytes = scratch_bytes(runtimes["verified"])
         for runtime in runtimes.values():
             runtime.close()
     report(measured, args, nbytes)

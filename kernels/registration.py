@@ -6,12 +6,15 @@ what the dispatcher cannot know: whether kernels can be compiled, whether their 
 `ZLAB_KERNELS` allows. That is `auto` (the default), `reference`, or `cpp`. If the C++ kernels cannot be used on a CPU,
 `cpp` raises an error, while `auto` warns and leaves the reference. A registration lasts as long as the process: code
 that compares two implementations calls the functions of their modules.
+
+The registered operations do not check lengths and devices. The functions of ops.py do, and then call them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -67,7 +70,11 @@ def prepare(device: torch.device) -> bool:
     other threads use the operations. Raises ValueError for an unknown value of ZLAB_KERNELS and, if that is `cpp`,
     BuildError. See [Note: prepare].
     """
-    return _prepared(device.type)
+    with _lock:
+        return _prepared(device.type)
+
+
+_lock = threading.Lock()  # an operation can be registered once
 
 
 @cache

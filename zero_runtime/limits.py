@@ -9,7 +9,7 @@ when it is made and raises one ConfigError with every broken limit, each with th
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, NamedTuple
 
@@ -71,27 +71,40 @@ def as_typed(value: object) -> str:
 
 
 class Limits:
-    """Collects the values of one group that are out of range, so that they are reported together."""
+    """Collects the values of one group that are out of range, so that they are reported together.
 
-    def __init__(self, values: Mapping[str, Any], name: str = "", examples: Mapping[str, Any] | None = None) -> None:
+    `examples`: values in range, by key. `optional`: the keys whose value may be None, by default all, where a type
+    decides that already.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        name: str = "",
+        examples: Mapping[str, Any] | None = None,
+        optional: Collection[str] | None = None,
+    ) -> None:
         self._values = values
         self._prefix = f"{name}." if name else ""
         self._examples = examples or {}
+        self._optional = values if optional is None else optional
         self.broken: list[Broken] = []
 
     @classmethod
     def of(cls, settings: Any, name: str) -> Limits:
         """Limits of settings whose keys are in the group `name`; the fixes are the defaults of their class."""
-        examples = {key: example_of(one) for key, one in keys_of(type(settings)).items()}
-        return cls(values_of(settings), name, examples)
+        keys = keys_of(type(settings))
+        examples = {key: example_of(one) for key, one in keys.items()}
+        return cls(values_of(settings), name, examples, [key for key, one in keys.items() if one.default is None])
 
     def must(self, key: str, holds: Callable[[Any], bool], rule: str, fix: object = _DEFAULT) -> None:
         """Records a broken rule if the value of `key` does not satisfy `holds`.
 
-        None means "not set": it is always in range, and as `fix` it is written as null.
+        None means "not set": it is in range for an optional key, and as `fix` it is written as null.
         """
         value = self._values.get(key)
-        if value is not None and not holds(value):
+        is_missing = value is None and key in self._values and key not in self._optional
+        if is_missing or (value is not None and not holds(value)):
             full = self._prefix + key
             fixed = as_typed(self._examples[key] if fix is _DEFAULT else fix)
             self.broken.append(Broken(f"{full} must be {rule}", brief(value), (f"{full}={fixed}",)))

@@ -90,7 +90,7 @@ class ModuleHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.end_part()
+        self.end_graphs()
         unwatch_parameters(self._model, self._units)
 
     def _attach(self) -> Iterator[RemovableHandle]:
@@ -204,7 +204,7 @@ class ModuleHooks:
         self._tracker.lend(unit)
         self._begin_use(unit, self._lent)
 
-    def end_part(self) -> None:
+    def end_graphs(self) -> None:
         """Called when a backward or a step has ended: no more gradients arrive.
 
         Ends the loans to a separately called part, since no graph of it can have a backward any more; the units are

@@ -32,7 +32,7 @@ class MixedPrecision:
     compute: DType | None = field(default=None, metadata=NO_KEY)
 
     def __post_init__(self) -> None:
-        limits = Limits(vars(self), "precision", dict.fromkeys(vars(self), "fp32"))
+        limits = Limits(vars(self), "precision", dict.fromkeys(vars(self), "fp32"), ["compute"])
         for name in vars(self):
             limits.must(name, ITEMSIZE_BYTES.__contains__, _KNOWN)
         limits.conclude()

@@ -142,7 +142,7 @@ class ZeroRuntime:
             self._guess()
         self._schedule.begin_backward(boundary=boundary, synced=self._synced)
         (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
-        self._hooks.end_part()
+        self._hooks.end_graphs()
         self._schedule.end_backward()
         self.collectives.journal.begin("forward")
 
@@ -209,7 +209,7 @@ class ZeroRuntime:
             self.optimizer.step(lr, self._grad_scale(norm), self._host_scale(report))
         self._drop_gradients()
         if not overflow:
-            self._hooks.end_part()
+            self._hooks.end_graphs()
             self._schedule.after_step()
         self.scaler = self.scaler.after(overflow=overflow)
         self.collectives.journal.next_step()

@@ -132,7 +132,8 @@ def _slurm() -> list[Finding]:
         nodes = ask(["sinfo", "--noheader", "--format=%P %l %D %G"], timeout_s=15)
     except SlurmError as error:
         reason = str(error).splitlines()[-1].removeprefix("sinfo --noheader: ")  # sinfo names itself
-        return [Finding("SLURM", "sbatch is installed", f"{reason}; is slurmctld up?")]
+        advice = "; is slurmctld up?" if shutil.which("sinfo") else ""
+        return [Finding("SLURM", "sbatch is installed", reason + advice)]
     rows = [line.split() for line in nodes.splitlines() if line.split()]
     partitions = ", ".join(dict.fromkeys(row[0].rstrip("*") for row in rows))
     gpus = ", ".join(dict.fromkeys(row[-1] for row in rows if "gpu" in row[-1]))

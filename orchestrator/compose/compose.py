@@ -49,6 +49,9 @@ class ComposeError(ValueError):
     """The command line cannot be composed; the message is one line."""
 
 
+_changing: set[str] = set()  # files that lists of defaults name after the first; Hydra reads the lists before them
+
+
 class OwnSource(FileConfigSource):
     """A configuration folder. Its files pass yaml_bounds.check before Hydra reads them, and get the keys of their group
     that they leave out, so that Hydra accepts overrides of these."""
@@ -59,12 +62,18 @@ class OwnSource(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         yaml_bounds.check(Path(self.path, self._normalize_file_name(config_path)))
-        found = super().load_config(config_path)
-        # A file with a list of defaults gets all keys from them, and one with a package sets those of other groups.
-        if isinstance(found.config, DictConfig) and "defaults" not in found.config and found.header["package"] is None:
-            values: Any = OmegaConf.to_container(found.config, resolve=False)
-            found.config = OmegaConf.create(with_all_keys(config_path, values))
-        return found
+        loaded = super().load_config(config_path)
+        if not isinstance(loaded.config, DictConfig) or loaded.header["package"] is not None:
+            return loaded  # a file with a package sets keys of other groups
+        if "defaults" in loaded.config:
+            # Its keys come from the first file of the list; the others change some of these.
+            group = config_path.rpartition("/")[0]
+            listed = [entry for entry in loaded.config.defaults if isinstance(entry, str) and entry != "_self_"]
+            _changing.update(f"{group}/{entry}" for entry in listed[1:])
+        elif config_path not in _changing:
+            values: Any = OmegaConf.to_container(loaded.config, resolve=False)
+            loaded.config = OmegaConf.create(with_all_keys(config_path, values))
+        return loaded
 
 
 class SweepsSource(OwnSource):

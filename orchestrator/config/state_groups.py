@@ -42,7 +42,8 @@ class Zero:
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "zero")
-        limits.broken += broken_by(lambda: self.plan)
+        limits.broken += broken_by(lambda: ZeroPlan.from_stage(self.stage))
+        limits.broken += broken_by(lambda: self.plan) if not limits.broken else []
         limits.at_least(0, prefetch=1)
         limits.at_least(1, unit_numel=None)
         limits.conclude()

@@ -273,9 +273,10 @@ def excerpt(log: Path) -> list[str]:
 
 
 def end_of(log: Path) -> list[str]:
-    """The lines in the last END_BYTES of a log; empty if there is no such file."""
-    if not log.is_file():
+    """The lines in the last END_BYTES of a log; empty if it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - END_BYTES))
+            return file.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
         return []
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - END_BYTES))
-        return file.read().decode("utf-8", errors="replace").splitlines()

@@ -20,6 +20,9 @@ def take(path: Path, *, wait: bool) -> IO[str] | None:
     except BlockingIOError:
         file.close()
         return None
+    except BaseException:  # a signal while it waits, or a file system without locks
+        file.close()
+        raise
     return file
 
 

@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -67,12 +68,15 @@ def folder() -> str:
 
 def stored(key: str) -> Any | None:
     """The stored answer; None if it is missing or damaged."""
-    return read_cached(folder(), key)
+    with suppress(OSError):  # of a file of the code that has just vanished
+        return read_cached(folder(), key)
+    return None
 
 
 def store(key: str, answer: Any) -> None:
     """Stores the answer. If there is no folder for it, the answer is computed again next time."""
-    write_cached(folder(), key, answer)
+    with suppress(OSError):
+        write_cached(folder(), key, answer)
 
 
 def answers(

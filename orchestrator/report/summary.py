@@ -77,11 +77,11 @@ def _model_text(config: RunConfig) -> str:
 def _offload_text(offload: Offload) -> str:
     what = {"optimizer states": offload.optimizer, "parameters": offload.params}
     places = {
-        Tier.HOST: "host memory (on CPU ranks: where they are)",
+        Tier.HOST: "host memory (on CPU ranks they are there already)",
         Tier.NVME: f"scratch files in {offload.folder}",
     }
-    moved = {device: " and ".join(name for name in what if what[name] is device) for device in places}
-    moves = ", ".join(f"{names} in {places[device]}" for device, names in moved.items() if names)
+    moved = {tier: " and ".join(name for name in what if what[name] is tier) for tier in places}
+    moves = ", ".join(f"{names} in {places[tier]}" for tier, names in moved.items() if names)
     share = "" if offload.ratio == 1 else f"{offload.ratio:.0%} of the units: "
     early = ", updated during backward" if offload.step is StepTime.speculative else ""
     return f"{share}{moves}{early}"

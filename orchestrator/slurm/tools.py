@@ -83,6 +83,8 @@ def ask(
         )
     except FileNotFoundError:
         raise SlurmError(f"{tool}: expected it on the PATH, found none; use a machine of the cluster") from None
+    except OSError as error:
+        raise SlurmError(f"{tool}: expected a program that starts, found: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{tool}: expected an answer within {timeout_s:g} s; try `scontrol ping`") from None
     if done.returncode != 0:
@@ -233,7 +235,8 @@ def accounting_works() -> bool:
 
 def max_array_size() -> int:
     """The largest number of tasks that an array may have on this cluster."""
-    return max(int(_setting("MaxArraySize") or 1001), 1)
+    size = _setting("MaxArraySize") or ""
+    return max(int(size), 1) if size.isdigit() else 1001  # SLURM's default
 
 
 def _setting(name: str) -> str | None:

@@ -29,7 +29,6 @@ CONF = ROOT / "conf"
 GROUPS = {name: hint for name, hint in hints_of(RunConfig).items() if is_dataclass(hint)}
 OPTIONS = sorted(file for group in GROUPS for file in (CONF / group).glob("*.yaml"))
 SCENE = Scene(Hardware(cores=2, cpu="cpu", slurm=True))
-# Settings that an option needs in addition: for example, data=text and model=pretrained alone have no path.
 # Keys that an option does not use, in groups whose keys are those of one class.
 LOSS_SCALE = tuple(keys_of(LossScaleRule))
 NVME = ("folder", "block_mib", "requests", "ahead", "verify")
@@ -49,6 +48,7 @@ NOT_FOR: dict[str, Collection[str]] = {
     "tracking/none": ("uri", "experiment"),
     "cluster/local": SLURM,
 }
+# Settings that an option needs in addition: for example, data=text and model=pretrained alone have no path.
 NEEDS = {"data/text.yaml": [f"data.path={ROOT / 'run.py'}"], "model/pretrained.yaml": ["model.path={weights}"]}
 NEEDS |= {"cluster/slurm.yaml": ["resources.device=cpu", "resources.ranks=2"]}
 NEEDS |= {

@@ -258,9 +258,9 @@ def test_a_speculative_plan_without_offloaded_states_is_refused() -> None:
     row = ZeroPlan.from_stage(3)
     for plan in (OffloadPlan(speculative=True), OffloadPlan(optimizer=Tier.HOST, speculative=True)):
         with pytest.raises(
-            ValueError, match="expected masters and states that are stored away from cpu, found them with it"
+            ValueError, match="expected masters and states that are offloaded from cpu, found that they stay on it"
         ):
             plan.check(row, "cpu")
     OffloadPlan(optimizer=Tier.HOST, speculative=True).check(row, "cuda")
-    with pytest.raises(ValueError, match="are stored away from cuda, found them with it"):
+    with pytest.raises(ValueError, match="are offloaded from cuda, found that they stay on it"):
         OffloadPlan(params=Tier.HOST, speculative=True).check(row, "cuda")

@@ -8,6 +8,7 @@ from typing import Any
 
 from zero_runtime.deepspeed.schema import Reader
 from zero_runtime.errors import PlanError
+from zero_runtime.limits import ConfigError
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_settings import ScratchSettings
 from zero_runtime.plan import ZeroPlan
@@ -43,6 +44,9 @@ def read_offload(
             scratch=_scratch(params, optimizer, aio, reader) if uses_nvme else None,
         )
         offload.check(plan, device)
+    except ConfigError as error:  # its fixes name the keys of conf/, which DeepSpeed's sections do not have
+        reader.problems += [f"zero_optimization: {one._replace(fix=())}" for one in error.broken]
+        return OffloadPlan()
     except PlanError as error:
         reader.problems.append(f"zero_optimization: {error}")
         return OffloadPlan()
@@ -67,8 +71,8 @@ def _scratch(
     folder = _folder([section for section in (params, optimizer) if section.get("device") == "nvme"], reader)
     try:
         return ScratchSettings(folder, **given)
-    except PlanError as error:
-        reader.problems.append(f"aio: {error}")
+    except ConfigError as error:
+        reader.problems += [f"aio: {one._replace(fix=())}" for one in error.broken]
         return ScratchSettings(folder)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from zero_runtime.deepspeed.json_text import shown
 from zero_runtime.deepspeed.schema import ANY, BOOL, NUMBER, PAIR, Key, Reader, idle, mapped, only
+from zero_runtime.errors import PlanError
 from zero_runtime.limits import ConfigError
 from zero_runtime.optim.configs import (
     TORCH_NAMES,
@@ -105,6 +106,9 @@ def choose_optimizer(section: Mapping[str, Any] | None, reader: Reader) -> Chose
         return build(lower, params, reader) if build else _torch(torch_name, params, reader)
     except ConfigError as error:  # its fixes name the keys of conf/, which a section of DeepSpeed's does not have
         reader.problems += [f"optimizer.params: {one._replace(fix=())}" for one in error.broken]
+        return None
+    except PlanError as error:
+        reader.problems.append(f"optimizer.params: {error}")
         return None
 
 

@@ -22,7 +22,7 @@ from zero_runtime.deepspeed.schema import (
     only,
     section,
 )
-from zero_runtime.errors import PlanError
+from zero_runtime.limits import ConfigError
 from zero_runtime.plan import ZeroPlan
 
 _DEVICE = choice("none", "cpu", "nvme", reason="states are stored on the device, in host memory, or in a file")
@@ -130,8 +130,8 @@ def read_plan(values: Mapping[str, Any], reader: Reader) -> ZeroPlan:
         shard_ranks = -1
     try:
         return ZeroPlan.from_stage(stage, shard_ranks=shard_ranks if shard_ranks > 0 else None)
-    except PlanError as error:
-        reader.problems.append(f"zero_optimization: {error}")
+    except ConfigError as error:  # its fixes name the keys of conf/
+        reader.problems += [f"zero_optimization: {one._replace(fix=())}" for one in error.broken]
         return ZeroPlan.from_stage(3)  # already refused; this plan is valid, so it adds no further problem
 
 

@@ -83,8 +83,8 @@ class OffloadPlan:
         moves_states = self.optimizer is Tier.NVME or (self.optimizer is Tier.HOST and self.has_separate_memory(device))
         if self.speculative and not moves_states:
             raise PlanError(
-                f"offload.step=speculative: expected masters and states that are stored away from {device}, found "
-                "them with it; use optimizer_nvme, or optimizer_cpu on a GPU, or offload.step=after_backward"
+                f"offload.step=speculative: expected masters and states that are offloaded from {device}, found that "
+                "they stay on it; use optimizer_nvme, or optimizer_cpu on a GPU, or offload.step=after_backward"
             )
         if self.params is not Tier.DEVICE and plan.params is Partition.REPLICATED:
             raise PlanError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_runtime.errors import PlanError
 from zero_runtime.limits import Limits
 from zero_runtime.offload.memory import ALIGN_BYTES, aligned
 
@@ -27,12 +26,10 @@ class ScratchSettings:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        if self.block_bytes < 1 or self.block_bytes % ALIGN_BYTES:
-            raise PlanError(
-                f"scratch.block_bytes: expected a multiple of {ALIGN_BYTES:,}, which direct I/O needs, found "
-                f"{self.block_bytes:,}; set it to {max(aligned(self.block_bytes), ALIGN_BYTES):,}"
-            )
-        limits = Limits(vars(self), "offload")
+        limits = Limits(vars(self), "offload", optional=())
+        rule = f"a multiple of {ALIGN_BYTES:,} and above 0, which direct I/O needs"
+        above = max(aligned(self.block_bytes), ALIGN_BYTES)
+        limits.must("block_bytes", lambda size: size > 0 and size % ALIGN_BYTES == 0, rule, above)
         limits.at_least(1, requests=4)
         limits.at_least(0, ahead=1)
         limits.conclude()

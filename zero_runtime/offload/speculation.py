@@ -95,7 +95,7 @@ class SpeculativeTier(StateTier):
         if guess.update != update or not guess.has_all_grads:
             guess.cancel()
             return False
-        self._tier.adopt(guess.units, guess.drafted)
+        self._tier.adopt(guess.units[::-1], guess.drafted)
         return True
 
     def reject(self) -> None:

@@ -88,8 +88,8 @@ class StateTier:
         the parameters on the device stay as they are. Blocks; called from another thread."""
 
     def adopt(self, units: Sequence[Unit], drafted: Future[None]) -> None:
-        """Make the second copies current, after `drafted` is done. May return before that; each unit's location tracks
-        it."""
+        """Make the second copies of these units current, in order, after `drafted` is done. May return before that;
+        each unit's location tracks it."""
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Host tensors that this tier holds, by component (params, grads, optimizer, staging), for counting."""

@@ -21,4 +21,6 @@ def momentum_can_cycle(scene: Scene, optimizer: Optimizer, scheduler: Scheduler)
         return None
     own = ("optimizer.momentum=0.9",) if isinstance(optimizer.rule, SgdConfig) else ()
     fixes = (*own, "scheduler.momentum_min=null scheduler.momentum_max=null")
-    return Broken("scheduler.momentum_max cycles a momentum", f"{optimizer.rule.name} without one", fixes)
+    kind = optimizer.rule.kind
+    found = f"{optimizer.rule.name if kind == 'torch' else kind} without one"
+    return Broken("scheduler.momentum_max cycles a momentum", found, fixes)

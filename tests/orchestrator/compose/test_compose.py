@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.compose import arguments, compose
-from orchestrator.compose.compose import ComposeError, Composition
+from orchestrator.compose.compose import ComposeError, Composition, OwnSource
 from orchestrator.compose.labels import sweep_name
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.points import checked_points
@@ -205,3 +205,14 @@ def test_max_points_sets_the_limit_on_the_points_of_a_sweep() -> None:
     assert asked.problems == ["--max-points cannot be 'many': a whole number of points"]
     asked = arguments.split(["-m", "--max-points=20000", "seed=1,2"])
     assert (asked.max_points, asked.command()) == (20000, ["--multirun", "--max-points", "20000", "seed=1,2"])
+
+
+def test_a_file_gets_the_keys_that_it_leaves_out_unless_it_changes_another_file(tmp_path: Path) -> None:
+    (tmp_path / "zero").mkdir()
+    (tmp_path / "zero" / "alone.yaml").write_text("prefetch: 2\n")
+    (tmp_path / "zero" / "both.yaml").write_text("defaults: [stage3, change]\n")
+    (tmp_path / "zero" / "change.yaml").write_text("prefetch: 2\n")
+    source = OwnSource("test", f"{OwnSource.scheme()}://{tmp_path}")
+    assert source.load_config("zero/alone").config["stage"] == 2
+    assert set(source.load_config("zero/both").config) == {"defaults"}
+    assert source.load_config("zero/change").config == {"prefetch": 2}, "it would reset the stage of the file before it"

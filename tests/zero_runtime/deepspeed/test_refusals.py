@@ -122,7 +122,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "a level that is none",
         zero(4),
-        ["zero_optimization: zero.stage must be 0, 1, 2 or 3, found 4      fix: zero.stage=2"],
+        ["zero_optimization: zero.stage must be 0, 1, 2 or 3, found 4"],
     ),
     (
         "the old form of the section",

@@ -227,11 +227,11 @@ def test_a_scratch_file_does_not_create_its_folder(tmp_path: Path) -> None:
     [
         (
             {"block_bytes": 0},
-            "scratch.block_bytes: expected a multiple of 4,096, which direct I/O needs, found 0; set it to 4,096",
+            "offload.block_bytes must be a multiple of 4,096 and above 0, which direct I/O needs, found 0 ",
         ),
         (
             {"block_bytes": 5000},
-            "scratch.block_bytes: expected a multiple of 4,096, which direct I/O needs, found 5,000; set it to 8,192",
+            "offload.block_bytes must be a multiple of 4,096 and above 0, which direct I/O needs, found 5000 ",
         ),
         ({"requests": 0}, "offload.requests must be at least 1, found 0"),
         ({"ahead": -1}, "offload.ahead must be at least 0, found -1"),
