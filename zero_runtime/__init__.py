@@ -11,7 +11,7 @@ hide the sources from editors, mypy and setuptools.
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
 _HOME = {
@@ -47,6 +47,8 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":  # the version of the installed distribution; an uninstalled checkout has none
+        from importlib import metadata  # here, so that the answer to a typo does not wait for its import
+
         try:
             return metadata.version("zero-lab")
         except metadata.PackageNotFoundError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import platform
 import socket
@@ -60,9 +59,11 @@ def facts() -> dict[str, Any]:
 
 def version_of(package: str) -> str | None:
     """The version of an installed package; None if it is not installed."""
+    from importlib import metadata  # here, so that the answer to a typo does not wait for its import
+
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 
