@@ -63,7 +63,8 @@ class Commands:
 
     def check(self) -> None:
         left = [path for pattern in (".*.tmp", "*.partial", ".trash-*") for path in self.output.rglob(pattern)]
-        assert [*left, *self.temporary.glob("zero_rank_*")] == [], "leftovers"
+        left += self.temporary.glob("zero_rank_*")
+        assert not left, f"leftovers: {[str(path.relative_to(self.folder)) for path in left]}"
 
     def results(self) -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in self.output.glob("points/*/attempts/*/result.json")}
