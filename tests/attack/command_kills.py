@@ -175,11 +175,11 @@ def kill_one(command: Started | StartedForks, moment: float, chance: random.Rand
 
 
 def chain(commands: Commands, lasts_s: float, most: int, chance: random.Random) -> Counter[str]:
-    """Repeats the command until it ends by itself, and makes up to `most` kills before."""
+    """Repeats the command until it ends with nothing killed, and makes up to `most` kills before."""
     counts: Counter[str] = Counter()
-    code, results = -1, {}
-    while code != 0:
-        begun = time.monotonic()
+    code, part, results = -1, "", {}
+    while code != 0 or part:  # what a process leaves that was killed last, the next command removes
+        begun, part = time.monotonic(), ""
         with closing(commands.start()) as command:
             if counts["kills"] < most:
                 part = kill_one(command, begun + chance.uniform(0, lasts_s), chance)
