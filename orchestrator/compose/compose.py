@@ -65,13 +65,13 @@ class OwnSource(FileConfigSource):
         loaded = super().load_config(config_path)
         if not isinstance(loaded.config, DictConfig) or loaded.header["package"] is not None:
             return loaded  # a file with a package sets keys of other groups
-        if "defaults" in loaded.config:
+        values: Any = OmegaConf.to_container(loaded.config, resolve=False)
+        if "defaults" in values:
             # Its keys come from the first file of the list; the others change some of these.
-            group = config_path.rpartition("/")[0]
-            listed = [entry for entry in loaded.config.defaults if isinstance(entry, str) and entry != "_self_"]
-            _changing.update(f"{group}/{entry}" for entry in listed[1:])
+            entries = values["defaults"] if isinstance(values["defaults"], list) else []  # Hydra reports anything else
+            files = [entry for entry in entries if isinstance(entry, str) and entry != "_self_"]
+            _changing.update(f"{config_path.rpartition('/')[0]}/{file}" for file in files[1:])
         elif config_path not in _changing:
-            values: Any = OmegaConf.to_container(loaded.config, resolve=False)
             loaded.config = OmegaConf.create(with_all_keys(config_path, values))
         return loaded
 
