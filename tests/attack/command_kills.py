@@ -175,10 +175,10 @@ def kill_one(command: Started | StartedForks, moment: float, chance: random.Rand
 
 
 def chain(commands: Commands, lasts_s: float, most: int, chance: random.Random) -> Counter[str]:
-    """Repeats the command until it ends with nothing killed, and makes up to `most` kills before."""
+    """Repeats the command until it succeeds, and makes up to `most` kills before."""
     counts: Counter[str] = Counter()
     code, part, results = -1, "", {}
-    while code != 0 or part:  # what a process leaves that was killed last, the next command removes
+    while code != 0:
         begun, part = time.monotonic(), ""
         with closing(commands.start()) as command:
             if counts["kills"] < most:
@@ -188,6 +188,9 @@ def chain(commands: Commands, lasts_s: float, most: int, chance: random.Random) 
         now = commands.results()
         assert {path: now.get(path) for path in results} == results, f"{commands.folder}: results were lost"
         results = now
+    if part:  # what a process leaves that was killed last, the next command removes
+        with closing(commands.start()) as command:
+            assert ended(commands, command) == 0
     commands.check()
     return counts
 
