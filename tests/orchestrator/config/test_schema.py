@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from orchestrator.config.schema import Batch, Device, Model, Optimizer, RunConfig, from_dict, to_dict
-from orchestrator.config.state_groups import Zero
+from orchestrator.config.state_groups import Offload, Zero
 from orchestrator.config.strict import ConfigError
 
 TINY = Model("tiny", "llama", {"vocab_size": 256})
@@ -103,6 +103,12 @@ def test_values_out_of_range_are_refused_with_the_key_and_a_fix() -> None:
     with pytest.raises(ConfigError) as caught:
         Optimizer(lr=-1.0, clip_norm=0.0)
     assert len(caught.value.broken) == 2
+    with pytest.raises(ConfigError) as caught:
+        Offload(ratio=2.0, block_mib=0, requests=0, ahead=-1)
+    assert len(caught.value.broken) == 4
+    with pytest.raises(ConfigError) as caught:
+        Zero(stage=4, prefetch=-1, unit_numel=0)
+    assert len(caught.value.broken) == 3
 
 
 def test_null_switches_clipping_off() -> None:

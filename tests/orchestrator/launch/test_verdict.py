@@ -157,6 +157,7 @@ def test_a_kill_by_the_kernels_oom_killer_is_distinguished_from_other_kills(
 def test_an_excerpt_is_the_end_of_a_log_or_the_innermost_calls_of_a_dumped_stack(tmp_path: Path) -> None:
     log = tmp_path / "rank0.log"
     assert excerpt(log) == []
+    assert excerpt(log.parent) == [], "a folder cannot be read"
     log.write_text("".join(f"line {number}\n" for number in range(40)))
     assert excerpt(log) == [f"line {number}" for number in range(25, 40)]
     stack = ["Stack (most recent call first):", *(f'  File "f.py", line {number} in f' for number in range(30))]

@@ -192,6 +192,14 @@ def test_a_tool_that_hangs_fails_or_is_missing_is_reported_as_an_error() -> None
         slurm_tools.ask(["no-such-tool"])
     with pytest.raises(SlurmError, match="ls /no/such/folder: "):
         slurm_tools.ask(["ls", "/no/such/folder"])
+    with pytest.raises(SlurmError, match="expected a program that starts, found: Permission denied"):
+        slurm_tools.ask(["/"])
+
+
+@pytest.mark.parametrize(("value", "size"), [("4", 4), ("0", 1), ("(null)", 1001)])
+def test_the_maximum_size_of_arrays_has_slurms_default(value: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_tools, "ask", lambda words: f"ClusterName = c\nMaxArraySize            = {value}\n")
+    assert slurm_tools.max_array_size() == size
 
 
 def test_a_job_submitted_from_inside_another_does_not_inherit_its_variables() -> None:

@@ -10,14 +10,18 @@ import pytest
 import yaml
 
 from orchestrator.compose.overrides import scalar
+from orchestrator.config.optimizer import Optimizer, Scheduler
 from orchestrator.config.schema import Device, Model, RunConfig, from_dict, to_dict
 from orchestrator.config.strict import Broken, build_parts
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.rules import data as data_rules
 from orchestrator.plan.rules import table as rules
+from orchestrator.plan.rules.optimizer import momentum_can_cycle
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.plan.rules.table import check_rules, resolve
+from zero_runtime.optim.configs import OptimizerConfig, SgdConfig, TorchConfig
+from zero_runtime.optim.lr_settings import OneCycleSettings
 
 CONF = Path(__file__).resolve().parents[4] / "conf"
 LAPTOP = Scene(Hardware(cores=4, cpu="cpu"))
@@ -332,3 +336,11 @@ def test_an_output_that_cannot_be_created_is_refused_and_the_check_leaves_no_fil
         assert told in str(broken)
     assert check_rules(replace(config(), output=str(tmp_path / "a" / "b")), LAPTOP) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file"]
+
+
+@pytest.mark.parametrize(("rule", "name"), [(SgdConfig(), "sgd"), (TorchConfig("Adagrad"), "torch.optim.Adagrad")])
+def test_an_optimizer_without_momentum_is_named_as_it_is_typed(rule: OptimizerConfig, name: str) -> None:
+    scheduler = Scheduler(OneCycleSettings(momentum_min=0.8, momentum_max=0.9))
+    broken = momentum_can_cycle(LAPTOP, Optimizer(rule=rule), scheduler)
+    assert broken is not None
+    assert broken.found == f"{name} without one"
