@@ -30,6 +30,7 @@ PURE = (
     "activations.rule",
     "memory.model",
     "memory.activation_count",
+    "memory.device_overhead",
     "offload.memory",
     "offload.scratch_settings",
     "optim.configs",
