@@ -115,7 +115,7 @@ ROOMS = {
         "runtime": "accounting build collectives ledger module_hooks non_finite offload optim phase_clock pure "
         "schedule settings step_report unit whole_tensors world",
         "memory": "accounting activations dtypes offload pure runtime unit_planner",
-        "checkpoint": "agreement collectives optim process_identity pure runtime tensor_source unit",
+        "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit",
         "deepspeed": "agreement checkpoint dtypes offload pure runtime step_report watch world",
         "zero_runtime": "",  # imports lazily, by name
     },
