@@ -82,14 +82,15 @@ ROOMS = {
     "zero_runtime": {
         "dtypes": "",
         "process_identity": "",
-        "phase_clock": "",
+        "current_device": "",
+        "phase_clock": "pure",
         "gloo": "",
         "tensor_source": "",
         "shard_location": "",
         "step_report": "",
         "ledger": "",
         "watch": "pure process_identity",
-        "world": "pure watch",
+        "world": "current_device pure watch",
         "collectives": "gloo ledger phase_clock pure watch world",
         "agreement": "collectives pure",
         "unit_planner": "dtypes pure",
@@ -112,11 +113,11 @@ ROOMS = {
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives offload optim pure unit",
         "accounting": "collectives offload optim pure settings unit",
-        "runtime": "accounting build collectives ledger module_hooks non_finite offload optim phase_clock pure "
-        "schedule settings step_report unit whole_tensors world",
+        "runtime": "accounting build collectives current_device ledger module_hooks non_finite offload optim "
+        "phase_clock pure schedule settings step_report unit whole_tensors world",
         "memory": "accounting activations dtypes offload pure runtime unit_planner",
         "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit",
-        "deepspeed": "agreement checkpoint dtypes offload pure runtime step_report watch world",
+        "deepspeed": "agreement checkpoint current_device dtypes offload pure runtime step_report watch world",
         "zero_runtime": "",  # imports lazily, by name
     },
 }

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from zero_runtime.current_device import make_current
 from zero_runtime.deepspeed.config import DropinConfig, read_config
 from zero_runtime.deepspeed.engine import Engine, EngineParts
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
@@ -105,7 +106,7 @@ def initialize(
 
 
 def own_device() -> torch.device:
-    """This rank's GPU, by LOCAL_RANK; the CPU if the machine has no GPU."""
+    """This rank's GPU, by LOCAL_RANK, made current; the CPU if the machine has no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     place = _local_rank()
@@ -113,7 +114,7 @@ def own_device() -> torch.device:
         raise PlanError(
             f"LOCAL_RANK={place}: expected a GPU for every rank, found {torch.cuda.device_count()}; start fewer ranks"
         )
-    return torch.device("cuda", place)
+    return make_current(torch.device("cuda", place))
 
 
 def _local_rank() -> int:
