@@ -21,8 +21,10 @@ from orchestrator.workloads.tokenizer import load_tokenizer
 from orchestrator.workloads.weights import weights_of
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
+from zero_runtime.current_device import make_current
 from zero_runtime.initial_values import Initialise
 from zero_runtime.kernels.registration import prepare
+from zero_runtime.numa import bind_to_gpu
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -30,7 +32,7 @@ from zero_runtime.watch.watch import RankWatch
 
 
 def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
-    """Sets the threads and seeds of this rank. Returns its device."""
+    """Sets the threads, processors and seeds of this rank. Returns its device, which is current."""
     torch.set_num_threads(config.resources.threads or 1)
     torch.manual_seed(config.seed)
     if config.resources.device != "cuda":
@@ -38,8 +40,9 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
     # A launcher may have made only this rank's own GPU visible.
     index = local_rank % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    device = make_current(torch.device("cuda", index))
+    bind_to_gpu(device, config.resources.threads or 1)
+    return device
 
 
 def build_data(config: RunConfig) -> TokenData:

@@ -83,6 +83,7 @@ ROOMS = {
         "dtypes": "",
         "process_identity": "",
         "current_device": "",
+        "numa": "",
         "phase_clock": "pure",
         "gloo": "",
         "tensor_source": "",
