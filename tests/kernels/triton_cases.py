@@ -153,6 +153,9 @@ def streams() -> Numbers:
             # The squares are exact; two orders of n sums in fp64 differ by at most 2 n roundings.
             bound = 2 * max(numel, 1) * 2.0**-53 * max(float(sums), 1.0)
             yield f"streams squares {numel} {dtype}", abs(float(total - sums)) / bound
+    for count in (1, 2, 3, 2048, 2049, 4097) if IS_CUT else (5, 64, 8193, 40001):
+        groups = random(2 * count, 8).double().square().view(2, count)
+        yield f"streams fold {count}", excess(compiled.folded(groups), reference.folded(groups))
     for bad in (torch.inf, torch.nan):
         values = random(300, 7)
         values[299] = bad
