@@ -51,14 +51,12 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> Stopped | None:
         watch=WatchSettings(stuck_s=config.resources.stuck_s),
         on_end=RankRecord(attempt, rank.rank).write_error,
     )
-    watch = join_world(rank.meeting, rank.rank, rank.world, device, settings)
-    try:
-        with watch:
-            built = build_runtime(config, device, watch, signals.asked if signals else None)
-            with _with_memory(built.runtime, watch, rank.rank):
-                return RankRun(attempt, config, rank, *built).run()
-    finally:
-        leave_world()
+    with join_world(rank.meeting, rank.rank, rank.world, device, settings) as watch:
+        built = build_runtime(config, device, watch, signals.asked if signals else None)
+        with _with_memory(built.runtime, watch, rank.rank):
+            stopped = RankRun(attempt, config, rank, *built).run()
+    leave_world()  # a rank that failed must not: it could wait here forever and never record its error
+    return stopped
 
 
 @contextlib.contextmanager
