@@ -1,4 +1,9 @@
-"""Which GPU a rank computes on, and the refusal of ranks that would share one."""
+"""Which GPU a rank computes on, and the refusal of ranks that would share one.
+
+[Note: the current device]
+CUDA has one current device per thread, GPU 0 at first. Triton launches its kernels there, whatever device their tensors
+are on, and every call without a device takes memory there. So a rank's GPU is made current where it is chosen.
+"""
 
 from __future__ import annotations
 
@@ -47,3 +52,16 @@ def claim_device(store: dist.Store, rank: int, world: int, device: torch.device)
             "uses; start as many ranks as the machine has GPUs, or let the launcher give each rank its own "
             "(srun --gpus-per-task=1)"
         )
+
+
+def make_current(device: torch.device) -> torch.device:
+    """Make a GPU the current device of the calling thread; "cuda" without an index is the one that is current already.
+
+    Returns the device with its index. Any other device is returned unchanged.
+    """
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_device(device)
+    return device

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zero_runtime.errors import RankError
-from zero_runtime.own_device import claim_device
+from zero_runtime.own_device import claim_device, make_current
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 
 
@@ -38,6 +38,7 @@ def join_world(
     it to RuntimeSettings.
     """
     settings = settings or WorldSettings()
+    device = make_current(device)
     if isinstance(place, Path):  # torch would cut a URL at # or ?, and ranks of other runs may meet at the shorter path
         store = dist.FileStore(str(place), world)
     else:
@@ -63,6 +64,7 @@ def watch_ranks(store: dist.Store, settings: WorldSettings | None = None) -> Ran
 
 def join_alone(device: torch.device) -> None:
     """Initialize a process group of one rank over a store in this process: no port, file or environment variable."""
+    device = make_current(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.HashStore(),

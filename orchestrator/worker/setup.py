@@ -24,24 +24,28 @@ from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.initial_values import Initialise
 from zero_runtime.kernels.registration import prepare
+from zero_runtime.numa import bind_to_gpu
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.loss_scaler import UNSCALED
-from zero_runtime.own_device import device_index
+from zero_runtime.own_device import device_index, make_current
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.watch.watch import RankWatch
 
 
 def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
-    """Sets this rank's threads, seeds and cache of kernels. Returns its device. PlanError if it has no GPU."""
+    """Sets this rank's threads, processors, seeds and cache of kernels. Returns its device, which is current.
+
+    PlanError if it has no GPU.
+    """
     torch.set_num_threads(config.resources.threads or 1)
     torch.manual_seed(config.seed)
     if config.resources.device != "cuda":
         return torch.device("cpu")
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
     set_kernel_cache(os.environ)
-    index = device_index(local_rank, torch.cuda.device_count())
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    device = make_current(torch.device("cuda", device_index(local_rank, torch.cuda.device_count())))
+    bind_to_gpu(device, config.resources.threads or 1)
+    return device
 
 
 def build_data(config: RunConfig) -> TokenData:

@@ -124,7 +124,7 @@ class RankRun:
         # The model is built, loaded and compiled: from here on resources.stuck_s limits how long a rank may keep the
         # others waiting.
         self._runtime.collectives.journal.end_start()
-        self._runtime.clock.lap()
+        self._runtime.clock.start()
         for step in range(self._first, self._steps):
             if step == self._first + self._warmup_steps:
                 self._load.begin()
@@ -134,7 +134,8 @@ class RankRun:
             self._saving.after_step(self._progress)
             if report.stop and step + 1 < self._steps:
                 return Stopped(self._progress.step, self._saving.stop(self._progress))
-            self._runtime.clock.lap()  # keeps the time of saving out of the next step's
+            self._runtime.clock.start()  # keeps the time of saving out of the next step's
+        self._runtime.clock.stop()
         self._used = self._load.end()
         self._readings.validation_loss = self._validate()
         self._saving.finish(self._progress, self._result)

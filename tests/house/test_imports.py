@@ -89,7 +89,8 @@ ROOMS = {
         "dtypes": "",
         "process_identity": "",
         "own_device": "pure",
-        "phase_clock": "",
+        "numa": "",
+        "phase_clock": "pure",
         "gloo": "",
         "tensor_source": "",
         "shard_location": "",
@@ -119,10 +120,10 @@ ROOMS = {
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives offload optim pure unit",
         "accounting": "collectives offload optim pure settings unit",
-        "runtime": "accounting build collectives ledger module_hooks non_finite offload optim phase_clock pure "
-        "schedule settings step_report unit whole_tensors world",
+        "runtime": "accounting build collectives ledger module_hooks non_finite offload optim own_device "
+        "phase_clock pure schedule settings step_report unit whole_tensors world",
         "memory": "accounting activations dtypes offload pure runtime unit_planner",
-        "checkpoint": "agreement collectives optim process_identity pure runtime tensor_source unit",
+        "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit",
         "deepspeed": "agreement checkpoint dtypes offload own_device pure runtime step_report watch world",
         "zero_runtime": "",  # imports lazily, by name
     },
