@@ -43,6 +43,7 @@ def answer(asked: Arguments) -> int:
 
 def _run(composition: Composition, asked: Arguments) -> int:
     os.umask(0o077)  # only the user can read what the runs write
+    _join_step()
     scene = here()
     # The command sends points to a cluster and exits, so that even a single point is handled as a sweep.
     on_cluster = composition.points[0].values.get("cluster", {}).get("kind") == ClusterKind.slurm.value
@@ -76,6 +77,18 @@ def _run(composition: Composition, asked: Arguments) -> int:
         raise Refusal(problems)
 
     return run_point(points[0], as_json=as_json)
+
+
+def _join_step() -> None:
+    """A task of the user's own srun is a rank: without the others' variables each task would run all of it alone."""
+    if "SLURM_STEP_ID" not in os.environ:
+        return
+    from orchestrator.slurm import rank, tools
+
+    try:
+        rank.say_place_in_step(os.environ)
+    except tools.SlurmError as error:
+        raise Refusal([str(error)]) from None
 
 
 def sweep_request(argv: Sequence[str]) -> tuple[SweepRequest, hardware.Hardware]:

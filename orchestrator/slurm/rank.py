@@ -20,6 +20,7 @@ from orchestrator.records.run_state import RunState
 from orchestrator.slurm.tools import SlurmError, ask, environ_job, read_scontrol_job
 
 FIRST_PORT, PORTS = 15000, 15000  # below the range of ports that kernels assign automatically
+SPECIAL_STEPS = 0xFFFFFFF0
 BEAT_S = 10.0
 OTHERS_S = 20.0
 
@@ -44,6 +45,21 @@ def say_place(environ: MutableMapping[str, str], hosts: Sequence[str]) -> None:
     environ["MASTER_ADDR"] = address_of(hosts[0])
     on_first = environ.get("SLURM_NODEID", "0") == "0"
     set_interface(environ, interface_to(address_of(hosts[1] if on_first else hosts[0])))
+
+
+def say_place_in_step(environ: MutableMapping[str, str], tell: Callable[[Sequence[str]], str] = ask) -> None:
+    """`say_place` for a task of the user's own `srun`, which sets no variable of torch's.
+
+    Changes nothing outside of such a step, in a step of one task, and where another launcher has set the rank. An
+    interactive allocation, a batch script and a node's own step have numbers too, from SPECIAL_STEPS.
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    if "RANK" in environ or not step.isdigit() or int(step) >= SPECIAL_STEPS or "SLURM_PROCID" not in environ:
+        return
+    if environ.get("SLURM_NTASKS", "1") == "1":
+        return
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
+    say_place(environ, tell(["scontrol", "show", "hostnames", nodes]).split())
 
 
 def port_of(job: str) -> int:

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 import yaml
 from harness.host_reads import HostReads
+from peft import get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from orchestrator.workloads.adapters import lora_config
 from orchestrator.workloads.models import build_meta_model, build_model, model_config, token_losses
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -193,6 +195,14 @@ def test_no_operation_makes_the_host_wait_for_a_gpu(kind: str, tile: int | None)
     model, (ids, labels) = build_model(kind, SUPPORTED[kind], seed=1), tokens()
     with HostReads() as reads:
         token_losses(model, ids, labels, tile).backward()
+    assert reads.found == []
+
+
+def test_no_operation_of_an_adapter_makes_the_host_wait_for_a_gpu() -> None:
+    model, (ids, labels) = build_model("llama", SMALL["llama"], seed=1), tokens()
+    wrapped = get_peft_model(model, lora_config(4, 8.0, []))
+    with HostReads() as reads:
+        token_losses(wrapped, ids, labels).backward()
     assert reads.found == []
 
 
