@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zero_runtime.errors import RankError
+from zero_runtime.own_device import claim_device
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 
 
@@ -41,6 +42,7 @@ def join_world(
         store = dist.FileStore(str(place), world)
     else:
         store, rank, world = next(dist.rendezvous(place, rank, world, timeout=settings.timeout))
+    claim_device(store, rank, world, device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("world", store),

@@ -16,6 +16,7 @@ from orchestrator.compose.settable import read_tree
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal
+from orchestrator.launch import environment
 from orchestrator.machine import hardware
 from orchestrator.plan.decision import Wishes, retry_states
 from orchestrator.plan.point import Point
@@ -57,7 +58,7 @@ def _run(composition: Composition, asked: Arguments) -> int:
     if problems:
         raise Refusal(problems)
     _check_fault(points)
-    _note_idle_gpus(scene, points[0].config)
+    _note_gpus(scene, points[0].config)
     as_json = "--json" in asked.flags
     if scene.world is not None:
         if as_json:
@@ -101,7 +102,7 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: Scene) -> 
     for problem in few(problems):
         complain(f"refused: {problem}")
     _check_fault(points)
-    _note_idle_gpus(scene, points[0].config)
+    _note_gpus(scene, points[0].config)
     if composition.sweep.prune in ("off", False) and "--prune" not in asked.flags:
         wishes = replace(wishes, prune=False)
     return SweepRequest(
@@ -148,7 +149,10 @@ def _wishes(asked: Arguments) -> Wishes:
     return Wishes(fresh="--fresh" in asked.flags, retry=states, prune=asked.flags.get("--prune") != "off")
 
 
-def _note_idle_gpus(scene: Scene, config: RunConfig) -> None:
+def _note_gpus(scene: Scene, config: RunConfig) -> None:
     idle = scene.hardware.idle_gpus
     if idle and config.resources.device is Device.cpu:
         print(f"note: {idle} GPUs stay idle: the installed torch is built without CUDA", file=sys.stderr)
+    warning = environment.caution(os.environ, config.resources.device)
+    if warning is not None and os.environ.get("RANK", "0") == "0":
+        complain(f"warning: {warning}")
