@@ -1,4 +1,6 @@
-"""A pytest plugin that prints how much the tests in tests/attack tried: one line per kind and one for the total.
+"""A pytest plugin that prints how much the suites that count tried: one line per kind and one for the total.
+
+These are the tests in tests/attack and in tests/virtual_gpu.
 
 A count is part of its test's report, so the processes of pytest-xdist need no shared file.
 """
@@ -11,7 +13,8 @@ from typing import Protocol
 import pytest
 
 PROPERTY = "attack"
-_COUNTS = pytest.StashKey[dict[str, Counter[str]]]()
+SUITES = {"virtual_gpu": "virtual GPU"}  # by folder; every other folder's counts are those of the attack tests
+_COUNTS = pytest.StashKey[dict[tuple[str, str], Counter[str]]]()  # by suite and kind
 
 
 class Tally(Protocol):
@@ -23,11 +26,12 @@ class Tally(Protocol):
 def tally(request: pytest.FixtureRequest) -> Tally:
     """Counts that are printed at the end of the run, those of failed tests included."""
     kinds: dict[str, dict[str, int]] = {}
+    suite = SUITES.get(request.node.path.parent.name, "attack")
 
     def add(kind: str, **counts: int) -> None:
         if kind not in kinds:
             kinds[kind] = {}
-            request.node.user_properties.append((PROPERTY, [kind, kinds[kind]]))
+            request.node.user_properties.append((PROPERTY, [suite, kind, kinds[kind]]))
         for name, count in counts.items():
             kinds[kind][name] = kinds[kind].get(name, 0) + count
 
@@ -45,8 +49,8 @@ class _Counting:
             return
         for name, value in report.user_properties:
             if name == PROPERTY:
-                kind, counts = value
-                self.counts.setdefault(kind, Counter()).update(counts)
+                suite, kind, counts = value
+                self.counts.setdefault((suite, kind), Counter()).update(counts)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,14 +58,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    counts = dict(sorted(config.stash.get(_COUNTS, {}).items()))
-    for kind, found in counts.items():
-        terminalreporter.write_line(f"attack: {kind}: {spelled(found)}")
-    if len(counts) > 1:
-        every: Counter[str] = Counter()
-        for found in counts.values():
-            every.update(found)
-        terminalreporter.write_line(f"attack: in all: {spelled(every)}")
+    counts = config.stash.get(_COUNTS, {})
+    for suite in sorted({suite for suite, _ in counts}):
+        own = {kind: counts[name, kind] for name, kind in sorted(counts) if name == suite}
+        for kind, found in own.items():
+            terminalreporter.write_line(f"{suite}: {kind}: {spelled(found)}")
+        if len(own) > 1 and suite == "attack":
+            every: Counter[str] = Counter()
+            for found in own.values():
+                every.update(found)
+            terminalreporter.write_line(f"{suite}: in all: {spelled(every)}")
 
 
 def spelled(counts: Counter[str]) -> str:

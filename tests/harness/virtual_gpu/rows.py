@@ -10,7 +10,7 @@ import ctypes
 import gc
 import tempfile
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ from harness.virtual_gpu import devices as stand_ins
 from harness.virtual_gpu import nccl, threads
 from harness.virtual_gpu.devices import Devices
 from harness.virtual_gpu.machine import Machine
-from harness.virtual_gpu.recorder import Recorder
+from harness.virtual_gpu.recorder import Recorder, extent
 from harness.virtual_gpu.row import Row
 from zero_runtime.accounting import predicted_peak
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload.scratch_file import ScratchFile
 from zero_runtime.offload.scratch_settings import ScratchSettings
 from zero_runtime.optim.configs import (
     AdamW8bitConfig,
@@ -44,6 +45,7 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
+FILE = -1  # the storage that stands for a rank's scratch file
 DEVICE = 3  # not 0, which is every thread's device before it chooses another
 TOKENS = (2, 16)
 LR = 1e-3
@@ -78,8 +80,25 @@ class Bench:
         self.recorder = Recorder(self.devices)
         stand_ins.install(self.devices)
         threads.install(self.turns, "zero_runtime")
+        self._record_files()
         self.log = nccl.join(self.devices, self.recorder.storages, row.rank, row.world)
         self.device = torch.device("cuda", DEVICE)
+
+    def _record_files(self) -> None:
+        """Record what transfers to and from a scratch file access: the host's memory and the file."""
+
+        def recorded(transfer: Callable[..., None], *, reads: bool) -> Callable[..., None]:
+            def transferring(file: ScratchFile, offset: int, block: torch.Tensor, what: str) -> None:
+                memory = [(block.untyped_storage()._cdata, extent(block))]
+                inside = [(FILE, (offset, offset + block.nbytes))]
+                given = (inside, memory) if reads else (memory, inside)
+                self.machine.act(self.turns.actor, "read from file" if reads else "write to file", *given)
+                transfer(file, offset, block, what)
+
+            return transferring
+
+        ScratchFile._read_block = recorded(ScratchFile._read_block, reads=True)  # type: ignore[method-assign]
+        ScratchFile._write_block = recorded(ScratchFile._write_block, reads=False)  # type: ignore[method-assign]
 
     def on_device(self, model: nn.Module) -> nn.Module:
         """The model with fake parameters and buffers on the device; tied parameters stay tied."""
@@ -159,10 +178,13 @@ def _step(bench: Bench, row: Row, runtime: ZeroRuntime) -> None:
 def _begin(bench: Bench) -> dict[str, Any]:
     bench.machine.syncs.clear()
     bench.devices.allocator.begin()
-    return {"first_issued": len(bench.log), "events_before": bench.devices.events_made}
+    devices = bench.devices
+    return {"first_issued": len(bench.log), "events_before": devices.events_made, "alive_before": devices.events_alive}
 
 
 def _end(bench: Bench, runtime: ZeroRuntime, found: dict[str, Any]) -> None:
+    found["device"] = bench.device.index
+    found["trained_units"] = sum(unit.trainable for unit in runtime.units)
     found["syncs"] = [[sync.kind, sync.place, sync.thread] for sync in bench.machine.syncs]
     found["peaks"] = asdict(bench.devices.allocator.peaks())
     found["predicted"] = predicted_peak(runtime).total

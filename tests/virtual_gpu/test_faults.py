@@ -1,0 +1,61 @@
+"""The virtual GPU can fail: every named fault breaks its rule, and a wait that is left out leaves something unordered.
+
+A site is a kind of wait and the three innermost functions of the product that wait there (Machine.follow). Every site
+of the rows below is left out in turn, so a new wait in the product is a new fault here, or is listed as redundant.
+"""
+
+from __future__ import annotations
+
+import pytest
+from harness.attack_counts import Tally
+from harness.virtual_gpu.checks import troubles, unordered
+from harness.virtual_gpu.faults import FAULTS
+from harness.virtual_gpu.process import Job, VirtualGpu
+from harness.virtual_gpu.row import Row
+
+ROWS = [
+    Row(stage=2, offload="optimizer"),
+    Row(stage=2, offload="optimizer", late=True),
+    Row(offload="both", shard_ranks=4),
+    Row(offload="both", late=True),
+    Row(offload="params"),
+    Row(offload="activations", recompute="by_operation"),
+    Row(stage=2, offload="optimizer", speculative="right"),
+    Row(offload="both", speculative="wrong"),
+    Row(offload="both nvme"),
+    Row(offload="both nvme", speculative="right"),
+    Row(stage=2, offload="optimizer nvme", speculative="wrong"),
+    Row(offload="params cpu optimizer nvme", late=True),
+    Row(optimizer="lamb"),
+]
+REDUNDANT: dict[str, str] = {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_named_fault_is_found(name: str, virtual_gpu: VirtualGpu, tally: Tally) -> None:
+    fault = FAULTS[name]
+    assert not troubles(fault.row, virtual_gpu.result(Job(fault.row)))
+    found = fault.rule in troubles(fault.row, virtual_gpu.result(Job(fault.row, (name,))))
+    tally("named faults", tried=1, found=int(found))
+    assert found
+
+
+def test_there_are_enough_named_faults() -> None:
+    assert len(FAULTS) >= 30
+
+
+@pytest.mark.full
+def test_every_wait_that_is_left_out_is_found(virtual_gpu: VirtualGpu, tally: Tally) -> None:
+    missed, sites = set(), set()
+    for row in ROWS:
+        for site in virtual_gpu.result(Job(row))["waits"]:
+            if site in sites and site not in missed:
+                continue  # found in a row before
+            sites.add(site)
+            if unordered(virtual_gpu.result(Job(row, without=(site,)))):
+                missed.discard(site)
+            else:
+                missed.add(site)
+    tally("waits left out", tried=len(sites), found=len(sites - missed), redundant=len(missed))
+    assert missed == set(REDUNDANT)
