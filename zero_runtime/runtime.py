@@ -144,6 +144,9 @@ class ZeroRuntime:
         (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
         self._hooks.end_graphs()
         self._schedule.end_backward()
+        order = self._schedule.completion_order
+        if order is not None:  # only the first time
+            self._schedule.reduce_in(self.collectives.order_of_rank_0(order, self.device))
         self.collectives.journal.begin("forward")
 
     def expect_rate(self, lr: float | Rates) -> None:
