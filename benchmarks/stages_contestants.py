@@ -57,7 +57,6 @@ def row_step(runtime: ZeroRuntime, task: Task) -> Step:
     def step(batch: Batch) -> float:
         runtime.backward(loss_of(runtime.model, *batch) / task.tokens)
         loss = runtime.step(LR).loss / dist.get_world_size()
-        runtime.clock.lap()  # as callers that show phases do at each step; its marks would grow without end
         for unit in runtime.units:  # work that the step started counts as its time, not the next one's
             unit.wait_current()
         return loss

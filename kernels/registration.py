@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -30,7 +31,9 @@ from zero_runtime.kernels.settings import AdamW, Lamb
 logger = logging.getLogger(__name__)
 
 VARIABLE = "ZLAB_KERNELS"
-CHOICES = ("auto", "reference", "cpp")
+REFERENCE = "reference"
+CHOICES = ("auto", REFERENCE, "cpp")
+COMPILED = {"cpu": "cpp", "cuda": "triton"}  # by type of device
 
 _MOMENTS = "Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq"
 _CODES = "Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq, Tensor(e!) exp_avg_sq_scale"
@@ -74,12 +77,32 @@ def prepare(device: torch.device) -> bool:
         return _prepared(device.type)
 
 
+class Chosen(NamedTuple):
+    """The implementation that `prepare` has chosen for a type of device: triton, cpp or reference.
+
+    trouble: why it is the reference.
+    """
+
+    name: str
+    trouble: str | None = None
+
+
+def chosen(device: torch.device) -> Chosen | None:
+    """What `prepare` has chosen for this type of device; None before its first call.
+
+    Two implementations may differ in the last bits, so ranks that hold copies of one state must use the same one.
+    """
+    return _chosen.get(device.type)
+
+
+_chosen: dict[str, Chosen] = {}
 _lock = threading.Lock()  # an operation can be registered once
 
 
 @cache
 def _prepared(device_type: str) -> bool:
-    kernels = compiled_for(torch.device(device_type))
+    kernels, trouble = _find(torch.device(device_type))
+    _chosen[device_type] = Chosen(REFERENCE if kernels is None else COMPILED[device_type], trouble)
     if kernels is None:
         return False
     for name in SCHEMAS:
@@ -89,15 +112,22 @@ def _prepared(device_type: str) -> bool:
 
 def compiled_for(device: torch.device) -> ModuleType | None:
     """The module of the compiled kernels for this device; None if the reference has to be used. Errors of `prepare`."""
+    return _find(device)[0]
+
+
+def _find(device: torch.device) -> tuple[ModuleType | None, str | None]:
+    """The module, or why the reference has to be used."""
     choice = os.environ.get(VARIABLE, "auto")
     if choice not in CHOICES:
         raise ValueError(f"{VARIABLE}: expected one of {', '.join(CHOICES)}, found {choice!r}")
-    if choice == "reference" or device.type not in ("cpu", "cuda"):
-        return None
+    if choice == REFERENCE:
+        return None, f"{VARIABLE}={choice}"
+    if device.type not in COMPILED:
+        return None, f"there are no kernels for {device.type}"
     return _cpp(strict=choice == "cpp") if device.type == "cpu" else _triton()
 
 
-def _cpp(*, strict: bool) -> ModuleType | None:
+def _cpp(*, strict: bool) -> tuple[ModuleType | None, str | None]:
     try:
         cpu_operations.library()
         if (trouble := trouble_of(cpu_operations, torch.device("cpu"))) is not None:
@@ -106,11 +136,11 @@ def _cpp(*, strict: bool) -> ModuleType | None:
         if strict:
             raise
         logger.warning("the CPU kernels cannot be used, and updates take the several times slower reference: %s", error)
-        return None
-    return cpu_operations
+        return None, str(error)
+    return cpu_operations, None
 
 
-def _triton() -> ModuleType | None:
+def _triton() -> tuple[ModuleType | None, str | None]:
     try:
         from zero_runtime.kernels.triton import operations
     except ImportError as error:
@@ -118,9 +148,9 @@ def _triton() -> ModuleType | None:
     else:
         trouble = trouble_of(operations, torch.device("cuda"))
     if trouble is None:
-        return operations
+        return operations, None
     logger.warning("the CUDA kernels cannot be used, and updates take the slower reference: %s", trouble)
-    return None
+    return None, trouble
 
 
 def trouble_of(kernels: ModuleType, device: torch.device) -> str | None:

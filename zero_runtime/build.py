@@ -13,6 +13,7 @@ from zero_runtime.collectives import Collectives
 from zero_runtime.errors import PlanError
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.initial_values import InitialValues
+from zero_runtime.kernels.registration import VARIABLE, Chosen, chosen
 from zero_runtime.memory.model import UnitSize
 from zero_runtime.offload.open import offloaded_shards, open_tier
 from zero_runtime.offload.preflight import check_offload
@@ -34,6 +35,27 @@ class BuiltUnits(NamedTuple):
     units: list[Unit]
     optimizer: ShardedOptimizer
     tier: StateTier
+
+
+def check_kernels(found: Sequence[Chosen | None]) -> None:
+    """Raise PlanError unless all ranks have the same implementation of the kernels; `found` is in rank order.
+
+    Each replica of a state updates itself, so replicas with different last bits would drift apart unnoticed.
+    """
+    ranks: dict[Chosen | None, list[int]] = {}
+    for rank, one in enumerate(found):
+        ranks.setdefault(one, []).append(rank)
+    if len({one.name for one in ranks if one is not None}) < 2:
+        return
+    parts = [
+        f"{one.name} on rank {', '.join(map(str, own))}" + (f" ({one.trouble})" if one.trouble else "")
+        for one, own in ranks.items()
+        if one is not None
+    ]
+    raise PlanError(
+        f"kernels: expected the same implementation on every rank, found {' and '.join(parts)}; repair the machines of "
+        f"the ranks that use the reference, or set {VARIABLE}=reference on all ranks"
+    )
 
 
 class UnitBuilder:
@@ -79,6 +101,7 @@ class UnitBuilder:
             for spec, shards in zip(specs, offloaded, strict=True)
         ]
         optimizer = ShardedOptimizer(units, config, self._collectives, lazy_states=settings.lazy_states)
+        self._agree_on_kernels()
         tier = open_tier(settings.offload, units, optimizer.states_of, self._collectives, self._device)
         optimizer.offload_to(tier)
         try:
@@ -87,6 +110,11 @@ class UnitBuilder:
             tier.close()
             raise
         return BuiltUnits(units, optimizer, tier)
+
+    def _agree_on_kernels(self) -> None:
+        """Refuse different kernels on different ranks. Those for CPUs all have the reference's bits."""
+        if self._device.type == "cuda" and self._collectives.world > 1:
+            check_kernels(self._collectives.gather_objects(chosen(self._device)))
 
     def _fill(self, model: nn.Module, units: Sequence[Unit], tier: StateTier) -> None:
         """Give buffers and parameters their values: those of the model, drawn ones, or those of `settings.weights`."""

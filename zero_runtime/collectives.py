@@ -235,13 +235,13 @@ class Collectives:
 
     # ---- ranks that differ -------------------------------------------------------------------------------------
 
-    def fingerprint(self) -> torch.Tensor:
-        """This rank's fingerprint of the collectives issued so far, and its square: [2] fp64 on the CPU.
+    def fingerprint(self) -> tuple[float, float]:
+        """This rank's fingerprint of the collectives issued so far, and its square.
 
         Sum it over the ranks and pass the two sums to `check_fingerprints`.
         """
         value = self.journal.fingerprint()
-        return torch.tensor([value, value * value], dtype=torch.float64)
+        return float(value), float(value * value)
 
     def check_fingerprints(self, total: float, squares: float) -> None:
         """Raise the same RankError on every rank if the sums over the ranks show that the fingerprints differ.

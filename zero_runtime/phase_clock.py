@@ -1,7 +1,8 @@
 """Measures the time of a step by phase; every moment belongs to exactly one phase.
 
 On a CPU a mark is a reading of the host's clock. On CUDA it is an event in the current stream, so a wait for a
-collective counts only as far as it delays the compute stream, and reading the clock costs one synchronisation per step.
+collective counts only as far as it delays the compute stream, and reading the clock costs one synchronisation per lap.
+A clock that nobody has started makes no marks: most programs never read it, and the marks would grow without end.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from zero_runtime.errors import CallOrderError
+
 COMMUNICATION = "communication_exposed"
 OTHER = "other"
 
@@ -20,10 +23,22 @@ class PhaseClock:
     """Collects marks, pairs of (phase that starts, time stamp); `lap` turns them into seconds by phase."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._stack = [OTHER]
+        self._is_running = False
         self._marks: list[tuple[str, float | torch.cuda.Event]] = []
-        self._mark(OTHER)
+        self._spare: list[torch.cuda.Event] = []  # events of earlier laps
+
+    def start(self) -> None:
+        """Begin to measure at this moment; what was measured before is discarded. Does not wait for the device."""
+        self._forget(len(self._marks))
+        self._is_running = True
+        self._mark(self._stack[-1])
+
+    def stop(self) -> None:
+        """Stop measuring; what was measured since the last lap is discarded. A no-op unless started."""
+        self._forget(len(self._marks))
+        self._is_running = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -37,23 +52,36 @@ class PhaseClock:
             self._mark(self._stack[-1])
 
     def lap(self) -> dict[str, float]:
-        """Seconds by phase since the last lap. On CUDA this waits for the device."""
+        """Seconds by phase since `start` or the last lap; CallOrderError unless started.
+
+        On CUDA this waits for the work that was issued on the current stream before.
+        """
+        if not self._is_running:
+            raise CallOrderError("lap: expected a clock that measures, found one that does not; call start() first")
         self._mark(self._stack[-1])
-        if self._on_cuda:
-            torch.cuda.synchronize()
+        last = self._marks[-1][1]
+        if isinstance(last, torch.cuda.Event):
+            last.synchronize()
         seconds: dict[str, float] = {}
         for (name, start), (_, stop) in zip(self._marks, self._marks[1:], strict=False):
             seconds[name] = seconds.get(name, 0.0) + _seconds_between(start, stop)
-        self._marks = self._marks[-1:]
+        self._forget(len(self._marks) - 1)
         return seconds
 
     def _mark(self, starting: str) -> None:
-        if not self._on_cuda:
+        if not self._is_running:
+            return
+        if self._device.type != "cuda":
             self._marks.append((starting, time.perf_counter()))
             return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
         self._marks.append((starting, event))
+
+    def _forget(self, count: int) -> None:
+        """Drop the first `count` marks; their events are used again."""
+        self._spare += [stamp for _, stamp in self._marks[:count] if isinstance(stamp, torch.cuda.Event)]
+        del self._marks[:count]
 
 
 def _seconds_between(start: float | torch.cuda.Event, stop: float | torch.cuda.Event) -> float:

@@ -24,6 +24,7 @@ from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.optim.grad_norm import clip_coefficient, local_sum_of_squares
 from zero_runtime.optim.loss_scaler import LossScaler
 from zero_runtime.optim.lr_schedule import Rates
+from zero_runtime.own_device import make_current
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -58,7 +59,7 @@ class ZeroRuntime:
         self.plan = plan
         self.precision = precision
         self.settings = settings
-        self.device = device
+        self.device = device = make_current(device)
         self.clock = PhaseClock(device)
         self.collectives = Collectives(plan.shard_count(world_size()), self.clock, settings.watch)
         self.collectives.journal.begin("start")
@@ -102,7 +103,8 @@ class ZeroRuntime:
 
     def sum_over_ranks(self, count: int) -> torch.Tensor:
         """The sum of `count` over all ranks, as a 0-dim int64 tensor on the device. Every rank must call it."""
-        return self.collectives.sum_over_ranks_(torch.tensor(count, dtype=torch.int64, device=self.device))
+        # Not torch.tensor, which copies from the host and waits for the copy on a GPU.
+        return self.collectives.sum_over_ranks_(torch.full((), count, dtype=torch.int64, device=self.device))
 
     # ---- training step -------------------------------------------------------------------------------------------
 
@@ -250,14 +252,16 @@ class ZeroRuntime:
     def _agree(self) -> tuple[StepReport, torch.Tensor]:
         """Sum the loss, the squared norm, the fingerprints and the stop requests over the ranks.
 
-        All of them travel in one message and are read on the host in one transfer. With a watch, raises RankError if
-        the ranks' fingerprints differ. Returns the report and the unscaled norm (0-dim fp64 on the device).
+        All of them travel in one message and are read on the host in one transfer: the only point of a step at which
+        the runtime waits for the device. With a watch, raises RankError if the ranks' fingerprints differ. Returns the
+        report and the unscaled norm (0-dim fp64 on the device).
         """
         squares = local_sum_of_squares(self.units, self.device)
         asked = self.settings.stop_asked
-        wish = [] if asked is None else [float(asked())]
-        told = torch.cat([self.collectives.fingerprint(), torch.tensor(wish, dtype=torch.float64)]).to(self.device)
-        sums = self.collectives.sum_over_ranks_(torch.cat([torch.stack([self._loss, squares]), told]))
+        numbers = [*self.collectives.fingerprint(), *([] if asked is None else [float(asked())])]
+        # Written by the device: a copy from the host's memory would wait for all of the backward.
+        own = [torch.full((), number, dtype=torch.float64, device=self.device) for number in numbers]
+        sums = self.collectives.sum_over_ranks_(torch.stack([self._loss, squares, *own]))
         norm = root64(sums[1]) / self.scaler.scale
         loss_value, norm_value, total, square, *wishes = self.settings.read_host(
             torch.cat([torch.stack([sums[0], norm]), sums[2:]])

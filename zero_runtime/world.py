@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zero_runtime.errors import RankError
+from zero_runtime.own_device import claim_device, make_current
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 
 
@@ -39,6 +40,7 @@ def join_world(
     it to RuntimeSettings.
     """
     settings = settings or WorldSettings()
+    device = make_current(device)
     if device.type == "cuda":
         # Gathers and reductions are under way together on two communicators. NCCL then needs one order of their kernels
         # on all devices of a node; with this variable it takes the order in which the host issues them.
@@ -47,6 +49,7 @@ def join_world(
         store = dist.FileStore(str(place), world)
     else:
         store, rank, world = next(dist.rendezvous(place, rank, world, timeout=settings.timeout))
+    claim_device(store, rank, world, device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("world", store),
@@ -67,6 +70,7 @@ def watch_ranks(store: dist.Store, settings: WorldSettings | None = None) -> Ran
 
 def join_alone(device: torch.device) -> None:
     """Initialize a process group of one rank over a store in this process: no port, file or environment variable."""
+    device = make_current(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.HashStore(),

@@ -20,6 +20,8 @@ from zero_runtime.kernels.triton import moments, streams, updates
 
 BLOCK = 1024
 MOMENT_ROWS = 4  # blocks of 8-bit moments per program
+FOLD_LEVELS = 11  # a program of the fold adds 2^11 numbers
+GROUP = {"ROWS": reference.GROUP_NUMEL // reference.LANES, "LANES": reference.LANES}
 UNFUSED = {"enable_fp_fusion": False}
 
 
@@ -33,14 +35,13 @@ def adamw_(
     param_out: torch.Tensor | None = None,
 ) -> None:
     adam = AdamNumbers(*numbers)
-    _over(master, updates.adamw_kernel)(
+    _launch_over(
+        *(master, updates.adamw_kernel),
         *(master, grad, exp_avg, exp_avg_sq, grad_scale, _target(param_out, master), master.numel()),
         *adam,
         HAS_OUT=param_out is not None,
         FROM_END=adam.weight1 >= 0.5,
         L2=adam.l2 != 0,
-        BLOCK=BLOCK,
-        **UNFUSED,
     )
 
 
@@ -56,9 +57,8 @@ def adamw8bit_(
     param_out: torch.Tensor | None = None,
 ) -> None:
     blocks, adam = blocks_of(master.numel()), AdamNumbers(*numbers)
-    if not blocks:
-        return
-    moments.adamw8bit_kernel[(triton.cdiv(blocks, MOMENT_ROWS),)](
+    _launch(
+        *(moments.adamw8bit_kernel, triton.cdiv(blocks, MOMENT_ROWS)),
         *(master, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, grad_scale),
         *(_target(param_out, master), master.numel(), blocks, *_tables(master.device), *adam),
         HAS_OUT=param_out is not None,
@@ -67,7 +67,6 @@ def adamw8bit_(
         ZERO=ZERO_CODE,
         ROWS=MOMENT_ROWS,
         PER=BLOCK_NUMEL,
-        **UNFUSED,
     )
 
 
@@ -81,14 +80,13 @@ def sgd_(
     is_first: bool,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    _over(master, updates.sgd_kernel)(
+    _launch_over(
+        *(master, updates.sgd_kernel),
         *(master, grad, _target(momentum_buffer, master), grad_scale, _target(param_out, master), master.numel()),
         *numbers,
         HAS_OUT=param_out is not None,
         KIND=0 if momentum_buffer is None else 1 if is_first else 2,
         NESTEROV=nesterov,
-        BLOCK=BLOCK,
-        **UNFUSED,
     )
 
 
@@ -100,12 +98,11 @@ def lion_(
     numbers: Sequence[float],
     param_out: torch.Tensor | None = None,
 ) -> None:
-    _over(master, updates.lion_kernel)(
+    _launch_over(
+        *(master, updates.lion_kernel),
         *(master, grad, exp_avg, grad_scale, _target(param_out, master), master.numel()),
         *numbers,
         HAS_OUT=param_out is not None,
-        BLOCK=BLOCK,
-        **UNFUSED,
     )
 
 
@@ -117,25 +114,24 @@ def lamb_moments_(
     numbers: Sequence[float],
 ) -> None:
     adam = AdamNumbers(*numbers)
-    _over(grad, updates.lamb_moments_kernel)(
+    _launch_over(
+        *(grad, updates.lamb_moments_kernel),
         *(grad, exp_avg, exp_avg_sq, grad_scale, grad.numel(), adam.weight1, adam.beta2, adam.weight2),
         FROM_END=adam.weight1 >= 0.5,
-        BLOCK=BLOCK,
-        **UNFUSED,
     )
 
 
 def lamb_squares(
     master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, numbers: Sequence[float]
 ) -> torch.Tensor:
-    count = -(-master.numel() // reference.GROUP_NUMEL)
-    groups = torch.zeros(2, max(count, 1), dtype=torch.float64, device=master.device)
-    if count:
-        sizes = {"ROWS": reference.GROUP_NUMEL // reference.LANES, "LANES": reference.LANES, **UNFUSED}
-        updates.lamb_squares_kernel[(count,)](
-            master, exp_avg, exp_avg_sq, groups, master.numel(), count, *numbers[:-1], **sizes
-        )
-    return reference.folded(groups)
+    count = triton.cdiv(master.numel(), reference.GROUP_NUMEL)
+    groups = _groups(2, count, master.device)
+    _launch(
+        *(updates.lamb_squares_kernel, count),
+        *(master, exp_avg, exp_avg_sq, groups, master.numel(), count, *numbers[:-1]),
+        **GROUP,
+    )
+    return folded(groups)
 
 
 def lamb_(
@@ -146,30 +142,44 @@ def lamb_(
     numbers: Sequence[float],
     param_out: torch.Tensor | None = None,
 ) -> None:
-    _over(master, updates.lamb_kernel)(
+    _launch_over(
+        *(master, updates.lamb_kernel),
         *(master, exp_avg, exp_avg_sq, ratio, _target(param_out, master), master.numel()),
         *numbers,
         HAS_OUT=param_out is not None,
-        BLOCK=BLOCK,
-        **UNFUSED,
     )
 
 
 def accumulate_(target: torch.Tensor, values: torch.Tensor, scale: float) -> None:
-    _over(target, streams.accumulate_kernel)(target, values, target.numel(), scale, BLOCK=BLOCK, **UNFUSED)
+    _launch_over(target, streams.accumulate_kernel, target, values, target.numel(), scale)
 
 
 def cast_copy_(target: torch.Tensor, values: torch.Tensor) -> None:
-    _over(target, streams.cast_copy_kernel)(target, values, target.numel(), BLOCK=BLOCK)
+    _launch_over(target, streams.cast_copy_kernel, target, values, target.numel())
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
-    count = -(-values.numel() // reference.GROUP_NUMEL)
-    groups = torch.zeros(max(count, 1), dtype=torch.float64, device=values.device)
-    rows = reference.GROUP_NUMEL // reference.LANES
-    if count:
-        streams.squares_kernel[(count,)](values, groups, values.numel(), ROWS=rows, LANES=reference.LANES)
-    return reference.folded(groups)
+    count = triton.cdiv(values.numel(), reference.GROUP_NUMEL)
+    groups = _groups(1, count, values.device)
+    _launch(streams.squares_kernel, count, values, groups, values.numel(), **GROUP)
+    return folded(groups)[0]
+
+
+def folded(groups: torch.Tensor) -> torch.Tensor:
+    """reference.folded for [rows, n] fp64, with the same bits: [rows]. One launch for each FOLD_LEVELS halvings."""
+    while groups.shape[1] > 1:
+        rows, count = groups.shape
+        columns = max(triton.next_power_of_2(count) >> FOLD_LEVELS, 1)
+        sums = torch.empty(rows, columns, dtype=torch.float64, device=groups.device)
+        _launch(streams.fold_kernel, rows * columns, groups, sums, count, columns, LEVELS=FOLD_LEVELS)
+        groups = sums
+    return groups[:, 0]
+
+
+def _groups(rows: int, count: int, device: torch.device) -> torch.Tensor:
+    """[rows, count] fp64 for the sums of groups, which a kernel writes; one zero a row if there are no groups."""
+    make = torch.empty if count else torch.zeros
+    return make(rows, max(count, 1), dtype=torch.float64, device=device)
 
 
 class _Tables(NamedTuple):
@@ -189,11 +199,19 @@ def _tables(device: torch.device) -> _Tables:
     return _Tables(*signed, *unsigned)
 
 
-def _over(tensor: torch.Tensor, kernel):
-    """The kernel with one program per block of the tensor; for an empty tensor, a function that does nothing."""
-    if tensor.numel() == 0:
-        return lambda *_, **__: None
-    return kernel[(triton.cdiv(tensor.numel(), BLOCK),)]
+def _launch_over(tensor: torch.Tensor, kernel, *args, **constants) -> None:
+    """Launch with one program per BLOCK elements of the tensor."""
+    _launch(kernel, triton.cdiv(tensor.numel(), BLOCK), *args, BLOCK=BLOCK, **constants)
+
+
+def _launch(kernel, programs: int, *args, **constants) -> None:
+    """Launch `programs` programs, if any, on the device of the first argument; no launch is made elsewhere.
+
+    Triton launches on the current device and its stream, which need not be those of the arguments.
+    """
+    if programs:
+        with torch.cuda.device_of(args[0]):
+            kernel[(programs,)](*args, **constants, **UNFUSED)
 
 
 def _target(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:

@@ -33,3 +33,18 @@ def squares_kernel(values, groups, numel, ROWS: tl.constexpr, LANES: tl.constexp
         wide = tl.load(values + here, mask=here < numel, other=0.0).to(tl.float32).to(tl.float64)
         lanes += wide * wide
     tl.store(groups + tl.program_id(0), tl.sum(lanes, axis=0))
+
+
+@triton.jit(do_not_specialize=["count", "columns"])
+def fold_kernel(sums, folded, count, columns, LEVELS: tl.constexpr):
+    """Each program folds a column of a row of `count` numbers, padded with zeros to 2^LEVELS * columns, in halves.
+
+    A row's second half is added to its first until `columns` numbers are left, as in the reference. The zeros change no
+    number, so every length has the bits of its own power of two. Not specialized: every length uses one variant.
+    """
+    row, column = tl.program_id(0) // columns, tl.program_id(0) % columns
+    at = tl.arange(0, 1 << LEVELS) * columns + column
+    numbers = tl.load(sums + row.to(tl.int64) * count + at, mask=at < count, other=0.0)
+    for level in tl.static_range(1, LEVELS + 1):
+        numbers = tl.sum(tl.reshape(numbers, [2, 1 << (LEVELS - level)]), axis=0)
+    tl.store(folded + row * columns + column + tl.arange(0, 1), numbers)

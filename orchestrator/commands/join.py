@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrator.commands.run import begin, tell
+from orchestrator.launch.environment import joined_settings
 from orchestrator.launch.local_run import record
 from orchestrator.launch.rank import ENTRY, RankInfo, Stopped, rank_in_world, run_recorded
 from orchestrator.launch.verdict import GRACE_S, Sight, Verdict, describe, recorded
@@ -88,9 +89,7 @@ def join(point: Point, entry: str = ENTRY) -> int:
     rank = rank_in_world(os.environ, "env://")
     assert rank is not None, "join asks for RANK and WORLD_SIZE"
     # torch reads these variables at import, and the entry imports torch.
-    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(point.config.resources.threads)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.update(joined_settings(point.config, os.environ))
     meeting = Meeting(Path(point.config.output).absolute(), rank.world, os.environ)
     if rank.rank == 0:
         if rank.world > 1:

@@ -18,9 +18,10 @@ from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord, Stopped
 from orchestrator.machine.processes import output_of
 from orchestrator.plan import memory_cache
-from orchestrator.records.record_file import append_event, require_json, write_json_atomic
+from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker import activations, measure
+from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.faults import Faults
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share
 from orchestrator.worker.saving import Progress, Saving
@@ -28,6 +29,7 @@ from orchestrator.worker.setup import build_data, build_runtime, cpu_model, prep
 from orchestrator.worker.stopping import StopSignals
 from orchestrator.workloads.data import TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
+from orchestrator.workloads.sources import IntArray
 from zero_runtime.accounting import saving_trouble
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.errors import NonFiniteError
@@ -84,6 +86,8 @@ class RankRun:
         self._attempt = attempt
         self._config = config
         self._device = runtime.device
+        self._on_cuda = runtime.device.type == "cuda"
+        self._events = EventWriter(attempt.metrics, in_background=self._on_cuda)
         self._rank = rank
         self._faults = Faults.from_env()
         self._data: TokenData = build_data(config)
@@ -100,6 +104,12 @@ class RankRun:
 
     def run(self) -> Stopped | None:
         """Trains to the last step, or to the step after which all ranks know that one of them was asked to stop."""
+        try:
+            return self._run()
+        finally:
+            self._events.end()
+
+    def _run(self) -> Stopped | None:
         self._tell_ready()
         self._progress = self._saving.resume()
         if self._saving.earlier_result is not None:
@@ -113,7 +123,7 @@ class RankRun:
         # The model is built, loaded and compiled: from here on resources.stuck_s limits how long a rank may keep the
         # others waiting.
         self._runtime.collectives.journal.end_start()
-        self._runtime.clock.lap()
+        self._runtime.clock.start()
         for step in range(self._first, self._steps):
             if step == self._first + self._warmup_steps:
                 self._load.begin()
@@ -123,7 +133,8 @@ class RankRun:
             self._saving.after_step(self._progress)
             if report.stop and step + 1 < self._steps:
                 return Stopped(self._progress.step, self._saving.stop(self._progress))
-            self._runtime.clock.lap()  # keeps the time of saving out of the next step's
+            self._runtime.clock.start()  # keeps the time of saving out of the next step's
+        self._runtime.clock.stop()
         self._used = self._load.end()
         self._readings.validation_loss = self._validate()
         self._saving.finish(self._progress, self._result)
@@ -140,8 +151,8 @@ class RankRun:
     def _train_step(self, step: int) -> tuple[StepReport, float]:
         runtime, clock = self._runtime, self._runtime.clock
         with clock.phase("data"):
-            batches = self._micro_batches()
-            tokens = runtime.sum_over_ranks(sum(_count(labels) for _, labels in batches)).clamp(min=1)
+            batches, count = self._micro_batches()
+            tokens = runtime.sum_over_ranks(count).clamp(min=1)
         # The schedule does not count skipped steps, nor the updates that another library made before this run.
         rates = self._schedule.rates(runtime.updates - self._saving.first_update)
         # Speculative optimizer steps run during the last backward, so they need the rate before it.
@@ -174,20 +185,27 @@ class RankRun:
                 runtime.backward(loss)
             del loss
 
-    def _micro_batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's slice of the step's global batch, split into micro-batches of [micro, seq] int64."""
+    def _micro_batches(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
+        """This rank's slice of the step's global batch, split into micro-batches of [micro, seq] int64.
+
+        Also the number of its tokens that have a label, counted on the host: a GPU would have to be waited for.
+        """
         size = self._config.batch.global_size
         assert size is not None
         offset, count = slice_for_rank(size, self._rank.rank, self._rank.world)
         ids, labels = self._data.train_batch(self._progress.samples + offset, count)
         micro = self._config.batch.micro
-        return [
-            (self._tensor(ids[start : start + micro]), self._tensor(labels[start : start + micro]))
+        parts = [
+            (self._on_device(ids[start : start + micro]), self._on_device(labels[start : start + micro]))
             for start in range(0, count, micro)
         ]
+        return parts, _count(labels)
 
-    def _tensor(self, array: Any) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def _on_device(self, array: Any) -> torch.Tensor:
+        """The array on the device. Beside a GPU the host does not wait for the copy: it is from pinned memory, which
+        torch gives to no other tensor before the copy has ended."""
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._on_cuda else tensor
 
     def _note_step(self, step: int, report: StepReport, lr: float) -> None:
         assert self._config.batch.global_size is not None
@@ -237,9 +255,10 @@ class RankRun:
         with torch.no_grad():
             for index in range(batches):
                 position = (index * self._rank.world + self._rank.rank) * per_rank
-                ids, labels = (self._tensor(part) for part in self._data.validation_batch(position, per_rank))
+                batch = self._data.validation_batch(position, per_rank)
+                ids, labels = map(self._on_device, batch)
                 loss += token_losses(self._runtime.model, ids, labels, self._config.loss.tile_tokens)
-                tokens += _count(labels)
+                tokens += _count(batch.labels)
         total = self._runtime.sum_over_ranks(tokens)
         return float(self._runtime.collectives.sum_over_ranks_(loss) / total)
 
@@ -269,7 +288,7 @@ class RankRun:
 
     def _tell(self, event: str, **values: Any) -> None:
         if self._rank.rank == 0:
-            append_event(self._attempt.metrics, {"event": event, "time": time.time(), **values})
+            self._events.write(event, **values)
 
     def _parameters(self) -> int:
         return sum(unit.layout.numel for unit in self._runtime.units)
@@ -290,6 +309,7 @@ class RankRun:
         result["memory"] |= measure.predicted_activations(self._runtime, activations.known(self._config))
         write_json_atomic(self._attempt.result, result)
         self._tell("finish")
+        self._events.flush()
 
     def _result(self) -> dict[str, Any]:
         """Everything measured so far. Rank 0 combines the readings of all ranks; other ranks get an empty dict."""
@@ -354,7 +374,7 @@ class RankRun:
         }
 
 
-def _count(labels: torch.Tensor) -> int:
+def _count(labels: IntArray) -> int:
     return int((labels != IGNORED).sum())
 
 

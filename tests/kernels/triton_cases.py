@@ -41,8 +41,9 @@ def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def dtypes_at(row: int, numel: int, lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.dtype, ...]:
-    """In the cut one dtype, which alternates along the rows and along the lengths; else the others."""
-    chosen = DTYPES[(row + lengths.index(numel)) % len(DTYPES)]
+    """In the cut one dtype at every second length, which both alternate along the rows; else the others."""
+    place = lengths.index(numel)
+    chosen = DTYPES[(row + place // 2) % len(DTYPES)] if (row + place) % 2 == 0 else None
     return tuple(dtype for dtype in DTYPES if (dtype == chosen) is IS_CUT)
 
 
@@ -152,6 +153,9 @@ def streams() -> Numbers:
             # The squares are exact; two orders of n sums in fp64 differ by at most 2 n roundings.
             bound = 2 * max(numel, 1) * 2.0**-53 * max(float(sums), 1.0)
             yield f"streams squares {numel} {dtype}", abs(float(total - sums)) / bound
+    for count in (1, 2, 3, 2048, 2049, 4097) if IS_CUT else (5, 64, 8193, 40001):
+        groups = random(2 * count, 8).double().square().view(2, count)
+        yield f"streams fold {count}", excess(compiled.folded(groups), reference.folded(groups))
     for bad in (torch.inf, torch.nan):
         values = random(300, 7)
         values[299] = bad

@@ -162,7 +162,7 @@ def _waits() -> tuple[float, float]:
     collectives = make(dist.get_world_size())
     clock = collectives._clock
     full = torch.zeros(SHARD_NUMEL * collectives.world)
-    clock.lap()
+    clock.start()
     pending = collectives.all_gather(full, _own_slice(collectives, full))
     pending.wait()
     first = clock.lap()[COMMUNICATION]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from zero_runtime import phase_clock
+from zero_runtime.errors import CallOrderError
 from zero_runtime.phase_clock import OTHER, PhaseClock
 
 
@@ -30,8 +31,14 @@ def hand(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     return clock
 
 
-def test_time_in_a_nested_phase_is_not_charged_to_the_outer_phase(hand: HandClock) -> None:
+def started() -> PhaseClock:
     clock = PhaseClock(torch.device("cpu"))
+    clock.start()
+    return clock
+
+
+def test_time_in_a_nested_phase_is_not_charged_to_the_outer_phase(hand: HandClock) -> None:
+    clock = started()
     hand.now += 1
     with clock.phase("outer"):
         hand.now += 2
@@ -46,7 +53,7 @@ def test_time_in_a_nested_phase_is_not_charged_to_the_outer_phase(hand: HandCloc
 
 
 def test_the_times_of_a_repeated_phase_are_summed(hand: HandClock) -> None:
-    clock = PhaseClock(torch.device("cpu"))
+    clock = started()
     for seconds in (1, 2, 4):
         with clock.phase("work"):
             hand.now += seconds
@@ -54,7 +61,7 @@ def test_the_times_of_a_repeated_phase_are_summed(hand: HandClock) -> None:
 
 
 def test_consecutive_laps_neither_overlap_nor_lose_time(hand: HandClock) -> None:
-    clock = PhaseClock(torch.device("cpu"))
+    clock = started()
     with clock.phase("work"):
         hand.now += 1
         first = clock.lap()
@@ -67,7 +74,7 @@ def test_consecutive_laps_neither_overlap_nor_lose_time(hand: HandClock) -> None
 
 
 def test_a_phase_ends_if_its_body_raises(hand: HandClock) -> None:
-    clock = PhaseClock(torch.device("cpu"))
+    clock = started()
     with pytest.raises(KeyError), clock.phase("work"):
         hand.fail_after(1)
     hand.now += 2
@@ -75,7 +82,7 @@ def test_a_phase_ends_if_its_body_raises(hand: HandClock) -> None:
 
 
 def test_on_the_host_clock_the_phases_sum_to_the_total_time() -> None:
-    clock = PhaseClock(torch.device("cpu"))
+    clock = started()
     start = clock._marks[0][1]
     with clock.phase("outer"), clock.phase("inner"):
         torch.ones(1000).sum()
@@ -86,3 +93,81 @@ def test_on_the_host_clock_the_phases_sum_to_the_total_time() -> None:
     # Five differences of consecutive readings, each rounded by half a unit in the last place, and their sum.
     assert sum(lap.values()) == pytest.approx(stop - start, abs=10 * 2**-52 * stop)
     assert all(seconds >= 0 for seconds in lap.values())
+
+
+class Event:
+    """Replaces torch.cuda.Event: records the streams that it was recorded on; its time is that of `hand`."""
+
+    made = 0
+    hand: HandClock
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        Event.made += 1
+
+    def record(self, stream: object) -> None:
+        self.stream, self.at = stream, self.hand.now
+
+    def synchronize(self) -> None:
+        """The device has no work."""
+
+    def elapsed_time(self, later: Event) -> float:
+        return (later.at - self.at) * 1e3
+
+
+@pytest.fixture
+def cuda(hand: HandClock, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    device = torch.device("cuda", 3)
+    Event.made, Event.hand = 0, hand
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: ("current stream", of))
+    return device
+
+
+def test_a_clock_that_nobody_started_makes_no_marks(cuda: torch.device) -> None:
+    for device in (cuda, torch.device("cpu")):
+        clock = PhaseClock(device)
+        for _ in range(100):
+            with clock.phase("work"):
+                pass
+        assert clock._marks == []
+        with pytest.raises(CallOrderError, match=r"call start\(\) first"):
+            clock.lap()
+    assert Event.made == 0
+
+
+def test_events_are_used_again_after_a_lap(cuda: torch.device, hand: HandClock) -> None:
+    clock = PhaseClock(cuda)
+    clock.start()
+    for _ in range(50):
+        for seconds in (1, 2):
+            with clock.phase("work"):
+                hand.now += seconds
+        hand.now += 4
+        assert clock.lap() == {OTHER: 4, "work": 3}
+    assert Event.made == 6, "five marks in a lap, and the first of the next"
+    for _ in range(50):
+        with clock.phase("work"):
+            hand.now += 1
+        clock.start()
+    clock.stop()
+    assert Event.made == 6
+    assert clock._marks == []
+
+
+def test_events_belong_to_the_clocks_device(cuda: torch.device) -> None:
+    clock = PhaseClock(cuda)
+    clock.start()
+    with clock.phase("work"):
+        pass
+    assert {stamp.stream for _, stamp in clock._marks} == {("current stream", cuda)}  # type: ignore[union-attr]
+
+
+def test_a_clock_that_starts_inside_a_phase_measures_that_phase(hand: HandClock) -> None:
+    clock = PhaseClock(torch.device("cpu"))
+    with clock.phase("outer"):
+        hand.now += 1
+        clock.start()
+        hand.now += 2
+    hand.now += 4
+    assert clock.lap() == {"outer": 2, OTHER: 4}

@@ -7,7 +7,7 @@ included, so that backward runs on the same numbers in the same layout, and no e
 save_on_cpu makes a contiguous copy of each tensor.) When backward asks for the first tensor of a
 frame, the complete frame is fetched, and also the frame created before it, which backward reaches next: copies for one
 block overlap with the computation of another. A fetched storage is freed after its last use. Host memory is allocated
-once and reused.
+once and reused. What the device holds of this is bounded: see [Note: memory in program order] in copy_streams.py.
 
 [Note: what stays]
 Parameters stay on the device (the plan of the shards decides where they are stored), and so do activations outside
@@ -73,18 +73,16 @@ class Kept:
         self._memory = memory
         self._nbytes = source.numel()
         self._room = room
-        self._arrived = memory.copies.to_host(room[: self._nbytes], source)
         self._here: tuple[torch.Tensor, CopyEvent] | None = None  # [bytes] uint8 on the device
+        self._arrived = memory.copies.to_host(room[: self._nbytes], source)
         self.users = 0  # tensors that are views of it
         self._to_come = 0  # users that have not asked for it since it was fetched
 
     def fetch(self) -> None:
         """Start copying it to the device; a no-op while it is there or being copied."""
         if self._here is None:
-            copies = self._memory.copies
-            target = copies.on_device(self._nbytes, torch.uint8)
-            event = copies.to_device(target, self._room[: self._nbytes], [self._arrived])
-            self._here, self._to_come = (target, event), self.users
+            self._here = self._memory.copies.bring(self._room[: self._nbytes], [self._arrived])
+            self._to_come = self.users
 
     def take(self) -> torch.Tensor:
         """[bytes] uint8 on the device, for one of its users. It is freed after its last user."""
@@ -92,13 +90,14 @@ class Kept:
         assert self._here is not None
         buffer, event = self._here
         event.hold_device()
-        self._memory.copies.used_here(buffer)
         self._to_come -= 1
         if self._to_come == 0:
             self._here = None
         return buffer
 
     def __del__(self) -> None:
+        if self._here is not None:  # fetched, but not by all users: the copy may still be writing
+            self._here[1].hold_device()
         self._memory.give_back(self._room)
 
 
@@ -120,7 +119,7 @@ class Frame:
         self._memory = memory
         self._stays = stays  # addresses of the storages that stay on the device
         self._before = before
-        self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self._kept: list[weakref.ref[Kept]] = []  # in the order in which they were saved
         self._seen: dict[tuple[int, int], tuple[torch.Tensor, Kept]] = {}  # by storage and version; see `end`
         self._is_fetched = False
 
@@ -136,7 +135,7 @@ class Frame:
             with torch.no_grad():
                 source = tensor.new_empty(0, dtype=torch.uint8).set_(storage)
                 kept = Kept(self, self._memory, self._memory.take(source.numel()), source)
-            self._kept.add(kept)
+            self._kept.append(weakref.ref(kept))
             self._seen[key] = tensor, kept
         _, kept = self._seen[key]
         kept.users += 1
@@ -164,5 +163,7 @@ class Frame:
         """Only the first time: a second backward through a retained graph fetches storages one by one."""
         if not self._is_fetched:
             self._is_fetched = True
-            for kept in self._kept:
-                kept.fetch()
+            self._memory.copies.release_sources()  # a no-op after the first frame of a backward
+            for kept in [one() for one in self._kept]:
+                if kept is not None:
+                    kept.fetch()

@@ -7,6 +7,7 @@ many equal ranges as there are such ranks, and each writes one. So all ranks wri
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from zero_runtime.checkpoint.layout import BUFFER, BufferEntry, Index, Optimizer
 from zero_runtime.checkpoint.load import shards_of
 from zero_runtime.checkpoint.tensor_file import DTYPE_NAMES
 from zero_runtime.errors import CheckpointError
+from zero_runtime.offload.copy_streams import PageLocked
 from zero_runtime.optim.configs import scale_name
 from zero_runtime.optim.quantized_state import CodedShard
 from zero_runtime.runtime import ZeroRuntime
@@ -113,10 +115,14 @@ def _buffers(runtime: ZeroRuntime) -> Iterator[StatePart]:
 
 
 class Snapshot:
-    """Host memory for one copy of a rank's parts, reused by every save; it is allocated again if the parts grow."""
+    """Host memory for one copy of a rank's parts, reused by every save; it is allocated again if the parts grow.
+
+    It is page-locked if parts are on a GPU, until this object is no longer used.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._locked: PageLocked | None = None
 
     def copy(self, parts: Sequence[StatePart]) -> list[StatePart]:
         """The same parts, with their values copied into this memory. Blocks until the copies are complete."""
@@ -124,8 +130,7 @@ class Snapshot:
         tensors = [part.values for part in parts if isinstance(part.values, torch.Tensor)]
         on_device = [values.device for values in tensors if values.is_cuda]
         if self._memory.numel() < sum(sizes):
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=bool(on_device))
-            self._memory[::_PAGE_BYTES].zero_()
+            self._allocate(sum(sizes), on_device[0] if on_device else None)
         copies, offset = [], 0
         for part, size in zip(parts, sizes, strict=True):
             values = self._memory[offset : offset + size].view(part.values.dtype)
@@ -136,6 +141,20 @@ class Snapshot:
         if on_device:
             torch.cuda.synchronize(on_device[0])
         return copies
+
+    def _allocate(self, nbytes: int, gpu: torch.device | None) -> None:
+        """Replace the memory, whose copies have all been written."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        if self._locked is not None:
+            self._locked.close()
+        if gpu is None:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._memory[::_PAGE_BYTES].zero_()
+            return
+        if self._locked is None:
+            self._locked = PageLocked(gpu, "checkpoint", "save in the foreground")
+            weakref.finalize(self, self._locked.close).atexit = False  # a process that ends unlocks everything
+        self._memory = self._locked.allocate(nbytes, torch.uint8)
 
 
 def index_without_files(

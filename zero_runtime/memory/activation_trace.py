@@ -31,7 +31,7 @@ from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.memory.activation_count import ONE_NUMBER_BYTES, Trace
-from zero_runtime.offload.copy_streams import PlainCopies
+from zero_runtime.offload.copy_streams import CopyEvent, HeldSources, PlainCopies
 from zero_runtime.unit_planner import UnitRules, block_modules, plan_units
 
 _aten = torch.ops.aten
@@ -169,22 +169,36 @@ def _no_collection() -> Any:
 
 
 class _FakeCopies(PlainCopies):
-    """Synchronous copies between fake tensors; host buffers are counted as host memory."""
+    """Synchronous copies between fake tensors; host buffers are counted as host memory.
+
+    Sources are held as long as CUDA's copies hold them: see [Note: memory in program order] in copy_streams.py.
+    """
 
     def __init__(self, fake: FakeTensorMode, counter: Counter) -> None:
         super().__init__(torch.device("cpu"))
         self._fake, self._counter = fake, counter
+        self._sources = HeldSources()
 
     def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._counter.on_host = True
         try:
-            return self.on_device(numel, dtype)
+            with self._fake:
+                return torch.empty(numel, dtype=dtype)
         finally:
             self._counter.on_host = False
 
-    def on_device(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
+        self._sources.make_room()
+        event = super().to_host(target, source)
+        self._sources.add(source, event)
+        return event
+
+    def release_sources(self) -> None:
+        self._sources.release()
+
+    def bring(self, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> tuple[torch.Tensor, CopyEvent]:
         with self._fake:
-            return torch.empty(numel, dtype=dtype)
+            return super().bring(source, after)
 
 
 class CudaAttention(TorchFunctionMode):

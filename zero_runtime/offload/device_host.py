@@ -52,8 +52,7 @@ class Crossing(ShardLocation, ABC):
     def _bring(self) -> tuple[torch.Tensor, CopyEvent]:
         source = self.offloaded_params()
         assert source is not None
-        target = self._copies.on_device(source.numel(), source.dtype)
-        self._brought = target, self._copies.to_device(target, source, self._moving)
+        self._brought = self._copies.bring(source, self._moving)
         return self._brought
 
     def fetch(self) -> torch.Tensor | None:
@@ -62,7 +61,6 @@ class Crossing(ShardLocation, ABC):
         if self.unit.params_offloaded:
             buffer, event = self._brought or self._bring()
             event.hold_device()
-            self._copies.used_here(buffer)
             return buffer
         if self._back is not None:
             self._back.hold_device()
@@ -70,12 +68,13 @@ class Crossing(ShardLocation, ABC):
         return None
 
     def drop(self) -> None:
+        """Call it after `fetch` or `end_bringing`: the memory is reused by work that is issued afterwards."""
         self._brought = None
 
     def send_grad(self) -> None:
         if self.grad is None:
             return
-        self.settle()
+        self.end_job()  # which reads the last step's gradient; the host waits for no copy here
         assert self.unit.grad_shard is not None
         self._moving.append(self._copies.to_host(self.grad, self.unit.grad_shard))
         self.unit.give_grad_away(self.grad)

@@ -26,7 +26,7 @@ class HostTier(StateTier):
 
     def __init__(self, units: Iterable[Unit], states_of: StatesOf, copies: Copies, *, speculative: bool) -> None:
         self._copies = copies
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="host-step")
+        self._worker = ThreadPoolExecutor(1, "host-step", initializer=copies.enter_thread)
         self._locations = {
             unit.name: HostLocation(unit, states_of(unit), copies, self._worker, doubled=speculative) for unit in units
         }
@@ -47,15 +47,22 @@ class HostTier(StateTier):
 
     def update(self, units: Sequence[Unit], update: Update) -> None:
         """Returns before the update is done if the states are offloaded; see [Note: a step on the host]."""
+        self._copies.release_sources()  # gradients; the first update needs the last of them anyway
         for unit in units:
             self._locations[unit.name].begin_update(update)
+        self._copies.release_sources()  # parameters that were updated on the device
+
+    def forget(self) -> None:
+        self._copies.release_sources()
 
     def draft(self, units: Sequence[Unit], update: Update, ready: Callable[[Unit], None]) -> None:
+        self._copies.enter_thread()
         for unit in units:
             ready(unit)
             self._locations[unit.name].draft(update)
 
     def adopt(self, units: Sequence[Unit], drafted: Future[None]) -> None:
+        self._copies.release_sources()
         for unit in units:
             self._locations[unit.name].adopt(drafted)
 
@@ -182,15 +189,13 @@ class HostLocation(Crossing):
     def _update_on_device(self, update: Update) -> None:
         """Only the parameters are offloaded: they, or a buffer for new ones, are on the device during the update."""
         unit, home = self.unit, self._shards[PARAM]
-        self.settle()
         lent = Shards.of(unit, self._states)
         if unit.master_is_param:
-            param = self._copies.on_device(home.numel(), home.dtype)
-            self._copies.to_device(param, home).hold_device()
-            self._copies.used_here(param)
+            param, event = self._copies.bring(home, self._moving)
+            event.hold_device()
             lent.master_shard = param
         else:
             param = torch.zeros_like(home, device=unit.device)  # zeros, since the update does not write padding
         lent.param_shard = param
         update.apply(unit, lent)
-        self._moving.append(self._copies.to_host(home, param))
+        self._moving = [self._copies.to_host(home, param)]  # copies to the host run in order

@@ -46,7 +46,7 @@ class NvmeTier(StateTier):
         self._slots = Slots(self._file, records, in_memory)
         self._locations = {name: self._location_of(record, speculative) for name, record in self._records.items()}
         self._early: dict[str, Visit] = {}  # visits whose read has started before their update, by unit name
-        self._worker = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="host-step")
+        self._worker = None if copies is None else ThreadPoolExecutor(1, "host-step", initializer=copies.enter_thread)
         self._updating: Future[None] | None = None
 
     def _location_of(self, record: OffloadedUnit, speculative: bool) -> NvmeLocation:
@@ -119,6 +119,7 @@ class NvmeTier(StateTier):
 
     def forget(self) -> None:
         """No update follows: free the records that were read."""
+        self._release_sources()
         for visit in self._early.values():
             self._fetch(visit).wait()
             self._slots.give_back(visit)
@@ -126,6 +127,7 @@ class NvmeTier(StateTier):
 
     def update(self, units: Sequence[Unit], update: Update) -> None:
         """Update each unit in a slot, in order, while the next records are read and the last ones written."""
+        self._release_sources()
         early, self._early = self._early, {}
         visits = [early[unit.name] if unit.name in early else self._visit_of(unit) for unit in units]
         for unit in units:
@@ -167,10 +169,17 @@ class NvmeTier(StateTier):
         if self._updating is not None:
             self._updating.result()
 
+    def _release_sources(self) -> None:
+        """Release gradients on the device; the first update needs the last of them anyway."""
+        if self._copies is not None:
+            self._copies.release_sources()
+
     # ---- a speculative step: see speculation.py ------------------------------------------------------------------
 
     def draft(self, units: Sequence[Unit], update: Update, ready: Callable[[Unit], None]) -> None:
         """Update each unit in a slot and write it to its second offset, while the next records are read."""
+        if self._copies is not None:
+            self._copies.enter_thread()
         self._end_update()
         visits = [Visit(self._records[unit.name]) for unit in units]
 
@@ -192,6 +201,7 @@ class NvmeTier(StateTier):
 
     def adopt(self, units: Sequence[Unit], drafted: Future[None]) -> None:
         """Swap the two offsets of each unit."""
+        self._release_sources()
         drafted.result()
         for record in (self._records[unit.name] for unit in units):
             assert record.other is not None

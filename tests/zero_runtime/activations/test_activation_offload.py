@@ -291,3 +291,23 @@ def test_invalid_offload_settings_are_refused() -> None:
         RecomputeRule("full", offload="nvme")
     with pytest.raises(PlanError, match=r"offload=cpu: expected a model with an nn\.ModuleList"):
         Recomputation(nn.Linear(2, 2), RecomputeRule("none", offload="cpu"))
+
+
+def test_a_storage_is_fetched_in_the_order_of_saving_and_freed_after_its_copy_has_ended() -> None:
+    """Also if nobody reads it: its memory would otherwise be reused while the copy still writes to it."""
+    copies = LateCopies()
+    memory = HostMemory(copies, CPU)
+    frame = memory.frame([])
+    packed = [frame.pack(torch.full((size,), float(size))) for size in (7, 5, 6)]
+    frame.end()
+    copies.trips.clear()
+    assert torch.equal(frame.unpack(packed[1]), torch.full((5,), 5.0))
+    assert copies.trips == [-28, -20, -24], "all of the frame, in the order of saving"
+    unread = packed[0].kept._here
+    assert unread is not None
+    buffer, event = unread
+    assert event._values is not None, "under way"
+    del unread, packed, frame
+    gc.collect()
+    assert event._values is None, "ended before the memory was freed"
+    assert torch.equal(buffer.view(torch.float32), torch.full((7,), 7.0))
