@@ -7,11 +7,12 @@ changes any bits of the result. The order of the units is recorded in the first 
 Units need not complete in the same order on all ranks: a rank that uses only part of a unit completes it later than the
 other ranks. If each rank issued a reduction as soon as a unit completes, ranks could reduce different units with each
 other, without an error if the sizes are equal. So every rank issues the reductions in the same order, each when its
-unit and all units before it are complete. In the first backward that is the reverse of registration, and from then on
-the order in which the units completed on rank 0 in the first backward. A model may register a unit late that completes
-late, such as the embedding: in the reverse of registration it would hold back all reductions and keep all full
-gradients. The order changes no bits, since a reduction involves one unit only. Reductions run over a separate process
-group, because they fall between different gathers on different ranks.
+unit and all units before it are complete: in the reverse of the order in which the forwards before the first backward
+used the units on rank 0. Units complete in about that order, and a unit that the forward did not use comes last. (The
+reverse of registration would make the other units wait for one that is registered last and used first, such as the
+embedding of some models: no reduction would overlap with the backward, and all full gradients would exist at its end.)
+The order changes no bits, since a reduction involves one unit only. Reductions run over a separate process group,
+because they may fall between different gathers on different ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Schedule:
         self.sums_locally = False  # this backward leaves its gradients unreduced, for a later one to add to and reduce
         # See [Note: one order of reductions].
         self._reduction_order = [unit for unit in reversed(units) if unit.trainable]
-        self._completed_in: list[Unit] | None = []  # in the first backward; None once the order is agreed on
+        self._has_agreed = False
         self._complete: set[Unit] = set()
         self._reduced = 0
         self._boundary = False
@@ -53,6 +54,21 @@ class Schedule:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
+    @property
+    def own_reduction_order(self) -> list[int] | None:
+        """The positions of the trained units in the reverse of the order in which this rank's forwards first used them,
+        the others last; None after `reduce_in`."""
+        if self._has_agreed:
+            return None
+        used = [unit for unit in reversed(self._order[Phase.FORWARD]) if unit.trainable]
+        return [self._units.index(unit) for unit in dict.fromkeys((*used, *self._reduction_order))]
+
+    def reduce_in(self, order: list[int]) -> None:
+        """Reduce the units in this order of their positions, which is the same on all ranks, from now on."""
+        assert sorted(order) == sorted(map(self._units.index, self._reduction_order)), "the ranks have different units"
+        self._reduction_order = [self._units[place] for place in order]
+        self._has_agreed = True
+
     def begin_backward(self, *, boundary: bool, synced: bool = True) -> None:
         """Called when a backward starts.
 
@@ -65,8 +81,6 @@ class Schedule:
         self._boundary = boundary
         self.sums_locally = not (synced and (boundary or self._plan.reduces_every_backward))
         self._complete.clear()
-        if self._completed_in is not None:
-            self._completed_in.clear()
         self._reduced = 0
         for unit in self._units:
             unit.begin_backward()
@@ -83,8 +97,6 @@ class Schedule:
         unit.reshard(Phase.BACKWARD)
         if not unit.trainable:  # nothing to reduce, and an earlier call of the forward may read the unit again
             return
-        if self._completed_in is not None and unit not in self._complete:
-            self._completed_in.append(unit)
         self._complete.add(unit)
         self._reduce_in_order()
 
@@ -100,21 +112,6 @@ class Schedule:
             unit.reshard(Phase.BACKWARD)
         self._recorded.add(Phase.BACKWARD)
         self.in_backward = False
-
-    @property
-    def completion_order(self) -> list[int] | None:
-        """The positions of the trained units in the order in which they completed on this rank in the first backward,
-        the incomplete ones last; None after `reduce_in`."""
-        if self._completed_in is None:
-            return None
-        incomplete = [unit for unit in self._reduction_order if unit not in self._completed_in]
-        return [self._units.index(unit) for unit in (*self._completed_in, *incomplete)]
-
-    def reduce_in(self, order: list[int]) -> None:
-        """Reduce the units in this order of their positions, the same on all ranks, from the next backward on."""
-        assert sorted(order) == sorted(map(self._units.index, self._reduction_order)), "the ranks have different units"
-        self._reduction_order = [self._units[place] for place in order]
-        self._completed_in = None
 
     def after_step(self) -> None:
         """Called when the shards have been updated: declare every full copy stale."""

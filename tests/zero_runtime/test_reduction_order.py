@@ -1,4 +1,4 @@
-"""After the first backward, units are reduced in the order in which they completed on rank 0 in it."""
+"""Units are reduced in the reverse of the order in which rank 0 first used them, whatever the order of registration."""
 
 from __future__ import annotations
 
@@ -15,25 +15,22 @@ from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.unit import Unit
 
 
-def test_after_the_first_backward_units_are_reduced_in_the_order_in_which_they_completed() -> None:
-    """A unit that is registered last and completes last, such as an embedding, must not hold back the others."""
+def test_units_are_reduced_in_the_reverse_of_their_first_uses_and_unused_ones_last() -> None:
     rehearsal = Rehearsal(2, 0)
-    rehearsal.backward(without="c")
-    assert rehearsal.said("reduce") == ["reduce c", "reduce b", "reduce a"]
-    order = rehearsal.schedule.completion_order
-    assert order == [1, 0, 2]
+    for unit in (rehearsal.units[2], rehearsal.units[0], rehearsal.units[2]):
+        rehearsal.schedule.before_forward(unit)  # type: ignore[arg-type]
+    order = rehearsal.schedule.own_reduction_order
+    assert order == [0, 2, 1]
     rehearsal.schedule.reduce_in(order)
-    assert rehearsal.schedule.completion_order is None
-    rehearsal.backward(without="c")
-    assert rehearsal.said("reduce") == ["reduce b", "reduce a", "reduce c"]
+    assert rehearsal.schedule.own_reduction_order is None
+    rehearsal.backward()
+    assert rehearsal.said("reduce") == ["reduce a", "reduce c", "reduce b"]
 
 
-def test_the_order_of_completion_names_each_trained_unit_once_and_is_of_one_backward() -> None:
+def test_frozen_units_have_no_place_in_the_order_of_reductions() -> None:
     rehearsal = Rehearsal(2, 0, frozen="b")
-    rehearsal.schedule.begin_backward(boundary=True)
-    rehearsal.schedule.after_backward(rehearsal.units[0])  # type: ignore[arg-type]
-    rehearsal.backward(without="a")  # the backward before failed
-    assert rehearsal.schedule.completion_order == [2, 0]
+    rehearsal.forward()
+    assert rehearsal.schedule.own_reduction_order == [2, 0]
 
 
 # ---- a model that registers its embedding last -----------------------------------------------------------------------
@@ -86,13 +83,12 @@ def _full_gradients(runtime: ZeroRuntime) -> list[int]:
 
 
 @pytest.mark.parametrize("partial_rank", [-1, 1, pytest.param(0, marks=pytest.mark.full)])
-def test_an_embedding_that_is_registered_last_holds_back_no_reduction_after_the_first_step(partial_rank: int) -> None:
+def test_an_embedding_that_is_registered_last_holds_back_no_reduction(partial_rank: int) -> None:
     found = run_ranks(_reduces_as_completed, 2, partial_rank)
     as_completed = ["blocks.3", "blocks.2", "blocks.1", "blocks.0", "embed"]
     for orders, most, losses in found:
-        assert orders[0] == ["embed", *as_completed[:-1]], "the reverse of registration"
-        assert orders[1:] == [as_completed] * 2
-        assert (most[0], most[1:]) == (5, [2, 2])
+        assert orders == [as_completed] * 3
+        assert most == [2, 2, 2], "in the reverse of registration all five full gradients would exist"
         assert losses == found[0][2]
     model, wanted = EmbeddingLast(), []
     optimizer = plain_optimizer(ADAMW, dict(model.named_parameters()), 1e-2)
