@@ -160,7 +160,7 @@ def accumulate_(target: torch.Tensor, values: torch.Tensor, scale: float) -> Non
 
 
 def cast_copy_(target: torch.Tensor, values: torch.Tensor) -> None:
-    _over(target, streams.cast_copy_kernel)(target, values, target.numel(), BLOCK=BLOCK)
+    _over(target, streams.cast_copy_kernel)(target, values, target.numel(), BLOCK=BLOCK, **UNFUSED)
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     groups = torch.zeros(max(count, 1), dtype=torch.float64, device=values.device)
     rows = reference.GROUP_NUMEL // reference.LANES
     if count:
-        streams.squares_kernel[(count,)](values, groups, values.numel(), ROWS=rows, LANES=reference.LANES)
+        streams.squares_kernel[(count,)](values, groups, values.numel(), ROWS=rows, LANES=reference.LANES, **UNFUSED)
     return reference.folded(groups)
 
 
