@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_runtime.errors import RankError
 from zero_runtime.gloo import Messages
@@ -24,11 +25,35 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-Start = Callable[[], Callable[[], Any]]  # issues a collective without blocking; returns a function that waits for it
+class Started(NamedTuple):
+    """A collective under way, in the backend.
+
+    wait: blocks the host or, with NCCL, only the current stream. is_completed: asks without blocking whether the device
+    has completed it; None if `wait` blocks the host.
+    """
+
+    wait: Callable[[], Any]
+    is_completed: Callable[[], bool] | None = None
+
+
+Start = Callable[[], Started]  # issues a collective without blocking
 
 
 def _starting(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Start:
-    return lambda: collective(*args, **kwargs, async_op=True).wait
+    def start() -> Started:
+        work = collective(*args, **kwargs, async_op=True)
+        return Started(work.wait, work.is_completed)
+
+    return start
+
+
+def _sending(message: Callable[..., Callable[[], None]], *tensors: torch.Tensor) -> Start:
+    return lambda: Started(message(*tensors))
+
+
+def _on_cuda(tensor: torch.Tensor) -> bool:
+    """Whether collectives of the tensor run on a device, behind a stream, while the host goes on."""
+    return tensor.is_cuda
 
 
 class Pending:
@@ -76,21 +101,31 @@ class Collectives:
         self._clock = clock
         self._watch = watch
         self.journal = Journal() if watch is None else watch.journal
+        # See [Note: waits of a device] in watch/device_progress.py.
+        self._progress = None if watch is None or dist.get_backend() == "gloo" else watch.progress
+        if dist.get_backend() != "gloo":
+            self.journal.keep_one_order()
 
     def free(self) -> None:
         """Destroy the process groups that this object created; all ranks must call it together. Idempotent."""
+        if self._progress is not None:
+            self._progress.forget()
         self._groups.destroy()
         self._groups = RankGroups()
         self._messages.clear()
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
-        """Fill `full` [P] from every rank's `shard` [S], which may be its own slice of `full`."""
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str = "", *, lasting: bool = True) -> Pending:
+        """Fill `full` [P] from every rank's `shard` [S], which may be its own slice of `full`.
+
+        lasting: `full` is not a temporary tensor, so the watch may hold it until the device has completed the gather.
+        """
         if self.shard_count == 1:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return Pending()
         self.ledger.record("all_gather", (self.shard_count - 1) * shard.numel(), shard.element_size())
-        return Pending(self._issue("all_gather", unit, full, self._gathering(full, shard, self._groups.gather)))
+        start = self._gathering(full, shard, self._groups.gather)
+        return Pending(self._issue("all_gather", unit, full, start, polled=lasting))
 
     def all_gather_uncounted(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         """Like `all_gather`, but blocks and is not counted: for inspecting full tensors, not for training steps."""
@@ -120,7 +155,7 @@ class Collectives:
         scatter = self._start("reduce_scatter", unit, full, self._summing(shard, full, self._groups.reduce))
         if self.replica_count == 1:
             return Pending(partial(self._blocking, *scatter))
-        if shard.is_cuda:
+        if _on_cuda(shard):
             return Pending(self._all_reduce_behind(scatter[1], shard, unit), held=(full, shard))
         # The all-reduce needs the result of the reduce-scatter, and only a host that waits for it can start it then.
         wait = partial(self._blocking, *scatter)
@@ -140,7 +175,7 @@ class Collectives:
         side_stream = self._side_stream
         start = self._counted_all_reduce(shard)
 
-        def start_behind() -> Callable[[], Any]:
+        def start_behind() -> Started:
             with torch.cuda.stream(side_stream):
                 wait_scatter()
                 return start()
@@ -166,12 +201,12 @@ class Collectives:
 
     def _gathering(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
         if group in self._messages:
-            return partial(self._messages[group].all_gather, full, shard)
+            return _sending(self._messages[group].all_gather, full, shard)
         return _starting(_all_gather, full, shard, group=group)
 
     def _summing(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
         if group in self._messages:
-            return partial(self._messages[group].reduce_scatter, shard, full)
+            return _sending(self._messages[group].reduce_scatter, shard, full)
         return _starting(_reduce_scatter, shard, full, op=dist.ReduceOp.SUM, group=group)
 
     def sum_over_ranks_(self, control: torch.Tensor) -> torch.Tensor:
@@ -179,8 +214,17 @@ class Collectives:
         if self.world > 1:
             elements = 2 * (self.world - 1) * control.numel() // self.world
             self.ledger.control.add(elements, control.element_size())
-            self._issue("control_sum", "", control, _starting(dist.all_reduce, control, op=dist.ReduceOp.SUM))()
+            start = _starting(dist.all_reduce, control, op=dist.ReduceOp.SUM)
+            self._issue("control_sum", "", control, start, polled=True)()
         return control
+
+    def order_of_rank_0(self, order: list[int], device: torch.device) -> list[int]:
+        """Rank 0's `order`, on every rank; each rank gives a list of the same length. Blocks, and is not counted."""
+        if self.world == 1:
+            return order
+        told = torch.tensor(order, dtype=torch.int64, device=device)
+        self.broadcast(told)
+        return order if isinstance(told, FakeTensor) else told.tolist()  # a dry run has no values
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable `value` in rank order, on every rank. Not counted: for reports, not for steps."""
@@ -211,21 +255,29 @@ class Collectives:
             return
         self._explain("the ranks issued different collectives in this step", None)
 
-    def _issue(self, kind: str, unit: str, tensor: torch.Tensor, start: Start) -> Callable[[], None]:
+    def _issue(
+        self, kind: str, unit: str, tensor: torch.Tensor, start: Start, *, polled: bool = False
+    ) -> Callable[[], None]:
         """Start a collective and return the function that waits for it; both charge their time to the clock.
 
-        tensor: the collective's larger tensor, by whose size and dtype the journal records it.
+        tensor: the collective's larger tensor, by whose size and dtype the journal records it. polled: the watch may
+        ask whether the device has completed it, and holds its output meanwhile.
         """
-        return partial(self._blocking, *self._start(kind, unit, tensor, start))
+        return partial(self._blocking, *self._start(kind, unit, tensor, start, polled=polled))
 
-    def _start(self, kind: str, unit: str, tensor: torch.Tensor, start: Start) -> tuple[int, Callable[[], Any]]:
+    def _start(
+        self, kind: str, unit: str, tensor: torch.Tensor, start: Start, *, polled: bool = False
+    ) -> tuple[int, Callable[[], Any]]:
         """Start a collective; returns its number in the journal and the backend's function that waits for it."""
         sequence = self.journal.issue(kind, unit, tensor.numel(), tensor.dtype)
         with self._clock.phase(COMMUNICATION):
             try:
-                return sequence, start()
+                started = start()
             except RuntimeError as error:
                 self._explain(f"{kind} of unit {unit!r} could not start: {error}", error)
+        if polled and self._progress is not None and started.is_completed is not None:
+            self._progress.add(sequence, started.is_completed)
+        return sequence, started.wait
 
     def _blocking(self, sequence: int, wait: Callable[[], Any]) -> None:
         """Wait for the collective with this number in the journal. A backend error is raised as a RankError."""

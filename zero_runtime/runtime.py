@@ -142,6 +142,9 @@ class ZeroRuntime:
         # Only the step's last backward completes gradients, and inside no_sync not even that one does.
         if boundary and self._synced and self.settings.offload.speculative:
             self._guess()
+        order = self._schedule.own_reduction_order
+        if order is not None:  # before the first backward
+            self._schedule.reduce_in(self.collectives.order_of_rank_0(order, self.device))
         self._schedule.begin_backward(boundary=boundary, synced=self._synced)
         (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
         self._hooks.end_graphs()

@@ -157,11 +157,11 @@ class RankGroups(NamedTuple):
 
         A no-op on a rank that handles an error with NCCL, see [Note: failed ranks].
         """
-        if _fails_on_nccl():
+        groups = [group for group in reversed(self) if group is not None]
+        if not groups or _fails_on_nccl():
             return
-        for group in reversed(self):
-            if group is not None:
-                dist.destroy_process_group(group)
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 def _divide(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:

@@ -1,6 +1,5 @@
-"""A pytest plugin that prints how much the suites that count tried: one line per kind and one for the total.
-
-These are the tests in tests/attack and in tests/virtual_gpu.
+"""A pytest plugin that prints how much the tests in tests/attack tried, and how much other tests checked: one line per
+kind, and one for the total of the attacks.
 
 A count is part of its test's report, so the processes of pytest-xdist need no shared file.
 """
@@ -12,9 +11,8 @@ from typing import Protocol
 
 import pytest
 
-PROPERTY = "attack"
-SUITES = {"virtual_gpu": "virtual GPU"}  # by folder; every other folder's counts are those of the attack tests
-_COUNTS = pytest.StashKey[dict[tuple[str, str], Counter[str]]]()  # by suite and kind
+ATTACK, CHECKED = "attack", "checked"  # names of the properties of a test's report, and the first words of the lines
+_COUNTS = pytest.StashKey[dict[tuple[str, str], Counter[str]]]()
 
 
 class Tally(Protocol):
@@ -25,13 +23,22 @@ class Tally(Protocol):
 @pytest.fixture
 def tally(request: pytest.FixtureRequest) -> Tally:
     """Counts that are printed at the end of the run, those of failed tests included."""
+    return _tally(request, ATTACK)
+
+
+@pytest.fixture
+def checked(request: pytest.FixtureRequest) -> Tally:
+    """The same for tests that attack nothing and check a number of cases."""
+    return _tally(request, CHECKED)
+
+
+def _tally(request: pytest.FixtureRequest, label: str) -> Tally:
     kinds: dict[str, dict[str, int]] = {}
-    suite = SUITES.get(request.node.path.parent.name, "attack")
 
     def add(kind: str, **counts: int) -> None:
         if kind not in kinds:
             kinds[kind] = {}
-            request.node.user_properties.append((PROPERTY, [suite, kind, kinds[kind]]))
+            request.node.user_properties.append((label, [kind, kinds[kind]]))
         for name, count in counts.items():
             kinds[kind][name] = kinds[kind].get(name, 0) + count
 
@@ -48,9 +55,9 @@ class _Counting:
         if report.when != "teardown":  # each of a test's three reports holds the counts so far
             return
         for name, value in report.user_properties:
-            if name == PROPERTY:
-                suite, kind, counts = value
-                self.counts.setdefault((suite, kind), Counter()).update(counts)
+            if name in (ATTACK, CHECKED):
+                kind, counts = value
+                self.counts.setdefault((name, kind), Counter()).update(counts)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,16 +65,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    counts = config.stash.get(_COUNTS, {})
-    for suite in sorted({suite for suite, _ in counts}):
-        own = {kind: counts[name, kind] for name, kind in sorted(counts) if name == suite}
-        for kind, found in own.items():
-            terminalreporter.write_line(f"{suite}: {kind}: {spelled(found)}")
-        if len(own) > 1 and suite == "attack":
-            every: Counter[str] = Counter()
-            for found in own.values():
-                every.update(found)
-            terminalreporter.write_line(f"{suite}: in all: {spelled(every)}")
+    counts = dict(sorted(config.stash.get(_COUNTS, {}).items()))
+    for (name, kind), found in counts.items():
+        terminalreporter.write_line(f"{name}: {kind}: {spelled(found)}")
+    attacks = [found for (name, _), found in counts.items() if name == ATTACK]
+    if len(attacks) > 1:
+        every: Counter[str] = Counter()
+        for found in attacks:
+            every.update(found)
+        terminalreporter.write_line(f"attack: in all: {spelled(every)}")
 
 
 def spelled(counts: Counter[str]) -> str:

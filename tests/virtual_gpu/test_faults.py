@@ -44,11 +44,11 @@ REDUNDANT = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_named_fault_is_found(name: str, virtual_gpu: VirtualGpu, tally: Tally) -> None:
+def test_every_named_fault_is_found(name: str, virtual_gpu: VirtualGpu, checked: Tally) -> None:
     fault = FAULTS[name]
     assert not troubles(fault.row, virtual_gpu.result(Job(fault.row)))
     found = fault.rule in troubles(fault.row, virtual_gpu.result(Job(fault.row, (name,))))
-    tally("named faults", tried=1, found=int(found))
+    checked("named faults on the virtual GPU", tried=1, found=int(found))
     assert found
 
 
@@ -62,7 +62,7 @@ def can_be_left_out(site: str) -> bool:
 
 
 @pytest.mark.full
-def test_every_wait_that_is_left_out_is_found(virtual_gpu: VirtualGpu, tally: Tally) -> None:
+def test_every_wait_that_is_left_out_is_found(virtual_gpu: VirtualGpu, checked: Tally) -> None:
     missed, sites = set(), set()
     for row in ROWS:
         for site in filter(can_be_left_out, virtual_gpu.result(Job(row))["waits"]):
@@ -73,5 +73,5 @@ def test_every_wait_that_is_left_out_is_found(virtual_gpu: VirtualGpu, tally: Ta
                 missed.discard(site)
             else:
                 missed.add(site)
-    tally("waits left out", tried=len(sites), found=len(sites - missed), redundant=len(missed))
+    checked("waits left out on the virtual GPU", tried=len(sites), found=len(sites - missed), redundant=len(missed))
     assert missed == set(REDUNDANT)

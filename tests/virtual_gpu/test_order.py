@@ -85,11 +85,11 @@ def rows() -> list[object]:
 
 
 @pytest.mark.parametrize("row", rows())
-def test_a_row_keeps_every_rule(row: Row, virtual_gpu: VirtualGpu, tally: Tally) -> None:
+def test_a_row_keeps_every_rule(row: Row, virtual_gpu: VirtualGpu, checked: Tally) -> None:
     found = virtual_gpu.result(Job(row))
     broken = troubles(row, found)
-    tally(
-        "rows",
+    checked(
+        "rows on the virtual GPU",
         run=1,
         operations=found["operations"],
         pairs_of_accesses=found["checked"],

@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ class Rehearsal:
 
     def started(self, kind: str) -> Any:
         self.log.append(f"{self.stream}: {kind}")
-        return type("Work", (), {"wait": lambda _: self.log.append(f"{self.stream}: wait for {kind}")})()
+        return SimpleNamespace(wait=lambda: self.log.append(f"{self.stream}: wait for {kind}"), is_completed=bool)
 
 
 def _reduced(device: str) -> tuple[list[str], list[str], bool, bool, list[str], dict[str, int]]:
