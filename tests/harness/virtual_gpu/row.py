@@ -12,7 +12,8 @@ class Row:
 
     offload: a key of rows.TIERS. speculative: "right" or "wrong", the guess of a speculative step; None: no guess.
     late: helper threads run as late as possible, instead of as early. embedding_last: the model registers its embedding
-    after its blocks. traced: a step's activations are traced, as predictions of memory do.
+    after its blocks. no_sync: all backwards of a step but the last run inside no_sync. skips: the gradients of the
+    second step overflow, so it is skipped. traced: a step's activations are traced, as predictions of memory do.
     """
 
     stage: int = 3
@@ -34,6 +35,8 @@ class Row:
     width: int = 20
     blocks: int = 4
     tokens: int = 16
+    no_sync: bool = False
+    skips: bool = False
     traced: bool = False
     steps: int = 3
 

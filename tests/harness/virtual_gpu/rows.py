@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ from zero_runtime.optim.configs import (
     SgdConfig,
     TorchConfig,
 )
+from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -85,6 +88,7 @@ class Bench:
         self._record_files()
         self.log = nccl.join(self.devices, self.recorder.storages, row.rank, row.world)
         self.device = torch.device("cuda", DEVICE)
+        self.overflows = False  # the gradients of the current step
 
     def _record_files(self) -> None:
         """Record what transfers to and from a scratch file access: the host's memory and the file."""
@@ -115,8 +119,11 @@ class Bench:
         return model
 
     def read_host(self, numbers: torch.Tensor) -> list[float]:
-        """What Tensor.tolist does, which refuses fake tensors."""
-        return numbers.to("cpu").tolist()
+        """What Tensor.tolist does, which refuses fake tensors. The second number is the norm of the gradients."""
+        values = numbers.to("cpu").tolist()
+        if self.overflows:
+            values[1] = math.inf
+        return values
 
 
 def run(guard: ctypes.CDLL, row: Row, without: Collection[str] = ()) -> dict[str, Any]:
@@ -129,6 +136,7 @@ def run(guard: ctypes.CDLL, row: Row, without: Collection[str] = ()) -> dict[str
         found: dict[str, Any] = {}
         for step in range(row.steps):
             last = step == row.steps - 1
+            bench.overflows = row.skips and step == 1
             if last:
                 found = _begin(bench)
             _step(bench, row, runtime)
@@ -177,6 +185,7 @@ def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomput
         micro_batches=row.micro_batches,
         prefetch=row.prefetch,
         offload=offload,
+        loss_scale=LossScaleRule(initial_power=8) if row.precision == "fp16" else UNSCALED,
     )
     plan = ZeroPlan.from_stage(row.stage, shard_ranks=row.shard_ranks)
     precision = MixedPrecision(row.precision)
@@ -185,11 +194,13 @@ def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomput
 
 def _step(bench: Bench, row: Row, runtime: ZeroRuntime) -> None:
     runtime.expect_rate(LR)
-    for _ in range(row.micro_batches):
+    for micro in range(row.micro_batches):
         ids = torch.zeros((SEQUENCES, row.tokens), dtype=torch.int64, device=bench.device)
         tokens = runtime.sum_over_ranks(ids.numel())
         loss = token_loss_sum(runtime.model, ids, ids) / tokens
-        runtime.backward(loss)
+        is_last = micro == row.micro_batches - 1
+        with runtime.no_sync() if row.no_sync and not is_last else nullcontext():
+            runtime.backward(loss)
         del loss
     runtime.step(LR)
 
