@@ -2,6 +2,7 @@
 
 A site is a kind of wait and the three innermost functions of the product that wait there (Machine.follow). Every site
 of the rows below is left out in turn, so a new wait in the product is a new fault here, or is listed as redundant.
+Waits of threads for each other stay: they order what threads do in Python's own data, which is not recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,17 @@ ROWS = [
     Row(offload="params cpu optimizer nvme", late=True),
     Row(optimizer="lamb"),
 ]
-REDUNDANT: dict[str, str] = {}
+SETTLED = "before the memory is unlocked, every unit has settled and the step has read its loss on the host"
+REDUNDANT = {
+    "host waits for device at copy_streams.py:close < host.py:close < runtime.py:close": SETTLED,
+    "host waits for device at copy_streams.py:close < host.py:close < speculation.py:close": SETTLED,
+    "host waits for device at copy_streams.py:close < nvme.py:close < runtime.py:close": SETTLED,
+    "host waits for device at copy_streams.py:close < nvme.py:close < speculation.py:close": SETTLED,
+    "host waits for device at copy_streams.py:close < offload.py:close < recompute.py:remove": SETTLED,
+    "stream waits for event at copy_streams.py:hold_device < copy_streams.py:to_device < device_host.py:send_params": (
+        "new parameters come from an update that has waited for the gradient, whose copy follows every reader"
+    ),
+}
 
 
 @pytest.mark.full
@@ -45,12 +56,17 @@ def test_there_are_enough_named_faults() -> None:
     assert len(FAULTS) >= 30
 
 
+def can_be_left_out(site: str) -> bool:
+    """Threads' waits for each other: see above. A copy without non_blocking waits by itself."""
+    return not site.startswith("thread waits") and " copy of " not in site
+
+
 @pytest.mark.full
 def test_every_wait_that_is_left_out_is_found(virtual_gpu: VirtualGpu, checked: Tally) -> None:
     missed, sites = set(), set()
     for row in ROWS:
-        for site in virtual_gpu.result(Job(row))["waits"]:
-            if site in sites and site not in missed:
+        for site in filter(can_be_left_out, virtual_gpu.result(Job(row))["waits"]):
+            if site in sites - missed:
                 continue  # found in a row before
             sites.add(site)
             if unordered(virtual_gpu.result(Job(row, without=(site,)))):

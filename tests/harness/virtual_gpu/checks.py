@@ -22,6 +22,7 @@ def troubles(row: Row, found: Result) -> dict[str, list[str]]:
         "waits of the host": waits(row, found),
         "events that are kept": kept_events(found),
         "order of destruction": destruction(found),
+        "memory of the device": memory(row, found),
     }
     return {rule: lines for rule, lines in every.items() if lines}
 
@@ -62,6 +63,21 @@ def kept_events(found: Result) -> list[str]:
     """A steady step leaves as many CUDA events alive as it found."""
     before, after = found["alive_before"], found["events_alive"]
     return [] if before == after else [f"{before} before the step, {after} after it"]
+
+
+def memory(row: Row, found: Result) -> list[str]:
+    """The allocator needs as much as the tensors, and a traced row's tensors no more than predicted.
+
+    See [Note: pending] in allocator.py. Predicted: accounting.predicted_peak and the activations of a micro-batch.
+    """
+    tensors, taken, pools = (found["peaks"][name] for name in ("tensors", "taken", "pools"))
+    lines = [] if tensors == taken else [f"{taken - tensors:,} bytes of {taken:,} wait for another stream"]
+    if pools > taken:
+        lines.append(f"{pools - taken:,} bytes of {pools:,} are held by streams that do not use them at that time")
+    predicted = found["predicted"] + found["activations"]
+    if row.traced and taken > predicted:
+        lines.append(f"expected at most {predicted:,} bytes, found {taken:,}")
+    return lines
 
 
 def destruction(found: Result) -> list[str]:

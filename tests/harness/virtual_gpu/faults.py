@@ -7,19 +7,20 @@ process that runs the row. Waits that are left out one by one need no names: see
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.virtual_gpu.row import Row
 
 UNORDERED, CURRENT = "unordered accesses", "another device is current"
 CONTEXTS, WAITS = "contexts on other devices", "waits of the host"
-EVENTS, DESTRUCTION = "events that are kept", "order of destruction"
+EVENTS, DESTRUCTION, MEMORY = "events that are kept", "order of destruction", "memory of the device"
 PLAIN, BOTH = Row(), Row(offload="both")
 OPTIMIZER = Row(stage=2, offload="optimizer")
 LATE = Row(stage=2, offload="optimizer", late=True)
 ACTIVATIONS = Row(offload="activations")
 HYBRID = Row(shard_ranks=4)
+LARGE = Row(width=128, vocab=512, blocks=8, tokens=16, traced=True)
 
 
 @dataclass(frozen=True)
@@ -393,3 +394,46 @@ def groups_are_destroyed_in_the_order_of_making() -> None:
                 dist.destroy_process_group(group)
 
     RankGroups.destroy = destroy  # type: ignore[method-assign]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@fault(ACTIVATIONS, MEMORY)
+def the_source_of_a_copy_is_recorded_on_its_stream() -> None:
+    from zero_runtime.offload.copy_streams import CudaCopies
+
+    copy = CudaCopies.to_host
+
+    def to_host(self: CudaCopies, target: Any, source: Any) -> Any:
+        event = copy(self, target, source)
+        source.record_stream(self._down)
+        self._sources._held.clear()
+        return event
+
+    CudaCopies.to_host = to_host  # type: ignore[method-assign]
+
+
+@fault(LARGE, MEMORY)
+def every_unit_is_gathered_ahead() -> None:
+    from zero_runtime.schedule import Schedule
+
+    gather = Schedule._gather
+
+    def all_of_them(self: Schedule, unit: Any) -> None:
+        for ahead in self._following(unit, 100):
+            ahead.unshard()
+        gather(self, unit)
+
+    Schedule._gather = all_of_them  # type: ignore[method-assign]
+
+
+@fault(replace(LARGE, stage=2), MEMORY)
+def full_gradients_are_kept() -> None:
+    from zero_runtime.unit_gradients import UnitGradients
+
+    kept: list[Any] = []
+    before(UnitGradients, "wait_reduce", lambda self: kept.append(self.unsharded_grad))
+    from zero_runtime.runtime import ZeroRuntime
+
+    after(ZeroRuntime, "step", lambda *_: kept.clear())
