@@ -14,6 +14,7 @@ from zero_runtime.errors import RankError
 from zero_runtime.gloo import Messages
 from zero_runtime.ledger import Ledger
 from zero_runtime.phase_clock import COMMUNICATION, PhaseClock
+from zero_runtime.watch.failure import is_out_of_memory
 from zero_runtime.watch.journal import Journal
 from zero_runtime.watch.watch import RankWatch
 from zero_runtime.world import RankGroups
@@ -31,10 +32,18 @@ def _starting(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Star
 
 
 class Pending:
-    """A collective under way. `wait` makes its result usable, charges the time to the clock, and may be repeated."""
+    """A collective under way. `wait` makes its result usable, charges the time to the clock, and may be repeated.
 
-    def __init__(self, wait: Callable[[], None] | None = None, then: Callable[[], None] | None = None) -> None:
-        self._wait, self._then = wait, then
+    held: tensors that the collective uses and that must not be freed before the caller's stream waits for it.
+    """
+
+    def __init__(
+        self,
+        wait: Callable[[], None] | None = None,
+        then: Callable[[], None] | None = None,
+        held: tuple[torch.Tensor, ...] = (),
+    ) -> None:
+        self._wait, self._then, self._held = wait, then, held
 
     def wait(self) -> None:
         if self._wait is not None:
@@ -42,6 +51,7 @@ class Pending:
         if self._then is not None:
             self._then()
         self._wait = self._then = None
+        self._held = ()
 
 
 class Collectives:
@@ -61,13 +71,14 @@ class Collectives:
         self._messages: dict[dist.ProcessGroup | None, Messages] = {}  # by group, for gloo only; see gloo.py
         if self.world > 1 and dist.get_backend() == "gloo":
             self._messages = {group: Messages(group) for group in self._groups if group is not None}
+        self._side_stream: torch.cuda.Stream | None = None  # see [Note: all-reduce behind a reduce-scatter]
         self.ledger = Ledger()
         self._clock = clock
         self._watch = watch
         self.journal = Journal() if watch is None else watch.journal
 
     def free(self) -> None:
-        """Destroy the process groups that this object created. Idempotent."""
+        """Destroy the process groups that this object created; all ranks must call it together. Idempotent."""
         self._groups.destroy()
         self._groups = RankGroups()
         self._messages.clear()
@@ -106,25 +117,52 @@ class Collectives:
                 shard.copy_(full)
             return self._all_reduce_replicas(shard, unit)
         self.ledger.record("reduce_scatter", (self.shard_count - 1) * shard.numel(), full.element_size())
-        wait = self._issue("reduce_scatter", unit, full, self._summing(shard, full, self._groups.reduce))
+        scatter = self._start("reduce_scatter", unit, full, self._summing(shard, full, self._groups.reduce))
         if self.replica_count == 1:
-            return Pending(wait)
-        # The all-reduce needs the result of the reduce-scatter, so it starts only in the caller's wait.
+            return Pending(partial(self._blocking, *scatter))
+        if shard.is_cuda:
+            return Pending(self._all_reduce_behind(scatter[1], shard, unit), held=(full, shard))
+        # The all-reduce needs the result of the reduce-scatter, and only a host that waits for it can start it then.
+        wait = partial(self._blocking, *scatter)
         return Pending(wait, then=lambda: self._all_reduce_replicas(shard, unit).wait())
+
+    def _all_reduce_behind(self, wait_scatter: Callable[[], Any], shard: torch.Tensor, unit: str) -> Callable[[], None]:
+        """Issue the all-reduce over the replicas of `shard` behind its reduce-scatter. Returns a function that waits.
+
+        [Note: all-reduce behind a reduce-scatter]
+        A collective of NCCL starts behind the work of the stream that is current at its issue. On a side stream that
+        has waited for the reduce-scatter, the all-reduce starts when the reduce-scatter ends, and the compute stream
+        waits for both only when the unit's gradient is needed. After the side stream's wait torch no longer holds the
+        reduce-scatter's tensors, whose memory the compute stream may reuse when they are freed: Pending holds them.
+        """
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(shard.device)
+        side_stream = self._side_stream
+        start = self._counted_all_reduce(shard)
+
+        def start_behind() -> Callable[[], Any]:
+            with torch.cuda.stream(side_stream):
+                wait_scatter()
+                return start()
+
+        return self._issue("all_reduce", unit, shard, start_behind)
 
     def _all_reduce_replicas(self, shard: torch.Tensor, unit: str) -> Pending:
         if self.replica_count == 1:
             return Pending()
-        elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count
-        self.ledger.record("all_reduce", elements, shard.element_size())
+        start = self._counted_all_reduce(shard)
         group = self._groups.replica
         if group not in self._messages:
-            start = _starting(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=group)
             return Pending(self._issue("all_reduce", unit, shard, start))
         # Over gloo: a reduce-scatter and an all-gather by messages, whose sums are in rank order (see gloo.py).
         own = shard.chunk(self.replica_count)[self.replica_rank]
         wait = self._issue("all_reduce", unit, shard, self._summing(own, shard, group))
         return Pending(wait, then=lambda: self._issue("all_reduce", unit, shard, self._gathering(shard, own, group))())
+
+    def _counted_all_reduce(self, shard: torch.Tensor) -> Start:
+        elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count
+        self.ledger.record("all_reduce", elements, shard.element_size())
+        return _starting(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=self._groups.replica)
 
     def _gathering(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
         if group in self._messages:
@@ -178,13 +216,16 @@ class Collectives:
 
         tensor: the collective's larger tensor, by whose size and dtype the journal records it.
         """
+        return partial(self._blocking, *self._start(kind, unit, tensor, start))
+
+    def _start(self, kind: str, unit: str, tensor: torch.Tensor, start: Start) -> tuple[int, Callable[[], Any]]:
+        """Start a collective; returns its number in the journal and the backend's function that waits for it."""
         sequence = self.journal.issue(kind, unit, tensor.numel(), tensor.dtype)
         with self._clock.phase(COMMUNICATION):
             try:
-                wait = start()
+                return sequence, start()
             except RuntimeError as error:
                 self._explain(f"{kind} of unit {unit!r} could not start: {error}", error)
-        return partial(self._blocking, sequence, wait)
 
     def _blocking(self, sequence: int, wait: Callable[[], Any]) -> None:
         """Wait for the collective with this number in the journal. A backend error is raised as a RankError."""
@@ -197,6 +238,8 @@ class Collectives:
         self.journal.wait(0)
 
     def _explain(self, trouble: str, error: RuntimeError | None) -> NoReturn:
+        if error is not None and is_out_of_memory(error):
+            raise error  # this rank's own failure, with its cause: the others hear of it when the rank ends
         # With a watch, all ranks raise the same RankError. Without one, this rank can only report its own error.
         if self._watch is not None:
             self._watch.explain(trouble, error)

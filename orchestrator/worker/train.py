@@ -28,8 +28,9 @@ from orchestrator.worker.machine_load import LoadMeter, Used, others_share
 from orchestrator.worker.saving import Progress, Saving
 from orchestrator.worker.setup import build_data, build_runtime, cpu_model, prepare_process
 from orchestrator.worker.stopping import StopSignals
-from orchestrator.workloads.data import IntArray, TokenData, slice_for_rank
+from orchestrator.workloads.data import TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
+from orchestrator.workloads.sources import IntArray
 from zero_runtime.accounting import saving_trouble
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.errors import NonFiniteError
@@ -53,14 +54,12 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> Stopped | None:
         watch=WatchSettings(stuck_s=config.resources.stuck_s),
         on_end=RankRecord(attempt, rank.rank).write_error,
     )
-    watch = join_world(rank.meeting, rank.rank, rank.world, device, settings)
-    try:
-        with watch:
-            built = build_runtime(config, device, watch, signals.asked if signals else None)
-            with _with_memory(built.runtime, watch, rank.rank):
-                return RankRun(attempt, config, rank, *built).run()
-    finally:
-        leave_world()
+    with join_world(rank.meeting, rank.rank, rank.world, device, settings) as watch:
+        built = build_runtime(config, device, watch, signals.asked if signals else None)
+        with _with_memory(built.runtime, watch, rank.rank):
+            stopped = RankRun(attempt, config, rank, *built).run()
+    leave_world()  # a rank that failed must not: it could wait here forever and never record its error
+    return stopped
 
 
 @contextlib.contextmanager
