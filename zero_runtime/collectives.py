@@ -224,7 +224,10 @@ class Collectives:
             return order
         told = torch.tensor(order, dtype=torch.int64, device=device)
         self.broadcast(told)
-        return order if isinstance(told, FakeTensor) else told.tolist()  # a dry run has no values
+        if isinstance(told, FakeTensor):  # a dry run has no values
+            return order
+        first: list[int] = told.tolist()
+        return first
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable `value` in rank order, on every rank. Not counted: for reports, not for steps."""

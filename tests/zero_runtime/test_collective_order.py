@@ -173,16 +173,23 @@ def _blocked_by(program: Program, rank: int, script: Script) -> dict[int, str]:
     return Replay(everyone, places=1, in_host_order=True).run()
 
 
-def test_a_rank_without_memory_at_any_collective_destroys_nothing_and_is_waited_for_in_a_read(checked: Tally) -> None:
+@pytest.mark.parametrize(
+    ("program", "every"),
+    [
+        (HYBRID, 4),
+        *(pytest.param(one, 1, marks=LONG) for one in (HYBRID, Program("frozen", 2), Program("recomputed"))),
+    ],
+)
+def test_a_rank_without_memory_at_a_collective_destroys_nothing_and_is_waited_for_in_a_read(
+    program: Program, every: int, checked: Tally
+) -> None:
     """Its peers wait on the device, where their watches end them with the verdict, and not in a destruction."""
-    whole = sampled(HYBRID, (0, 1, 4, 7))[1]
-    numbers = [deed.number for deed in issues(whole)][2::9]  # the runtime is built with the first ones
-    for number in numbers:
-        if number <= _last_of_start(whole):
-            continue
-        script = run(HYBRID, 1, list(_told(HYBRID)), failing_at=number)
+    whole = sampled(program, (0, 1, 4, 7))[1]
+    numbers = [deed.number for deed in issues(whole) if deed.number > _last_of_start(whole)]
+    for number in numbers[::every]:
+        script = run(program, 1, list(_told(program)), failing_at=number)
         assert not [deed for deed in script.deeds if deed.what == "destroy"]
-        blocked = _blocked_by(HYBRID, 1, script)
+        blocked = _blocked_by(program, 1, script)
         assert blocked.pop(1) == "die"
         assert set(blocked.values()) == {"read"}
         checked("collective order: a rank fails", collectives=1, ranks_that_wait_in_a_destruction=0)

@@ -51,6 +51,11 @@ def test_every_rank_destroys_its_groups_in_the_reverse_order_of_making(shard_cou
         assert all(rank in members for _, members in destroyed)
 
 
+def test_a_rank_without_groups_has_none_to_destroy_even_after_it_left_the_world() -> None:
+    assert not dist.is_initialized()
+    RankGroups().destroy()
+
+
 # ---- NCCL, whose functions are replaced ------------------------------------------------------------------------------
 
 

@@ -134,9 +134,10 @@ def _rehearse_update(config: OptimizerConfig, variant: _Variant, step: int) -> N
         UPDATES[type(config)](config, ShardSlice(master, grad, states, out), run, numbers)
         return
     settings = adam_settings(Lamb, config, run, numbers)
+    exp_avg, exp_avg_sq = states
     if variant.part is _Part.RUN:
-        ops.lamb_moments_(grad, *states, numbers.grad_scale, settings)
+        ops.lamb_moments_(grad, exp_avg, exp_avg_sq, numbers.grad_scale, settings)
     elif variant.part is _Part.SQUARED:
-        ops.lamb_squares(master, *states, settings)
+        ops.lamb_squares(master, exp_avg, exp_avg_sq, settings)
     else:
-        ops.lamb_(master, *states, numbers.grad_scale, settings, out)
+        ops.lamb_(master, exp_avg, exp_avg_sq, numbers.grad_scale, settings, out)

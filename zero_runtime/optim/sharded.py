@@ -71,7 +71,8 @@ class ShardedOptimizer:
         else:
             for device in {device for unit in self._units for device in (unit.device, _where(unit))}:
                 ops.prepare(device)  # here and not in the first step, where the other ranks would wait for it
-            rehearsed = [held for held in self._helds if ops.compiles_variants(held.unit.device)]
+            pairs = zip(self._units, self._helds, strict=True)
+            rehearsed = [held for unit, held in pairs if ops.compiles_variants(unit.device)]
             rehearse(config, rehearsed, collectives)
         self._by_unit = {unit.name: held for unit, held in zip(self._units, self._helds, strict=True)}
         self._offloaded = [unit for unit in self._units if is_offloaded(unit)]

@@ -234,10 +234,8 @@ def _device_stall(notes: Sequence[Note], patience: Patience) -> Blame | None:
     running = [note for note in notes if note.standing is RankStatus.RUNNING]
     if not running or not all(note.device_waits for note in running):
         return None
-    idle_s, limit_s = (
-        min(note.idle_s for note in running),
-        max(patience.with_rank_in(note.place) for note in running),
-    )
+    idle_s = min(note.idle_s for note in running)
+    limit_s = max(patience.with_rank_in(note.place) for note in running)
     if idle_s < patience.slow_s:
         return None
     text = f"no device has completed the collective that it is in for {idle_s:.0f} s, and every rank has issued it"
