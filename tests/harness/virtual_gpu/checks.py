@@ -44,7 +44,7 @@ def expected_waits(row: Row, found: Result) -> Waits:
     sends_params = row.offload.startswith("optimizer")
     expected[(*EVENT, "helper")] = found["trained_units"] * (2 if sends_params else 1)
     if row.offload == "both nvme":
-        expected[(*EVENT, "main")] = sum(kind == "all_gather" for _, kind, *_ in found["issued"])
+        expected[(*EVENT, "main")] = found["gathers"]
     return expected
 
 

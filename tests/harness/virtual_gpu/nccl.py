@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.virtual_gpu.devices import Devices, Stream
 from harness.virtual_gpu.machine import Range
@@ -140,7 +139,7 @@ def join(devices: Devices, storages: Storages, rank: int, world: int) -> list[Is
         return VirtualGroup(devices, storages, log, options)
 
     dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", "cuda"])
-    dist.init_process_group(NAME, store=FakeStore(), rank=rank, world_size=world)
+    dist.init_process_group(NAME, store=dist.HashStore(), rank=rank, world_size=world)
 
     def gather_objects(values: list[Any], value: Any, group: Any = None) -> None:
         """Every rank has this rank's value: the ranks do the same. NCCL's gather of objects waits for the device."""

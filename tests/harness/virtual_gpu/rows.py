@@ -48,6 +48,7 @@ from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.unit_parameters import UnitParameters
 from zero_runtime.unit_planner import UnitRules
 
 FILE = -1  # the storage that stands for a rank's scratch file
@@ -85,7 +86,9 @@ class Bench:
         self.recorder = Recorder(self.devices)
         stand_ins.install(self.devices)
         threads.install(self.turns, "zero_runtime")
+        self.gathers = 0
         self._record_files()
+        self._count_gathers()
         self.log = nccl.join(self.devices, self.recorder.storages, row.rank, row.world)
         self.device = torch.device("cuda", DEVICE)
         self.overflows = False  # the gradients of the current step
@@ -105,6 +108,16 @@ class Bench:
 
         ScratchFile._read_block = recorded(ScratchFile._read_block, reads=True)  # type: ignore[method-assign]
         ScratchFile._write_block = recorded(ScratchFile._write_block, reads=False)  # type: ignore[method-assign]
+
+    def _count_gathers(self) -> None:
+        """Of full parameters, also in a shard group of one rank, where no collective is issued."""
+        start = UnitParameters.start_gather
+
+        def counting(parameters: UnitParameters) -> None:
+            self.gathers += 1
+            start(parameters)
+
+        UnitParameters.start_gather = counting  # type: ignore[method-assign]
 
     def on_device(self, model: nn.Module) -> nn.Module:
         """The model with fake parameters and buffers on the device; tied parameters stay tied."""
@@ -208,11 +221,13 @@ def _step(bench: Bench, row: Row, runtime: ZeroRuntime) -> None:
 def _begin(bench: Bench) -> dict[str, Any]:
     bench.machine.syncs.clear()
     bench.devices.allocator.begin()
+    bench.gathers = 0
     devices = bench.devices
     return {"first_issued": len(bench.log), "events_before": devices.events_made, "alive_before": devices.events_alive}
 
 
 def _end(bench: Bench, runtime: ZeroRuntime, found: dict[str, Any]) -> None:
+    found["gathers"] = bench.gathers
     found["device"] = bench.device.index
     found["trained_units"] = sum(unit.trainable for unit in runtime.units)
     found["syncs"] = [[sync.kind, sync.place, sync.thread] for sync in bench.machine.syncs]
