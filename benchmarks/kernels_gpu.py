@@ -1,8 +1,8 @@
 """Compares each Triton update kernel on a GPU with a copy of as many bytes and with the reference, in turn.
 
-`python benchmarks/kernels_gpu.py [--numel N] [--rounds N]`; writes benchmarks/results/. A share is the median over the
-rounds of the copy's time divided by the row's time in the same round. fp32 masters, bf16 gradients in, bf16 parameters
-out.
+`python benchmarks/kernels_gpu.py [--numel N] [--rounds N] [--least-percent P]`; writes benchmarks/results/. A share is
+the median over the rounds of the copy's time divided by the row's time in the same round. fp32 masters, bf16 gradients
+in, bf16 parameters out.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, default=100_000_000)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--least-percent", type=float, default=0, help="of a copy's speed, else exit code 1")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("expected a CUDA device, found none; nothing was run", file=sys.stderr)
@@ -88,8 +89,18 @@ def main() -> int:
     if ours is None:
         print("expected the Triton kernels, found that they are not used here (see the warning)", file=sys.stderr)
         return 1
-    report(measure(ours, args.numel, args.rounds, device), args.numel, args.rounds)
-    return 0
+    times = measure(ours, args.numel, args.rounds, device)
+    report(times, args.numel, args.rounds)
+    slow = [name for name, found in times.items() if 100 * share_of(found, "Triton") < args.least_percent]
+    if slow:
+        print(f"below {args.least_percent:g} % of the speed of a copy: {', '.join(slow)}", file=sys.stderr)
+    return 1 if slow else 0
+
+
+def share_of(found: dict[str, list[float]], contestant: str) -> float:
+    """The contestant's share of the copy's speed, the median over the rounds."""
+    copy = found["copy of as many bytes"]
+    return statistics.median(a / b for a, b in zip(copy, found[contestant], strict=True))
 
 
 def measure(ours: ModuleType, numel: int, rounds: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
@@ -124,9 +135,8 @@ def report(times: dict[str, dict[str, list[float]]], numel: int, rounds: int) ->
         "|---|---|---|---|---|",
     ]
     for name, found in times.items():
-        copy = found["copy of as many bytes"]
         for contestant, own in found.items():
-            share = statistics.median(a / b for a, b in zip(copy, own, strict=True))
+            share = share_of(found, contestant)
             middle = statistics.median(own)
             lines.append(
                 f"| {name} | {contestant} | {middle:.3f} ({min(own):.3f} to {max(own):.3f}) | "

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_runtime.errors import RankError
 from zero_runtime.gloo import Messages
 from zero_runtime.ledger import Ledger
 from zero_runtime.phase_clock import COMMUNICATION, PhaseClock
+from zero_runtime.watch.failure import is_out_of_memory
 from zero_runtime.watch.journal import Journal
 from zero_runtime.watch.watch import RankWatch
 from zero_runtime.world import RankGroups
@@ -23,18 +25,50 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-Start = Callable[[], Callable[[], Any]]  # issues a collective without blocking; returns a function that waits for it
+class Started(NamedTuple):
+    """A collective under way, in the backend.
+
+    wait: blocks the host or, with NCCL, only the current stream. is_completed: asks without blocking whether the device
+    has completed it; None if `wait` blocks the host.
+    """
+
+    wait: Callable[[], Any]
+    is_completed: Callable[[], bool] | None = None
+
+
+Start = Callable[[], Started]  # issues a collective without blocking
 
 
 def _starting(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Start:
-    return lambda: collective(*args, **kwargs, async_op=True).wait
+    def start() -> Started:
+        work = collective(*args, **kwargs, async_op=True)
+        return Started(work.wait, work.is_completed)
+
+    return start
+
+
+def _sending(message: Callable[..., Callable[[], None]], *tensors: torch.Tensor) -> Start:
+    return lambda: Started(message(*tensors))
+
+
+def _on_cuda(tensor: torch.Tensor) -> bool:
+    """Whether collectives of the tensor run on a device, behind a stream, while the host goes on."""
+    return tensor.is_cuda
 
 
 class Pending:
-    """A collective under way. `wait` makes its result usable, charges the time to the clock, and may be repeated."""
+    """A collective under way. `wait` makes its result usable, charges the time to the clock, and may be repeated.
 
-    def __init__(self, wait: Callable[[], None] | None = None, then: Callable[[], None] | None = None) -> None:
-        self._wait, self._then = wait, then
+    held: tensors that the collective uses and that must not be freed before the caller's stream waits for it.
+    """
+
+    def __init__(
+        self,
+        wait: Callable[[], None] | None = None,
+        then: Callable[[], None] | None = None,
+        held: tuple[torch.Tensor, ...] = (),
+    ) -> None:
+        self._wait, self._then, self._held = wait, then, held
 
     def wait(self) -> None:
         if self._wait is not None:
@@ -42,6 +76,7 @@ class Pending:
         if self._then is not None:
             self._then()
         self._wait = self._then = None
+        self._held = ()
 
 
 class Collectives:
@@ -61,25 +96,36 @@ class Collectives:
         self._messages: dict[dist.ProcessGroup | None, Messages] = {}  # by group, for gloo only; see gloo.py
         if self.world > 1 and dist.get_backend() == "gloo":
             self._messages = {group: Messages(group) for group in self._groups if group is not None}
+        self._side_stream: torch.cuda.Stream | None = None  # see [Note: all-reduce behind a reduce-scatter]
         self.ledger = Ledger()
         self._clock = clock
         self._watch = watch
         self.journal = Journal() if watch is None else watch.journal
+        # See [Note: waits of a device] in watch/device_progress.py.
+        self._progress = None if watch is None or dist.get_backend() == "gloo" else watch.progress
+        if dist.get_backend() != "gloo":
+            self.journal.keep_one_order()
 
     def free(self) -> None:
-        """Destroy the process groups that this object created. Idempotent."""
+        """Destroy the process groups that this object created; all ranks must call it together. Idempotent."""
+        if self._progress is not None:
+            self._progress.forget()
         self._groups.destroy()
         self._groups = RankGroups()
         self._messages.clear()
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str = "") -> Pending:
-        """Fill `full` [P] from every rank's `shard` [S], which may be its own slice of `full`."""
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str = "", *, lasting: bool = True) -> Pending:
+        """Fill `full` [P] from every rank's `shard` [S], which may be its own slice of `full`.
+
+        lasting: `full` is not a temporary tensor, so the watch may hold it until the device has completed the gather.
+        """
         if self.shard_count == 1:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return Pending()
         self.ledger.record("all_gather", (self.shard_count - 1) * shard.numel(), shard.element_size())
-        return Pending(self._issue("all_gather", unit, full, self._gathering(full, shard, self._groups.gather)))
+        start = self._gathering(full, shard, self._groups.gather)
+        return Pending(self._issue("all_gather", unit, full, start, polled=lasting))
 
     def all_gather_uncounted(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         """Like `all_gather`, but blocks and is not counted: for inspecting full tensors, not for training steps."""
@@ -106,34 +152,61 @@ class Collectives:
                 shard.copy_(full)
             return self._all_reduce_replicas(shard, unit)
         self.ledger.record("reduce_scatter", (self.shard_count - 1) * shard.numel(), full.element_size())
-        wait = self._issue("reduce_scatter", unit, full, self._summing(shard, full, self._groups.reduce))
+        scatter = self._start("reduce_scatter", unit, full, self._summing(shard, full, self._groups.reduce))
         if self.replica_count == 1:
-            return Pending(wait)
-        # The all-reduce needs the result of the reduce-scatter, so it starts only in the caller's wait.
+            return Pending(partial(self._blocking, *scatter))
+        if _on_cuda(shard):
+            return Pending(self._all_reduce_behind(scatter[1], shard, unit), held=(full, shard))
+        # The all-reduce needs the result of the reduce-scatter, and only a host that waits for it can start it then.
+        wait = partial(self._blocking, *scatter)
         return Pending(wait, then=lambda: self._all_reduce_replicas(shard, unit).wait())
+
+    def _all_reduce_behind(self, wait_scatter: Callable[[], Any], shard: torch.Tensor, unit: str) -> Callable[[], None]:
+        """Issue the all-reduce over the replicas of `shard` behind its reduce-scatter. Returns a function that waits.
+
+        [Note: all-reduce behind a reduce-scatter]
+        A collective of NCCL starts behind the work of the stream that is current at its issue. On a side stream that
+        has waited for the reduce-scatter, the all-reduce starts when the reduce-scatter ends, and the compute stream
+        waits for both only when the unit's gradient is needed. After the side stream's wait torch no longer holds the
+        reduce-scatter's tensors, whose memory the compute stream may reuse when they are freed: Pending holds them.
+        """
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(shard.device)
+        side_stream = self._side_stream
+        start = self._counted_all_reduce(shard)
+
+        def start_behind() -> Started:
+            with torch.cuda.stream(side_stream):
+                wait_scatter()
+                return start()
+
+        return self._issue("all_reduce", unit, shard, start_behind)
 
     def _all_reduce_replicas(self, shard: torch.Tensor, unit: str) -> Pending:
         if self.replica_count == 1:
             return Pending()
-        elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count
-        self.ledger.record("all_reduce", elements, shard.element_size())
+        start = self._counted_all_reduce(shard)
         group = self._groups.replica
         if group not in self._messages:
-            start = _starting(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=group)
             return Pending(self._issue("all_reduce", unit, shard, start))
         # Over gloo: a reduce-scatter and an all-gather by messages, whose sums are in rank order (see gloo.py).
         own = shard.chunk(self.replica_count)[self.replica_rank]
         wait = self._issue("all_reduce", unit, shard, self._summing(own, shard, group))
         return Pending(wait, then=lambda: self._issue("all_reduce", unit, shard, self._gathering(shard, own, group))())
 
+    def _counted_all_reduce(self, shard: torch.Tensor) -> Start:
+        elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count
+        self.ledger.record("all_reduce", elements, shard.element_size())
+        return _starting(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=self._groups.replica)
+
     def _gathering(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
         if group in self._messages:
-            return partial(self._messages[group].all_gather, full, shard)
+            return _sending(self._messages[group].all_gather, full, shard)
         return _starting(_all_gather, full, shard, group=group)
 
     def _summing(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None) -> Start:
         if group in self._messages:
-            return partial(self._messages[group].reduce_scatter, shard, full)
+            return _sending(self._messages[group].reduce_scatter, shard, full)
         return _starting(_reduce_scatter, shard, full, op=dist.ReduceOp.SUM, group=group)
 
     def sum_over_ranks_(self, control: torch.Tensor) -> torch.Tensor:
@@ -141,8 +214,20 @@ class Collectives:
         if self.world > 1:
             elements = 2 * (self.world - 1) * control.numel() // self.world
             self.ledger.control.add(elements, control.element_size())
-            self._issue("control_sum", "", control, _starting(dist.all_reduce, control, op=dist.ReduceOp.SUM))()
+            start = _starting(dist.all_reduce, control, op=dist.ReduceOp.SUM)
+            self._issue("control_sum", "", control, start, polled=True)()
         return control
+
+    def order_of_rank_0(self, order: list[int], device: torch.device) -> list[int]:
+        """Rank 0's `order`, on every rank; each rank gives a list of the same length. Blocks, and is not counted."""
+        if self.world == 1:
+            return order
+        told = torch.tensor(order, dtype=torch.int64, device=device)
+        self.broadcast(told)
+        if isinstance(told, FakeTensor):  # a dry run has no values
+            return order
+        first: list[int] = told.tolist()
+        return first
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable `value` in rank order, on every rank. Not counted: for reports, not for steps."""
@@ -173,18 +258,29 @@ class Collectives:
             return
         self._explain("the ranks issued different collectives in this step", None)
 
-    def _issue(self, kind: str, unit: str, tensor: torch.Tensor, start: Start) -> Callable[[], None]:
+    def _issue(
+        self, kind: str, unit: str, tensor: torch.Tensor, start: Start, *, polled: bool = False
+    ) -> Callable[[], None]:
         """Start a collective and return the function that waits for it; both charge their time to the clock.
 
-        tensor: the collective's larger tensor, by whose size and dtype the journal records it.
+        tensor: the collective's larger tensor, by whose size and dtype the journal records it. polled: the watch may
+        ask whether the device has completed it, and holds its output meanwhile.
         """
+        return partial(self._blocking, *self._start(kind, unit, tensor, start, polled=polled))
+
+    def _start(
+        self, kind: str, unit: str, tensor: torch.Tensor, start: Start, *, polled: bool = False
+    ) -> tuple[int, Callable[[], Any]]:
+        """Start a collective; returns its number in the journal and the backend's function that waits for it."""
         sequence = self.journal.issue(kind, unit, tensor.numel(), tensor.dtype)
         with self._clock.phase(COMMUNICATION):
             try:
-                wait = start()
+                started = start()
             except RuntimeError as error:
                 self._explain(f"{kind} of unit {unit!r} could not start: {error}", error)
-        return partial(self._blocking, sequence, wait)
+        if polled and self._progress is not None and started.is_completed is not None:
+            self._progress.add(sequence, started.is_completed)
+        return sequence, started.wait
 
     def _blocking(self, sequence: int, wait: Callable[[], Any]) -> None:
         """Wait for the collective with this number in the journal. A backend error is raised as a RankError."""
@@ -197,6 +293,8 @@ class Collectives:
         self.journal.wait(0)
 
     def _explain(self, trouble: str, error: RuntimeError | None) -> NoReturn:
+        if error is not None and is_out_of_memory(error):
+            raise error  # this rank's own failure, with its cause: the others hear of it when the rank ends
         # With a watch, all ranks raise the same RankError. Without one, this rank can only report its own error.
         if self._watch is not None:
             self._watch.explain(trouble, error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ def bind_to_gpu(device: torch.device, threads: int, system: Path = SYSTEM) -> fr
 
 def pci_address(device: torch.device) -> str:
     """The GPU's name in /sys/bus/pci/devices, such as 0000:3b:00.0."""
-    of = torch.cuda.get_device_properties(device)
+    of: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack these three
     return f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from zero_runtime import accounting, non_finite, whole_tensors
 from zero_runtime.build import UnitBuilder
 from zero_runtime.collectives import Collectives
-from zero_runtime.current_device import make_current
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
 from zero_runtime.kernels.reference import root64
 from zero_runtime.ledger import Ledger
@@ -25,6 +24,7 @@ from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.optim.grad_norm import clip_coefficient, local_sum_of_squares
 from zero_runtime.optim.loss_scaler import LossScaler
 from zero_runtime.optim.lr_schedule import Rates
+from zero_runtime.own_device import make_current
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -142,6 +142,9 @@ class ZeroRuntime:
         # Only the step's last backward completes gradients, and inside no_sync not even that one does.
         if boundary and self._synced and self.settings.offload.speculative:
             self._guess()
+        order = self._schedule.own_reduction_order
+        if order is not None:  # before the first backward
+            self._schedule.reduce_in(self.collectives.order_of_rank_0(order, self.device))
         self._schedule.begin_backward(boundary=boundary, synced=self._synced)
         (loss * self.scaler.scale if self.scaler.scale != 1 else loss).backward(retain_graph=retain_graph)
         self._hooks.end_graphs()

@@ -6,9 +6,13 @@ changes any bits of the result. The order of the units is recorded in the first 
 [Note: one order of reductions]
 Units need not complete in the same order on all ranks: a rank that uses only part of a unit completes it later than the
 other ranks. If each rank issued a reduction as soon as a unit completes, ranks could reduce different units with each
-other, without an error if the sizes are equal. So every rank issues the reductions in the same order, the reverse of
-registration, each when its unit and all units before it are complete. They run over a separate process group, because
-they fall between different gathers on different ranks.
+other, without an error if the sizes are equal. So every rank issues the reductions in the same order, each when its
+unit and all units before it are complete: in the reverse of the order in which the forwards before the first backward
+used the units on rank 0. Units complete in about that order, and a unit that the forward did not use comes last. (The
+reverse of registration would make the other units wait for one that is registered last and used first, such as the
+embedding of some models: no reduction would overlap with the backward, and all full gradients would exist at its end.)
+The order changes no bits, since a reduction involves one unit only. Reductions run over a separate process group,
+because they may fall between different gathers on different ranks.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ class Schedule:
         self.sums_locally = False  # this backward leaves its gradients unreduced, for a later one to add to and reduce
         # See [Note: one order of reductions].
         self._reduction_order = [unit for unit in reversed(units) if unit.trainable]
+        self._has_agreed = False
         self._complete: set[Unit] = set()
         self._reduced = 0
         self._boundary = False
@@ -48,6 +53,21 @@ class Schedule:
             unit.reshard(Phase.FORWARD)
 
     # ---- backward ----------------------------------------------------------------------------------------------
+
+    @property
+    def own_reduction_order(self) -> list[int] | None:
+        """The positions of the trained units in the reverse of the order in which this rank's forwards first used them,
+        the others last; None after `reduce_in`."""
+        if self._has_agreed:
+            return None
+        used = [unit for unit in reversed(self._order[Phase.FORWARD]) if unit.trainable]
+        return [self._units.index(unit) for unit in dict.fromkeys((*used, *self._reduction_order))]
+
+    def reduce_in(self, order: list[int]) -> None:
+        """Reduce the units in this order of their positions, which is the same on all ranks, from now on."""
+        assert sorted(order) == sorted(map(self._units.index, self._reduction_order)), "the ranks have different units"
+        self._reduction_order = [self._units[place] for place in order]
+        self._has_agreed = True
 
     def begin_backward(self, *, boundary: bool, synced: bool = True) -> None:
         """Called when a backward starts.

@@ -229,7 +229,8 @@ class UnitParameters:
             shard = self.param_shard if fetched is None else fetched
             self._fill_storage()
             full = self._empty(self.layout.padded_numel, self.param_dtype) if self.casts else self.unsharded_param
-            self._gather = Gather(self._collectives.all_gather(full, shard, self.name), shard, full)
+            pending = self._collectives.all_gather(full, shard, self.name, lasting=not self.casts)
+            self._gather = Gather(pending, shard, full)
 
     def end_gather(self) -> None:
         """Block until a gather that is under way has filled unsharded_param; a no-op without one."""

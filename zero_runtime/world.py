@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from zero_runtime.current_device import make_current
 from zero_runtime.errors import RankError
+from zero_runtime.own_device import claim_device, make_current
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 
 
@@ -39,10 +41,15 @@ def join_world(
     """
     settings = settings or WorldSettings()
     device = make_current(device)
+    if device.type == "cuda":
+        # Gathers and reductions are under way together on two communicators. NCCL then needs one order of their kernels
+        # on all devices of a node; with this variable it takes the order in which the host issues them.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if isinstance(place, Path):  # torch would cut a URL at # or ?, and ranks of other runs may meet at the shorter path
         store = dist.FileStore(str(place), world)
     else:
         store, rank, world = next(dist.rendezvous(place, rank, world, timeout=settings.timeout))
+    claim_device(store, rank, world, device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("world", store),
@@ -102,15 +109,29 @@ def world_size() -> int:
 
 
 def leave_world() -> None:
-    """Destroy the default process group on this rank."""
+    """Destroy the default process group and all others. Only for ranks that succeeded: see [Note: failed ranks]."""
     dist.destroy_process_group()
+
+
+def _fails_on_nccl() -> bool:
+    """Whether this rank handles an error, as an `except` or a `finally` does, and its groups are NCCL communicators.
+
+    [Note: failed ranks]
+    The destruction of a NCCL communicator is collective and waits for its kernels: a failed rank that destroys one may
+    wait forever for ranks that never come to it, before its error is shown or recorded. So a failed rank leaves its
+    communicators as they are and ends its process, which releases them. Other backends destroy a group on each rank
+    separately.
+    """
+    return dist.get_backend() == "nccl" and sys.exc_info()[0] is not None
 
 
 class RankGroups(NamedTuple):
     """The process groups of one rank: for gathers, for reductions, and for the replicas of its shard.
 
     None if not needed. Gathers and reductions have separate groups: all ranks must issue the collectives of one group
-    in the same order, but the two kinds interleave differently on a rank that leaves parameters unused.
+    in the same order, but the two kinds interleave differently on a rank that leaves parameters unused. Gathers over
+    all ranks do not use the default group either, which would save a communicator: its messages, the runtime's sums and
+    any that the program sends itself, would wait for the prefetched gathers that were issued before them.
     """
 
     gather: dist.ProcessGroup | None = None
@@ -120,25 +141,49 @@ class RankGroups(NamedTuple):
     @classmethod
     def make(cls, shard_count: int) -> RankGroups:
         """Create the groups for shard groups of `shard_count` consecutive ranks. Every rank must call it."""
-        world, rank = dist.get_world_size(), dist.get_rank()
+        world = dist.get_world_size()
         assert world % shard_count == 0, f"shard groups of {shard_count} in a world of {world}"
         ranks = range(world)
         if world == 1:
             return cls()
         if shard_count == 1:
-            return cls(replica=dist.new_group(list(ranks)))
+            return cls(replica=_divide([ranks]))
         shards = [list(ranks[start : start + shard_count]) for start in ranks[::shard_count]]
-        replica_rank, shard_rank = divmod(rank, shard_count)
-        # Every rank must call new_group for every group, in the same order.
-        gather_groups = [dist.new_group(members) for members in shards]
-        reduce_groups = [dist.new_group(members) for members in shards]
-        replica_group = None
-        if shard_count < world:
-            replicas = [list(ranks[place::shard_count]) for place in range(shard_count)]
-            replica_group = [dist.new_group(members) for members in replicas][shard_rank]
-        return cls(gather_groups[replica_rank], reduce_groups[replica_rank], replica_group)
+        replicas = [list(ranks[place::shard_count]) for place in range(shard_count)]
+        return cls(_divide(shards), _divide(shards), _divide(replicas) if shard_count < world else None)
 
     def destroy(self) -> None:
-        """Destroy the groups."""
-        for group in set(self) - {None}:
+        """Destroy the groups, on every rank in the same order: the reverse of making.
+
+        A no-op on a rank that handles an error with NCCL, see [Note: failed ranks].
+        """
+        groups = [group for group in reversed(self) if group is not None]
+        if not groups or _fails_on_nccl():
+            return
+        for group in groups:
             dist.destroy_process_group(group)
+
+
+def _divide(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """This rank's group of a partition of all ranks. Every rank must call it, in the same order.
+
+    NCCL divides a communicator that is bound to a device in one call; the other backends make the groups one by one.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if dist.get_backend() == "nccl" and world.bound_device_id is not None:
+        group = dist.split_group(split_ranks=[list(members) for members in partition], pg_options=_nccl_options())
+        assert group is not None  # torch returns None only to ranks outside the partition
+        return group
+    options = _nccl_options() if dist.get_backend() == "nccl" else None
+    groups = [dist.new_group(list(members), pg_options=options) for members in partition]
+    (own,) = (index for index, members in enumerate(partition) if dist.get_rank() in members)
+    return groups[own]
+
+
+def _nccl_options() -> Any:
+    """New options for one call, which changes them: the kernels of the group are scheduled before those of the model.
+
+    With equal priorities a collective's few blocks would wait for the thousands of blocks of a matrix multiplication.
+    """
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import socket
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -60,7 +61,7 @@ def parser() -> VerbParser:
 def findings(output: Path) -> list[Finding]:
     """All checks, in order of importance."""
     machine = [_python(), *_packages(), _processor(), _memory(), *_gpus()]
-    return [*machine, *_slurm(), _disk(output), _compiler(), _loopback()]
+    return [*machine, *_slurm(), _disk(output), _compiler(), *_launcher(), _loopback()]
 
 
 def what_works(results: Sequence[Finding]) -> list[Row]:
@@ -157,6 +158,19 @@ def _compiler() -> Finding:
     if compiler is None:
         return Finding("compiler", "none", "the C++ kernels cannot be built: the plain ones are several times slower")
     return Finding("compiler", f"{compiler}: kernels are compiled on first use")
+
+
+def _launcher() -> list[Finding]:
+    """What Triton compiles on each machine to launch a kernel needs a C compiler and Python's header."""
+    if not hardware.detect().gpus:
+        return []
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    missing = [*([] if compiler else ["gcc"]), *([] if header.exists() else [str(header)])]
+    if missing:
+        advice = "the reference is used on GPUs instead of the Triton kernels; install it on every machine with ranks"
+        return [Finding("launcher", f"no {' and no '.join(missing)}", advice)]
+    return [Finding("launcher", f"{compiler} and Python.h: Triton's kernels can be launched")]
 
 
 def _loopback() -> Finding:

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrator.commands.run import begin, tell
+from orchestrator.launch.environment import joined_settings
 from orchestrator.launch.local_run import record
 from orchestrator.launch.rank import ENTRY, RankInfo, Stopped, rank_in_world, run_recorded
-from orchestrator.launch.verdict import GRACE_S, Verdict
+from orchestrator.launch.verdict import GRACE_S, Sight, Verdict, describe, recorded
 from orchestrator.plan.point import Point
 from orchestrator.records.record_file import EventTail, read_or_warn, write_json_atomic
 from orchestrator.records.record_shapes import RANK
@@ -88,9 +89,7 @@ def join(point: Point, entry: str = ENTRY) -> int:
     rank = rank_in_world(os.environ, "env://")
     assert rank is not None, "join asks for RANK and WORLD_SIZE"
     # torch reads these variables at import, and the entry imports torch.
-    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(point.config.resources.threads)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.update(joined_settings(point.config, os.environ))
     meeting = Meeting(Path(point.config.output).absolute(), rank.world, os.environ)
     if rank.rank == 0:
         if rank.world > 1:
@@ -152,10 +151,14 @@ def verdict_of(attempt: Attempt, world: int, failure: BaseException | Stopped | 
     if failure is not None:
         time.sleep(GRACE_S)  # the rank that caused the failure may still be writing its record
         records = [read_or_warn(attempt.paths.rank_record(other), RANK) or {} for other in range(world)]
-        root = min((record for record in records if "error" in record), key=lambda record: record["time"], default=None)
-        if root is None:  # no record can be read
+        failed = [record for record in records if "error" in record]
+        if not failed:  # no record can be read
             return Verdict(RunState.error, 0, f"rank 0: {type(failure).__name__}: {failure}")
-        return Verdict(RunState.error, root["rank"], f"rank {root['rank']}: {root['error']}")
+        # A rank that blames others saw only the effect.
+        causes = [record for record in failed if not record.get("blamed")] or failed
+        root = min(causes, key=lambda record: record["time"])
+        told = describe(recorded(Sight(root["rank"]), root, root["time"]))
+        return Verdict(RunState(root.get("outcome", RunState.error.value)), root["rank"], told)
     if not attempt.paths.result.exists():
         return Verdict(RunState.error, 0, "rank 0 ended well, yet wrote no result")
     return Verdict(RunState.ok)

@@ -16,6 +16,7 @@ from orchestrator.compose.settable import read_tree
 from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal
+from orchestrator.launch import environment
 from orchestrator.machine import hardware
 from orchestrator.plan.decision import Wishes, retry_states
 from orchestrator.plan.point import Point
@@ -42,6 +43,7 @@ def answer(asked: Arguments) -> int:
 
 def _run(composition: Composition, asked: Arguments) -> int:
     os.umask(0o077)  # only the user can read what the runs write
+    _join_step()
     scene = here()
     # The command sends points to a cluster and exits, so that even a single point is handled as a sweep.
     on_cluster = composition.points[0].values.get("cluster", {}).get("kind") == ClusterKind.slurm.value
@@ -57,7 +59,7 @@ def _run(composition: Composition, asked: Arguments) -> int:
     if problems:
         raise Refusal(problems)
     _check_fault(points)
-    _note_idle_gpus(scene, points[0].config)
+    _note_gpus(scene, points[0].config)
     as_json = "--json" in asked.flags
     if scene.world is not None:
         if as_json:
@@ -75,6 +77,18 @@ def _run(composition: Composition, asked: Arguments) -> int:
         raise Refusal(problems)
 
     return run_point(points[0], as_json=as_json)
+
+
+def _join_step() -> None:
+    """A task of the user's own srun is a rank: without the others' variables each task would run all of it alone."""
+    if "SLURM_STEP_ID" not in os.environ:
+        return
+    from orchestrator.slurm import rank, tools
+
+    try:
+        rank.say_place_in_step(os.environ)
+    except tools.SlurmError as error:
+        raise Refusal([str(error)]) from None
 
 
 def sweep_request(argv: Sequence[str]) -> tuple[SweepRequest, hardware.Hardware]:
@@ -101,7 +115,7 @@ def _sweep_request(composition: Composition, asked: Arguments, scene: Scene) -> 
     for problem in few(problems):
         complain(f"refused: {problem}")
     _check_fault(points)
-    _note_idle_gpus(scene, points[0].config)
+    _note_gpus(scene, points[0].config)
     if composition.sweep.prune in ("off", False) and "--prune" not in asked.flags:
         wishes = replace(wishes, prune=False)
     return SweepRequest(
@@ -148,7 +162,10 @@ def _wishes(asked: Arguments) -> Wishes:
     return Wishes(fresh="--fresh" in asked.flags, retry=states, prune=asked.flags.get("--prune") != "off")
 
 
-def _note_idle_gpus(scene: Scene, config: RunConfig) -> None:
+def _note_gpus(scene: Scene, config: RunConfig) -> None:
     idle = scene.hardware.idle_gpus
     if idle and config.resources.device is Device.cpu:
         print(f"note: {idle} GPUs stay idle: the installed torch is built without CUDA", file=sys.stderr)
+    warning = environment.caution(os.environ, config.resources.device)
+    if warning is not None and os.environ.get("RANK", "0") == "0":
+        complain(f"warning: {warning}")

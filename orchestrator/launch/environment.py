@@ -1,15 +1,30 @@
-"""The environment variables that the ranks of a job start with."""
+"""The environment variables of a rank, the same from every way of starting it.
+
+Our own launcher and SLURM's get them before the process starts (`job_settings`). A rank of torchrun or srun sets them
+itself before it imports torch (`joined_settings`). What only the node knows, the rank sets there (`set_kernel_cache`).
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+import os
+import stat
+import tempfile
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.machine import children
+from orchestrator.machine.interfaces import GLOO, LOOPBACK, interface_to, set_interface
+from orchestrator.machine.loopback import ADDRESSES
 
 TUNABLES = "GLIBC_TUNABLES"
 GLIBC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"
+KERNEL_CACHE = "TRITON_CACHE_DIR"
+# torch 2.11 to 2.13 read the first of these that is set; the others are its older names.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+# Read when a process starts, so that a running process cannot set them for itself.
+AT_START = (TUNABLES, "PYTHONFAULTHANDLER", children.PYTHONPATH)
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def job_environment(config: RunConfig, base: Mapping[str, str], gpus: Sequence[str] | None = None) -> dict[str, str]:
@@ -24,6 +39,25 @@ def job_environment(config: RunConfig, base: Mapping[str, str], gpus: Sequence[s
 
 def job_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
     """The variables that zero-lab sets, without those of `base` that it keeps."""
+    return _settings(config, base, on_one_machine=config.resources.nodes == 1)
+
+
+def joined_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a rank of torchrun or srun sets for itself, without those of `base` that it keeps."""
+    leader = base.get("MASTER_ADDR", "")
+    on_one_machine = base["WORLD_SIZE"] == base.get("LOCAL_WORLD_SIZE", "1") or leader in ("localhost", *ADDRESSES)
+    found = _settings(config, base, on_one_machine=on_one_machine)
+    settings = {key: value for key, value in found.items() if key not in AT_START}
+    if on_one_machine:
+        return settings
+    way = interface_to(leader) if leader else None
+    named = dict(base)
+    # On the leader itself this is the interface with its address; a name of the loopback is of no use to the others.
+    set_interface(named, None if way == LOOPBACK else way)
+    return settings | {key: value for key, value in named.items() if key not in base}
+
+
+def _settings(config: RunConfig, base: Mapping[str, str], *, on_one_machine: bool) -> dict[str, str]:
     on_cuda = config.resources.device is Device.cuda
     threads = str(config.resources.threads)
     wanted = {
@@ -36,12 +70,56 @@ def job_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
         # The allocator reads this at process start: freed blocks are kept, so the next gather takes no page faults.
         TUNABLES: GLIBC,
     }
-    if config.resources.nodes == 1:
+    if on_one_machine:
         # All ranks are on one machine. Without this, gloo resolves the host name, which may fail.
-        wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    if on_cuda and "PYTORCH_CUDA_ALLOC_CONF" not in base:
-        wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        wanted[GLOO] = LOOPBACK
+    if on_cuda:
+        wanted |= _cuda_settings(base)
     fixed = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, children.PYTHONPATH: children.named(base)}
     if not on_cuda:
         fixed["CUDA_VISIBLE_DEVICES"] = ""
     return {key: value for key, value in wanted.items() if key not in base} | fixed
+
+
+def _cuda_settings(base: Mapping[str, str]) -> dict[str, str]:
+    wanted = {
+        # The order of nvidia-smi, by which GPUs are named and locked. CUDA's own order is by speed.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        # Gathers and reductions of one rank are under way together, on two communicators. Since 2.26 NCCL then starts
+        # their kernels in the order in which the host issued them, which is the same on all ranks.
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    }
+    if not any(name in base for name in ALLOCATOR):
+        wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return wanted
+
+
+def set_kernel_cache(environ: MutableMapping[str, str]) -> None:
+    """Makes Triton keep its compiled kernels on this node's own disk, except where the user has named a folder.
+
+    Its default is below the home, which on a cluster is one network file system for all ranks of all nodes.
+    """
+    folder = Path(tempfile.gettempdir()) / f"zlab-triton-{os.getuid()}"
+    if KERNEL_CACHE not in environ and _is_private(folder):
+        environ[KERNEL_CACHE] = str(folder)
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether only this user can write to the folder, created if it is missing: what it contains is executed."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return False
+    shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not shared
+
+
+def caution(environ: Mapping[str, str], device: Device) -> str | None:
+    """The warning about a variable of the user that is kept but slows the ranks; None without such a variable."""
+    if device is not Device.cuda or environ.get(QUEUES) != "1":
+        return None
+    return (
+        f"{QUEUES}=1 gives a GPU one queue for all streams, so that gathers, reductions and computation wait for each "
+        "other; unset it (the default is 8), or set 16 with offload or zero.shard_ranks"
+    )

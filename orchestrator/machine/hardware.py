@@ -19,6 +19,7 @@ from zero_runtime.offload import cgroups
 
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 CPU_INFO = Path("/proc/cpuinfo")
+MIG = "-MIG"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Hardware:
     cpu_dtypes: frozenset[str] = frozenset()
     slurm: bool = False
 
+    @property
+    def is_mig(self) -> bool:
+        """Whether the GPU is a MIG device, a part of a GPU, which only a single rank can use."""
+        return self.gpu.endswith(MIG)
+
     def name(self, device: Device) -> str:
         """A short name for the identity of a point. Measurements on hardware of the same name can be compared."""
         return self.gpu if device is Device.cuda else f"{self.cpu}/{self.cores}-cores"
@@ -45,7 +51,8 @@ class Hardware:
 
 def detect(environ: Mapping[str, str] | None = None) -> Hardware:
     """The hardware that a process with this environment (None: our own) can use."""
-    models = visible(gpu_models(), (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES"))
+    setting = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    models = visible(gpu_models(), setting)
     usable = models if torch_has_cuda() else []
     return Hardware(
         cores=usable_cores(),
@@ -107,15 +114,20 @@ def usable_cores() -> int:
 
 
 def visible(models: list[str], setting: str | None) -> list[str]:
-    """The GPUs that CUDA_VISIBLE_DEVICES selects. As in CUDA, entries after the first invalid one are ignored."""
+    """The GPUs that CUDA_VISIBLE_DEVICES selects.
+
+    As in CUDA, entries after the first invalid one are ignored, and so are those after a MIG device.
+    """
     if setting is None:
         return models
     left = []
     for entry in (part.strip() for part in setting.split(",")):
         if entry.isdigit() and int(entry) < len(models):
             left.append(models[int(entry)])
-        elif entry.startswith(("GPU-", "MIG-")) and models:
+        elif entry.startswith("GPU-") and models:
             left.append(models[0])
+        elif entry.startswith("MIG-") and models:
+            return left or [f"{models[0]}{MIG}"]
         else:
             break
     return left

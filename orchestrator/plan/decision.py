@@ -23,6 +23,7 @@ from orchestrator.records.run_state import RETRIED, RunState
 from orchestrator.records.sweep_record import Planned
 from orchestrator.text.units import size
 from zero_runtime.memory.activation_count import ActivationBytes
+from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
 from zero_runtime.memory.model import StateBytes, step_floor_bytes
 
 
@@ -51,7 +52,8 @@ class Prediction:
 
     limit_bytes: None if it is not known. unsharded_bytes: upper bound on the full parameters and gradients of units
     that exist at the same time, in addition to the shards. activations: None if they cannot be counted; `unknown` says
-    why. remedies: overrides with which the point fits, if they were searched for (`advised`).
+    why. overhead: what CUDA, NCCL and cuBLAS take beside tensors. remedies: overrides with which the point fits, if
+    they were searched for (`advised`).
     """
 
     states: StateBytes
@@ -61,20 +63,23 @@ class Prediction:
     unsharded_bytes: int = 0
     activations: ActivationBytes | None = None
     unknown: str = ""
+    overhead: DeviceOverhead = NO_OVERHEAD
     remedies: tuple[str, ...] = ()
     advised: bool = False
 
     @property
     def needed_bytes(self) -> int:
-        """Lower bound on the bytes that a rank holds at the peak of a step."""
+        """Lower bound on the bytes that a rank holds at the peak of a step, with the least that libraries take."""
         peak = self.activations.peak if self.activations else 0
-        return step_floor_bytes(self.states, peak, micro_batches=self.micro_batches)
+        return step_floor_bytes(self.states, peak, micro_batches=self.micro_batches) + self.overhead.least
 
     @property
     def ceiling_bytes(self) -> int | None:
-        """Upper bound on the bytes of a rank, without the buffers of kernels and collectives; None if the activations
-        are not counted."""
-        return self.states.total + self.unsharded_bytes + self.activations.peak if self.activations else None
+        """Upper bound on the bytes of a rank, with the most that libraries take, but without the buffers of kernels;
+        None if the activations are not counted."""
+        if self.activations is None:
+            return None
+        return self.states.total + self.unsharded_bytes + self.activations.peak + self.overhead.most
 
     @property
     def cannot_fit(self) -> bool:
@@ -91,6 +96,7 @@ class Prediction:
             "at_most": self.ceiling_bytes,
             "limit": self.limit_bytes,
             "ranks_share": self.ranks_share,
+            **({"device_overhead": asdict(self.overhead)} if self.overhead.most else {}),
         }
 
 
@@ -154,13 +160,17 @@ def cannot_fit(prediction: Prediction) -> str:
     """The reason why a point is pruned: its predicted bytes and the limit, and settings that would fit."""
     share = f"{prediction.ranks_share} x " if prediction.ranks_share > 1 else ""
     states, limit, activations = prediction.states, size(prediction.limit_bytes), prediction.activations
+    overhead = _overhead_text(prediction.overhead)
     text = f"the model states alone, {share}{size(states.total)}, are more than {limit}"
-    if activations is not None and states.total < prediction.needed_bytes:
+    if overhead and states.total <= (prediction.limit_bytes or 0):
+        text = f"the model states, {size(states.total)}, with {overhead} are more than {limit}"
+    if activations is not None and states.total < prediction.needed_bytes - prediction.overhead.least:
         blocks = activations.peak - activations.peak_outside - activations.peak_backward
         text = (
             f"needs at least {share}{size(prediction.needed_bytes)}, more than {limit}: activations at their peak "
             f"{size(activations.peak)} (blocks {size(blocks)}, embedding, head and loss "
-            f"{size(activations.peak_outside)}, backward {size(activations.peak_backward)}), the rest model states"
+            f"{size(activations.peak_outside)}, backward {size(activations.peak_backward)}), "
+            f"{f'{overhead}, ' if overhead else ''}the rest model states"
         )
     if not prediction.advised:
         return text
@@ -168,6 +178,12 @@ def cannot_fit(prediction: Prediction) -> str:
         f"would fit: {'   or   '.join(prediction.remedies[:3])}" if prediction.remedies else "no single setting fits"
     )
     return f"{text}; {would}"
+
+
+def _overhead_text(overhead: DeviceOverhead) -> str:
+    if not overhead.most:
+        return ""
+    return f"an allowance of {size(overhead.least)} for CUDA, cuBLAS and {overhead.communicators} NCCL communicators"
 
 
 def _kept(output: Path, identity: str) -> tuple[AttemptPaths, RunState] | None:

@@ -20,6 +20,7 @@ from orchestrator.plan.point import Point
 from orchestrator.plan.remedies import PredictedPeak
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.memory.activation_count import ActivationBytes
+from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
 from zero_runtime.memory.model import UnitSize, step_peak_bytes, total_state_bytes
 from zero_runtime.offload.plan import Tier
 from zero_runtime.plan import ZeroPlan
@@ -104,14 +105,15 @@ def _prediction(config: RunConfig, answers: Mapping[str, dict[str, Any]], gpu_by
     peak = step_peak_bytes(plan, units, **costs, prefetch=config.zero.prefetch, state_bytes=shapes["state_bytes"])
     counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
     activations = ActivationBytes(**counted["bytes"]) if "bytes" in counted else None
-    limit, share = gpu_bytes, 1
+    limit, share, overhead = gpu_bytes, 1, NO_OVERHEAD
+    if config.resources.device is Device.cuda:
+        overhead = DeviceOverhead.on_cuda(ranks, plan.shard_count(ranks))
     if config.cluster.kind is ClusterKind.slurm:
         limit = None  # the memory of the cluster's nodes is not known here
     elif config.resources.device is not Device.cuda:
         limit, share = hardware.memory_bytes(), ranks
-    return Prediction(
-        states, limit, share, micro_batches, peak.params + peak.grads, activations, counted.get("unknown", "")
-    )
+    unsharded = peak.params + peak.grads
+    return Prediction(states, limit, share, micro_batches, unsharded, activations, counted.get("unknown", ""), overhead)
 
 
 def _units(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import re
 import socket
@@ -11,9 +10,8 @@ import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 
-import psutil
-
 from orchestrator.launch.rank import RankRecord, Stopped, leave_failed, rank_in_world, run_recorded
+from orchestrator.machine.interfaces import interface_to, set_interface
 from orchestrator.machine.loopback import loopback
 from orchestrator.machine.processes import redirect_output
 from orchestrator.records.record_file import read_or_warn, write_json_atomic
@@ -22,6 +20,7 @@ from orchestrator.records.run_state import RunState
 from orchestrator.slurm.tools import SlurmError, ask, environ_job, read_scontrol_job
 
 FIRST_PORT, PORTS = 15000, 15000  # below the range of ports that kernels assign automatically
+SPECIAL_STEPS = 0xFFFFFFF0
 BEAT_S = 10.0
 OTHERS_S = 20.0
 
@@ -44,11 +43,23 @@ def say_place(environ: MutableMapping[str, str], hosts: Sequence[str]) -> None:
         environ["MASTER_ADDR"] = loopback()
         return
     environ["MASTER_ADDR"] = address_of(hosts[0])
-    # By default gloo takes the interface that the host's own name resolves to, which may be the loopback.
     on_first = environ.get("SLURM_NODEID", "0") == "0"
-    way = interface_to(address_of(hosts[1] if on_first else hosts[0]))
-    if way is not None:
-        environ.setdefault("GLOO_SOCKET_IFNAME", way)
+    set_interface(environ, interface_to(address_of(hosts[1] if on_first else hosts[0])))
+
+
+def say_place_in_step(environ: MutableMapping[str, str], tell: Callable[[Sequence[str]], str] = ask) -> None:
+    """`say_place` for a task of the user's own `srun`, which sets no variable of torch's.
+
+    Changes nothing outside of such a step, in a step of one task, and where another launcher has set the rank. An
+    interactive allocation, a batch script and a node's own step have numbers too, from SPECIAL_STEPS.
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    if "RANK" in environ or not step.isdigit() or int(step) >= SPECIAL_STEPS or "SLURM_PROCID" not in environ:
+        return
+    if environ.get("SLURM_NTASKS", "1") == "1":
+        return
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
+    say_place(environ, tell(["scontrol", "show", "hostnames", nodes]).split())
 
 
 def port_of(job: str) -> int:
@@ -78,22 +89,6 @@ def address_of(
             "/etc/hosts or set NodeAddr in slurm.conf"
         )
     return match[1]
-
-
-def interface_to(address: str) -> str | None:
-    """The network interface from which this machine would send to the address; None if it cannot be determined."""
-    try:
-        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing: on a datagram socket this only selects the route
-            own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
-    except OSError:
-        return None
-    for name, addresses in psutil.net_if_addrs().items():
-        numbers = [entry.address for entry in addresses if entry.family in (socket.AF_INET, socket.AF_INET6)]
-        if own in [ipaddress.ip_address(number.partition("%")[0]) for number in numbers]:
-            return name
-    return None
 
 
 # ---- the rank -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import nn
 
 from orchestrator.config.schema import AdapterKind, RunConfig, Tokenizer
 from orchestrator.config.state_groups import Offload
+from orchestrator.launch.environment import set_kernel_cache
 from orchestrator.records.run_record import scratch_path
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
@@ -21,26 +22,28 @@ from orchestrator.workloads.tokenizer import load_tokenizer
 from orchestrator.workloads.weights import weights_of
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
-from zero_runtime.current_device import make_current
 from zero_runtime.initial_values import Initialise
 from zero_runtime.kernels.registration import prepare
 from zero_runtime.numa import bind_to_gpu
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.loss_scaler import UNSCALED
+from zero_runtime.own_device import device_index, make_current
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.watch.watch import RankWatch
 
 
 def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
-    """Sets the threads, processors and seeds of this rank. Returns its device, which is current."""
+    """Sets this rank's threads, processors, seeds and cache of kernels. Returns its device, which is current.
+
+    PlanError if it has no GPU.
+    """
     torch.set_num_threads(config.resources.threads or 1)
     torch.manual_seed(config.seed)
     if config.resources.device != "cuda":
         return torch.device("cpu")
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
-    # A launcher may have made only this rank's own GPU visible.
-    index = local_rank % torch.cuda.device_count()
-    device = make_current(torch.device("cuda", index))
+    set_kernel_cache(os.environ)
+    device = make_current(torch.device("cuda", device_index(local_rank, torch.cuda.device_count())))
     bind_to_gpu(device, config.resources.threads or 1)
     return device
 

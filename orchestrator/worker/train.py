@@ -7,8 +7,9 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord, Stopped
 from orchestrator.machine.processes import output_of
 from orchestrator.plan import memory_cache
-from orchestrator.records.record_file import append_event, require_json, write_json_atomic
+from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker import activations, measure
+from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.faults import Faults
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share
 from orchestrator.worker.saving import Progress, Saving
@@ -28,10 +30,12 @@ from orchestrator.worker.setup import build_data, build_runtime, cpu_model, prep
 from orchestrator.worker.stopping import StopSignals
 from orchestrator.workloads.data import TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
+from orchestrator.workloads.sources import IntArray
 from zero_runtime.accounting import saving_trouble
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.errors import NonFiniteError
 from zero_runtime.memory.census import ActivationCensus, take_census
+from zero_runtime.phase_clock import Lap
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
 from zero_runtime.watch.failure import is_out_of_memory, memory_error
@@ -50,14 +54,12 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> Stopped | None:
         watch=WatchSettings(stuck_s=config.resources.stuck_s),
         on_end=RankRecord(attempt, rank.rank).write_error,
     )
-    watch = join_world(rank.meeting, rank.rank, rank.world, device, settings)
-    try:
-        with watch:
-            built = build_runtime(config, device, watch, signals.asked if signals else None)
-            with _with_memory(built.runtime, watch, rank.rank):
-                return RankRun(attempt, config, rank, *built).run()
-    finally:
-        leave_world()
+    with join_world(rank.meeting, rank.rank, rank.world, device, settings) as watch:
+        built = build_runtime(config, device, watch, signals.asked if signals else None)
+        with _with_memory(built.runtime, watch, rank.rank):
+            stopped = RankRun(attempt, config, rank, *built).run()
+    leave_world()  # a rank that failed must not: it could wait here forever and never record its error
+    return stopped
 
 
 @contextlib.contextmanager
@@ -86,6 +88,8 @@ class RankRun:
         self._attempt = attempt
         self._config = config
         self._device = runtime.device
+        self._on_cuda = runtime.device.type == "cuda"
+        self._events = EventWriter(attempt.metrics, in_background=self._on_cuda)
         self._rank = rank
         self._faults = Faults.from_env()
         self._data: TokenData = build_data(config)
@@ -97,11 +101,22 @@ class RankRun:
         self._load = LoadMeter()
         self._used: Used | None = None
         self._saving = Saving(attempt, config, runtime, self._data.hash, restarted=rank.restarts > 0)
+        self._unread: Callable[[], None] | None = None
         self._first = self._census_step = 0
         self._progress = Progress()
 
     def run(self) -> Stopped | None:
         """Trains to the last step, or to the step after which all ranks know that one of them was asked to stop."""
+        try:
+            return self._run()
+        except BaseException:
+            with contextlib.suppress(Exception):  # of a device that failed; the rank's own error is the one to raise
+                self._read_last_step()
+            raise
+        finally:
+            self._events.end()
+
+    def _run(self) -> Stopped | None:
         self._tell_ready()
         self._progress = self._saving.resume()
         if self._saving.earlier_result is not None:
@@ -124,9 +139,11 @@ class RankRun:
             self._note_step(step, report, lr)
             self._saving.after_step(self._progress)
             if report.stop and step + 1 < self._steps:
+                self._tell_all()
                 return Stopped(self._progress.step, self._saving.stop(self._progress))
             self._runtime.clock.start()  # keeps the time of saving out of the next step's
         self._runtime.clock.stop()
+        self._read_last_step()
         self._used = self._load.end()
         self._readings.validation_loss = self._validate()
         self._saving.finish(self._progress, self._result)
@@ -143,13 +160,14 @@ class RankRun:
     def _train_step(self, step: int) -> tuple[StepReport, float]:
         runtime, clock = self._runtime, self._runtime.clock
         with clock.phase("data"):
-            batches = self._micro_batches()
-            tokens = runtime.sum_over_ranks(sum(_count(labels) for _, labels in batches)).clamp(min=1)
+            batches, count = self._micro_batches()
+            tokens = runtime.sum_over_ranks(count).clamp(min=1)
         # The schedule does not count skipped steps, nor the updates that another library made before this run.
         rates = self._schedule.rates(runtime.updates - self._saving.first_update)
         # Speculative optimizer steps run during the last backward, so they need the rate before it.
         runtime.expect_rate(rates)
         self._backwards(batches, tokens, counting=step == self._census_step)
+        self._read_last_step()
         if step == self._census_step:
             self._readings.census = take_census(runtime)
         assert isinstance(rates.lr, float)
@@ -177,31 +195,60 @@ class RankRun:
                 runtime.backward(loss)
             del loss
 
-    def _micro_batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's slice of the step's global batch, split into micro-batches of [micro, seq] int64."""
+    def _micro_batches(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
+        """This rank's slice of the step's global batch, split into micro-batches of [micro, seq] int64.
+
+        Also the number of its tokens that have a label, counted on the host: a GPU would have to be waited for.
+        """
         size = self._config.batch.global_size
         assert size is not None
         offset, count = slice_for_rank(size, self._rank.rank, self._rank.world)
         ids, labels = self._data.train_batch(self._progress.samples + offset, count)
         micro = self._config.batch.micro
-        return [
-            (self._tensor(ids[start : start + micro]), self._tensor(labels[start : start + micro]))
+        parts = [
+            (self._on_device(ids[start : start + micro]), self._on_device(labels[start : start + micro]))
             for start in range(0, count, micro)
         ]
+        return parts, _count(labels)
 
-    def _tensor(self, array: Any) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def _on_device(self, array: Any) -> torch.Tensor:
+        """The array on the device. Beside a GPU the host does not wait for the copy: it is from pinned memory, which
+        torch gives to no other tensor before the copy has ended."""
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._on_cuda else tensor
 
     def _note_step(self, step: int, report: StepReport, lr: float) -> None:
         assert self._config.batch.global_size is not None
         self._progress = Progress(step + 1, self._progress.samples + self._config.batch.global_size)
-        phases = self._runtime.clock.lap()
-        seconds = sum(phases.values())
-        self._readings.step_s.append(seconds)
-        self._readings.phases_s.append(phases)
         self._readings.losses.append(report.loss)
         self._readings.skipped += report.skipped
         self._readings.ledger = self._runtime.reset_ledger()
+        self._unread = partial(self._read_step, step, report, lr, self._runtime.clock.end())
+        if not self._on_cuda:
+            self._read_last_step()
+        elif self._saving.is_due(self._progress):
+            self._tell_all()
+
+    def _read_last_step(self) -> None:
+        """Reads the clock of the last step, if it was not read.
+
+        A GPU is still at the step's last kernels when the host has read its loss. Instead of waiting for them, the host
+        issues the next step first, and reads when they have run.
+        """
+        if self._unread is not None:
+            self._unread()
+            self._unread = None
+
+    def _tell_all(self) -> None:
+        """Returns when all steps are in the record, as a checkpoint of the last one assumes."""
+        self._read_last_step()
+        self._events.flush()
+
+    def _read_step(self, step: int, report: StepReport, lr: float, lap: Lap) -> None:
+        phases = lap.seconds()
+        seconds = sum(phases.values())
+        self._readings.step_s.append(seconds)
+        self._readings.phases_s.append(phases)
         if self._rank.rank != 0:
             return
         kind, mib = measure.memory_now(self._device)
@@ -240,9 +287,10 @@ class RankRun:
         with torch.no_grad():
             for index in range(batches):
                 position = (index * self._rank.world + self._rank.rank) * per_rank
-                ids, labels = (self._tensor(part) for part in self._data.validation_batch(position, per_rank))
+                batch = self._data.validation_batch(position, per_rank)
+                ids, labels = map(self._on_device, batch)
                 loss += token_losses(self._runtime.model, ids, labels, self._config.loss.tile_tokens)
-                tokens += _count(labels)
+                tokens += _count(batch.labels)
         total = self._runtime.sum_over_ranks(tokens)
         return float(self._runtime.collectives.sum_over_ranks_(loss) / total)
 
@@ -272,7 +320,7 @@ class RankRun:
 
     def _tell(self, event: str, **values: Any) -> None:
         if self._rank.rank == 0:
-            append_event(self._attempt.metrics, {"event": event, "time": time.time(), **values})
+            self._events.write(event, **values)
 
     def _parameters(self) -> int:
         return sum(unit.layout.numel for unit in self._runtime.units)
@@ -293,6 +341,7 @@ class RankRun:
         result["memory"] |= measure.predicted_activations(self._runtime, activations.known(self._config))
         write_json_atomic(self._attempt.result, result)
         self._tell("finish")
+        self._events.flush()
 
     def _result(self) -> dict[str, Any]:
         """Everything measured so far. Rank 0 combines the readings of all ranks; other ranks get an empty dict."""
@@ -357,7 +406,7 @@ class RankRun:
         }
 
 
-def _count(labels: torch.Tensor) -> int:
+def _count(labels: IntArray) -> int:
     return int((labels != IGNORED).sum())
 
 

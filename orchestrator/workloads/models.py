@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    masking_utils,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -72,11 +73,25 @@ def token_losses(
         return _tiled_losses(model, input_ids, labels, tile)
     # The logits are not bound to a name, so only the fp32 log-probabilities that backward needs stay alive.
     return F.cross_entropy(
-        model(input_ids=input_ids, use_cache=False).logits.flatten(0, -2).float(),
+        _logits(model, input_ids).flatten(0, -2).float(),
         labels.flatten(),
         ignore_index=IGNORED_LABEL,
         reduction="sum",
     )
+
+
+def _logits(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """What the head returns for sequences that each start at position 0.
+
+    transformers looks in every forward whether the positions restart within a row, and reads the answer on the host,
+    which then waits for all that the GPU has still to do. Here they never restart, which is what None means.
+    """
+    looks = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        return cast(torch.Tensor, model(input_ids=input_ids, use_cache=False).logits)
+    finally:
+        masking_utils.find_packed_sequence_indices = looks
 
 
 def _tiled_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, tile: int) -> torch.Tensor:
@@ -95,7 +110,7 @@ def _tiled_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tenso
 
     head.forward = loss_of  # type: ignore[method-assign,assignment]
     try:
-        loss: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
+        loss = _logits(model, input_ids)
     finally:
         del head.forward  # restores the forward of the class
     if loss is not losses[0]:

@@ -30,6 +30,7 @@ PURE = (
     "activations.rule",
     "memory.model",
     "memory.activation_count",
+    "memory.device_overhead",
     "offload.memory",
     "offload.scratch_settings",
     "optim.configs",
@@ -46,7 +47,12 @@ STANDARD = set(sys.stdlib_module_names)
 # A Hydra plugin: a subclass of one of Hydra's classes, in the namespace where Hydra looks for plugins.
 PLUGIN = "orchestrator/plugins/hydra_plugins/zlab_launcher/__init__.py"
 IMPORTERS = {
-    "torch.distributed": {"zero_runtime/collectives.py", "zero_runtime/gloo.py", "zero_runtime/world.py"},
+    "torch.distributed": {
+        "zero_runtime/collectives.py",
+        "zero_runtime/gloo.py",
+        "zero_runtime/own_device.py",
+        "zero_runtime/world.py",
+    },
     "hydra": {"orchestrator/compose/compose.py", PLUGIN},
     "omegaconf": {"orchestrator/compose/compose.py"},
     "submitit": {"orchestrator/launch/local_executor.py", "orchestrator/slurm/executor.py"},
@@ -82,7 +88,7 @@ ROOMS = {
     "zero_runtime": {
         "dtypes": "",
         "process_identity": "",
-        "current_device": "",
+        "own_device": "pure",
         "numa": "",
         "phase_clock": "pure",
         "gloo": "",
@@ -91,7 +97,7 @@ ROOMS = {
         "step_report": "",
         "ledger": "",
         "watch": "pure process_identity",
-        "world": "current_device pure watch",
+        "world": "own_device pure watch",
         "collectives": "gloo ledger phase_clock pure watch world",
         "agreement": "collectives pure",
         "unit_planner": "dtypes pure",
@@ -114,11 +120,11 @@ ROOMS = {
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives offload optim pure unit",
         "accounting": "collectives offload optim pure settings unit",
-        "runtime": "accounting build collectives current_device ledger module_hooks non_finite offload optim "
+        "runtime": "accounting build collectives ledger module_hooks non_finite offload optim own_device "
         "phase_clock pure schedule settings step_report unit whole_tensors world",
         "memory": "accounting activations dtypes offload pure runtime unit_planner",
         "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit",
-        "deepspeed": "agreement checkpoint current_device dtypes offload pure runtime step_report watch world",
+        "deepspeed": "agreement checkpoint dtypes offload own_device pure runtime step_report watch world",
         "zero_runtime": "",  # imports lazily, by name
     },
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -60,7 +61,12 @@ def threads(count: int) -> Iterator[None]:
 
 
 def random(numel: int, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
-    """Random values over many magnitudes, a few of them zero."""
+    """Random values over many magnitudes, a few of them zero: a new tensor, of values that are drawn once."""
+    return drawn(numel, seed, dtype).clone()
+
+
+@cache
+def drawn(numel: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-6, 3, (numel,), generator=generator)
     return torch.where(torch.rand(numel, generator=generator) < 0.05, 0.0, values).to(dtype)

@@ -38,7 +38,7 @@ def differences(cells: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_triton_agrees_with_the_reference(case: str) -> None:
-    """In a cut of the cells that covers each pair of values of two axes."""
+    """In a cut of the cells that covers each row, length and dtype."""
     check(case, differences("cut"))
 
 
@@ -51,5 +51,5 @@ def test_triton_agrees_with_the_reference_in_every_other_cell(case: str) -> None
 
 def check(case: str, excesses: dict[str, float]) -> None:
     found = {name: excess for name, excess in excesses.items() if name.startswith(case)}
-    assert len(found) > 8
+    assert len(found) > 4
     assert {name: excess for name, excess in found.items() if not excess <= 1} == {}

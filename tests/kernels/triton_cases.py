@@ -41,8 +41,9 @@ def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def dtypes_at(row: int, numel: int, lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.dtype, ...]:
-    """In the cut one dtype, which alternates along the rows and along the lengths; else the others."""
-    chosen = DTYPES[(row + lengths.index(numel)) % len(DTYPES)]
+    """In the cut one dtype at every second length, which both alternate along the rows; else the others."""
+    place = lengths.index(numel)
+    chosen = DTYPES[(row + place // 2) % len(DTYPES)] if (row + place) % 2 == 0 else None
     return tuple(dtype for dtype in DTYPES if (dtype == chosen) is IS_CUT)
 
 

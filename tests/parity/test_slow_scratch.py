@@ -216,8 +216,10 @@ def _one_rank_is_slow(pipe: Path, folder: Path, setting: Setting, cell: Cell) ->
     assert gate.stops == (len(STEPS) if dist.get_rank() else 0)
 
 
-@pytest.mark.parametrize("speculative", [False, True], ids=["after_backward", "speculative"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "speculative"),
+    [(1, False), (3, True), *(pytest.param(*one, marks=pytest.mark.full) for one in ((1, True), (3, False)))],
+)
 def test_a_rank_with_a_slow_disk_only_makes_the_others_wait(stage: int, speculative: bool, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     cell = Cell("all late", 1, speculative, params=False)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zero_runtime.current_device import make_current
 from zero_runtime.deepspeed.config import DropinConfig, read_config
 from zero_runtime.deepspeed.engine import Engine, EngineParts
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
@@ -21,6 +20,7 @@ from zero_runtime.deepspeed.groups import Trained, groups_of_optimizer, groups_o
 from zero_runtime.deepspeed.optimizer_section import default_optimizer
 from zero_runtime.deepspeed.schedules import JsonSchedule, Schedule, client_schedule
 from zero_runtime.errors import PlanError
+from zero_runtime.own_device import device_index, make_current
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.world import WorldSettings, is_joined, join_alone, join_world, own_rank, watch_world, world_size
 
@@ -106,15 +106,13 @@ def initialize(
 
 
 def own_device() -> torch.device:
-    """This rank's GPU, by LOCAL_RANK, made current; the CPU if the machine has no GPU."""
+    """This rank's GPU, as `device_index` selects it, made current; the CPU if there is no GPU.
+
+    PlanError if none is left for it.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    place = _local_rank()
-    if place >= torch.cuda.device_count():
-        raise PlanError(
-            f"LOCAL_RANK={place}: expected a GPU for every rank, found {torch.cuda.device_count()}; start fewer ranks"
-        )
-    return make_current(torch.device("cuda", place))
+    return make_current(torch.device("cuda", device_index(_local_rank(), torch.cuda.device_count())))
 
 
 def _local_rank() -> int:

@@ -10,7 +10,15 @@ import torch
 from zero_runtime.errors import RankError, RankMemoryError
 from zero_runtime.watch.journal import RankPosition
 
-_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w*)")  # the wording of both of torch's allocators
+# The wording of torch's two allocators, and of NCCL.
+_WANTED = re.compile(r"(?:[Tt]ried to allocate|Failed to CUDA (?:calloc|malloc)(?: async)?) ([\d.]+ ?\w*)")
+# What CUDA, NCCL and cuBLAS say when the device has no memory for them, which they take outside torch's allocator. NCCL
+# allocates in the first collective of a group, cuBLAS in the first multiplication of a stream.
+_DEVICE_IS_FULL = re.compile(
+    r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED when calling .?cublasCreate"
+    r"|ncclUnhandledCudaError.*(?:out of memory|Failed to CUDA (?:calloc|malloc))",
+    re.DOTALL,
+)
 
 
 def told(error: BaseException, place: RankPosition) -> str:
@@ -41,7 +49,7 @@ def memory_error(
         "unit": place.unit,
         "wanted": wanted_size(error),
     }
-    on_host = torch.cuda.is_initialized() and not isinstance(error, torch.OutOfMemoryError)
+    on_host = torch.cuda.is_initialized() and not _is_out_of_device_memory(error)
     return RankMemoryError(f"rank {rank}: {told(error, place)}", rank, facts, on_host=on_host)
 
 
@@ -51,4 +59,10 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     # The CPU allocator raises a plain RuntimeError.
     is_plain = isinstance(error, RuntimeError) and "allocate memory" in str(error)
-    return is_plain or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return is_plain or isinstance(error, MemoryError) or _is_out_of_device_memory(error)
+
+
+def _is_out_of_device_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _DEVICE_IS_FULL.search(str(error)) is not None

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 RING = 1024  # number of collectives recorded; a step of the largest models here issues fewer
-_FIELDS = 8  # 64-bit words per entry, and in the header
-_TICKS, _ISSUED, _WAITING, _STEP, _PHASE, _UNIT, _WORDS_END, _STARTED = range(_FIELDS)
-_TABLE = _FIELDS * (RING + 1) * 8  # where the table of words begins, in bytes
+_FIELDS, _HEADER = 8, 16  # 64-bit words per entry, and in the header
+_TICKS, _ISSUED, _WAITING, _STEP, _PHASE, _UNIT, _WORDS_END, _STARTED, _ONE_ORDER, _COMPLETED, _UNDER_WAY = range(11)
+_TABLE = (_HEADER + _FIELDS * RING) * 8  # where the table of words begins, in bytes
 _TABLE_BYTES = 1 << 16
 _MANY = "(more names than the journal holds)"
 # With 20 bits the sum of the squared fingerprints is exact in fp64 for up to 2**13 ranks: 2 * 20 + 13 = 53 bits.
@@ -25,7 +25,8 @@ _FINGERPRINT_BITS = 20
 
 
 # The channel (process group, see Collectives) of each kind of collective. All ranks issue the collectives of one
-# channel in the same order; gathers and reductions may interleave differently on ranks that leave parameters unused.
+# channel in the same order; gathers and reductions may interleave differently on ranks that leave parameters unused,
+# unless the channels share a device (see Journal.keep_one_order).
 _CHANNEL = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "replica"}
 
 
@@ -66,7 +67,8 @@ class RankPosition(NamedTuple):
     """A rank's position: `step` counts from 1, `waiting` is the sequence number of the collective it waits for, or 0.
 
     is_starting: the rank may still be building, loading or compiling, which takes longer on some ranks than on others
-    (see Journal.end_start).
+    (see Journal.end_start). one_order: see Journal.keep_one_order. completed, under_way: the sequence numbers of the
+    last collective that the device is known to have completed, and of the first that it has not; 0 if unknown or none.
     """
 
     ticks: int
@@ -76,10 +78,13 @@ class RankPosition(NamedTuple):
     phase: str
     unit: str
     is_starting: bool = False
+    one_order: bool = False
+    completed: int = 0
+    under_way: int = 0
 
 
 class Journal:
-    """A rank's record. Only its working thread writes; any thread or process may read.
+    """A rank's record. Only its working thread writes, except `see_device`; any thread or process may read.
 
     See [Note: a journal that outlives its rank].
     """
@@ -95,7 +100,7 @@ class Journal:
         self._words = memoryview(self._map).cast("Q")
         self._index: dict[Hashable, int] = {}
         self._codes: dict[Hashable, int] = {}
-        self._prints: dict[str, int] = {}  # by channel
+        self._prints: dict[str, int] = {}  # by channel, and of all channels in one order
         self._numbers: dict[str, int] = {}
         self._learn(_MANY)
         self._words[_PHASE] = self._word("forward")
@@ -121,6 +126,14 @@ class Journal:
         self._words[_STARTED] = 1
         self._words[_TICKS] += 1
 
+    def keep_one_order(self) -> None:
+        """Expect all ranks to issue the collectives of all channels in one order, and fingerprint that order.
+
+        The channels' kernels compete for the same device. NCCL starts them in the order in which the host issued them;
+        if that differs between ranks, each of two ranks may start the collective that the other starts second.
+        """
+        self._words[_ONE_ORDER] = 1
+
     def next_step(self) -> None:
         """Record that the step is over; the next one begins with the forward phase."""
         self._words[_STEP] += 1
@@ -131,7 +144,7 @@ class Journal:
         """Record that a collective is about to be issued; returns its sequence number."""
         words = self._words
         sequence = words[_ISSUED] + 1
-        start = _FIELDS * (1 + sequence % RING)
+        start = _HEADER + _FIELDS * (sequence % RING)
         words[start] = 0  # until the entry is complete, a reader sees none instead of part of one
         words[start + 1], words[start + 2], words[start + 3] = self._word(kind), self._word(unit), numel
         words[start + 4], words[start + 5], words[start + 6] = self._word(dtype), words[_STEP], words[_PHASE]
@@ -143,7 +156,8 @@ class Journal:
         code = self._codes.get(key)
         if code is None:
             code = self._codes[key] = zlib.crc32(repr(key).encode())  # `hash` differs between processes
-        self._prints[channel] = (self._prints.get(channel, 0) * 1000003 + code) & 0xFFFFFFFF
+        for order in (channel, "all") if words[_ONE_ORDER] else (channel,):
+            self._prints[order] = (self._prints.get(order, 0) * 1000003 + code) & 0xFFFFFFFF
         return sequence
 
     def wait(self, sequence: int) -> None:
@@ -174,6 +188,12 @@ class Journal:
 
     # ---- called by other threads -------------------------------------------------------------------------------
 
+    def see_device(self, completed: int, under_way: int) -> None:
+        """Record the last collective that the device has completed (0: none since the last call), and the first that it
+        has not (0: none). Only the watching thread calls it."""
+        self._words[_COMPLETED] = completed or self._words[_COMPLETED]
+        self._words[_UNDER_WAY] = under_way
+
     @property
     def ticks(self) -> int:
         """A counter that grows with every record of the working thread."""
@@ -193,11 +213,12 @@ def _decode(content: bytes) -> tuple[RankPosition, list[Op]]:
     words = memoryview(content).cast("Q")
     end = _TABLE + words[_WORDS_END]
     table = content[_TABLE:end].decode(errors="replace").split("\n")
-    where = table[words[_PHASE]], table[words[_UNIT]], not words[_STARTED]
-    place = RankPosition(words[_TICKS], words[_ISSUED], words[_WAITING], words[_STEP], *where)
+    where = table[words[_PHASE]], table[words[_UNIT]], not words[_STARTED], bool(words[_ONE_ORDER])
+    device = words[_COMPLETED], words[_UNDER_WAY]
+    place = RankPosition(words[_TICKS], words[_ISSUED], words[_WAITING], words[_STEP], *where, *device)
     ops = []
-    for slot in range(1, RING + 1):
-        sequence, kind, unit, numel, dtype, step, phase, number = words[_FIELDS * slot : _FIELDS * (slot + 1)]
+    for start in range(_HEADER, _HEADER + _FIELDS * RING, _FIELDS):
+        sequence, kind, unit, numel, dtype, step, phase, number = words[start : start + _FIELDS]
         if sequence:
             ops.append(Op(sequence, number, table[kind], table[unit], numel, table[dtype], step, table[phase]))
     return place, sorted(ops)

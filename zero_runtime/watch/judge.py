@@ -51,8 +51,11 @@ class Note:
 
     @property
     def waited(self) -> Op | None:
-        """The collective that the rank waits for."""
-        return next((op for op in self.ops if self.place and op.sequence == self.place.waiting), None)
+        """The collective that the rank waits for: its working thread, or else its device."""
+        if self.place is None:
+            return None
+        sequence = self.place.waiting or self.place.under_way
+        return next((op for op in self.ops if op.sequence == sequence), None)
 
     def numbers(self) -> dict[str, int]:
         """The number of the last collective, by channel."""
@@ -65,7 +68,12 @@ class Note:
 
     @property
     def is_waiting(self) -> bool:
+        """Whether the working thread waits for a collective; it issues no other meanwhile."""
         return self.place is not None and self.place.waiting > 0
+
+    @property
+    def device_waits(self) -> bool:
+        return self.place is not None and self.place.under_way > 0
 
     def dump(self) -> str:
         """JSON for the store."""
@@ -85,7 +93,8 @@ class Note:
         unit = f", unit {self.place.unit}" if self.place.unit else ""
         text = f"step {self.place.step}, {self.place.phase}{unit}"
         if self.waited is not None:
-            return f"{text}, in collective {self.waited.name}: {self.waited}"
+            who = "" if self.is_waiting else "the device "
+            return f"{text}, {who}in collective {self.waited.name}: {self.waited}"
         return f"{text}, in no collective; the last was {self.ops[-1].name}: {self.ops[-1]}" if self.ops else text
 
 
@@ -122,7 +131,7 @@ def judge(notes: Sequence[Note], patience: Patience) -> Blame:
     if failed:
         return _verdict(notes, failed, "; ".join(f"rank {note.rank} failed: {note.error}" for note in failed))
     deeds = (_difference(notes), _absence(notes), _early_end(notes), _crossed(notes, patience), _stall(notes, patience))
-    for found in deeds:
+    for found in (*deeds, _device_stall(notes, patience)):
         if found is not None:
             return found
     troubled = [note for note in notes if note.error and note.standing is RankStatus.RUNNING]
@@ -133,11 +142,12 @@ def judge(notes: Sequence[Note], patience: Patience) -> Blame:
 
 
 def _difference(notes: Sequence[Note]) -> Blame | None:
-    """The first collective of a channel that two ranks issued differently."""
+    """The first collective that two ranks issued differently: of a channel, or of all if the ranks keep one order."""
+    in_one_order = all(note.place is None or note.place.one_order for note in notes)
     by_name: dict[str, dict[int, Op]] = {}
     for note in notes:
         for op in note.ops:
-            by_name.setdefault(op.name, {})[note.rank] = op
+            by_name.setdefault(str(op.sequence) if in_one_order else op.name, {})[note.rank] = op
     # In the order in which any rank issued them first.
     for name, ops in sorted(by_name.items(), key=lambda item: min(op.sequence for op in item[1].values())):
         if len({op.what for op in ops.values()}) > 1:
@@ -198,7 +208,7 @@ def _stall(notes: Sequence[Note], patience: Patience) -> Blame | None:
         if note.waited is not None:
             numbers = {note.waited.channel: note.waited.number}
         else:
-            # NCCL waits on the device, which the journal does not record: no progress for stuck_s counts as waiting.
+            # A device may wait in a collective that is not polled: no progress for stuck_s counts as waiting.
             numbers = note.numbers() if note.idle_s >= patience.stuck_s else {}
         awaited |= {channel: max(number, awaited.get(channel, 0)) for channel, number in numbers.items()}
     running = [note for note in notes if note.standing is RankStatus.RUNNING and not note.is_waiting]
@@ -214,6 +224,25 @@ def _stall(notes: Sequence[Note], patience: Patience) -> Blame | None:
     setting = "stuck_s" if limit_s == patience.stuck_s else "start_s"
     told = f"{text}, expected within {limit_s:g} s ({setting} of the watch)"
     return replace(_verdict(notes, stuck, told), hung=True)
+
+
+def _device_stall(notes: Sequence[Note], patience: Patience) -> Blame | None:
+    """Every rank has issued the collective that its device waits in, yet none completes.
+
+    A link, a device or NCCL hangs. Which one cannot be seen from the hosts, so all ranks are blamed.
+    """
+    running = [note for note in notes if note.standing is RankStatus.RUNNING]
+    if not running or not all(note.device_waits for note in running):
+        return None
+    idle_s = min(note.idle_s for note in running)
+    limit_s = max(patience.with_rank_in(note.place) for note in running)
+    if idle_s < patience.slow_s:
+        return None
+    text = f"no device has completed the collective that it is in for {idle_s:.0f} s, and every rank has issued it"
+    if idle_s < limit_s:
+        return Blame((), _with_stacks(text, notes, running[:1]))
+    told = f"{text}, expected within {limit_s:g} s; a device, a link or NCCL hangs (NCCL_DEBUG=INFO tells more)"
+    return replace(_verdict(notes, running, told), hung=True)
 
 
 def _most(notes: Sequence[Note]) -> dict[str, int]:

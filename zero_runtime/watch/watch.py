@@ -2,10 +2,11 @@
 
 [Note: rounds]
 In the steady state each rank writes its journal (a few stores to memory), and a separate thread checks the store every
-`poll_s` seconds for the start of a round. A rank starts a round if its working thread has made no progress for
-`slow_s`, if a collective raised an error, if the ranks' fingerprints differ, or if it fails. In a round the watching
-thread of every rank writes a note into the store; the first rank to claim the round judges all notes and writes the
-verdict into the store. So all ranks have the same verdict, and no data collective is used, since those may be stuck.
+`poll_s` seconds for the start of a round. A rank starts a round if neither its working thread nor its device has made
+progress for `slow_s`, if a collective raised an error, if the ranks' fingerprints differ, or if it fails. In a round
+the watching thread of every rank writes a note into the store; the first rank to claim the round judges all notes and
+writes the verdict into the store. So all ranks have the same verdict, and no data collective is used, since those may
+be stuck.
 
 [Note: ends]
 A wait in a backend cannot be interrupted from Python (gloo offers no means at all). So if a rank's working thread has
@@ -30,6 +31,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from zero_runtime.errors import RankError
+from zero_runtime.watch.device_progress import DeviceProgress
 from zero_runtime.watch.failure import is_out_of_memory, memory_error, told
 from zero_runtime.watch.journal import Journal
 from zero_runtime.watch.judge import Blame, Note, Patience, RankStatus, judge
@@ -94,6 +96,7 @@ class RankWatch:
         self._on_end = on_end
         self._process = OwnProcess()
         self.journal: Journal = self._process.journal
+        self.progress = DeviceProgress(self.journal)
         self._round = 1
         self._trouble = ""  # the error for which the working thread, which cannot continue, requests a round
         self._ended: Note | None = None
@@ -185,8 +188,7 @@ class RankWatch:
 
     def _look(self) -> None:
         now = time.monotonic()
-        if self.journal.ticks != self._ticks:
-            self._ticks, self._moved = self.journal.ticks, now
+        if self._has_progressed(now):
             self._patience_s, self._told_slow = self._settings.slow_s, False
         failed = self._ended is not None and self._ended.standing is RankStatus.FAILED
         if failed or self._trouble or now - self._moved > self._patience_s:
@@ -195,8 +197,17 @@ class RankWatch:
             self._compare(self._round)
             self._round += 1
 
+    def _has_progressed(self, now: float) -> bool:
+        """Whether the working thread, or the device if that thread is idle, has made progress since the last call."""
+        has_ticked = self.journal.ticks != self._ticks
+        if not has_ticked and (now - self._moved <= self._settings.slow_s or not self.progress.poll()):
+            return False
+        self._ticks, self._moved = self.journal.ticks, now
+        return True
+
     def _compare(self, number: int) -> None:
         """Run one round. See [Note: rounds]."""
+        self._has_progressed(time.monotonic())
         if self._ended is None:
             self._store.set(f"note/{number}/{self._rank}", self._note(RankStatus.RUNNING).dump())
         if self._store.add(f"judge/{number}", 1) == 1:  # only the first rank to add becomes the judge
@@ -273,15 +284,15 @@ class RankWatch:
         """Watch without the store, whose process ended: that is an error only if this rank cannot continue."""
         while not self._closed.is_set():
             note = self._note(RankStatus.RUNNING)
-            if self._trouble or (note.is_waiting and note.idle_s > self._settings.slow_s):
+            waits = note.waited is not None and note.idle_s > self._settings.slow_s
+            if self._trouble or waits:
                 reason = self._trouble or f"{note.where()}, for {note.idle_s:.0f} s"
                 text = f"the rank that holds the store (rank 0) is gone: {error}"
                 self._verdict = RankError(f"{text}\n--- rank {self._rank}: {reason}\n{note.stack}", (0,))
                 return
             self._wake.wait(self._settings.poll_s)
             self._wake.clear()
-            if self.journal.ticks != self._ticks:
-                self._ticks, self._moved = self.journal.ticks, time.monotonic()
+            self._has_progressed(time.monotonic())
 
     def _end(self) -> None:
         """See [Note: ends]."""

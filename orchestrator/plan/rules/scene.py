@@ -19,12 +19,13 @@ class Scene:
     """The environment in which a configuration is checked.
 
     `world`, `local_world`: the number of ranks that torchrun or srun has started, in all and on this machine; None if
-    this process was started by neither.
+    this process was started by neither. `own_gpu`: each of those ranks may see a GPU of its own alone.
     """
 
     hardware: Hardware
     world: int | None = None
     local_world: int | None = None
+    own_gpu: bool = False
 
     def device(self, resources: Resources) -> Device:
         """The device: cpu or cuda, where auto is cuda if this machine has a GPU."""
@@ -58,4 +59,6 @@ def scene_of(environ: Mapping[str, str]) -> Scene:
     if wrong:
         raise ConfigError([Broken(f"the environment's {name} must be a whole number", environ[name]) for name in wrong])
     world = int(environ["WORLD_SIZE"])
-    return Scene(found, world, int(environ.get("LOCAL_WORLD_SIZE", world)))
+    # With `srun --gpus-per-task=1` every rank sees one GPU, its own. torchrun shows all GPUs to all its ranks.
+    own_gpu = found.gpus == 1 and "SLURM_LOCALID" in environ and "TORCHELASTIC_RUN_ID" not in environ
+    return Scene(found, world, int(environ.get("LOCAL_WORLD_SIZE", world)), own_gpu)

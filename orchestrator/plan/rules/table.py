@@ -120,10 +120,12 @@ def _each_rank_has_a_gpu(scene: Scene, resources: Resources, cluster: Cluster) -
         return None
     gpus = scene.hardware.gpus
     ranks = scene.local_world or scene.ranks(resources)
-    if scene.device(resources) is not Device.cuda or not gpus or ranks <= gpus:
+    if scene.device(resources) is not Device.cuda or not gpus or ranks <= gpus or scene.own_gpu:
         return None
     fewer = () if scene.world is not None else (f"resources.ranks={gpus}",)
     rule = f"resources.ranks must be at most the GPUs here, {gpus}"
+    if scene.hardware.is_mig:
+        rule = "resources.ranks must be 1 on a MIG device: CUDA shows a process only the first"
     return Broken(rule, str(ranks), (*fewer, "resources.device=cpu"))
 
 

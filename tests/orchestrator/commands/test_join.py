@@ -81,6 +81,20 @@ def test_the_rank_that_failed_first_is_named_even_if_it_made_rank_0_fail(tmp_pat
     assert (verdict.state, verdict.rank, verdict.message) == (RunState.error, 1, "rank 1: ValueError: bad")
 
 
+def test_a_rank_without_memory_is_named_even_if_rank_0_recorded_the_watchs_verdict_before(tmp_path: Path) -> None:
+    attempt = new_attempt(tmp_path, to_dict(make_config(tmp_path)), "a", "cpu")
+    told = "rank 1: out of memory in backward of step 3, unit blocks.1"
+    for rank, when, error, outcome, blamed in (
+        (0, 1.0, f"RankError: rank 1 failed: {told}", "error", [1]),
+        (1, 2.0, told, "oom", []),
+    ):
+        record = {"rank": rank, "pid": 1, "started": "", "state": "error", "time": when}
+        facts = {"error": error, "outcome": outcome, "blamed": blamed}
+        write_json_atomic(attempt.paths.rank_record(rank), {**record, **facts})
+    verdict = verdict_of(attempt, 2, RuntimeError("the watch's verdict"))
+    assert (verdict.state, verdict.rank, verdict.message) == (RunState.oom, 1, told)
+
+
 @pytest.mark.parametrize(
     ("environ", "place"),
     [

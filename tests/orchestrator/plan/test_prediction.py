@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +13,13 @@ import pytest
 
 from orchestrator import api, cli
 from orchestrator.compose import arguments, compose
+from orchestrator.config.schema import Device
 from orchestrator.config.strict import Refusal
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan import decision, memory_cache, prediction, remedies
 from orchestrator.plan.decision import Prediction, Wishes
+from orchestrator.plan.memory_cache import units_key
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
@@ -26,7 +28,9 @@ from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned
 from orchestrator.report import sweep_table
 from zero_runtime.memory.activation_count import ActivationBytes
+from zero_runtime.memory.device_overhead import DeviceOverhead
 from zero_runtime.memory.model import StateBytes
+from zero_runtime.precision import MixedPrecision
 
 LAPTOP = Hardware(cores=4, cpu="cpu")
 LLAMA_TINY = 1_869_504
@@ -128,6 +132,37 @@ def test_a_point_that_cannot_fit_is_pruned_with_its_arithmetic_unless_pruning_is
         "head and loss 1.00 GiB, backward 1.00 GiB), the rest model states; would fit: batch.micro=2"
     )
     assert decided(advised).predicted["needed"] == 5 * GIB
+
+
+def test_on_a_gpu_what_cuda_nccl_and_cublas_take_is_part_of_the_prediction_and_of_its_reason() -> None:
+    overhead = DeviceOverhead.on_cuda(8, 8)
+    found = Prediction(STATES, 3 * GIB + overhead.least, activations=None, overhead=overhead)
+    assert (found.needed_bytes, found.cannot_fit) == (3 * GIB + overhead.least, False)
+    tight = replace(found, limit_bytes=3 * GIB + overhead.least - 1)
+    assert tight.cannot_fit
+    assert decision.cannot_fit(tight) == (
+        "the model states, 3.00 GiB, with an allowance of 1.92 GiB for CUDA, cuBLAS and 3 NCCL communicators are more "
+        "than 4.92 GiB"
+    )
+    large = replace(tight, activations=LARGE)
+    assert large.ceiling_bytes == 6 * GIB + overhead.most
+    assert "backward 1.00 GiB), an allowance of 1.92 GiB for CUDA" in decision.cannot_fit(large)
+    assert large.to_dict()["device_overhead"]["communicators"] == 3
+    alone = "the model states alone, 3.00 GiB, are more than 2.00 GiB"
+    assert decision.cannot_fit(replace(tight, limit_bytes=2 * GIB)) == alone
+
+
+def test_only_points_on_gpus_have_the_allowance() -> None:
+    (point,) = points("zero=stage3 resources.device=cpu resources.ranks=4")
+    unit = {"shapes": [["weight", [8, 8]]], "trainable": True, "is_root": True, "offloaded": False}
+    shapes = {"units": [unit | {"precision": asdict(MixedPrecision())}], "state_bytes": 8, "block_numel": 1}
+    on_gpu = replace(point.config, resources=replace(point.config.resources, device=Device.cuda))
+    answers = {units_key(config): shapes for config in (point.config, on_gpu)}
+    (cpu, gpu) = (prediction._prediction(config, answers, 80 * GIB) for config in (point.config, on_gpu))
+    assert cpu is not None
+    assert gpu is not None
+    assert gpu.needed_bytes - cpu.needed_bytes == DeviceOverhead.on_cuda(4, 4).least > GIB
+    assert "device_overhead" not in cpu.to_dict()
 
 
 def test_gradient_accumulation_needs_memory_for_gradients_and_activations_together() -> None:

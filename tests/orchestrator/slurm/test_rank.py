@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.launch.rank import rank_in_world
 from orchestrator.slurm import rank as slurm_rank
-from orchestrator.slurm.rank import address_of, interface_to, port_of, requeue, say_place
+from orchestrator.slurm.rank import address_of, interface_to, port_of, requeue, say_place, say_place_in_step
 from orchestrator.slurm.tools import SlurmError, environ_job
 
 JOB = {"SLURM_JOB_ID": "4411208", "SLURM_ARRAY_JOB_ID": "4411207", "SLURM_ARRAY_TASK_ID": "2", "SLURM_PROCID": "5"}
@@ -52,6 +52,42 @@ def test_ranks_on_one_node_connect_over_the_loopback() -> None:
     say_place(environ, ["gpu1"])
     assert environ["MASTER_ADDR"] == "127.0.0.1"
     assert "GLOO_SOCKET_IFNAME" not in environ
+
+
+STEP = JOB | {"SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "gpu[1-2]"}
+
+
+def told(words: Sequence[str]) -> str:
+    assert words == ["scontrol", "show", "hostnames", "gpu[1-2]"]
+    return "gpu1\ngpu2\n"
+
+
+def test_a_task_of_the_users_own_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_rank, "address_of", str)
+    monkeypatch.setattr(slurm_rank, "interface_to", {"gpu1": "ib0"}.get)
+    environ = dict(STEP)
+    say_place_in_step(environ, told)
+    place = [environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")]
+    assert place == ["5", "8", "1", "4", "gpu1"]
+    assert environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        JOB,
+        STEP | {"RANK": "0"},
+        STEP | {"SLURM_NTASKS": "1"},
+        STEP | {"SLURM_STEP_ID": "4294967290"},
+        STEP | {"SLURM_STEP_ID": "batch"},
+    ],
+    ids=["no job", "a batch script", "torchrun in a step", "one task", "an interactive allocation", "no number"],
+)
+def test_what_is_no_task_among_several_is_left_as_it_is(environ: dict[str, str]) -> None:
+    after = dict(environ)
+    say_place_in_step(after, nowhere_to_ask)
+    assert after == environ
 
 
 def test_jobs_on_one_node_use_different_ports() -> None:

@@ -12,8 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from harness.host_reads import HostReads
+from peft import get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from orchestrator.workloads.adapters import lora_config
 from orchestrator.workloads.models import build_meta_model, build_model, model_config, token_losses
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -168,6 +171,58 @@ def test_forward_and_backward_read_no_value_on_the_host(kind: str) -> None:
         loss = token_losses(model, torch.zeros(2, 12, dtype=torch.int64), torch.zeros(2, 12, dtype=torch.int64))
         loss.backward()
     assert all(one.grad is not None for one in model.parameters())
+
+
+LLAMA = SMALL["llama"]
+SUPPORTED = SMALL | {
+    "gpt_neox": {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
+    "mistral": LLAMA | {"sliding_window": 6},
+    "mixtral": LLAMA | {"num_local_experts": 4},
+    "gemma": LLAMA | {"head_dim": 8},
+    "qwen3": LLAMA | {"head_dim": 8},
+    "olmo2": LLAMA,
+    "opt": {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"word_embed_proj_dim": 32},
+    "phi3": LLAMA | {"pad_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("tile", [None, 8])
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_no_operation_makes_the_host_wait_for_a_gpu(kind: str, tile: int | None) -> None:
+    """Of the architectures with torch's attention. On real tensors, because transformers takes another way for fake
+    ones."""
+    model, (ids, labels) = build_model(kind, SUPPORTED[kind], seed=1), tokens()
+    with HostReads() as reads:
+        token_losses(model, ids, labels, tile).backward()
+    assert reads.found == []
+
+
+def test_no_operation_of_an_adapter_makes_the_host_wait_for_a_gpu() -> None:
+    model, (ids, labels) = build_model("llama", SMALL["llama"], seed=1), tokens()
+    wrapped = get_peft_model(model, lora_config(4, 8.0, []))
+    with HostReads() as reads:
+        token_losses(wrapped, ids, labels).backward()
+    assert reads.found == []
+
+
+def test_a_forward_of_transformers_alone_makes_the_host_wait_and_the_search_sees_it() -> None:
+    model, (ids, _) = build_model("llama", SMALL["llama"], seed=1), tokens()
+    with HostReads() as reads:
+        model(input_ids=ids, use_cache=False)
+    assert any("_local_scalar_dense" in read and "masking_utils" in read for read in reads.found)
+    with HostReads() as reads:
+        made = torch.tensor([1.0, 2.0])
+        _ = made[made > 1].sum().item()
+        made[made > 1] = 0.0
+    assert {read.split()[0] for read in reads.found} == {"lift_fresh", "index", "_local_scalar_dense", "index_put_"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_the_mask_is_the_one_that_transformers_makes_itself(kind: str) -> None:
+    model, (ids, labels) = build_model(kind, SUPPORTED[kind], seed=1), tokens()
+    wanted = F.cross_entropy(model(input_ids=ids).logits.flatten(0, -2).float(), labels.flatten(), reduction="sum")
+    assert torch.equal(token_losses(model, ids, labels), wanted)
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,13 @@ def full_disk(root: Path, how: str, behind: bool) -> None:
     assert names(root) == ["step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["blocking", "background"])
-@pytest.mark.parametrize("how", ["limit", "patched"])
+@pytest.mark.parametrize(
+    ("how", "behind"),
+    [
+        *(("limit", False), ("patched", True)),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in (("limit", True), ("patched", False))),
+    ],
+)
 def test_a_full_disk_on_one_rank_fails_on_all_and_leaves_the_last_checkpoint(
     how: str, behind: bool, tmp_path: Path
 ) -> None:
@@ -209,7 +214,7 @@ def save_on_nodes(root: Path, stage: int, nodes: list[int]) -> list[str]:
     return names(path)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2)), 3])
 def test_without_a_shared_folder_each_node_writes_and_reads_its_own_files(stage: int, tmp_path: Path) -> None:
     nodes = [0, 0, 1, 1] if stage == 3 else [0, 0, 1]
     found = run_ranks(save_on_nodes, len(nodes), tmp_path, stage, nodes)

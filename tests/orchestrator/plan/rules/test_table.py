@@ -269,6 +269,7 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("1,0", ["b", "a"]),
         ("0,7,1", ["a"]),
         ("GPU-8f2", ["a"]),
+        ("MIG-8f2,MIG-8f3", ["a-MIG"]),
     ],
 )
 def test_cuda_visible_devices_selects_the_same_gpus_as_cuda(setting: str | None, left: list[str]) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from zero_runtime import runtime, world
-from zero_runtime.current_device import make_current
 from zero_runtime.deepspeed import entry
+from zero_runtime.own_device import make_current
 
 CPU, THIRD = torch.device("cpu"), torch.device("cuda", 3)
 

@@ -1,0 +1,55 @@
+"""Compiles guard.cpp once for each version of torch, into the cache of the C++ kernels. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+from pathlib import Path
+
+from zero_runtime.kernels.cpu.build import BuildError, cache_folder, find_compiler
+
+SOURCE = Path(__file__).with_name("guard.cpp")
+FLAGS = ("-O1", "-shared", "-fPIC")
+COMPILE_LIMIT_S = 300.0
+
+
+def standard_of(torch_version: str) -> str:
+    """The C++ standard of torch's headers: 20 since torch 2.12, before that 17."""
+    major, minor = (int(part) for part in torch_version.split(".")[:2])
+    return "-std=c++20" if (major, minor) >= (2, 12) else "-std=c++17"
+
+
+def build_guard() -> Path:
+    """The compiled library for the installed torch. Raises BuildError with the reason if it cannot be compiled."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise BuildError("expected torch, found none")
+    folder, version, compiler = Path(found.origin).parent, importlib.metadata.version("torch"), find_compiler()
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    for part in (version, str(folder), compiler, *FLAGS):
+        digest.update(part.encode() + b"\0")
+    path = cache_folder() / f"virtual-gpu-{version}-{digest.hexdigest()[:16]}.so"
+    if not path.exists():
+        _compile(compiler, folder, version, path)
+    return path
+
+
+def _compile(compiler: str, torch: Path, version: str, path: Path) -> None:
+    part = path.with_suffix(f".{os.getpid()}.part")
+    include, lib = torch / "include", torch / "lib"
+    command = [compiler, *FLAGS, standard_of(version), str(SOURCE)]
+    command += [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", f"-L{lib}", "-ltorch_cpu", "-lc10"]
+    command += [f"-Wl,-rpath,{lib}", "-o", str(part)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S, check=False)
+        if done.returncode != 0:
+            said = "\n".join(done.stderr.strip().splitlines()[:8])
+            raise BuildError(f"{compiler} failed with exit status {done.returncode}: {said}")
+        os.replace(part, path)  # atomic: two test processes may compile at the same time
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler} did not compile {SOURCE.name}: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,94 @@
+"""Runs rows on the virtual GPU in one child process, and keeps their results for the tests of this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.virtual_gpu.build import build_guard
+from harness.virtual_gpu.row import Row
+from zero_runtime.kernels.cpu.build import BuildError
+
+ROOT = Path(__file__).resolve().parents[3]
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row, and the faults that are injected into it: names of faults.FAULTS, and sites of waits that are left out."""
+
+    row: Row
+    faults: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+    def as_json(self) -> str:
+        return json.dumps({"row": self.row.as_json(), "faults": self.faults, "without": self.without})
+
+
+class VirtualGpu:
+    """The child process, which starts with the first job."""
+
+    def __init__(self, guard: Path) -> None:
+        self._guard = guard
+        self._process: subprocess.Popen[str] | None = None
+        self._results: dict[Job, Result] = {}
+
+    def result(self, job: Job) -> Result:
+        """What was recorded of the job, once for every job. AssertionError with the traceback if it failed."""
+        if job not in self._results:
+            self._results[job] = self._run(job)
+        result = self._results[job]
+        assert "error" not in result, f"{job}:\n{result['error']}"
+        return result
+
+    def _run(self, job: Job) -> Result:
+        if self._process is None:
+            folders = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "harness.virtual_gpu.child", str(self._guard)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": folders},
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(job.as_json() + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"the process of the virtual GPU has ended with {self._process.wait()}"
+        return json.loads(line)
+
+    def close(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+
+
+@cache
+def _guard() -> Path | str:
+    """The compiled guard, or why there is none."""
+    try:
+        return build_guard()
+    except BuildError as error:
+        return str(error)
+
+
+@pytest.fixture(scope="session")
+def virtual_gpu() -> Iterable[VirtualGpu]:
+    guard = _guard()
+    if isinstance(guard, str):
+        pytest.skip(f"the virtual GPU cannot be compiled: {guard}")
+    machine = VirtualGpu(guard)
+    yield machine
+    machine.close()

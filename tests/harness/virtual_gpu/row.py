@@ -1,0 +1,47 @@
+"""The name of a row. Imports no torch: the tests' own process lists rows and does not run them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """What runs on the virtual GPU.
+
+    offload: a key of rows.TIERS. speculative: "right" or "wrong", the guess of a speculative step; None: no guess.
+    late: helper threads run as late as possible, instead of as early. embedding_last: the model registers its embedding
+    after its blocks. traced: a step's activations are traced, as predictions of memory do.
+    """
+
+    stage: int = 3
+    offload: str = "none"
+    recompute: str = "none"
+    micro_batches: int = 1
+    shard_ranks: int | None = None
+    speculative: str | None = None
+    prefetch: int = 1
+    optimizer: str = "adamw"
+    precision: str = "bf16"
+    world: int = 8
+    rank: int = 3
+    late: bool = False
+    tied: bool = False
+    frozen: bool = False
+    embedding_last: bool = False
+    vocab: int = 37
+    width: int = 20
+    blocks: int = 4
+    tokens: int = 16
+    traced: bool = False
+    steps: int = 3
+
+    def __str__(self) -> str:
+        """The settings that differ from the defaults: `stage=2,offload=both`."""
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        told = [f"{one.name}={own[one.name]}" for one in fields(self) if own[one.name] != one.default]
+        return ",".join(told) or f"stage={self.stage}"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,43 @@
+"""Batches reach a GPU without making the host wait, and on a CPU they are the arrays themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from orchestrator.worker.train import IGNORED, RankRun, _count
+
+
+def rank_on(device: str) -> RankRun:
+    run = object.__new__(RankRun)
+    run._device, run._on_cuda = torch.device(device), device == "cuda"
+    return run
+
+
+def test_beside_a_gpu_batches_are_copied_from_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        asked.append(("pin_memory", tensor.tolist()))
+        return tensor
+
+    def to(tensor: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
+        asked.append((str(device), non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    rank_on("cuda")._on_device(np.array([[1, 2]]))
+    assert asked == [("pin_memory", [[1, 2]]), ("cuda", True)]
+
+
+def test_on_a_cpu_a_batch_is_not_copied() -> None:
+    array = np.array([[1, 2]])
+    assert rank_on("cpu")._on_device(array).data_ptr() == array.ctypes.data
+
+
+def test_tokens_with_a_label_are_counted_from_the_hosts_array() -> None:
+    assert _count(np.array([[1, IGNORED], [IGNORED, 0]])) == 2

@@ -1,0 +1,30 @@
+"""The allowance for memory outside of torch's tensors counts the communicators that a rank really makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from zero_runtime.errors import PlanError
+from zero_runtime.memory.device_overhead import CONTEXT, WORKSPACES, DeviceOverhead, communicators
+from zero_runtime.world import RankGroups
+
+
+@pytest.mark.parametrize(("world", "shard_count"), [(1, 1), (8, 1), (8, 8), (8, 4), (8, 2), (2, 2)])
+def test_there_is_a_communicator_for_the_world_and_for_each_group(world: int, shard_count: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=world - 1, world_size=world)
+    try:
+        groups = {group for group in RankGroups.make(shard_count) if group is not None} | {dist.group.WORLD}
+    finally:
+        dist.destroy_process_group()
+    assert communicators(world, shard_count) == (len(groups) if world > 1 else 0)
+
+
+def test_a_single_rank_needs_the_context_and_the_workspaces_alone() -> None:
+    assert DeviceOverhead.on_cuda(1, 1) == DeviceOverhead(0, CONTEXT[0] + WORKSPACES, CONTEXT[1] + WORKSPACES)
+    several = DeviceOverhead.on_cuda(8, 8)
+    assert several.least > DeviceOverhead.on_cuda(8, 1).least > CONTEXT[0]
+    assert several.least < several.most
+    with pytest.raises(PlanError, match="divisor of the 8 ranks"):
+        communicators(8, 3)

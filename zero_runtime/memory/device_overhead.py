@@ -1,0 +1,56 @@
+"""Memory of a GPU that libraries take beside torch's tensors: an allowance for predictions, not a count.
+
+No GPU has confirmed these figures here. Each is the range of published measurements, for one process on one GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_runtime.errors import PlanError
+
+MIB = 1 << 20
+# The driver's context of a process: 534 MiB in meta-pytorch/torchcomms#777; the range is of data-center GPUs.
+CONTEXT = (400 * MIB, 600 * MIB)
+# Buffers and channels of one NCCL communicator between GPUs of one node with NVLink (NVIDIA/nccl#964, #864). Without
+# NVLink, and between two GPUs, there are fewer channels, which take less.
+COMMUNICATOR = (500 * MIB, 700 * MIB)
+# torch gives each of its two cuBLAS handles (of the main thread, and of autograd's) a workspace of 32 MiB on compute
+# capability 9.0 (aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`).
+WORKSPACES = 2 * 32 * MIB
+
+
+@dataclass(frozen=True)
+class DeviceOverhead:
+    """Bytes of one rank's GPU outside of the model's tensors, at least and at most. Zero on a CPU."""
+
+    communicators: int = 0
+    least: int = 0
+    most: int = 0
+
+    @classmethod
+    def on_cuda(cls, world: int, shard_count: int) -> DeviceOverhead:
+        """The context, cuBLAS's workspaces, and NCCL's buffers of each communicator of a rank."""
+        count = communicators(world, shard_count)
+        least, most = (
+            context + count * communicator + WORKSPACES
+            for context, communicator in zip(CONTEXT, COMMUNICATOR, strict=True)
+        )
+        return cls(count, least, most)
+
+
+NO_OVERHEAD = DeviceOverhead()
+
+
+def communicators(world: int, shard_count: int) -> int:
+    """The number of communicators that a rank holds: the world's, and those of `RankGroups`. None for a single rank.
+
+    PlanError if `shard_count` does not divide `world`.
+    """
+    if world % shard_count:
+        raise PlanError(f"shard groups of {shard_count}: expected a divisor of the {world} ranks")
+    if world == 1:
+        return 0
+    if shard_count == 1:
+        return 2  # all replicas
+    return 3 if shard_count == world else 4  # gathers and reductions; in addition the replicas of a shard
