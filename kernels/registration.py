@@ -96,6 +96,16 @@ def chosen(device: torch.device) -> Chosen | None:
 
 
 _chosen: dict[str, Chosen] = {}
+
+
+def compiles_variants(device: torch.device) -> bool:
+    """Whether the registered kernels of a device are compiled in variants, each when it is first called for.
+
+    Triton's are, for each combination of the arguments' dtypes and alignments; `prepare` calls for one of each.
+    """
+    return device.type == "cuda" and prepare(device)
+
+
 _lock = threading.Lock()  # an operation can be registered once
 
 

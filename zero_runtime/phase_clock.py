@@ -1,7 +1,7 @@
 """Measures the time of a step by phase; every moment belongs to exactly one phase.
 
 On a CPU a mark is a reading of the host's clock. On CUDA it is an event in the current stream, so a wait for a
-collective counts only as far as it delays the compute stream, and reading the clock costs one synchronisation per lap.
+collective counts only as far as it delays the compute stream, and reading a lap waits for the device unless it is past.
 A clock that nobody has started makes no marks: most programs never read it, and the marks would grow without end.
 """
 
@@ -17,27 +17,54 @@ from zero_runtime.errors import CallOrderError
 
 COMMUNICATION = "communication_exposed"
 OTHER = "other"
+Mark = tuple[str, float | torch.cuda.Event]
+
+
+class Lap:
+    """What a clock measured between `start` and `end`.
+
+    A lap that is read after the device has come to its end makes the host wait for nothing.
+    """
+
+    def __init__(self, marks: list[Mark], spare: list[torch.cuda.Event]) -> None:
+        self._marks, self._spare = marks, spare
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase. Only the first call returns them. On CUDA this waits for the device to reach the end."""
+        last = self._marks[-1][1]
+        if isinstance(last, torch.cuda.Event):
+            last.synchronize()
+        seconds: dict[str, float] = {}
+        for (name, start), (_, stop) in zip(self._marks, self._marks[1:], strict=False):
+            seconds[name] = seconds.get(name, 0.0) + _seconds_between(start, stop)
+        self.forget()
+        return seconds
+
+    def forget(self) -> None:
+        """Drop the marks; their events are used again."""
+        self._spare += [stamp for _, stamp in self._marks if isinstance(stamp, torch.cuda.Event)]
+        self._marks.clear()
 
 
 class PhaseClock:
-    """Collects marks, pairs of (phase that starts, time stamp); `lap` turns them into seconds by phase."""
+    """Collects marks, pairs of (phase that starts, time stamp); a lap turns them into seconds by phase."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stack = [OTHER]
         self._is_running = False
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
-        self._spare: list[torch.cuda.Event] = []  # events of earlier laps
+        self._marks: list[Mark] = []
+        self._spare: list[torch.cuda.Event] = []  # events of laps that were read
 
     def start(self) -> None:
-        """Begin to measure at this moment; what was measured before is discarded. Does not wait for the device."""
-        self._forget(len(self._marks))
+        """Begin to measure at this moment; what was measured since the last `end` is discarded."""
+        self._forget()
         self._is_running = True
         self._mark(self._stack[-1])
 
     def stop(self) -> None:
-        """Stop measuring; what was measured since the last lap is discarded. A no-op unless started."""
-        self._forget(len(self._marks))
+        """Stop measuring; what was measured since the last `end` is discarded. A no-op unless started."""
+        self._forget()
         self._is_running = False
 
     @contextmanager
@@ -51,22 +78,14 @@ class PhaseClock:
             self._stack.pop()
             self._mark(self._stack[-1])
 
-    def lap(self) -> dict[str, float]:
-        """Seconds by phase since `start` or the last lap; CallOrderError unless started.
-
-        On CUDA this waits for the work that was issued on the current stream before.
-        """
+    def end(self) -> Lap:
+        """End the measurement at this moment, without waiting for the device; CallOrderError unless started."""
         if not self._is_running:
-            raise CallOrderError("lap: expected a clock that measures, found one that does not; call start() first")
+            raise CallOrderError("end: expected a clock that measures, found one that does not; call start() first")
         self._mark(self._stack[-1])
-        last = self._marks[-1][1]
-        if isinstance(last, torch.cuda.Event):
-            last.synchronize()
-        seconds: dict[str, float] = {}
-        for (name, start), (_, stop) in zip(self._marks, self._marks[1:], strict=False):
-            seconds[name] = seconds.get(name, 0.0) + _seconds_between(start, stop)
-        self._forget(len(self._marks) - 1)
-        return seconds
+        lap, self._marks = Lap(self._marks, self._spare), []
+        self._is_running = False
+        return lap
 
     def _mark(self, starting: str) -> None:
         if not self._is_running:
@@ -78,10 +97,8 @@ class PhaseClock:
         event.record(torch.cuda.current_stream(self._device))
         self._marks.append((starting, event))
 
-    def _forget(self, count: int) -> None:
-        """Drop the first `count` marks; their events are used again."""
-        self._spare += [stamp for _, stamp in self._marks[:count] if isinstance(stamp, torch.cuda.Event)]
-        del self._marks[:count]
+    def _forget(self) -> None:
+        Lap(self._marks, self._spare).forget()
 
 
 def _seconds_between(start: float | torch.cuda.Event, stop: float | torch.cuda.Event) -> float:

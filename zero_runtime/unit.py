@@ -47,6 +47,7 @@ class Unit:
         self.modules = spec.modules
         self.trainable = spec.trainable
         self.shared = spec.shared
+        self.sums_gradients = micro_batches > 1 or spec.shared  # several gradients of a parameter may arrive in a step
         self.precision = spec.precision
         self.device = device  # that the unit computes on, wherever its shards are stored
         self.uses = 0  # running calls of modules that read the parameters

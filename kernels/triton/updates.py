@@ -112,7 +112,7 @@ def lamb_update(weights, exp_avg, exp_avg_sq, at, inside, correction1, correctio
     return tl.math.div_rn(first, tl.math.sqrt_rn(second) + eps) + weight_decay * weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # an offset: its divisibility would make two more variants and gain nothing
 def lamb_squares_kernel(
     master, exp_avg, exp_avg_sq, groups, numel, count, correction1, correction2, eps, weight_decay,
     ROWS: tl.constexpr, LANES: tl.constexpr,
@@ -132,7 +132,7 @@ def lamb_squares_kernel(
     tl.store(groups + count + tl.program_id(0), tl.sum(of_update, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ratio"])  # one number, anywhere in the tensor of all ratios
 def lamb_kernel(
     master, exp_avg, exp_avg_sq, ratio, param_out, numel, correction1, correction2, eps, weight_decay, minus_lr,
     HAS_OUT: tl.constexpr, BLOCK: tl.constexpr,

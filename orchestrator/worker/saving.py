@@ -174,10 +174,14 @@ class Saving:
 
     # ---- saving ------------------------------------------------------------------------------------------------
 
-    def after_step(self, progress: Progress) -> None:
-        """Saves if `every` is due. The last step is saved by `finish`, which adds the result to the checkpoint."""
+    def is_due(self, progress: Progress) -> bool:
+        """Whether `after_step` saves now. The last step is saved by `finish`, which adds the result to it."""
         every = self._config.every
-        if every is not None and progress.step % every == 0 and progress.step < self._steps:
+        return every is not None and progress.step % every == 0 and progress.step < self._steps
+
+    def after_step(self, progress: Progress) -> None:
+        """Saves if `every` is due."""
+        if self.is_due(progress):
             self._save(progress)
 
     def stop(self, progress: Progress) -> bool:

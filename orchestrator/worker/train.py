@@ -7,8 +7,9 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from zero_runtime.accounting import saving_trouble
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.errors import NonFiniteError
 from zero_runtime.memory.census import ActivationCensus, take_census
+from zero_runtime.phase_clock import Lap
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
 from zero_runtime.watch.failure import is_out_of_memory, memory_error
@@ -99,6 +101,7 @@ class RankRun:
         self._load = LoadMeter()
         self._used: Used | None = None
         self._saving = Saving(attempt, config, runtime, self._data.hash, restarted=rank.restarts > 0)
+        self._unread: Callable[[], None] | None = None
         self._first = self._census_step = 0
         self._progress = Progress()
 
@@ -106,6 +109,10 @@ class RankRun:
         """Trains to the last step, or to the step after which all ranks know that one of them was asked to stop."""
         try:
             return self._run()
+        except BaseException:
+            with contextlib.suppress(Exception):  # of a device that failed; the rank's own error is the one to raise
+                self._read_last_step()
+            raise
         finally:
             self._events.end()
 
@@ -132,9 +139,11 @@ class RankRun:
             self._note_step(step, report, lr)
             self._saving.after_step(self._progress)
             if report.stop and step + 1 < self._steps:
+                self._tell_all()
                 return Stopped(self._progress.step, self._saving.stop(self._progress))
             self._runtime.clock.start()  # keeps the time of saving out of the next step's
         self._runtime.clock.stop()
+        self._read_last_step()
         self._used = self._load.end()
         self._readings.validation_loss = self._validate()
         self._saving.finish(self._progress, self._result)
@@ -158,6 +167,7 @@ class RankRun:
         # Speculative optimizer steps run during the last backward, so they need the rate before it.
         runtime.expect_rate(rates)
         self._backwards(batches, tokens, counting=step == self._census_step)
+        self._read_last_step()
         if step == self._census_step:
             self._readings.census = take_census(runtime)
         assert isinstance(rates.lr, float)
@@ -210,13 +220,35 @@ class RankRun:
     def _note_step(self, step: int, report: StepReport, lr: float) -> None:
         assert self._config.batch.global_size is not None
         self._progress = Progress(step + 1, self._progress.samples + self._config.batch.global_size)
-        phases = self._runtime.clock.lap()
-        seconds = sum(phases.values())
-        self._readings.step_s.append(seconds)
-        self._readings.phases_s.append(phases)
         self._readings.losses.append(report.loss)
         self._readings.skipped += report.skipped
         self._readings.ledger = self._runtime.reset_ledger()
+        self._unread = partial(self._read_step, step, report, lr, self._runtime.clock.end())
+        if not self._on_cuda:
+            self._read_last_step()
+        elif self._saving.is_due(self._progress):
+            self._tell_all()
+
+    def _read_last_step(self) -> None:
+        """Reads the clock of the last step, if it was not read.
+
+        A GPU is still at the step's last kernels when the host has read its loss. Instead of waiting for them, the host
+        issues the next step first, and reads when they have run.
+        """
+        if self._unread is not None:
+            self._unread()
+            self._unread = None
+
+    def _tell_all(self) -> None:
+        """Returns when all steps are in the record, as a checkpoint of the last one assumes."""
+        self._read_last_step()
+        self._events.flush()
+
+    def _read_step(self, step: int, report: StepReport, lr: float, lap: Lap) -> None:
+        phases = lap.seconds()
+        seconds = sum(phases.values())
+        self._readings.step_s.append(seconds)
+        self._readings.phases_s.append(phases)
         if self._rank.rank != 0:
             return
         kind, mib = measure.memory_now(self._device)

@@ -1,4 +1,5 @@
-"""A pytest plugin that prints how much the tests in tests/attack tried: one line per kind and one for the total.
+"""A pytest plugin that prints how much the tests in tests/attack tried, and how much other tests checked: one line per
+kind, and one for the total of the attacks.
 
 A count is part of its test's report, so the processes of pytest-xdist need no shared file.
 """
@@ -10,8 +11,8 @@ from typing import Protocol
 
 import pytest
 
-PROPERTY = "attack"
-_COUNTS = pytest.StashKey[dict[str, Counter[str]]]()
+ATTACK, CHECKED = "attack", "checked"  # names of the properties of a test's report, and the first words of the lines
+_COUNTS = pytest.StashKey[dict[tuple[str, str], Counter[str]]]()
 
 
 class Tally(Protocol):
@@ -22,12 +23,22 @@ class Tally(Protocol):
 @pytest.fixture
 def tally(request: pytest.FixtureRequest) -> Tally:
     """Counts that are printed at the end of the run, those of failed tests included."""
+    return _tally(request, ATTACK)
+
+
+@pytest.fixture
+def checked(request: pytest.FixtureRequest) -> Tally:
+    """The same for tests that attack nothing and check a number of cases."""
+    return _tally(request, CHECKED)
+
+
+def _tally(request: pytest.FixtureRequest, label: str) -> Tally:
     kinds: dict[str, dict[str, int]] = {}
 
     def add(kind: str, **counts: int) -> None:
         if kind not in kinds:
             kinds[kind] = {}
-            request.node.user_properties.append((PROPERTY, [kind, kinds[kind]]))
+            request.node.user_properties.append((label, [kind, kinds[kind]]))
         for name, count in counts.items():
             kinds[kind][name] = kinds[kind].get(name, 0) + count
 
@@ -44,9 +55,9 @@ class _Counting:
         if report.when != "teardown":  # each of a test's three reports holds the counts so far
             return
         for name, value in report.user_properties:
-            if name == PROPERTY:
+            if name in (ATTACK, CHECKED):
                 kind, counts = value
-                self.counts.setdefault(kind, Counter()).update(counts)
+                self.counts.setdefault((name, kind), Counter()).update(counts)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,11 +66,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     counts = dict(sorted(config.stash.get(_COUNTS, {}).items()))
-    for kind, found in counts.items():
-        terminalreporter.write_line(f"attack: {kind}: {spelled(found)}")
-    if len(counts) > 1:
+    for (name, kind), found in counts.items():
+        terminalreporter.write_line(f"{name}: {kind}: {spelled(found)}")
+    attacks = [found for (name, _), found in counts.items() if name == ATTACK]
+    if len(attacks) > 1:
         every: Counter[str] = Counter()
-        for found in counts.values():
+        for found in attacks:
             every.update(found)
         terminalreporter.write_line(f"attack: in all: {spelled(every)}")
 

@@ -1,4 +1,4 @@
-"""Counts of the attack tests are added up over all pytest processes, including the counts of failed tests."""
+"""Counts of attacks and of checks are added up over all pytest processes, including the counts of failed tests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ SUITE = """
 import pytest
 
 @pytest.mark.parametrize("number", range(3))
-def test_some(number, tally):
+def test_some(number, tally, checked):
     tally("lines", inputs=600, wrong_exit_codes=0)
     tally("lines", inputs=1)
     tally("kills", kills=2, processes_left=int(number == 2))
+    checked("rows", cases=7)
     assert number != 2
 """
 
@@ -31,8 +32,9 @@ def test_counts_of_all_processes_are_added_and_printed(tmp_path: Path, workers: 
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout
-    assert [line for line in done.stdout.splitlines() if line.startswith("attack: ")] == [
+    assert [line for line in done.stdout.splitlines() if line.startswith(("attack: ", "checked: "))] == [
         "attack: kills: 6 kills, 1 processes left",
         "attack: lines: 1,803 inputs, 0 wrong exit codes",
+        "checked: rows: 21 cases",
         "attack: in all: 6 kills, 1 processes left, 1,803 inputs, 0 wrong exit codes",
     ]

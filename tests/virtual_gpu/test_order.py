@@ -1,4 +1,4 @@
-"""On a virtual GPU every access of a byte of the device, or of the host by the device, is ordered, in every row.
+"""On a virtual GPU every row keeps the rules of harness/virtual_gpu/checks.py: order, current device, host waits.
 
 Rows are run for three steps as one rank of a world, with fake tensors on device 3; see tests/harness/virtual_gpu.
 """
@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 from harness.attack_counts import Tally
-from harness.virtual_gpu.process import Job, VirtualGpu, told
+from harness.virtual_gpu.checks import troubles
+from harness.virtual_gpu.faults import FAULTS
+from harness.virtual_gpu.process import Job, VirtualGpu
 from harness.virtual_gpu.row import Row
 
 STAGES = [Row(stage=stage) for stage in (0, 1, 2, 3)]
@@ -26,13 +28,20 @@ OFFLOADED = [
     *(Row(stage=2, offload="optimizer", optimizer=name) for name in ("sgd", "lion", "adamw8bit")),
     Row(offload="both", shard_ranks=4),
     Row(offload="both", frozen=True),
+    *(Row(stage=stage, offload="optimizer nvme") for stage in (0, 2, 3)),
+    Row(offload="both nvme"),
+    Row(offload="both nvme", prefetch=3),
+    Row(offload="params cpu optimizer nvme"),
+    *(Row(stage=2, offload="optimizer nvme", speculative=guess) for guess in ("right", "wrong")),
+    *(Row(offload="both nvme", speculative=guess) for guess in ("right", "wrong")),
+    *(Row(offload="params cpu optimizer nvme", speculative=guess) for guess in ("right", "wrong")),
 ]
 RECOMPUTED = [
     *(
         Row(recompute=kind, offload=offload)
         for kind in ("none", "full", "every_nth", "by_operation")
         for offload in ("none", "activations")
-        if (kind, offload) not in (("none", "none"), ("by_operation", "activations"))
+        if (kind, offload) != ("none", "none")
     ),
     Row(stage=2, recompute="full", offload="activations", micro_batches=2),
 ]
@@ -59,11 +68,12 @@ ROWS = [*STAGES, *OFFLOADED, *RECOMPUTED, *OTHERS, *WIDE]
 # Helper threads run as early and as late as possible, where there are any.
 LATE = [replace(row, late=True) for row in ROWS if row.offload not in ("none", "activations")]
 SHORT = {
+    Row(),
     Row(stage=2),
     Row(shard_ranks=4),
     Row(offload="both", late=True),
     Row(stage=2, offload="optimizer", speculative="wrong"),
-    Row(recompute="full", offload="activations"),
+    Row(recompute="by_operation", offload="activations"),
 }
 
 
@@ -75,15 +85,25 @@ def rows() -> list[object]:
 
 
 @pytest.mark.parametrize("row", rows())
-def test_every_access_is_ordered(row: Row, virtual_gpu: VirtualGpu, tally: Tally) -> None:
+def test_a_row_keeps_every_rule(row: Row, virtual_gpu: VirtualGpu, checked: Tally) -> None:
     found = virtual_gpu.result(Job(row))
-    tally(
-        "virtual GPU",
-        rows=1,
+    broken = troubles(row, found)
+    checked(
+        "rows on the virtual GPU",
+        run=1,
         operations=found["operations"],
         pairs_of_accesses=found["checked"],
         unordered=len(found["disorders"]),
+        broken_rules=len(broken),
     )
-    assert not found["disorders"], told(found["disorders"])
+    assert not broken, "\n".join(f"{rule}:\n  " + "\n  ".join(lines) for rule, lines in broken.items())
     gathers = sum(kind == "all_gather" for _, kind, *_ in found["issued"])
-    assert bool(gathers) == (row.stage > 0 and row.world > 1 and row.shard_ranks != 1), "this run had no collectives"
+    assert bool(gathers) == (row.stage > 0 and row.world > 1 and row.shard_ranks != 1), "no collective was recorded"
+
+
+@pytest.mark.parametrize("name", ["nobody_sets_the_device", "a_gradient_is_freed_while_it_is_reduced"])
+def test_the_rules_can_fail(name: str, virtual_gpu: VirtualGpu) -> None:
+    """Two of the faults of test_faults.py, of rows that run above."""
+    fault = FAULTS[name]
+    assert fault.row in SHORT
+    assert fault.rule in troubles(fault.row, virtual_gpu.result(Job(fault.row, (name,))))

@@ -129,7 +129,7 @@ PROGRAMS += [Program(prefetch=prefetch, shard_ranks=shards) for prefetch in (0, 
 DEVICES = [(1, True), (2, True), (2, False), (3, False)]
 
 
-def check(program: Program, ranks: tuple[int, ...], tally: Tally, seeds: int = 3) -> None:
+def check(program: Program, ranks: tuple[int, ...], checked: Tally, seeds: int = 3) -> None:
     scripts = sampled(program, ranks)
     for rank, script in scripts.items():
         assert interleaving(script) == interleaving(scripts[0]), f"rank {rank} has another order than rank 0"
@@ -140,19 +140,19 @@ def check(program: Program, ranks: tuple[int, ...], tally: Tally, seeds: int = 3
         assert replay.run() == {}, (places, in_host_order, seed)
         assert replay.mismatches == []
     count = len(issues(scripts[0]))
-    tally("collective order", ranks=len(everyone), collectives=count, replays=len(replays), deadlocks=0)
+    checked("collective order", ranks=len(everyone), collectives=count, replays=len(replays), deadlocks=0)
 
 
 @pytest.mark.parametrize("program", [pytest.param(one, marks=() if one is HYBRID else LONG) for one in PROGRAMS])
-def test_all_ranks_of_a_node_issue_one_order_and_none_waits_forever(program: Program, tally: Tally) -> None:
-    check(program, (0, 1, 4, 7) if program is HYBRID else FIRST, tally)
+def test_all_ranks_of_a_node_issue_one_order_and_none_waits_forever(program: Program, checked: Tally) -> None:
+    check(program, (0, 1, 4, 7) if program is HYBRID else FIRST, checked)
 
 
 @pytest.mark.parametrize("world", [64, pytest.param(1024, marks=LONG)])
-def test_hybrid_ranks_of_many_nodes_issue_one_order_and_none_waits_forever(world: int, tally: Tally) -> None:
+def test_hybrid_ranks_of_many_nodes_issue_one_order_and_none_waits_forever(world: int, checked: Tally) -> None:
     drawn = random.Random(world).sample(range(8, world), 1 if world == 64 else 64)
     first = (0, 1) if world == 64 else FIRST
-    check(Program(shard_ranks=8, world=world), (*first, *drawn), tally, seeds=1)
+    check(Program(shard_ranks=8, world=world), (*first, *drawn), checked, seeds=1)
 
 
 @pytest.mark.parametrize("model", ["tiny", pytest.param("frozen", marks=LONG)])
@@ -181,7 +181,7 @@ def _blocked_by(program: Program, rank: int, script: Script) -> dict[int, str]:
     ],
 )
 def test_a_rank_without_memory_at_a_collective_destroys_nothing_and_is_waited_for_in_a_read(
-    program: Program, every: int, tally: Tally
+    program: Program, every: int, checked: Tally
 ) -> None:
     """Its peers wait on the device, where their watches end them with the verdict, and not in a destruction.
 
@@ -197,7 +197,7 @@ def test_a_rank_without_memory_at_a_collective_destroys_nothing_and_is_waited_fo
         blocked = _blocked_by(program, 1, script)
         assert blocked.pop(1) == "die"
         assert set(blocked.values()) == {"read"}
-        tally("collective order: a rank fails", collectives=1, ranks_that_wait_in_a_destruction=0)
+        checked("collective order: a rank fails", collectives=1, ranks_that_wait_in_a_destruction=0)
 
 
 def _last_of_start(script: Script) -> int:
@@ -213,7 +213,7 @@ def _told(program: Program) -> tuple[torch.Tensor, ...]:
     return tuple(told)
 
 
-def test_a_rank_that_dies_at_any_point_is_waited_for_in_a_rendezvous_or_a_read(tally: Tally) -> None:
+def test_a_rank_that_dies_at_any_point_is_waited_for_in_a_rendezvous_or_a_read(checked: Tally) -> None:
     scripts = sampled(HYBRID, (0, 1, 4, 7))
     deeds = list(scripts[4].deeds)
     last_read = max(place for place, deed in enumerate(deeds) if deed.what == "read")
@@ -222,7 +222,7 @@ def test_a_rank_that_dies_at_any_point_is_waited_for_in_a_rendezvous_or_a_read(t
         assert blocked.pop(4) == "die"
         for reason in blocked.values():
             assert reason == "read" or reason.startswith("make" if place <= last_read else "destroy"), reason
-        tally("collective order: a rank dies", points=1, ranks_without_end=0)
+        checked("collective order: a rank dies", points=1, ranks_without_end=0)
 
 
 # ---- seeded faults ---------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ FAULTS: dict[str, Callable[[Script], Script]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_rank_that_departs_from_the_order_is_found(name: str, tally: Tally) -> None:
+def test_a_rank_that_departs_from_the_order_is_found(name: str, checked: Tally) -> None:
     scripts = sampled(HYBRID, (0, 1, 4, 7))
     everyone = whole_world(HYBRID, scripts)
     everyone[1] = FAULTS[name](everyone[1])
@@ -299,15 +299,15 @@ def test_a_rank_that_departs_from_the_order_is_found(name: str, tally: Tally) ->
     assert blocked or replay.mismatches
     if "destroy" in name:
         assert any(reason.startswith("destroy") for reason in blocked.values())
-    tally("collective order: seeded faults", faults=1, found=1)
+    checked("collective order: seeded faults", faults=1, found=1)
 
 
-def test_without_the_hosts_order_two_communicators_need_two_places_on_the_device(tally: Tally) -> None:
+def test_without_the_hosts_order_two_communicators_need_two_places_on_the_device(checked: Tally) -> None:
     """Why NCCL_LAUNCH_ORDER_IMPLICIT is set: with one place, each of two ranks may start what the other starts next."""
     everyone = whole_world(HYBRID, sampled(HYBRID, (0, 1, 4, 7)))
     blocked = [Replay(everyone, places=1, in_host_order=False, seed=seed).run() for seed in range(3)]
     assert all(set(found.values()) == {"read"} for found in blocked)
-    tally("collective order: seeded faults", faults=1, found=1)
+    checked("collective order: seeded faults", faults=1, found=1)
 
 
 def test_one_order_of_two_rendezvous_is_enough_and_two_orders_are_not() -> None:

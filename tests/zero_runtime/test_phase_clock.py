@@ -49,7 +49,7 @@ def test_time_in_a_nested_phase_is_not_charged_to_the_outer_phase(hand: HandCloc
             hand.now += 16
         hand.now += 32
     hand.now += 64
-    assert clock.lap() == {OTHER: 65, "outer": 34, "inner": 20, "innermost": 8}
+    assert clock.end().seconds() == {OTHER: 65, "outer": 34, "inner": 20, "innermost": 8}
 
 
 def test_the_times_of_a_repeated_phase_are_summed(hand: HandClock) -> None:
@@ -57,17 +57,18 @@ def test_the_times_of_a_repeated_phase_are_summed(hand: HandClock) -> None:
     for seconds in (1, 2, 4):
         with clock.phase("work"):
             hand.now += seconds
-    assert clock.lap()["work"] == 7
+    assert clock.end().seconds()["work"] == 7
 
 
 def test_consecutive_laps_neither_overlap_nor_lose_time(hand: HandClock) -> None:
     clock = started()
     with clock.phase("work"):
         hand.now += 1
-        first = clock.lap()
+        first = clock.end().seconds()
+        clock.start()
         hand.now += 2
     hand.now += 4
-    second = clock.lap()
+    second = clock.end().seconds()
     assert first.get("work") == 1
     assert (second["work"], second[OTHER]) == (2, 4)
     assert sum(first.values()) + sum(second.values()) == hand.now
@@ -78,7 +79,7 @@ def test_a_phase_ends_if_its_body_raises(hand: HandClock) -> None:
     with pytest.raises(KeyError), clock.phase("work"):
         hand.fail_after(1)
     hand.now += 2
-    assert clock.lap() == {OTHER: 2, "work": 1}
+    assert clock.end().seconds() == {OTHER: 2, "work": 1}
 
 
 def test_on_the_host_clock_the_phases_sum_to_the_total_time() -> None:
@@ -86,8 +87,9 @@ def test_on_the_host_clock_the_phases_sum_to_the_total_time() -> None:
     start = clock._marks[0][1]
     with clock.phase("outer"), clock.phase("inner"):
         torch.ones(1000).sum()
-    lap = clock.lap()
-    stop = clock._marks[-1][1]
+    ended = clock.end()
+    stop = ended._marks[-1][1]
+    lap = ended.seconds()
     assert isinstance(start, float)
     assert isinstance(stop, float)
     # Five differences of consecutive readings, each rounded by half a unit in the last place, and their sum.
@@ -132,20 +134,21 @@ def test_a_clock_that_nobody_started_makes_no_marks(cuda: torch.device) -> None:
                 pass
         assert clock._marks == []
         with pytest.raises(CallOrderError, match=r"call start\(\) first"):
-            clock.lap()
+            clock.end()
     assert Event.made == 0
 
 
 def test_events_are_used_again_after_a_lap(cuda: torch.device, hand: HandClock) -> None:
     clock = PhaseClock(cuda)
-    clock.start()
     for _ in range(50):
+        clock.start()
         for seconds in (1, 2):
             with clock.phase("work"):
                 hand.now += seconds
         hand.now += 4
-        assert clock.lap() == {OTHER: 4, "work": 3}
-    assert Event.made == 6, "five marks in a lap, and the first of the next"
+        assert clock.end().seconds() == {OTHER: 4, "work": 3}
+    assert Event.made == 6, "the marks of a lap"
+    clock.start()
     for _ in range(50):
         with clock.phase("work"):
             hand.now += 1
@@ -153,6 +156,20 @@ def test_events_are_used_again_after_a_lap(cuda: torch.device, hand: HandClock) 
     clock.stop()
     assert Event.made == 6
     assert clock._marks == []
+
+
+def test_a_lap_that_is_read_during_the_next_has_its_own_times(cuda: torch.device, hand: HandClock) -> None:
+    clock, earlier = PhaseClock(cuda), None
+    for step in range(20):
+        clock.start()
+        with clock.phase("work"):
+            hand.now += step
+        if earlier is not None:
+            assert earlier.seconds() == {OTHER: 0, "work": step - 1}
+        earlier = clock.end()
+        hand.now += 100  # between laps
+        clock.start()  # discards nothing of the lap that ended
+    assert Event.made <= 9, "the marks of two laps"
 
 
 def test_events_belong_to_the_clocks_device(cuda: torch.device) -> None:
@@ -170,4 +187,4 @@ def test_a_clock_that_starts_inside_a_phase_measures_that_phase(hand: HandClock)
         clock.start()
         hand.now += 2
     hand.now += 4
-    assert clock.lap() == {"outer": 2, OTHER: 4}
+    assert clock.end().seconds() == {"outer": 2, OTHER: 4}

@@ -141,6 +141,7 @@ def test_joining_with_a_gpu_asks_nccl_for_the_order_of_the_host(
     at_start = mock.Mock(side_effect=lambda *_, **__: seen.append(os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT")))
     monkeypatch.setattr(dist, "init_process_group", at_start)
     monkeypatch.setattr("zero_runtime.world.watch_ranks", lambda store, settings: None)
+    monkeypatch.setattr("zero_runtime.world.make_current", lambda device: device)
     join_world(tmp_path / "rendezvous", 0, 1, torch.device(device, 0))
     assert seen == [wanted]
     assert at_start.call_args.args == ("nccl" if device == "cuda" else "gloo",)

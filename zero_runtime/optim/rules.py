@@ -77,7 +77,7 @@ class ElementwiseRule:
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
-        self._update = _UPDATES[type(config)]
+        self._update = UPDATES[type(config)]
 
     def update(self, helds: Sequence[Held], numbers: StepNumbers) -> None:
         for held in helds:
@@ -87,18 +87,18 @@ class ElementwiseRule:
 
 def _adam(config: Any, part: ShardSlice, run: Run, numbers: StepNumbers) -> None:
     exp_avg, exp_avg_sq = part.states
-    settings = _adam_settings(Adam if type(config) is AdamConfig else AdamW, config, run, numbers)
+    settings = adam_settings(Adam if type(config) is AdamConfig else AdamW, config, run, numbers)
     ops.adamw_(part.master, part.grad, exp_avg, exp_avg_sq, numbers.grad_scale, settings, part.param_out)
 
 
 def _adamw8bit(config: AdamW8bitConfig, part: ShardSlice, run: Run, numbers: StepNumbers) -> None:
-    settings = _adam_settings(AdamW, config, run, numbers)
+    settings = adam_settings(AdamW, config, run, numbers)
     first, first_scale, second, second_scale = part.states
     states = (first, first_scale, second, second_scale)
     ops.adamw8bit_(part.master, part.grad, *states, numbers.grad_scale, settings, part.param_out)
 
 
-def _adam_settings(kind: type, config: AdamWConfig, run: Run, numbers: StepNumbers) -> Any:
+def adam_settings(kind: type, config: AdamWConfig, run: Run, numbers: StepNumbers) -> Any:
     return kind(
         lr=numbers.rate(run.settings),
         beta1=config.beta1 if numbers.momentum is None else numbers.momentum,
@@ -132,7 +132,7 @@ def _lion(config: LionConfig, part: ShardSlice, run: Run, numbers: StepNumbers) 
     ops.lion_(part.master, part.grad, part.states[0], numbers.grad_scale, settings, part.param_out)
 
 
-_UPDATES: dict[type, Callable[..., None]] = {
+UPDATES: dict[type, Callable[..., None]] = {
     AdamWConfig: _adam,
     AdamConfig: _adam,
     AdamW8bitConfig: _adamw8bit,
@@ -162,14 +162,14 @@ class LambRule:
         for held in helds:
             for run in held.runs:
                 part = part_of(held, run.start, run.stop)
-                settings = _adam_settings(Lamb, self._config, run, numbers)
+                settings = adam_settings(Lamb, self._config, run, numbers)
                 exp_avg, exp_avg_sq = part.states
                 ops.lamb_moments_(part.grad, exp_avg, exp_avg_sq, numbers.grad_scale, settings)
         ratios = trust_ratios(self._squares(helds, numbers))
         for held in helds:
-            for name, start, stop, run in _parameters(held, self._collectives.shard_rank):
+            for name, start, stop, run in pieces_of(held, self._collectives.shard_rank):
                 part = part_of(held, start, stop)
-                settings = _adam_settings(Lamb, self._config, run, numbers)
+                settings = adam_settings(Lamb, self._config, run, numbers)
                 exp_avg, exp_avg_sq = part.states
                 ops.lamb_(part.master, exp_avg, exp_avg_sq, ratios[self._place[name]], settings, part.param_out)
 
@@ -177,23 +177,29 @@ class LambRule:
         """[parameters, 2] fp64, summed over the ranks."""
         squares = torch.zeros(len(self._place), 2, dtype=torch.float64, device=numbers.grad_scale.device)
         for held in helds:
-            part_numel = held.unit.layout.shard_numel // self._collectives.replica_count
-            low = self._collectives.replica_rank * part_numel  # replicas of a shard square different parts of it
-            for name, start, stop, run in _parameters(held, self._collectives.shard_rank):
-                start, stop = max(start, low), min(stop, low + part_numel)
-                if start < stop:
-                    part = part_of(held, start, stop)
-                    settings = _adam_settings(Lamb, self._config, run, numbers)
-                    exp_avg, exp_avg_sq = part.states
-                    squares[self._place[name]] = ops.lamb_squares(part.master, exp_avg, exp_avg_sq, settings)
+            for name, start, stop, run in squared_pieces_of(held, self._collectives):
+                part = part_of(held, start, stop)
+                settings = adam_settings(Lamb, self._config, run, numbers)
+                exp_avg, exp_avg_sq = part.states
+                squares[self._place[name]] = ops.lamb_squares(part.master, exp_avg, exp_avg_sq, settings)
         return self._collectives.sum_over_ranks_(squares)
 
 
-def _parameters(held: Held, shard: int) -> Iterator[tuple[str, int, int, Run]]:
+def pieces_of(held: Held, shard: int) -> Iterator[tuple[str, int, int, Run]]:
     """Each parameter with elements in the shard: its name, its elements [start, stop) of the shard, its run."""
     for piece in held.unit.layout.pieces(shard):
         start, stop = piece.shard_offset, piece.shard_offset + piece.stop - piece.start
         yield piece.name, start, stop, next(run for run in held.runs if run.start <= start and stop <= run.stop)
+
+
+def squared_pieces_of(held: Held, collectives: Collectives) -> Iterator[tuple[str, int, int, Run]]:
+    """The same for the elements that this rank squares: replicas of a shard square different parts of it."""
+    part_numel = held.unit.layout.shard_numel // collectives.replica_count
+    low = collectives.replica_rank * part_numel
+    for name, start, stop, run in pieces_of(held, collectives.shard_rank):
+        start, stop = max(start, low), min(stop, low + part_numel)
+        if start < stop:
+            yield name, start, stop, run
 
 
 def check_momentum(config: OptimizerConfig, momentum: float | None) -> None:

@@ -27,6 +27,7 @@ from zero_runtime.optim.configs import (
 from zero_runtime.optim.groups import GroupTable
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.optim.quantized_state import CodedShard
+from zero_runtime.optim.rehearsal import rehearse
 from zero_runtime.optim.rules import ElementwiseRule, Held, LambRule, StepNumbers, check_momentum
 from zero_runtime.optim.torch_rule import TorchRule
 from zero_runtime.unit import Unit
@@ -70,6 +71,9 @@ class ShardedOptimizer:
         else:
             for device in {device for unit in self._units for device in (unit.device, _where(unit))}:
                 ops.prepare(device)  # here and not in the first step, where the other ranks would wait for it
+            pairs = zip(self._units, self._helds, strict=True)
+            rehearsed = [held for unit, held in pairs if ops.compiles_variants(unit.device)]
+            rehearse(config, rehearsed, collectives)
         self._by_unit = {unit.name: held for unit, held in zip(self._units, self._helds, strict=True)}
         self._offloaded = [unit for unit in self._units if is_offloaded(unit)]
         self._staying = [self._by_unit[unit.name] for unit in self._units if not is_offloaded(unit)]

@@ -57,25 +57,26 @@ c10::impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, new VirtualGuard
 
 }  // namespace
 
-// The name of a class of hooks is its key in torch's registry.
+// The name of a class of hooks is its key in torch's registry. Versions of torch differ in the functions they have, so
+// none is marked as overriding.
 namespace at {
 
 struct CUDAHooks : CUDAHooksInterface {
   explicit CUDAHooks(CUDAHooksArgs) {}
-  void init() const override {}
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasCUDA() const override { return true; }
-  bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return kDevices; }
-  int getNumGPUs() const override { return kDevices; }
-  DeviceIndex current_device() const override { return ::current_device; }
-  DeviceIndex getCurrentDevice() const override { return ::current_device; }
-  void setCurrentDevice(DeviceIndex device) const override { exchange(device); }
-  DeviceIndex exchangeDevice(DeviceIndex device) const override { return exchange(device); }
-  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchange(device); }
-  bool isPinnedPtr(const void*) const override { return false; }
-  Allocator* getPinnedMemoryAllocator() const override { return c10::GetDefaultCPUAllocator(); }
+  void init() const {}
+  bool isBuilt() const { return true; }
+  bool isAvailable() const { return true; }
+  bool hasCUDA() const { return true; }
+  bool hasPrimaryContext(DeviceIndex) const { return true; }
+  DeviceIndex deviceCount() const { return kDevices; }
+  int getNumGPUs() const { return kDevices; }
+  DeviceIndex current_device() const { return ::current_device; }
+  DeviceIndex getCurrentDevice() const { return ::current_device; }
+  void setCurrentDevice(DeviceIndex device) const { exchange(device); }
+  DeviceIndex exchangeDevice(DeviceIndex device) const { return exchange(device); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const { return exchange(device); }
+  bool isPinnedPtr(const void*) const { return false; }
+  Allocator* getPinnedMemoryAllocator() const { return c10::GetDefaultCPUAllocator(); }
 };
 
 REGISTER_CUDA_HOOKS(CUDAHooks)

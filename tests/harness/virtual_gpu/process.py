@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -92,8 +92,3 @@ def virtual_gpu() -> Iterable[VirtualGpu]:
     machine = VirtualGpu(guard)
     yield machine
     machine.close()
-
-
-def told(disorders: Sequence[dict[str, str]]) -> str:
-    """The unordered accesses as lines of text."""
-    return "\n".join(f"{one['later']}\n  || {one['earlier']}\n  of memory from {one['allocated']}" for one in disorders)

@@ -35,11 +35,17 @@ class Recorder(TorchDispatchMode):
         self.storages = storages or Storages(devices)
         self._fake = self.storages.fake
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap every call, for compiled programs alone
+
     def in_thread(self) -> Recorder:
         """The mode of another thread."""
         return Recorder(self.devices, self.storages)
 
     def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # Tensor.device
+            return args[0].fake_device
         kwargs = dict(kwargs or {})
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False

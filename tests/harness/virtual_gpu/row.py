@@ -12,7 +12,7 @@ class Row:
 
     offload: a key of rows.TIERS. speculative: "right" or "wrong", the guess of a speculative step; None: no guess.
     late: helper threads run as late as possible, instead of as early. embedding_last: the model registers its embedding
-    after its blocks.
+    after its blocks. traced: a step's activations are traced, as predictions of memory do.
     """
 
     stage: int = 3
@@ -33,6 +33,8 @@ class Row:
     vocab: int = 37
     width: int = 20
     blocks: int = 4
+    tokens: int = 16
+    traced: bool = False
     steps: int = 3
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ import ctypes
 import gc
 import tempfile
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ from harness.virtual_gpu import devices as stand_ins
 from harness.virtual_gpu import nccl, threads
 from harness.virtual_gpu.devices import Devices
 from harness.virtual_gpu.machine import Machine
-from harness.virtual_gpu.recorder import Recorder
+from harness.virtual_gpu.recorder import Recorder, extent
 from harness.virtual_gpu.row import Row
 from zero_runtime.accounting import predicted_peak
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
+from zero_runtime.memory.activation_trace import trace_step
 from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.offload.scratch_file import ScratchFile
 from zero_runtime.offload.scratch_settings import ScratchSettings
 from zero_runtime.optim.configs import (
     AdamW8bitConfig,
@@ -43,9 +45,11 @@ from zero_runtime.optim.configs import (
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.unit_planner import UnitRules
 
+FILE = -1  # the storage that stands for a rank's scratch file
 DEVICE = 3  # not 0, which is every thread's device before it chooses another
-TOKENS = (2, 16)
+SEQUENCES = 2
 LR = 1e-3
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "adamw": AdamWConfig(),
@@ -78,8 +82,25 @@ class Bench:
         self.recorder = Recorder(self.devices)
         stand_ins.install(self.devices)
         threads.install(self.turns, "zero_runtime")
+        self._record_files()
         self.log = nccl.join(self.devices, self.recorder.storages, row.rank, row.world)
         self.device = torch.device("cuda", DEVICE)
+
+    def _record_files(self) -> None:
+        """Record what transfers to and from a scratch file access: the host's memory and the file."""
+
+        def recorded(transfer: Callable[..., None], *, reads: bool) -> Callable[..., None]:
+            def transferring(file: ScratchFile, offset: int, block: torch.Tensor, what: str) -> None:
+                memory = [(block.untyped_storage()._cdata, extent(block))]
+                inside = [(FILE, (offset, offset + block.nbytes))]
+                given = (inside, memory) if reads else (memory, inside)
+                self.machine.act(self.turns.actor, "read from file" if reads else "write to file", *given)
+                transfer(file, offset, block, what)
+
+            return transferring
+
+        ScratchFile._read_block = recorded(ScratchFile._read_block, reads=True)  # type: ignore[method-assign]
+        ScratchFile._write_block = recorded(ScratchFile._write_block, reads=False)  # type: ignore[method-assign]
 
     def on_device(self, model: nn.Module) -> nn.Module:
         """The model with fake parameters and buffers on the device; tied parameters stay tied."""
@@ -101,6 +122,7 @@ class Bench:
 def run(guard: ctypes.CDLL, row: Row, without: Collection[str] = ()) -> dict[str, Any]:
     """Run the row's steps; returns what was recorded, as JSON values. without: see Machine."""
     gc.disable()  # a collection would free cycles at unpredictable times
+    activations = _traced(row) if row.traced else 0
     bench = Bench(guard, row, without)
     with tempfile.TemporaryDirectory() as scratch, bench.recorder:
         runtime, recomputation = _build(bench, row, Path(scratch))
@@ -117,21 +139,37 @@ def run(guard: ctypes.CDLL, row: Row, without: Collection[str] = ()) -> dict[str
         runtime.close()
         del runtime, recomputation
     dist.destroy_process_group()
-    return _report(bench, found)
+    return {**_report(bench, found), "activations": activations}
+
+
+def _model(row: Row) -> TinyTransformer:
+    return TinyTransformer(
+        TinySpec(vocab=row.vocab, width=row.width, blocks=row.blocks, tied=row.tied, frozen=row.frozen)
+    )
+
+
+def _rule(row: Row) -> RecomputeRule:
+    return RecomputeRule(row.recompute, offload="cpu" if row.offload == "activations" else "none")
+
+
+def _traced(row: Row) -> int:
+    """The predicted peak of a micro-batch's activations in bytes, traced before anything is installed."""
+    with torch.device("meta"):
+        model = _model(row)
+    ids = torch.zeros((SEQUENCES, row.tokens), dtype=torch.int64)
+    rules = UnitRules(MixedPrecision(row.precision))
+    return trace_step(model, rules, _rule(row), [ids, ids.clone()], token_loss_sum, on_cuda=True).total().peak
 
 
 def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomputation | None]:
-    spec = TinySpec(vocab=row.vocab, width=row.width, blocks=row.blocks, tied=row.tied, frozen=row.frozen)
-    model = bench.on_device(TinyTransformer(spec))
+    model = bench.on_device(_model(row))
     if row.embedding_last:
         embedding = model._modules.pop("embed")
         model._modules["embed"] = embedding
     file = ScratchSettings(scratch, block_bytes=8192) if Tier.NVME in TIERS[row.offload] else None
     offload = OffloadPlan(*TIERS[row.offload], scratch=file, speculative=row.speculative is not None)
-    rule = RecomputeRule(row.recompute, offload="cpu" if row.offload == "activations" else "none")
-    recomputation = None
-    if rule != RecomputeRule():
-        recomputation = Recomputation(model, rule, bench.device)
+    rule = _rule(row)
+    recomputation = None if rule == RecomputeRule() else Recomputation(model, rule, bench.device)
     settings = RuntimeSettings(
         # The recorded norm is 1: a limit above it clips nothing, as a speculative step guesses.
         clip_norm=0.5 if row.speculative == "wrong" else 2.0,
@@ -148,7 +186,7 @@ def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomput
 def _step(bench: Bench, row: Row, runtime: ZeroRuntime) -> None:
     runtime.expect_rate(LR)
     for _ in range(row.micro_batches):
-        ids = torch.zeros(TOKENS, dtype=torch.int64, device=bench.device)
+        ids = torch.zeros((SEQUENCES, row.tokens), dtype=torch.int64, device=bench.device)
         tokens = runtime.sum_over_ranks(ids.numel())
         loss = token_loss_sum(runtime.model, ids, ids) / tokens
         runtime.backward(loss)
@@ -159,10 +197,13 @@ def _step(bench: Bench, row: Row, runtime: ZeroRuntime) -> None:
 def _begin(bench: Bench) -> dict[str, Any]:
     bench.machine.syncs.clear()
     bench.devices.allocator.begin()
-    return {"first_issued": len(bench.log), "events_before": bench.devices.events_made}
+    devices = bench.devices
+    return {"first_issued": len(bench.log), "events_before": devices.events_made, "alive_before": devices.events_alive}
 
 
 def _end(bench: Bench, runtime: ZeroRuntime, found: dict[str, Any]) -> None:
+    found["device"] = bench.device.index
+    found["trained_units"] = sum(unit.trainable for unit in runtime.units)
     found["syncs"] = [[sync.kind, sync.place, sync.thread] for sync in bench.machine.syncs]
     found["peaks"] = asdict(bench.devices.allocator.peaks())
     found["predicted"] = predicted_peak(runtime).total

@@ -1,0 +1,87 @@
+"""What must be true of every row, as lines of text about what is not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from harness.virtual_gpu.row import Row
+
+Result = dict[str, Any]
+Waits = Counter[tuple[str, str, str]]  # kind, place, thread
+READ = ("copy of pageable memory", "runtime.py:_agree", "main")
+EVENT = ("event", "copy_streams.py:wait")
+
+
+def troubles(row: Row, found: Result) -> dict[str, list[str]]:
+    """The rules that a row breaks, with the details."""
+    every = {
+        "unordered accesses": unordered(found),
+        "another device is current": [f"{count} x {place}" for place, count in found["elsewhere"].items()],
+        "contexts on other devices": [str(index) for index in found["contexts"] if index != found["device"]],
+        "waits of the host": waits(row, found),
+        "events that are kept": kept_events(found),
+        "order of destruction": destruction(found),
+        "memory of the device": memory(row, found),
+    }
+    return {rule: lines for rule, lines in every.items() if lines}
+
+
+def unordered(found: Result) -> list[str]:
+    return [f"{one['later']}\n  || {one['earlier']}\n  of memory from {one['allocated']}" for one in found["disorders"]]
+
+
+def expected_waits(row: Row, found: Result) -> Waits:
+    """The waits of a steady step, with "helper" for every thread that is not the main one.
+
+    The main thread reads the loss and the norm once. The thread that updates offloaded units waits for each gradient
+    and, if the parameters stay on the device, for the previous step's copy of the new ones. Parameters in a file are
+    read into host buffers, which are reused when the host knows that the copy of each gather has left them.
+    """
+    expected: Waits = Counter({READ: 1})
+    if row.offload in ("none", "activations", "params"):
+        return expected
+    sends_params = row.offload.startswith("optimizer")
+    expected[(*EVENT, "helper")] = found["trained_units"] * (2 if sends_params else 1)
+    if row.offload == "both nvme":
+        expected[(*EVENT, "main")] = sum(kind == "all_gather" for _, kind, *_ in found["issued"])
+    return expected
+
+
+def waits(row: Row, found: Result) -> list[str]:
+    expected = expected_waits(row, found)
+    counted: Waits = Counter(
+        (kind, place, "main" if thread == "main" else "helper") for kind, place, thread in found["syncs"]
+    )
+    every = sorted({*expected, *counted})
+    return [
+        f"{site}: expected {expected[site]}, found {counted[site]}" for site in every if expected[site] != counted[site]
+    ]
+
+
+def kept_events(found: Result) -> list[str]:
+    """A steady step leaves as many CUDA events alive as it found."""
+    before, after = found["alive_before"], found["events_alive"]
+    return [] if before == after else [f"{before} before the step, {after} after it"]
+
+
+def memory(row: Row, found: Result) -> list[str]:
+    """The allocator needs as much as the tensors, and a traced row's tensors no more than predicted.
+
+    See [Note: pending] in allocator.py. Predicted: accounting.predicted_peak and the activations of a micro-batch.
+    """
+    tensors, taken, pools = (found["peaks"][name] for name in ("tensors", "taken", "pools"))
+    lines = [] if tensors == taken else [f"{taken - tensors:,} bytes of {taken:,} wait for another stream"]
+    if pools > taken:
+        lines.append(f"{pools - taken:,} bytes of {pools:,} are held by streams that do not use them at that time")
+    predicted = found["predicted"] + found["activations"]
+    if row.traced and taken > predicted:
+        lines.append(f"expected at most {predicted:,} bytes, found {taken:,}")
+    return lines
+
+
+def destruction(found: Result) -> list[str]:
+    """Groups are destroyed in the reverse order of making on every rank, and the default group at the end."""
+    default, *made = found["made"]
+    expected = [*reversed(made), default]
+    return [] if found["destroyed"] == expected else [f"expected {expected}, found {found['destroyed']}"]

@@ -1,0 +1,93 @@
+"""Beside a GPU the times of a step are read during the next one; on a CPU, and before a save, immediately."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from points import make_config
+
+from orchestrator.launch.rank import RankInfo
+from orchestrator.records.record_file import EventTail
+from orchestrator.worker.event_writer import EventWriter
+from orchestrator.worker.measure import Readings
+from orchestrator.worker.saving import Progress
+from orchestrator.worker.train import RankRun
+from zero_runtime.ledger import Ledger
+from zero_runtime.step_report import StepReport
+
+
+class Clock:
+    """Its laps note when they are read."""
+
+    def __init__(self) -> None:
+        self.ended, self.read = 0, list[int]()
+
+    def end(self) -> Any:
+        self.ended += 1
+        number = self.ended
+
+        def seconds() -> dict[str, float]:
+            self.read.append(number)
+            return {"forward": float(number)}
+
+        return SimpleNamespace(seconds=seconds)
+
+
+def run_on(device: str, folder: Path, *, saves_at: int | None = None) -> tuple[RankRun, Clock]:
+    run, clock = object.__new__(RankRun), Clock()
+    plain = make_config(folder)
+    run._config, run._on_cuda = plain, device == "cuda"
+    run._events = EventWriter(folder / "metrics.jsonl", in_background=run._on_cuda)
+    run._rank, run._readings, run._progress = RankInfo(0, 1, 0, "nowhere"), Readings(), Progress()
+    run._runtime = SimpleNamespace(clock=clock, reset_ledger=Ledger)  # type: ignore[assignment]
+    run._saving = SimpleNamespace(is_due=lambda progress: progress.step == saves_at)  # type: ignore[assignment]
+    run._device = SimpleNamespace(type="cpu")  # type: ignore[assignment]  # of which the memory is read
+    run._unread, run._first = None, 0
+    return run, clock
+
+
+def report(loss: float) -> StepReport:
+    return StepReport(loss=loss, grad_norm=1.0, skipped=False, loss_scale=1.0)
+
+
+def told(folder: Path) -> list[tuple[int, float]]:
+    return [(event["step"], event["step_ms"]) for event in EventTail(folder / "metrics.jsonl").read_new()]
+
+
+def test_beside_a_gpu_the_host_reads_a_step_when_it_has_issued_the_next(tmp_path: Path) -> None:
+    run, clock = run_on("cuda", tmp_path)
+    run._note_step(0, report(3.0), 0.1)
+    assert (clock.ended, clock.read, run._readings.losses) == (1, [], [3.0])
+    run._read_last_step()  # as _train_step does after the next backward
+    run._read_last_step()
+    assert clock.read == [1]
+    run._note_step(1, report(2.0), 0.1)
+    run._tell_all()
+    assert clock.read == [1, 2]
+    assert told(tmp_path) == [(1, 1000.0), (2, 2000.0)]
+    assert run._readings.step_s == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("device", "saves_at"), [("cpu", None), ("cuda", 1)])
+def test_on_a_cpu_and_before_a_save_a_step_is_in_the_record_immediately(
+    tmp_path: Path, device: str, saves_at: int | None
+) -> None:
+    run, _ = run_on(device, tmp_path, saves_at=saves_at)
+    run._note_step(0, report(3.0), 0.1)
+    assert told(tmp_path) == [(1, 1000.0)]
+
+
+def test_a_run_that_fails_in_the_next_step_keeps_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = run_on("cuda", tmp_path)
+
+    def fails(self: RankRun) -> None:
+        self._note_step(0, report(3.0), 0.1)
+        raise MemoryError("in the next forward")
+
+    monkeypatch.setattr(RankRun, "_run", fails)
+    with pytest.raises(MemoryError, match="next forward"):
+        run.run()
+    assert told(tmp_path) == [(1, 1000.0)]

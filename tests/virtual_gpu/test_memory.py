@@ -1,0 +1,51 @@
+"""On a virtual GPU the allocator never needs more than the prediction, in every row and both orders of registration.
+
+The allocator is as in harness/virtual_gpu/allocator.py: blocks that other streams use come back when the host has
+waited for these, and the host is infinitely fast. That it needs no more than the tensors is a rule of every row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from harness.attack_counts import Tally
+from harness.virtual_gpu.checks import troubles
+from harness.virtual_gpu.process import Job, VirtualGpu
+from harness.virtual_gpu.row import Row
+
+pytestmark = pytest.mark.full
+
+ROWS = [
+    *(Row(stage=stage) for stage in (0, 1, 2, 3)),
+    *(Row(stage=stage, embedding_last=True) for stage in (0, 1, 2, 3)),
+    *(Row(stage=stage, micro_batches=3) for stage in (0, 1, 2, 3)),
+    *(Row(prefetch=prefetch) for prefetch in (0, 3)),
+    *(Row(stage=stage, shard_ranks=2) for stage in (1, 2, 3)),
+    *(Row(stage=stage, offload="optimizer") for stage in (0, 1, 2, 3)),
+    *(Row(offload=offload, prefetch=prefetch) for offload in ("params", "both", "both nvme") for prefetch in (1, 3)),
+    *(Row(offload="both", speculative=guess) for guess in ("right", "wrong")),
+    *(
+        Row(recompute=kind, offload=offload)
+        for kind in ("none", "full", "every_nth", "by_operation")
+        for offload in ("none", "activations")
+        if (kind, offload) != ("none", "none")
+    ),
+    *(Row(optimizer=name) for name in ("adamw8bit", "lion", "sgd", "torch", "lamb")),
+    Row(precision="fp32"),
+    Row(tied=True),
+    Row(frozen=True),
+    Row(offload="both", frozen=True),
+    Row(world=64, rank=37),
+    Row(world=64, rank=37, offload="both"),
+    Row(world=64, rank=37, shard_ranks=8),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_the_allocator_never_needs_more_than_predicted(row: Row, virtual_gpu: VirtualGpu, tally: Tally) -> None:
+    large = replace(row, width=128, vocab=512, blocks=8, tokens=16, traced=True)
+    found = virtual_gpu.result(Job(large))
+    taken, predicted = found["peaks"]["taken"], found["predicted"] + found["activations"]
+    tally("memory", rows=1, above_the_prediction=int(taken > predicted))
+    assert not troubles(large, found)
