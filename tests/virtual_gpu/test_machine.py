@@ -9,7 +9,7 @@ from harness.virtual_gpu.threads import Turns, stand_ins
 
 OTHER: Actor = ("stream", 1)
 MEMORY = 7  # a storage
-HALF, REST, WHOLE = (0, 64), (64, 128), (0, 128)
+LOW, HIGH, ALL = (0, 64), (64, 128), (0, 128)
 
 
 @pytest.fixture
@@ -20,42 +20,42 @@ def machine() -> Machine:
 
 
 def kinds(machine: Machine) -> list[str]:
-    return [one.kind for one in machine.disorders]
+    return [pair.kind for pair in machine.disorders]
 
 
 def test_a_write_and_a_read_of_the_same_bytes_on_two_streams_need_an_event(machine: Machine) -> None:
-    machine.launch(MAIN, COMPUTE, "fill", writes=[(MEMORY, WHOLE)])
-    machine.launch(MAIN, OTHER, "copy", reads=[(MEMORY, HALF)])
+    machine.launch(MAIN, COMPUTE, "fill", writes=[(MEMORY, ALL)])
+    machine.launch(MAIN, OTHER, "copy", reads=[(MEMORY, LOW)])
     assert kinds(machine) == ["access"]
 
 
 def test_a_stream_that_waits_for_an_event_is_ordered(machine: Machine) -> None:
-    machine.launch(MAIN, COMPUTE, "fill", writes=[(MEMORY, WHOLE)])
+    machine.launch(MAIN, COMPUTE, "fill", writes=[(MEMORY, ALL)])
     machine.follow(OTHER, machine.now(COMPUTE), "event")
-    machine.launch(MAIN, OTHER, "copy", reads=[(MEMORY, HALF)])
+    machine.launch(MAIN, OTHER, "copy", reads=[(MEMORY, LOW)])
     assert kinds(machine) == []
 
 
 def test_an_event_covers_only_what_was_issued_before_it(machine: Machine) -> None:
     event = machine.now(COMPUTE)
-    machine.launch(MAIN, COMPUTE, "fill", writes=[(MEMORY, WHOLE)])
+    machine.launch(MAIN, COMPUTE, "fill", writes=[(MEMORY, ALL)])
     machine.follow(OTHER, event, "event")
-    machine.launch(MAIN, OTHER, "copy", reads=[(MEMORY, HALF)])
+    machine.launch(MAIN, OTHER, "copy", reads=[(MEMORY, LOW)])
     assert kinds(machine) == ["access"]
 
 
 def test_reads_and_other_bytes_need_no_order(machine: Machine) -> None:
-    machine.launch(MAIN, COMPUTE, "sum", reads=[(MEMORY, WHOLE)])
-    machine.launch(MAIN, OTHER, "copy", reads=[(MEMORY, WHOLE)])
-    machine.launch(MAIN, COMPUTE, "fill", writes=[(MEMORY + 1, HALF)])
-    machine.launch(MAIN, OTHER, "fill", writes=[(MEMORY + 1, REST)])
+    machine.launch(MAIN, COMPUTE, "sum", reads=[(MEMORY, ALL)])
+    machine.launch(MAIN, OTHER, "copy", reads=[(MEMORY, ALL)])
+    machine.launch(MAIN, COMPUTE, "fill", writes=[(MEMORY + 1, LOW)])
+    machine.launch(MAIN, OTHER, "fill", writes=[(MEMORY + 1, HIGH)])
     assert kinds(machine) == []
 
 
 def test_a_launch_follows_what_its_thread_has_waited_for(machine: Machine) -> None:
-    machine.launch(MAIN, COMPUTE, "fill", writes=[(MEMORY, WHOLE)])
+    machine.launch(MAIN, COMPUTE, "fill", writes=[(MEMORY, ALL)])
     machine.synchronize(MAIN, machine.now(COMPUTE), "event")
-    machine.launch(MAIN, OTHER, "copy", reads=[(MEMORY, WHOLE)])
+    machine.launch(MAIN, OTHER, "copy", reads=[(MEMORY, ALL)])
     assert kinds(machine) == []
     assert [sync.kind for sync in machine.syncs] == ["event"]
 
@@ -63,20 +63,20 @@ def test_a_launch_follows_what_its_thread_has_waited_for(machine: Machine) -> No
 def test_two_threads_are_ordered_by_a_signal_alone(machine: Machine) -> None:
     helper: Actor = ("thread", 1)
     machine.names[helper] = "helper"
-    machine.act(MAIN, "write", writes=[(MEMORY, WHOLE)])
+    machine.act(MAIN, "write", writes=[(MEMORY, ALL)])
     machine.follow(helper, machine.now(MAIN), "signal")
-    machine.act(helper, "read", reads=[(MEMORY, WHOLE)])
+    machine.act(helper, "read", reads=[(MEMORY, ALL)])
     assert kinds(machine) == []
-    machine.act(MAIN, "write", writes=[(MEMORY, WHOLE)])
+    machine.act(MAIN, "write", writes=[(MEMORY, ALL)])
     assert kinds(machine) == ["access"]
 
 
 def test_a_wait_that_is_left_out_orders_nothing() -> None:
     machine = Machine(without=frozenset({"event at the test"}))
     machine.names[OTHER] = "copies"
-    machine.launch(MAIN, COMPUTE, "fill", writes=[(MEMORY, WHOLE)])
+    machine.launch(MAIN, COMPUTE, "fill", writes=[(MEMORY, ALL)])
     machine.follow(OTHER, machine.now(COMPUTE), "event")
-    machine.launch(MAIN, OTHER, "copy", writes=[(MEMORY, WHOLE)])
+    machine.launch(MAIN, OTHER, "copy", writes=[(MEMORY, ALL)])
     assert len(kinds(machine)) == 1
     assert machine.waits == {"event at the test"}
 
@@ -88,9 +88,9 @@ def used_elsewhere(machine: Machine) -> Allocator:
     """A block of the compute stream that another stream has read."""
     allocator = Allocator(machine)
     allocator.allocate(MEMORY, 128, COMPUTE, MAIN)
-    machine.launch(MAIN, COMPUTE, "fill", writes=[(MEMORY, WHOLE)])
+    machine.launch(MAIN, COMPUTE, "fill", writes=[(MEMORY, ALL)])
     machine.follow(OTHER, machine.now(COMPUTE), "event")
-    machine.launch(MAIN, OTHER, "copy", reads=[(MEMORY, WHOLE)])
+    machine.launch(MAIN, OTHER, "copy", reads=[(MEMORY, ALL)])
     return allocator
 
 

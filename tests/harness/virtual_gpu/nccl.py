@@ -64,7 +64,7 @@ class VirtualGroup(dist.ProcessGroup):
         super().__init__(options.group_rank, options.group_size)
         self._devices, self._storages, self._log = devices, storages, log
         self._ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-        self.label = f"{len({one.group for one in log if one.kind == 'make'})} of {options.group_size}"
+        self.label = f"{sum(event.kind == 'make' for event in log)} of {options.group_size}"
         self._stream = Stream(devices, devices.index)
         devices.machine.names[self._stream.actor] = f"NCCL group {self.label}"
         self._write("make", None)

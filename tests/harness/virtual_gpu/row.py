@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+SEQUENCES = 2  # of a micro-batch
+
 
 @dataclass(frozen=True)
 class Row:
@@ -42,9 +44,9 @@ class Row:
 
     def __str__(self) -> str:
         """The settings that differ from the defaults: `stage=2,offload=both`."""
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
-        told = [f"{one.name}={own[one.name]}" for one in fields(self) if own[one.name] != one.default]
-        return ",".join(told) or f"stage={self.stage}"
+        values = [(setting, getattr(self, setting.name)) for setting in fields(self)]
+        words = [f"{setting.name}={value}" for setting, value in values if value != setting.default]
+        return ",".join(words) or f"stage={self.stage}"
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

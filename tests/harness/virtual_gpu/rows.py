@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from harness.virtual_gpu import nccl, threads
 from harness.virtual_gpu.devices import Devices
 from harness.virtual_gpu.machine import Machine
 from harness.virtual_gpu.recorder import Recorder, extent
-from harness.virtual_gpu.row import Row
+from harness.virtual_gpu.row import SEQUENCES, Row
 from zero_runtime.accounting import predicted_peak
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
@@ -53,7 +53,6 @@ from zero_runtime.unit_planner import UnitRules
 
 FILE = -1  # the storage that stands for a rank's scratch file
 DEVICE = 3  # not 0, which is every thread's device before it chooses another
-SEQUENCES = 2
 LR = 1e-3
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "adamw": AdamWConfig(),
@@ -235,18 +234,18 @@ def _end(bench: Bench, runtime: ZeroRuntime, found: dict[str, Any]) -> None:
     found["predicted"] = predicted_peak(runtime).total
     found["events"] = bench.devices.events_made - found.pop("events_before")
     found["events_alive"] = bench.devices.events_alive
-    found["issued"] = [[one.group, one.kind, one.numel, one.dtype] for one in bench.log[found.pop("first_issued") :]]
+    found["issued"] = [astuple(event) for event in bench.log[found.pop("first_issued") :]]
 
 
 def _report(bench: Bench, found: dict[str, Any]) -> dict[str, Any]:
     return {
         **found,
-        "disorders": [asdict(one) for one in bench.machine.disorders],
+        "disorders": [asdict(pair) for pair in bench.machine.disorders],
         "elsewhere": dict(Counter(bench.devices.launched_elsewhere)),
         "contexts": sorted(bench.devices.contexts),
         "waits": sorted(bench.machine.waits),
         "operations": bench.machine.operations,
         "checked": bench.machine.checked,
-        "made": [one.group for one in bench.log if one.kind == "make"],
-        "destroyed": [one.group for one in bench.log if one.kind == "destroy"],
+        "made": [event.group for event in bench.log if event.kind == "make"],
+        "destroyed": [event.group for event in bench.log if event.kind == "destroy"],
     }
