@@ -126,11 +126,8 @@ def lamb_squares(
 ) -> torch.Tensor:
     count = triton.cdiv(master.numel(), reference.GROUP_NUMEL)
     groups = _groups(2, count, master.device)
-    _launch(
-        *(updates.lamb_squares_kernel, (count,)),
-        *(master, exp_avg, exp_avg_sq, groups, master.numel(), count, *numbers[:-1]),
-        **GROUP,
-    )
+    squared = (master, exp_avg, exp_avg_sq, groups)
+    _launch(updates.lamb_squares_kernel, (count,), *squared, master.numel(), count, *numbers[:-1], **GROUP)
     return folded(groups)
 
 
