@@ -38,3 +38,12 @@ def test_the_check_finds_shared_names() -> None:
     sources = [("a.py", "class Place: ...\nclass _Own: ..."), ("b.py", "def f():\n class Place: ...\nclass _Own: ...")]
     assert shared_names(sources) == {"Place": ["a.py", "b.py"]}
     assert shared_names([("a.py", "class Place: ..."), ("b.py", "class Verdict: ...")]) == {}
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """pytest imports test files by their names alone, and collects only the first of two."""
+    files = defaultdict(list)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        files[path.name].append(str(path.relative_to(ROOT)))
+    assert len(files) > 100, "expected the test files"
+    assert {name: found for name, found in files.items() if len(found) > 1} == {}

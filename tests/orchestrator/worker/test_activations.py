@@ -32,6 +32,7 @@ from zero_runtime.activations.rule import ActivationDevice, RecomputeKind, Recom
 from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.census import ActivationCensus
 from zero_runtime.memory.model import step_floor_bytes
+from zero_runtime.offload.copy_streams import HELD_SOURCES
 from zero_runtime.optim.configs import AdamWConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -203,12 +204,15 @@ def _gpu_counts(
 
 
 @pytest.mark.full
-def test_gpu_attention_keeps_what_its_kernels_keep_and_offload_leaves_no_block_activations() -> None:
+def test_gpu_attention_keeps_what_its_kernels_keep_and_offload_leaves_the_sources_of_the_last_copies() -> None:
     pairs, (sixteen, thirty_two) = run_alone(_gpu_counts, KINDS)
+    # No storage that a block keeps is larger than its widest activation, of the MLP, in fp32.
+    held = HELD_SOURCES * 3 * SEQ * LLAMA["intermediate_size"] * 4
     for here, there in pairs:
         assert here.host == 0
         assert there.host > 0
-        assert there.kept_outside == there.kept < here.kept
+        assert there.kept_outside < there.kept <= there.kept_outside + held
+        assert there.kept < here.kept
     # Flash attention and the CPU kernel keep the same tensors: inputs, output and one logarithm per row. Flash
     # attention also keeps a seed of 16 bytes. In fp32 with grouped heads the scores are kept too: 3 sequences x 4 heads
     # x 24 x 24 numbers in each of 4 blocks.
