@@ -42,7 +42,7 @@ def claim_device(store: dist.Store, rank: int, world: int, device: torch.device)
     facts = torch.cuda.get_device_properties(device)
     if " MIG " in f"{facts.name} ":
         raise PlanError(
-            f"rank {rank}: expected a whole GPU for each of {world} ranks, found {facts.name}, a part of one, over "
+            f"rank {rank}: expected an entire GPU for each of {world} ranks, found {facts.name}, a part of one, over "
             "which NCCL cannot communicate; start a single rank"
         )
     owner = store.compare_set(f"devices/{facts.uuid}", "", str(rank)).decode()

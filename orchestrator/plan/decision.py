@@ -52,7 +52,7 @@ class Prediction:
 
     limit_bytes: None if it is not known. unsharded_bytes: upper bound on the full parameters and gradients of units
     that exist at the same time, in addition to the shards. activations: None if they cannot be counted; `unknown` says
-    why. overhead: what CUDA, NCCL and cuBLAS take beside tensors. remedies: overrides with which the point fits, if
+    why. overhead: the memory of CUDA, NCCL and cuBLAS. remedies: overrides with which the point fits, if
     they were searched for (`advised`).
     """
 

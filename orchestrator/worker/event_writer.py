@@ -1,4 +1,4 @@
-"""Writes rank 0's events in order; beside a GPU from a thread, because all ranks would wait for a slow disk."""
+"""Writes rank 0's events in order; on a GPU from a thread, because all ranks would wait for a slow disk."""
 
 from __future__ import annotations
 

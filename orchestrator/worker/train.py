@@ -212,7 +212,7 @@ class RankRun:
         return parts, _count(labels)
 
     def _on_device(self, array: Any) -> torch.Tensor:
-        """The array on the device. Beside a GPU the host does not wait for the copy: it is from pinned memory, which
+        """The array on the device. On a GPU the host does not wait for the copy: it is from pinned memory, which
         torch gives to no other tensor before the copy has ended."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._on_cuda else tensor

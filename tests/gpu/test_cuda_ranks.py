@@ -1,4 +1,4 @@
-"""All GPUs of this machine as ranks over NCCL: bits, the end of runtimes, a rank out of memory, memory beside tensors.
+"""All GPUs of this machine as ranks over NCCL: bits, the end of runtimes, a rank out of memory, memory not of tensors.
 
 The bits are those of exact arithmetic (harness/exact.py), which NCCL's order of a sum cannot change.
 """
@@ -61,6 +61,6 @@ def test_cuda_and_nccl_take_what_the_allowance_of_predictions_says(world: int, s
     plan = ZeroPlan.from_stage(stage)
     allowed = DeviceOverhead.on_cuda(world, plan.shard_count(world))
     least, most = allowed.least - WORKSPACES, allowed.most - WORKSPACES
-    for rank, (beside, count) in enumerate(values_of(spawn_ranks(rank_scenarios.memory_beside_tensors, world, plan))):
-        print(f"rank {rank}: {beside / 2**20:.0f} MiB beside tensors, {count} communicators, context {CONTEXT}")
-        assert least <= beside <= most, (rank, beside, count)
+    for rank, (outside, count) in enumerate(values_of(spawn_ranks(rank_scenarios.memory_outside_tensors, world, plan))):
+        print(f"rank {rank}: {outside / 2**20:.0f} MiB outside of tensors, {count} communicators, context {CONTEXT}")
+        assert least <= outside <= most, (rank, outside, count)

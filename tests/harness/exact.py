@@ -11,6 +11,7 @@ SGD shows each gradient in one step. Lion, whose updates are -lr, 0 or lr, stays
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -126,11 +127,18 @@ def _update(optimizer: OptimizerConfig, grad: torch.Tensor, momentum: torch.Tens
     return direction.sign()
 
 
-def trained(row: Row, device: torch.device) -> Curve:
+def trained(
+    row: Row,
+    device: torch.device,
+    make: Callable[[], nn.Module] = ExactModel,
+    read_host: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist,
+) -> Curve:
     """The curve of this rank's runtime, in a world that exists; every rank must call it. Ends the runtime."""
-    settings = RuntimeSettings(micro_batches=row.micro_batches, prefetch=row.prefetch, offload=row.offload)
+    settings = RuntimeSettings(
+        micro_batches=row.micro_batches, prefetch=row.prefetch, offload=row.offload, read_host=read_host
+    )
     plan = ZeroPlan.from_stage(row.stage, shard_ranks=row.shard_ranks)
-    runtime = ZeroRuntime(ExactModel(), plan, MixedPrecision(), row.optimizer, settings, device)
+    runtime = ZeroRuntime(make(), plan, MixedPrecision(), row.optimizer, settings, device)
     losses = []
     for step in range(STEPS[row.optimizer]):
         runtime.expect_rate(RATES[row.optimizer])

@@ -51,7 +51,7 @@ def out_of_memory_on_one_rank(watch: RankWatch, device: torch.device) -> None:
         runtime.step(1e-3)
 
 
-def memory_beside_tensors(watch: RankWatch, device: torch.device, plan: ZeroPlan) -> tuple[int, int]:
+def memory_outside_tensors(watch: RankWatch, device: torch.device, plan: ZeroPlan) -> tuple[int, int]:
     """(bytes of this rank's GPU that torch's allocator does not hold, number of communicators), during training.
 
     Only meaningful if no other process uses the GPU.
@@ -63,6 +63,6 @@ def memory_beside_tensors(watch: RankWatch, device: torch.device, plan: ZeroPlan
         runtime.step(1e-3)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    beside = total - free - torch.cuda.memory_reserved(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
     runtime.close()
-    return beside, communicators(dist.get_world_size(), runtime.collectives.shard_count)
+    return outside, communicators(dist.get_world_size(), runtime.collectives.shard_count)

@@ -48,7 +48,7 @@ def test_a_gpu_that_another_rank_uses_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_ranks_on_parts_of_a_gpu_are_refused_and_a_single_rank_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     seeing(monkeypatch, "a", "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
-    with pytest.raises(PlanError, match=r"a whole GPU for each of 2 ranks, found .*MIG 1g.5gb, a part of one"):
+    with pytest.raises(PlanError, match=r"an entire GPU for each of 2 ranks, found .*MIG 1g.5gb, a part of one"):
         claim_device(dist.HashStore(), 0, 2, GPU)
     claim_device(dist.HashStore(), 0, 1, GPU)
 

@@ -1,4 +1,4 @@
-"""Memory of a GPU that libraries take beside torch's tensors: an allowance for predictions, not a count.
+"""Memory of a GPU that libraries take in addition to torch's tensors: an allowance for predictions, not a count.
 
 No GPU has confirmed these figures here. Each is the range of published measurements, for one process on one GPU.
 """

@@ -17,7 +17,7 @@ def rank_on(device: str) -> RankRun:
     return run
 
 
-def test_beside_a_gpu_batches_are_copied_from_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_batches_are_copied_from_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, Any]] = []
 
     def pin_memory(tensor: torch.Tensor) -> torch.Tensor:

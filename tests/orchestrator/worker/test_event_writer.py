@@ -1,4 +1,4 @@
-"""Events are written in order; on a CPU before the call returns, beside a GPU without holding up the rank."""
+"""Events are written in order; on a CPU before the call returns, on a GPU without holding up the rank."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ def test_a_write_that_fails_ends_the_run(tmp_path: Path) -> None:
     for call in ("flush", "write"):
         events = EventWriter(tmp_path / "no folder" / "events.jsonl", in_background=True)
         events.write("step", step=1)
-        events.end()  # of a rank that failed for another reason: no error beside that one
+        events.end()  # of a rank that failed for another reason: no further error
         with pytest.raises(OSError, match="No such file or directory"):
             events.flush() if call == "flush" else events.write("step", step=2)

@@ -1,4 +1,4 @@
-"""Beside a GPU the times of a step are read during the next one; on a CPU, and before a save, immediately."""
+"""On a GPU the times of a step are read during the next one; on a CPU, and before a save, immediately."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def told(folder: Path) -> list[tuple[int, float]]:
     return [(event["step"], event["step_ms"]) for event in EventTail(folder / "metrics.jsonl").read_new()]
 
 
-def test_beside_a_gpu_the_host_reads_a_step_when_it_has_issued_the_next(tmp_path: Path) -> None:
+def test_on_a_gpu_the_host_reads_a_step_when_it_has_issued_the_next(tmp_path: Path) -> None:
     run, clock = run_on("cuda", tmp_path)
     run._note_step(0, report(3.0), 0.1)
     assert (clock.ended, clock.read, run._readings.losses) == (1, [], [3.0])
