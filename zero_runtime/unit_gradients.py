@@ -215,7 +215,7 @@ class UnitGradients:
     def _keep(self, full: torch.Tensor | None) -> None:
         """Replace the full gradient and its views, which would keep its memory."""
         self.unsharded_grad = full
-        self._flats = () if full is None else full.split(self._sizes)[::2]
+        self._flats = () if full is None else full.split_with_sizes(self._sizes)[::2]
 
     def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
         return self.layout.shard_of(full, self._collectives.shard_rank)
