@@ -33,7 +33,6 @@ SETTLED = "before the memory is unlocked, every unit has settled and the step ha
 REDUNDANT = {
     "host waits for device at copy_streams.py:close < host.py:close < runtime.py:close": SETTLED,
     "host waits for device at copy_streams.py:close < host.py:close < speculation.py:close": SETTLED,
-    "host waits for device at copy_streams.py:close < nvme.py:close < runtime.py:close": SETTLED,
     "host waits for device at copy_streams.py:close < nvme.py:close < speculation.py:close": SETTLED,
     "host waits for device at copy_streams.py:close < offload.py:close < recompute.py:remove": SETTLED,
     "stream waits for event at copy_streams.py:hold_device < copy_streams.py:to_device < device_host.py:send_params": (

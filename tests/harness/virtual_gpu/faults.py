@@ -329,17 +329,6 @@ def a_guess_does_not_wait_for_its_gradient() -> None:
     left_out(Guess, "_wait_for_grad")
 
 
-@fault(Row(offload="both", speculative="right"), UNORDERED)
-def a_guess_writes_the_current_shards() -> None:
-    from zero_runtime.offload.host import HostLocation
-
-    def draft(self: HostLocation, update: Any) -> None:
-        self.end_copies()
-        update.apply(self.unit, self._lent(self._shards))
-
-    HostLocation.draft = draft  # type: ignore[method-assign]
-
-
 @fault(Row(offload="both nvme"), UNORDERED)
 def a_slot_is_reused_while_it_is_copied() -> None:
     from zero_runtime.offload.nvme_locations import NvmeSeparateLocation

@@ -75,7 +75,13 @@ TIERS = {  # where the parameter shards and the optimizer's states are stored
 
 
 class Bench:
-    """One rank's virtual GPU with everything installed."""
+    """One rank's virtual GPU with everything installed.
+
+    gathers: of full parameters so far. overflows: whether the gradients of the current step do.
+    """
+
+    gathers = 0
+    overflows = False
 
     def __init__(self, guard: ctypes.CDLL, row: Row, without: Collection[str]) -> None:
         self.machine = Machine(without=frozenset(without))
@@ -85,12 +91,10 @@ class Bench:
         self.recorder = Recorder(self.devices)
         stand_ins.install(self.devices)
         threads.install(self.turns, "zero_runtime")
-        self.gathers = 0
         self._record_files()
         self._count_gathers()
         self.log = nccl.join(self.devices, self.recorder.storages, row.rank, row.world)
         self.device = torch.device("cuda", DEVICE)
-        self.overflows = False  # the gradients of the current step
 
     def _record_files(self) -> None:
         """Record what transfers to and from a scratch file access: the host's memory and the file."""
