@@ -79,15 +79,9 @@ class Row:
         return f"{self.size}, {machine}, {sharding}{'' if self.prefetch else ', no prefetch'}, {self.engine}"
 
 
-ROWS = [
-    *(Row(size, 8, stage) for size in ("1B", "7B") for stage in (2, 3)),
-    *(
-        Row(size, 32, 3, shard_ranks)
-        for size in ("1B", "7B", "70B")
-        for shard_ranks in (None, 8)
-        if size != "70B" or not shard_ranks
-    ),
-]
+ROWS = [Row(size, 8, stage) for size in ("1B", "7B") for stage in (2, 3)]
+ROWS += [Row(size, 32, shard_ranks=shard_ranks) for size in ("1B", "7B") for shard_ranks in (None, 8)]
+ROWS += [Row("70B", 32)]
 ROWS += [replace(row, engine="FSDP2") for row in ROWS if row.stage == 3]
 ROWS += [Row("7B", 8, prefetch=0)]
 CUT = [replace(row, layers=4) for row in ROWS if row.size == "7B"]
@@ -123,6 +117,8 @@ def loaded_guard() -> ctypes.CDLL:
     os.environ["ZLAB_KERNELS"] = "reference"
     from harness.virtual_gpu import timed_rows  # noqa: F401
 
+    import orchestrator.workloads.models  # noqa: F401
+
     return guard
 
 
@@ -145,7 +141,7 @@ def in_a_fork(guard: ctypes.CDLL, row: Row) -> dict[str, Any]:
 def run(guard: ctypes.CDLL, row: Row, writer: Connection) -> None:
     from harness.virtual_gpu import timed_rows
 
-    writer.send({**asdict(row), "name": str(row), **timed_rows.run(guard, row, SIZES[row.size], SEQUENCE)})
+    writer.send({**asdict(row), "name": str(row), **timed_rows.run_llama(guard, row, SIZES[row.size], SEQUENCE)})
 
 
 def table(found: list[dict[str, Any]]) -> str:

@@ -196,7 +196,8 @@ def _sample(kernels: ModuleType, device: torch.device) -> list[torch.Tensor]:
     scales = torch.zeros(2, blocks_of(numel), device=device).unbind()
     states = (codes[0], scales[0], codes[1], scales[1])
     kernels.adamw8bit_(coded_master, values, *states, scale, adamw.numbers)
-    sums = (kernels.sum_of_squares(values).float(), squares.float())
+    several = values.repeat(reference.GROUP_NUMEL // numel + 1)  # more than one group, whose sums are folded
+    sums = (kernels.sum_of_squares(several).float(), squares.float())
     tensors = [master, first, second, out.float(), total, lamb_first, lamb_second, lamb_master, coded_master]
     # Correct codes may differ by one; after adding 256 that is within the relative tolerance of the caller.
     return [*tensors, *sums, *scales, *(code.float() + 256 for code in codes)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -71,6 +72,9 @@ class UnitGradients:
         self._keeps_full = plan.keeps_full_grads
         self._reduces_in_place = plan.keeps_full_grads or collectives.shard_count == 1
         self._filled: set[int] = set()  # parameters (by index) with a gradient in unsharded_grad
+        # Each parameter's elements of unsharded_grad. One call makes all views, in less time than a slice for each.
+        self._flats: Sequence[torch.Tensor] = ()
+        self._sizes = _sizes(layout)
         self._closed = False  # reduced in the current backward, so that another gradient of it would be lost
         self._reducing: Reduction | None = None
         self._squares: torch.Tensor | None = None  # result of `squares`, kept for a gradient that was sent away
@@ -83,24 +87,22 @@ class UnitGradients:
 
     def take(self, index: int, grad: torch.Tensor, *, sums_locally: bool) -> None:
         """Copy or add the gradient of parameter `index` into the flat gradient. See Unit.take_grad."""
-        segment = self.layout.segments[index]
         if self._closed:
+            name = self.layout.segments[index].name
             raise UnitStateError(
-                f"unit {self.name}: expected no gradient of {segment.name} after the unit was reduced in this "
+                f"unit {self.name}: expected no gradient of {name} after the unit was reduced in this "
                 "backward, found one; it would be lost. Use torch.utils.checkpoint with use_reentrant=False"
             )
         # Only the first gradient of a backward finds another state or no tensor.
         if self.state is not GradState.LOCAL or self.unsharded_grad is None:
             self._open(sums_locally=sums_locally)
-        assert self.unsharded_grad is not None
-        flat = segment.of(self.unsharded_grad)
+        flat = self._flats[index]
         # Each gradient is converted to the flat gradient's dtype on its own and dropped, so a second full gradient of
         # the unit, in param_dtype, never exists.
-        with torch.no_grad():
-            if index in self._filled:
-                ops.accumulate_(flat, grad.reshape(-1))
-            else:
-                flat.copy_(grad.reshape(-1))
+        if index in self._filled:
+            ops.accumulate_(flat, grad.reshape(-1))
+        else:
+            flat.copy_(grad.reshape(-1))
         self._filled.add(index)
 
     def _open(self, *, sums_locally: bool) -> None:
@@ -110,7 +112,8 @@ class UnitGradients:
         if self.unsharded_grad is not None:
             return
         dtype = self.grad_dtype if self._keeps_full or sums_locally else self._reduce_dtype
-        self.unsharded_grad = self._empty(self.layout.padded_numel, dtype)
+        self._keep(self._empty(self.layout.padded_numel, dtype))
+        assert self.unsharded_grad is not None
         for start, stop in self.layout.gaps:
             self.unsharded_grad[start:stop].zero_()  # padding takes part in the reduction and in the norm
 
@@ -123,19 +126,18 @@ class UnitGradients:
         """
         self._open(sums_locally=False)
         assert self.unsharded_grad is not None
-        for index, segment in enumerate(self.layout.segments):
+        for index, flat in enumerate(self._flats):
             if index not in self._filled:
-                segment.of(self.unsharded_grad).zero_()
+                flat.zero_()
         self._filled.clear()
         self._closed = True
+        self.move(GradState.REDUCING)
         full = self.unsharded_grad.to(self._reduce_dtype)  # the same tensor if the dtypes agree
         if self._reduces_in_place:
             out = self._own_slice(full)
         else:
             out = self._empty(self.layout.shard_numel, self._reduce_dtype)
-        pending = self._collectives.reduce(full, out, self.name)  # if it fails, the unit can still be freed
-        self.move(GradState.REDUCING)
-        self._reducing = Reduction(pending, out)
+        self._reducing = Reduction(self._collectives.reduce(full, out, self.name), out)
 
     def wait_reduce(self) -> None:
         """Block until grad_shard holds the sum over the ranks; frees the full gradient if the plan shards gradients."""
@@ -150,7 +152,7 @@ class UnitGradients:
             if self.grad_dtype != self._reduce_dtype:
                 self.grad_shard.copy_(out)
         else:
-            self.unsharded_grad = None
+            self._keep(None)
             if self.grad_shard is None:
                 self.grad_shard = out.to(self.grad_dtype)
             else:
@@ -177,7 +179,8 @@ class UnitGradients:
 
     def give_away(self, elsewhere: torch.Tensor) -> None:
         """Replace grad_shard by `elsewhere` and release the previous shard and the full gradient."""
-        self.grad_shard, self.unsharded_grad = elsewhere, None
+        self.grad_shard = elsewhere
+        self._keep(None)
 
     def free(self) -> None:
         """Free the gradients of this step, reduced or not. Waits for a reduction under way."""
@@ -186,7 +189,8 @@ class UnitGradients:
             self.move(GradState.EMPTY)
         self._filled.clear()
         self._closed = False
-        self.unsharded_grad = self.grad_shard = self._squares = None
+        self._keep(None)
+        self.grad_shard = self._squares = None
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
@@ -208,8 +212,22 @@ class UnitGradients:
             raise UnitStateError(f"unit {self.name}: gradients cannot go from {self.state.value} to {to.value}")
         self.state = to
 
+    def _keep(self, full: torch.Tensor | None) -> None:
+        """Replace the full gradient and its views, which would keep its memory."""
+        self.unsharded_grad = full
+        self._flats = () if full is None else full.split_with_sizes(self._sizes)[::2]
+
     def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
         return self.layout.shard_of(full, self._collectives.shard_rank)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
+
+
+def _sizes(layout: FlatLayout) -> list[int]:
+    """The elements of each parameter and those between it and the next, in turn."""
+    ends = [*(segment.offset for segment in layout.segments[1:]), layout.padded_numel]
+    sizes = []
+    for segment, end in zip(layout.segments, ends, strict=True):
+        sizes += [segment.numel, end - segment.offset - segment.numel]
+    return sizes

@@ -42,9 +42,7 @@ def join_world(
     settings = settings or WorldSettings()
     device = make_current(device)
     if device.type == "cuda":
-        # Gathers and reductions are under way together on two communicators. NCCL then needs one order of their kernels
-        # on all devices of a node; with this variable it takes the order in which the host issues them.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        _launch_in_host_order()
     if isinstance(place, Path):  # torch would cut a URL at # or ?, and ranks of other runs may meet at the shorter path
         store = dist.FileStore(str(place), world)
     else:
@@ -108,6 +106,15 @@ def world_size() -> int:
     return dist.get_world_size()
 
 
+def _launch_in_host_order() -> None:
+    """Let NCCL start the kernels of all communicators in the order in which the host issues them.
+
+    Gathers and reductions are under way together on two communicators. If the devices had room for one kernel only and
+    two ranks started different ones, neither could end. NCCL reads the variable at its first launch.
+    """
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
+
 def leave_world() -> None:
     """Destroy the default process group and all others. Only for ranks that succeeded: see [Note: failed ranks]."""
     dist.destroy_process_group()
@@ -146,6 +153,8 @@ class RankGroups(NamedTuple):
         ranks = range(world)
         if world == 1:
             return cls()
+        if dist.get_backend() == "nccl":
+            _launch_in_host_order()  # another program may have made the default group
         if shard_count == 1:
             return cls(replica=_divide([ranks]))
         shards = [list(ranks[start : start + shard_count]) for start in ranks[::shard_count]]

@@ -58,7 +58,7 @@ def adamw8bit_(
 ) -> None:
     blocks, adam = blocks_of(master.numel()), AdamNumbers(*numbers)
     _launch(
-        *(moments.adamw8bit_kernel, triton.cdiv(blocks, MOMENT_ROWS)),
+        *(moments.adamw8bit_kernel, (triton.cdiv(blocks, MOMENT_ROWS),)),
         *(master, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, grad_scale),
         *(_target(param_out, master), master.numel(), blocks, *_tables(master.device), *adam),
         HAS_OUT=param_out is not None,
@@ -126,11 +126,8 @@ def lamb_squares(
 ) -> torch.Tensor:
     count = triton.cdiv(master.numel(), reference.GROUP_NUMEL)
     groups = _groups(2, count, master.device)
-    _launch(
-        *(updates.lamb_squares_kernel, count),
-        *(master, exp_avg, exp_avg_sq, groups, master.numel(), count, *numbers[:-1]),
-        **GROUP,
-    )
+    squared = (master, exp_avg, exp_avg_sq, groups)
+    _launch(updates.lamb_squares_kernel, (count,), *squared, master.numel(), count, *numbers[:-1], **GROUP)
     return folded(groups)
 
 
@@ -161,7 +158,7 @@ def cast_copy_(target: torch.Tensor, values: torch.Tensor) -> None:
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     count = triton.cdiv(values.numel(), reference.GROUP_NUMEL)
     groups = _groups(1, count, values.device)
-    _launch(streams.squares_kernel, count, values, groups, values.numel(), **GROUP)
+    _launch(streams.squares_kernel, (count,), values, groups, values.numel(), **GROUP)
     return folded(groups)[0]
 
 
@@ -171,7 +168,7 @@ def folded(groups: torch.Tensor) -> torch.Tensor:
         rows, count = groups.shape
         columns = max(triton.next_power_of_2(count) >> FOLD_LEVELS, 1)
         sums = torch.empty(rows, columns, dtype=torch.float64, device=groups.device)
-        _launch(streams.fold_kernel, rows * columns, groups, sums, count, columns, LEVELS=FOLD_LEVELS)
+        _launch(streams.fold_kernel, (columns, rows), groups, sums, count, columns, LEVELS=FOLD_LEVELS)
         groups = sums
     return groups[:, 0]
 
@@ -201,17 +198,17 @@ def _tables(device: torch.device) -> _Tables:
 
 def _launch_over(tensor: torch.Tensor, kernel, *args, **constants) -> None:
     """Launch with one program per BLOCK elements of the tensor."""
-    _launch(kernel, triton.cdiv(tensor.numel(), BLOCK), *args, BLOCK=BLOCK, **constants)
+    _launch(kernel, (triton.cdiv(tensor.numel(), BLOCK),), *args, BLOCK=BLOCK, **constants)
 
 
-def _launch(kernel, programs: int, *args, **constants) -> None:
-    """Launch `programs` programs, if any, on the device of the first argument; no launch is made elsewhere.
+def _launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
+    """Launch a grid of programs, if it has any, on the device of the first argument; no launch is made elsewhere.
 
     Triton launches on the current device and its stream, which need not be those of the arguments.
     """
-    if programs:
+    if all(grid):
         with torch.cuda.device_of(args[0]):
-            kernel[(programs,)](*args, **constants, **UNFUSED)
+            kernel[grid](*args, **constants, **UNFUSED)
 
 
 def _target(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:

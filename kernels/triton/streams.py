@@ -39,12 +39,13 @@ def squares_kernel(values, groups, numel, ROWS: tl.constexpr, LANES: tl.constexp
 def fold_kernel(sums, folded, count, columns, LEVELS: tl.constexpr):
     """Each program folds a column of a row of `count` numbers, padded with zeros to 2^LEVELS * columns, in halves.
 
-    A row's second half is added to its first until `columns` numbers are left, as in the reference. The zeros change no
-    number, so every length has the bits of its own power of two. Not specialized: every length uses one variant.
+    Programs are numbered by column and row. A row's second half is added to its first until `columns` numbers are left,
+    as in the reference. The zeros change no number, so every length has the bits of its own power of two. Not
+    specialized: every length uses one variant.
     """
-    row, column = tl.program_id(0) // columns, tl.program_id(0) % columns
-    at = tl.arange(0, 1 << LEVELS) * columns + column
-    numbers = tl.load(sums + row.to(tl.int64) * count + at, mask=at < count, other=0.0)
+    column, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at = tl.arange(0, 1 << LEVELS).to(tl.int64) * columns + column
+    numbers = tl.load(sums + row * count + at, mask=at < count, other=0.0)
     for level in tl.static_range(1, LEVELS + 1):
         numbers = tl.sum(tl.reshape(numbers, [2, 1 << (LEVELS - level)]), axis=0)
     tl.store(folded + row * columns + column + tl.arange(0, 1), numbers)

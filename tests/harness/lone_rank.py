@@ -6,6 +6,7 @@ the branches that it takes with NCCL.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -154,6 +155,7 @@ def lone_rank(
     }
     of_cuda = {"Stream": lambda device=None: "side", "stream": own.on}
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ))  # the runtime sets variables of NCCL
         for target, values in ((dist, of_dist), (collectives, of_collectives), (torch.cuda, of_cuda)):
             stack.enter_context(mock.patch.multiple(target, create=True, **values))
         yield own

@@ -54,8 +54,9 @@ class Launch(NamedTuple):
         return f"{self.operation} {self.variant} of {dtypes}, {self.layout.name}"
 
 
-# Shards begin at 64 bytes and are multiples of 32 elements; a run of a parameter group is any part of one.
-LAYOUTS = (Layout("aligned", 4096, 0), Layout("ragged", 1337, 0), Layout("unaligned", 1337, 3))
+# Shards begin at 64 bytes and are multiples of 32 elements; a run of a parameter group is any part of one. All have
+# several groups of 16,384 elements, whose sums the norm folds.
+LAYOUTS = (Layout("aligned", 65536, 0), Layout("ragged", 65337, 0), Layout("unaligned", 65337, 3))
 HUGE = Layout("more than 2^31 elements", 2**31 + 4096, 0)
 # fp32; bf16 and fp16 with gradients reduced in fp32 or not; bf16 without a master.
 DTYPES = (

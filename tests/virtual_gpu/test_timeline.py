@@ -11,10 +11,27 @@ from typing import Any
 
 import pytest
 from harness.attack_counts import Tally
+from harness.virtual_gpu.process import Job, VirtualGpu
+from harness.virtual_gpu.row import Row
 
 from benchmarks.gpu_timeline import CEILINGS
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def timed(virtual_gpu: VirtualGpu, **settings: Any) -> dict[str, Any]:
+    """A row whose kernels take longer than its gathers: 4,096 tokens, blocks of 21 million parameters."""
+    return virtual_gpu.result(Job(Row(width=2048, blocks=6, tokens=4096, vocab=2048, **settings), timed=True))
+
+
+def test_gathers_hide_behind_computation_if_they_are_prefetched(virtual_gpu: VirtualGpu) -> None:
+    ahead, late = (timed(virtual_gpu, prefetch=prefetch)["exposed_all_gather_ms"] for prefetch in (1, 0))
+    assert 0 < 2 * ahead < late
+
+
+def test_of_the_replicas_all_reduces_only_the_last_are_exposed(virtual_gpu: VirtualGpu) -> None:
+    found = timed(virtual_gpu, world=32, shard_ranks=8)
+    assert 0 < found["exposed_all_reduce_ms"] < found["all_all_reduce_ms"] / 3
 
 
 @cache

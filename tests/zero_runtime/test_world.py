@@ -64,9 +64,15 @@ class Options:
         self.is_high_priority_stream = is_high_priority_stream
 
 
+def _without_launch_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "")  # so that monkeypatch restores what the code sets
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+
+
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Rank 5 of 8 on NCCL: `split` and `new` replace split_group and new_group and have their signatures."""
+    _without_launch_order(monkeypatch)
     found = SimpleNamespace(
         split=mock.create_autospec(dist.split_group, side_effect=lambda **_: object()),
         new=mock.create_autospec(dist.new_group, side_effect=lambda members, **_: f"group of {members}"),
@@ -89,6 +95,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_nccl_divides_all_ranks_in_one_call_for_each_kind_of_group(nccl: SimpleNamespace) -> None:
     groups = RankGroups.make(4)
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
     assert [call.kwargs["split_ranks"] for call in nccl.split.mock_calls] == [SHARDS, SHARDS, REPLICAS]
     options = [call.kwargs["pg_options"] for call in nccl.split.mock_calls]
     assert all(one.is_high_priority_stream for one in options)
@@ -135,7 +142,7 @@ def test_joining_with_a_gpu_asks_nccl_for_the_order_of_the_host(
     device: str, given: str | None, wanted: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     seen = []
-    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    _without_launch_order(monkeypatch)
     if given is not None:
         monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", given)
     at_start = mock.Mock(side_effect=lambda *_, **__: seen.append(os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT")))
@@ -145,4 +152,3 @@ def test_joining_with_a_gpu_asks_nccl_for_the_order_of_the_host(
     join_world(tmp_path / "rendezvous", 0, 1, torch.device(device, 0))
     assert seen == [wanted]
     assert at_start.call_args.args == ("nccl" if device == "cuda" else "gloo",)
-    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)

@@ -215,9 +215,9 @@ class CudaCopies:
     """Copies between a GPU and page-locked host memory, with one stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._host = PageLocked(device)
+        self._device = self._down.device  # with its index
+        self._host = PageLocked(self._device)
         self._sources = HeldSources()
 
     def enter_thread(self) -> None:

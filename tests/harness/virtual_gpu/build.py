@@ -12,14 +12,8 @@ from pathlib import Path
 from zero_runtime.kernels.cpu.build import BuildError, cache_folder, find_compiler
 
 SOURCE = Path(__file__).with_name("guard.cpp")
-FLAGS = ("-O1", "-shared", "-fPIC")
+FLAGS = ("-O1", "-shared", "-fPIC", "-std=c++20")  # the standard of the headers of torch 2.13
 COMPILE_LIMIT_S = 300.0
-
-
-def standard_of(torch_version: str) -> str:
-    """The C++ standard of torch's headers: 20 since torch 2.12, before that 17."""
-    major, minor = (int(part) for part in torch_version.split(".")[:2])
-    return "-std=c++20" if (major, minor) >= (2, 12) else "-std=c++17"
 
 
 def build_guard() -> Path:
@@ -33,14 +27,14 @@ def build_guard() -> Path:
         digest.update(part.encode() + b"\0")
     path = cache_folder() / f"virtual-gpu-{version}-{digest.hexdigest()[:16]}.so"
     if not path.exists():
-        _compile(compiler, folder, version, path)
+        _compile(compiler, folder, path)
     return path
 
 
-def _compile(compiler: str, torch: Path, version: str, path: Path) -> None:
+def _compile(compiler: str, torch: Path, path: Path) -> None:
     part = path.with_suffix(f".{os.getpid()}.part")
     include, lib = torch / "include", torch / "lib"
-    command = [compiler, *FLAGS, standard_of(version), str(SOURCE)]
+    command = [compiler, *FLAGS, str(SOURCE)]
     command += [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", f"-L{lib}", "-ltorch_cpu", "-lc10"]
     command += [f"-Wl,-rpath,{lib}", "-o", str(part)]
     try:

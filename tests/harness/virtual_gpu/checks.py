@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from harness.virtual_gpu.row import Row
+from harness.virtual_gpu.row import SEQUENCES, Row
 
 Result = dict[str, Any]
 Waits = Counter[tuple[str, str, str]]  # kind, place, thread
@@ -28,7 +28,9 @@ def troubles(row: Row, found: Result) -> dict[str, list[str]]:
 
 
 def unordered(found: Result) -> list[str]:
-    return [f"{one['later']}\n  || {one['earlier']}\n  of memory from {one['allocated']}" for one in found["disorders"]]
+    return [
+        f"{pair['later']}\n  || {pair['earlier']}\n  of memory from {pair['allocated']}" for pair in found["disorders"]
+    ]
 
 
 def expected_waits(row: Row, found: Result) -> Waits:
@@ -44,7 +46,7 @@ def expected_waits(row: Row, found: Result) -> Waits:
     sends_params = row.offload.startswith("optimizer")
     expected[(*EVENT, "helper")] = found["trained_units"] * (2 if sends_params else 1)
     if row.offload == "both nvme":
-        expected[(*EVENT, "main")] = sum(kind == "all_gather" for _, kind, *_ in found["issued"])
+        expected[(*EVENT, "main")] = found["gathers"]
     return expected
 
 
@@ -68,16 +70,25 @@ def kept_events(found: Result) -> list[str]:
 def memory(row: Row, found: Result) -> list[str]:
     """The allocator needs as much as the tensors, and a traced row's tensors no more than predicted.
 
-    See [Note: pending] in allocator.py. Predicted: accounting.predicted_peak and the activations of a micro-batch.
+    See [Note: pending] in allocator.py, and `predicted_bytes`.
     """
     tensors, taken, pools = (found["peaks"][name] for name in ("tensors", "taken", "pools"))
     lines = [] if tensors == taken else [f"{taken - tensors:,} bytes of {taken:,} wait for another stream"]
     if pools > taken:
         lines.append(f"{pools - taken:,} bytes of {pools:,} are held by streams that do not use them at that time")
-    predicted = found["predicted"] + found["activations"]
-    if row.traced and taken > predicted:
-        lines.append(f"expected at most {predicted:,} bytes, found {taken:,}")
+    if row.traced and taken > predicted_bytes(row, found):
+        lines.append(f"expected at most {predicted_bytes(row, found):,} bytes, found {taken:,}")
     return lines
+
+
+def predicted_bytes(row: Row, found: Result) -> int:
+    """accounting.predicted_peak, the traced activations, and what the trace does not count.
+
+    That is the token ids in int64; the statistics of the norms (a mean and a deviation for each token), which CUDA
+    keeps in fp32 and the trace in 16 bits; and the loss, its sum, the count of tokens and the like, 8 bytes each.
+    """
+    tokens, norms, numbers = SEQUENCES * row.tokens, row.blocks + 1, 8
+    return found["predicted"] + found["activations"] + tokens * 8 + tokens * norms * 2 * (4 - 2) + numbers * 8
 
 
 def destruction(found: Result) -> list[str]:

@@ -30,7 +30,7 @@ def _warm_up() -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from harness.virtual_gpu import faults, rows  # noqa: F401
+    from harness.virtual_gpu import faults, rows, timed_rows  # noqa: F401
 
     torch.set_num_threads(1)
     with FakeTensorMode():
@@ -54,13 +54,15 @@ def _in_a_fork(guard: ctypes.CDLL, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result(guard: ctypes.CDLL, job: dict[str, Any]) -> dict[str, Any]:
-    from harness.virtual_gpu import faults, rows
+    from harness.virtual_gpu import faults, rows, timed_rows
     from harness.virtual_gpu.row import Row
 
     warnings.simplefilter("ignore")
     try:
         for name in job["faults"]:
             faults.apply(name)
+        if job["timed"]:
+            return timed_rows.run_row(guard, Row(**job["row"]))
         return rows.run(guard, Row(**job["row"]), job["without"])
     except BaseException:
         return {"error": traceback.format_exc()}

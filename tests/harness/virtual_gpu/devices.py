@@ -269,7 +269,7 @@ def install(devices: Devices) -> None:
 
 
 def _runtime(devices: Devices) -> SimpleNamespace:
-    """torch.cuda.cudart(): the two calls that lock host memory. Both wait for the device."""
+    """torch.cuda.cudart(): the two calls that lock and unlock host memory. Locking waits for the device."""
 
     machine = devices.machine
 

@@ -3,12 +3,12 @@
 [Note: happens before]
 An actor is a stream of a device or a thread of the host; what one actor does is in order. A launch happens after
 everything that its thread did or waited for. A stream that waits for an event happens after all that the event's stream
-had been given when the event was recorded, and so does a thread that synchronizes with it. Two accesses of one byte, of
+had been given when the event was recorded, and so does a thread that synchronizes with it. Two accesses of a byte, of
 which at least one writes, must be ordered. `Clock` of an actor: the latest tick of every actor that happens before it.
 
 [Note: a free writes]
 The caching allocator hands a freed block to the next allocation on the same stream without waiting for anything. So a
-free is a write of the whole block on the stream of its allocation, and every access by another stream must happen
+free is a write of the block on the stream of its allocation, and every access by another stream must happen
 before it. A block with recorded streams (`record_stream`) becomes free only after the work that these streams have been
 given so far; see allocator.py.
 """
@@ -152,7 +152,7 @@ class Machine:
             if overlaps and (writes or other.writes):
                 self.checked += 1
                 if not clock.covers(other):
-                    self._report("access", self._told(access), other, storage)
+                    self._report("access", self._describe(access), other, storage)
             within = low <= other.low and other.high <= high
             if not (within and (writes or (other.actor == actor and not other.writes))):
                 kept.append(other)
@@ -176,18 +176,18 @@ class Machine:
         self.allocated.pop(storage, None)
 
     def _report(self, kind: str, later: str, earlier: Access, storage: int) -> None:
-        found = Disorder(kind, later, self._told(earlier), self.allocated.get(storage, "before the first step"))
+        found = Disorder(kind, later, self._describe(earlier), self.allocated.get(storage, "before the first step"))
         key = (found.kind, found.later, found.earlier)
         if key not in self._seen:
             self._seen.add(key)
             self.disorders.append(found)
 
-    def _told(self, access: Access) -> str:
+    def _describe(self, access: Access) -> str:
         verb = "write" if access.writes else "read"
         return f"{verb} by {self.names[access.actor]} in {access.operation} at {access.place}"
 
 
-_told: dict[CodeType, str | None] = {}  # the name of each function; None outside of the product
+_names: dict[CodeType, str | None] = {}  # the name of each function; None outside of the product
 
 
 def place(depth: int) -> str:
@@ -196,10 +196,10 @@ def place(depth: int) -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(found) < depth:
         code = frame.f_code
-        if code not in _told:
+        if code not in _names:
             is_product = any(folder in code.co_filename for folder in PRODUCT)
-            _told[code] = f"{Path(code.co_filename).name}:{code.co_name}" if is_product else None
-        name = _told[code]
+            _names[code] = f"{Path(code.co_filename).name}:{code.co_name}" if is_product else None
+        name = _names[code]
         if name is not None:
             found.append(name)
         frame = frame.f_back

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.virtual_gpu.devices import Devices, Stream
 from harness.virtual_gpu.machine import Range
@@ -65,7 +64,7 @@ class VirtualGroup(dist.ProcessGroup):
         super().__init__(options.group_rank, options.group_size)
         self._devices, self._storages, self._log = devices, storages, log
         self._ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-        self.label = f"{len({one.group for one in log if one.kind == 'make'})} of {options.group_size}"
+        self.label = f"{sum(event.kind == 'make' for event in log)} of {options.group_size}"
         self._stream = Stream(devices, devices.index)
         devices.machine.names[self._stream.actor] = f"NCCL group {self.label}"
         self._write("make", None)
@@ -140,7 +139,7 @@ def join(devices: Devices, storages: Storages, rank: int, world: int) -> list[Is
         return VirtualGroup(devices, storages, log, options)
 
     dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", "cuda"])
-    dist.init_process_group(NAME, store=FakeStore(), rank=rank, world_size=world)
+    dist.init_process_group(NAME, store=dist.HashStore(), rank=rank, world_size=world)
 
     def gather_objects(values: list[Any], value: Any, group: Any = None) -> None:
         """Every rank has this rank's value: the ranks do the same. NCCL's gather of objects waits for the device."""

@@ -24,14 +24,18 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """A row, and the faults that are injected into it: names of faults.FAULTS, and sites of waits that are left out."""
+    """A row, and the faults that are injected into it: names of faults.FAULTS, and sites of waits that are left out.
+
+    timed: follow time instead of accesses; the result is that of timed_rows.run_row.
+    """
 
     row: Row
     faults: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    timed: bool = False
 
     def as_json(self) -> str:
-        return json.dumps({"row": self.row.as_json(), "faults": self.faults, "without": self.without})
+        return json.dumps({**vars(self), "row": self.row.as_json()})
 
 
 class VirtualGpu:

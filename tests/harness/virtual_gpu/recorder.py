@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
         if func.is_view and isinstance(args[0], FakeTensor):
             with in_kernel_invocation_manager(self._fake):
                 view = func(*args, **kwargs)
-            return [self._wrap(one) for one in view] if isinstance(view, (list, tuple)) else self._wrap(view)
+            return [self._wrap(part) for part in view] if isinstance(view, (list, tuple)) else self._wrap(view)
         with self._fake:
             return func(*args, **kwargs)
 
@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):
         declared = func._schema.arguments
         named = [
             *zip(declared, args, strict=False),
-            *((one, kwargs[one.name]) for one in declared if one.name in kwargs),
+            *((argument, kwargs[argument.name]) for argument in declared if argument.name in kwargs),
         ]
         for argument, value in named:
             is_written = argument.alias_info is not None and argument.alias_info.is_write
@@ -235,11 +235,11 @@ def _iterate(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _iterate(one)
+        for item in value:
+            yield from _iterate(item)
     elif isinstance(value, dict):
-        for one in value.values():
-            yield from _iterate(one)
+        for item in value.values():
+            yield from _iterate(item)
 
 
 def extent(tensor: torch.Tensor) -> Range:

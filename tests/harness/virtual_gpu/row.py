@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+SEQUENCES = 2  # of a micro-batch
+
 
 @dataclass(frozen=True)
 class Row:
@@ -12,7 +14,8 @@ class Row:
 
     offload: a key of rows.TIERS. speculative: "right" or "wrong", the guess of a speculative step; None: no guess.
     late: helper threads run as late as possible, instead of as early. embedding_last: the model registers its embedding
-    after its blocks. traced: a step's activations are traced, as predictions of memory do.
+    after its blocks. no_sync: all backwards of a step but the last run inside no_sync. skips: the gradients of the
+    second step overflow, so it is skipped. traced: a step's activations are traced, as predictions of memory do.
     """
 
     stage: int = 3
@@ -34,14 +37,16 @@ class Row:
     width: int = 20
     blocks: int = 4
     tokens: int = 16
+    no_sync: bool = False
+    skips: bool = False
     traced: bool = False
     steps: int = 3
 
     def __str__(self) -> str:
         """The settings that differ from the defaults: `stage=2,offload=both`."""
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
-        told = [f"{one.name}={own[one.name]}" for one in fields(self) if own[one.name] != one.default]
-        return ",".join(told) or f"stage={self.stage}"
+        values = [(setting, getattr(self, setting.name)) for setting in fields(self)]
+        words = [f"{setting.name}={value}" for setting, value in values if value != setting.default]
+        return ",".join(words) or f"stage={self.stage}"
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

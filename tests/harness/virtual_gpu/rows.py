@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from harness.virtual_gpu import nccl, threads
 from harness.virtual_gpu.devices import Devices
 from harness.virtual_gpu.machine import Machine
 from harness.virtual_gpu.recorder import Recorder, extent
-from harness.virtual_gpu.row import Row
+from harness.virtual_gpu.row import SEQUENCES, Row
 from zero_runtime.accounting import predicted_peak
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
@@ -42,14 +44,15 @@ from zero_runtime.optim.configs import (
     SgdConfig,
     TorchConfig,
 )
+from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.unit_parameters import UnitParameters
 from zero_runtime.unit_planner import UnitRules
 
 FILE = -1  # the storage that stands for a rank's scratch file
 DEVICE = 3  # not 0, which is every thread's device before it chooses another
-SEQUENCES = 2
 LR = 1e-3
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "adamw": AdamWConfig(),
@@ -82,9 +85,12 @@ class Bench:
         self.recorder = Recorder(self.devices)
         stand_ins.install(self.devices)
         threads.install(self.turns, "zero_runtime")
+        self.gathers = 0
         self._record_files()
+        self._count_gathers()
         self.log = nccl.join(self.devices, self.recorder.storages, row.rank, row.world)
         self.device = torch.device("cuda", DEVICE)
+        self.overflows = False  # the gradients of the current step
 
     def _record_files(self) -> None:
         """Record what transfers to and from a scratch file access: the host's memory and the file."""
@@ -102,6 +108,16 @@ class Bench:
         ScratchFile._read_block = recorded(ScratchFile._read_block, reads=True)  # type: ignore[method-assign]
         ScratchFile._write_block = recorded(ScratchFile._write_block, reads=False)  # type: ignore[method-assign]
 
+    def _count_gathers(self) -> None:
+        """Of full parameters, also in a shard group of one rank, where no collective is issued."""
+        start = UnitParameters.start_gather
+
+        def counting(parameters: UnitParameters) -> None:
+            self.gathers += 1
+            start(parameters)
+
+        UnitParameters.start_gather = counting  # type: ignore[method-assign]
+
     def on_device(self, model: nn.Module) -> nn.Module:
         """The model with fake parameters and buffers on the device; tied parameters stay tied."""
         made: dict[int, nn.Parameter] = {}
@@ -115,8 +131,11 @@ class Bench:
         return model
 
     def read_host(self, numbers: torch.Tensor) -> list[float]:
-        """What Tensor.tolist does, which refuses fake tensors."""
-        return numbers.to("cpu").tolist()
+        """What Tensor.tolist does, which refuses fake tensors. The second number is the norm of the gradients."""
+        values = numbers.to("cpu").tolist()
+        if self.overflows:
+            values[1] = math.inf
+        return values
 
 
 def run(guard: ctypes.CDLL, row: Row, without: Collection[str] = ()) -> dict[str, Any]:
@@ -129,6 +148,7 @@ def run(guard: ctypes.CDLL, row: Row, without: Collection[str] = ()) -> dict[str
         found: dict[str, Any] = {}
         for step in range(row.steps):
             last = step == row.steps - 1
+            bench.overflows = row.skips and step == 1
             if last:
                 found = _begin(bench)
             _step(bench, row, runtime)
@@ -177,6 +197,7 @@ def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomput
         micro_batches=row.micro_batches,
         prefetch=row.prefetch,
         offload=offload,
+        loss_scale=LossScaleRule(initial_power=8) if row.precision == "fp16" else UNSCALED,
     )
     plan = ZeroPlan.from_stage(row.stage, shard_ranks=row.shard_ranks)
     precision = MixedPrecision(row.precision)
@@ -185,11 +206,13 @@ def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomput
 
 def _step(bench: Bench, row: Row, runtime: ZeroRuntime) -> None:
     runtime.expect_rate(LR)
-    for _ in range(row.micro_batches):
+    for micro in range(row.micro_batches):
         ids = torch.zeros((SEQUENCES, row.tokens), dtype=torch.int64, device=bench.device)
         tokens = runtime.sum_over_ranks(ids.numel())
         loss = token_loss_sum(runtime.model, ids, ids) / tokens
-        runtime.backward(loss)
+        is_last = micro == row.micro_batches - 1
+        with runtime.no_sync() if row.no_sync and not is_last else nullcontext():
+            runtime.backward(loss)
         del loss
     runtime.step(LR)
 
@@ -197,11 +220,13 @@ def _step(bench: Bench, row: Row, runtime: ZeroRuntime) -> None:
 def _begin(bench: Bench) -> dict[str, Any]:
     bench.machine.syncs.clear()
     bench.devices.allocator.begin()
+    bench.gathers = 0
     devices = bench.devices
     return {"first_issued": len(bench.log), "events_before": devices.events_made, "alive_before": devices.events_alive}
 
 
 def _end(bench: Bench, runtime: ZeroRuntime, found: dict[str, Any]) -> None:
+    found["gathers"] = bench.gathers
     found["device"] = bench.device.index
     found["trained_units"] = sum(unit.trainable for unit in runtime.units)
     found["syncs"] = [[sync.kind, sync.place, sync.thread] for sync in bench.machine.syncs]
@@ -209,18 +234,18 @@ def _end(bench: Bench, runtime: ZeroRuntime, found: dict[str, Any]) -> None:
     found["predicted"] = predicted_peak(runtime).total
     found["events"] = bench.devices.events_made - found.pop("events_before")
     found["events_alive"] = bench.devices.events_alive
-    found["issued"] = [[one.group, one.kind, one.numel, one.dtype] for one in bench.log[found.pop("first_issued") :]]
+    found["issued"] = [astuple(event) for event in bench.log[found.pop("first_issued") :]]
 
 
 def _report(bench: Bench, found: dict[str, Any]) -> dict[str, Any]:
     return {
         **found,
-        "disorders": [asdict(one) for one in bench.machine.disorders],
+        "disorders": [asdict(pair) for pair in bench.machine.disorders],
         "elsewhere": dict(Counter(bench.devices.launched_elsewhere)),
         "contexts": sorted(bench.devices.contexts),
         "waits": sorted(bench.machine.waits),
         "operations": bench.machine.operations,
         "checked": bench.machine.checked,
-        "made": [one.group for one in bench.log if one.kind == "make"],
-        "destroyed": [one.group for one in bench.log if one.kind == "destroy"],
+        "made": [event.group for event in bench.log if event.kind == "make"],
+        "destroyed": [event.group for event in bench.log if event.kind == "destroy"],
     }

@@ -4,7 +4,7 @@
 The product's helper threads are real threads, each with its own current device and streams, but only one thread runs at
 a time: it keeps the turn until it waits. `late`: a helper gets the turn only when the main thread waits for something
 that no helper has done yet. Otherwise helpers run as soon as there is something for them to do. autograd's thread has
-the main thread's turn, since one of the two always waits for the other.
+the main thread's turn, since either always waits for the other.
 
 `install` puts the classes of this file in place of those of `threading` and `concurrent.futures` in the product's
 modules. A deadlock is an error with the names of the threads that wait.
@@ -32,7 +32,7 @@ def _always() -> bool:
 
 @dataclass
 class Task:
-    """A thread that takes turns. gate: released when it gets the turn; ready: whether it could go on."""
+    """A thread that takes turns. gate: released when it gets the turn; ready: whether it could continue."""
 
     actor: Actor
     name: str

@@ -8,20 +8,23 @@ from __future__ import annotations
 import ctypes
 import gc
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
+from harness.models import TinySpec, TinyTransformer, token_loss_sum
 from harness.virtual_gpu import devices as stand_ins
 from harness.virtual_gpu import nccl, threads
 from harness.virtual_gpu.devices import Devices
 from harness.virtual_gpu.machine import Actor
+from harness.virtual_gpu.row import Row
 from harness.virtual_gpu.rows import DEVICE, LR, Bench
 from harness.virtual_gpu.timeline import TimedMachine, TimedRecorder
-from orchestrator.workloads.models import build_deferred_model, token_losses
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.memory.activation_trace import CudaAttention
@@ -30,7 +33,8 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 
-STEPS = 3  # the first records the order of the units, the second is the first that prefetches
+Passes = Callable[[torch.Tensor], None]  # forward and backward of [1, tokens] ids
+STEPS = 2  # the first records the order of the units
 
 
 class Timed(Protocol):
@@ -61,7 +65,9 @@ class TimedBench(Bench):
         threads.install(self.turns, "zero_runtime")
         self.log = nccl.join(self.devices, self.recorder.storages, rank, world)
         self.machine.members = members
+        self.overflows = False
         self.device = torch.device("cuda", DEVICE)
+        F.scaled_dot_product_attention = attention  # for all threads: autograd's recomputes blocks
 
     def on_device(self, model: nn.Module) -> nn.Module:
         """Buffers too: a Llama has frequencies."""
@@ -81,25 +87,55 @@ def members(stream: Actor) -> tuple[int, ...]:
     raise LookupError(f"no process group has the stream {stream}")
 
 
-def run(guard: ctypes.CDLL, row: Timed, shapes: Shapes, sequence: int) -> dict[str, float]:
-    """Forward and backward of the last of STEPS steps, in milliseconds: the time, kernels, exposed communication, waits
-    for the host."""
-    gc.disable()
-    warnings.simplefilter("ignore")
+_attention = F.scaled_dot_product_attention
+
+
+def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Attention as an H100 computes it."""
+    with CudaAttention():
+        return _attention(*args, **kwargs)
+
+
+def run_row(guard: ctypes.CDLL, row: Row) -> dict[str, float]:
+    """The row's own model, of which `offload` and `recompute` are not used; see `_last`."""
+    bench = TimedBench(guard, row.world, row.rank)
+    with torch.device("meta"):
+        model = TinyTransformer(TinySpec(vocab=row.vocab, width=row.width, blocks=row.blocks))
+    with bench.recorder:
+        bench.on_device(model)
+        runtime = runtime_of(bench, row, model)
+
+        def passes(ids: torch.Tensor) -> None:
+            runtime.backward(token_loss_sum(runtime.model, ids, ids) / runtime.sum_over_ranks(ids.numel()))
+
+        return _last(bench, passes, lambda: runtime.step(LR), row.tokens)
+
+
+def run_llama(guard: ctypes.CDLL, row: Timed, shapes: Shapes, sequence: int) -> dict[str, float]:
+    """A Llama under this runtime or FSDP2; see `_last`."""
+    from orchestrator.workloads.models import build_deferred_model  # transformers takes seconds to import
+
     bench = TimedBench(guard, row.world, DEVICE)
     layers = row.layers or shapes.config["num_hidden_layers"]
     model = build_deferred_model("llama", {**shapes.config, "num_hidden_layers": layers})
     with bench.recorder:
         bench.on_device(model)
-        passes, step = (ours if row.engine == "ours" else fsdp2)(bench, row, model, shapes.recompute)
-        ids = torch.zeros((1, sequence), dtype=torch.int64, device=bench.device)
-        machine, found = bench.machine, {}
-        for _ in range(STEPS):
-            began = machine.begin()
-            with CudaAttention():
-                passes(ids)
-            found = _account(machine, began)
-            step()
+        engine = ours if row.engine == "ours" else fsdp2
+        return _last(bench, *engine(bench, row, model, shapes.recompute), sequence)
+
+
+def _last(bench: TimedBench, passes: Passes, step: Callable[[], object], sequence: int) -> dict[str, float]:
+    """Forward and backward of the last of STEPS steps with one row of tokens, in milliseconds: the time, kernels,
+    exposed communication, waits for the host."""
+    gc.disable()
+    warnings.simplefilter("ignore")
+    ids = torch.zeros((1, sequence), dtype=torch.int64, device=bench.device)
+    machine, found = bench.machine, {}
+    for _ in range(STEPS):
+        began = machine.begin()
+        passes(ids)
+        found = _account(machine, began)
+        step()
     return found
 
 
@@ -110,31 +146,37 @@ def _account(machine: TimedMachine, began: float) -> dict[str, float]:
         "exposed": sum(machine.exposed.values()),
         "host": machine.waits_for_host,
         **{f"exposed_{kind}": value for kind, value in machine.exposed.items()},
+        **{f"all_{kind}": value for kind, value in machine.carried.items()},
     }
     return {**{f"{name}_ms": 1e3 * value for name, value in seconds.items()}, "launches": machine.launches}
 
 
-def ours(bench: TimedBench, row: Timed, model: nn.Module, recompute: str) -> Any:
+def ours(bench: TimedBench, row: Timed, model: nn.Module, recompute: str) -> tuple[Passes, Callable[[], object]]:
+    from orchestrator.workloads.models import token_losses
+
     if recompute != "none":
         Recomputation(model, RecomputeRule(recompute), bench.device)  # type: ignore[arg-type]
-    settings = RuntimeSettings(clip_norm=1.0, read_host=bench.read_host, prefetch=row.prefetch)
-    plan = ZeroPlan.from_stage(row.stage, shard_ranks=row.shard_ranks)
-    runtime = ZeroRuntime(model, plan, MixedPrecision("bf16"), AdamWConfig(), settings, bench.device)
+    runtime = runtime_of(bench, row, model)
 
     def passes(ids: torch.Tensor) -> None:
         runtime.backward(token_losses(runtime.model, ids, ids) / runtime.sum_over_ranks(ids.numel()))
 
-    def step() -> None:
-        runtime.step(LR)
-
-    return passes, step
+    return passes, lambda: runtime.step(LR)
 
 
-def fsdp2(bench: TimedBench, row: Timed, model: nn.Module, recompute: str) -> Any:
+def runtime_of(bench: TimedBench, row: Timed | Row, model: nn.Module) -> ZeroRuntime:
+    settings = RuntimeSettings(clip_norm=1.0, read_host=bench.read_host, prefetch=row.prefetch)
+    plan = ZeroPlan.from_stage(row.stage, shard_ranks=row.shard_ranks)
+    return ZeroRuntime(model, plan, MixedPrecision("bf16"), AdamWConfig(), settings, bench.device)
+
+
+def fsdp2(bench: TimedBench, row: Timed, model: nn.Module, recompute: str) -> tuple[Passes, Callable[[], object]]:
     """FSDP2 as its documentation applies it: each block, then the root; bf16 parameters, fp32 reductions."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from orchestrator.workloads.models import token_losses
 
     torch.cuda.is_available = lambda: True  # type: ignore[assignment]
     torch.cuda.device_count = lambda: 8  # type: ignore[assignment]

@@ -60,6 +60,7 @@ class TimedMachine(Machine):
     free: defaultdict[Actor, float] = field(default_factory=lambda: defaultdict(float))  # end of a stream's last launch
     links: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by collective
+    carried: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # all of it, exposed or not
     waits_for_host: float = 0.0  # of the compute stream
     computes: float = 0.0  # seconds of kernels on the compute stream
     launches: int = 0
@@ -84,6 +85,7 @@ class TimedMachine(Machine):
         start = max(self.issued[thread], self.free[stream], ready)
         link = self._link(stream, operation)
         if link:
+            self.carried[operation] += cost
             start = max(start, self.links[link])
             self.links[link] = start + cost
         if operation != "event":
@@ -153,6 +155,7 @@ class TimedMachine(Machine):
                 times[key] = now
         self._ends = {}
         self.exposed.clear()
+        self.carried.clear()
         self.waits_for_host = self.computes = 0.0
         self.launches = 0
         self.syncs.clear()
