@@ -310,10 +310,10 @@ class ZeroRuntime:
     def close(self) -> None:
         """Remove the hooks and free every flat tensor; the model's parameters are empty afterwards. Idempotent."""
         self._hooks.remove()
+        self.tier.close()  # first: it waits for updates under way, which use the units and the optimizer
         for unit in self.units:
             unit.free()
         self.units.clear()
         self._renewal.clear()
         self.optimizer.free()
-        self.tier.close()
         self.collectives.free()

@@ -7,6 +7,7 @@ for.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -25,6 +26,7 @@ from zero_runtime.accounting import host_tensors
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.load import CheckpointReader, load_checkpoint
 from zero_runtime.offload.copy_streams import PlainCopies
+from zero_runtime.offload.host import HostTier
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import AdamW8bitConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig
 from zero_runtime.optim.loss_scaler import LossScaleRule
@@ -215,6 +217,26 @@ def _fails(folder: Path) -> None:
 
 def test_an_error_in_the_host_thread_ends_the_run(tmp_path: Path) -> None:
     run_ranks(_fails, 1, tmp_path)
+
+
+def _closes_during_an_update() -> None:
+    setting = Setting(2, 1, BF16)
+    case, go_on = setting.case(model=SPEC), threading.Event()
+    runtime = runtime_of(setting, OPTIMIZER)
+    tier = runtime.tier
+    assert isinstance(tier, HostTier)
+    tier._worker.submit(go_on.wait)  # the update is behind it, and runs when `close` waits for the thread
+    close = tier.close
+    tier.close = lambda: (go_on.set(), close())  # type: ignore[method-assign]
+    backwards_of_step(runtime, case, 0)
+    runtime.step(1e-2)
+    jobs = [location.job for location in tier._locations.values()]
+    runtime.close()
+    assert [job.exception() for job in jobs if job is not None] == [None] * len(jobs)
+
+
+def test_an_update_under_way_ends_before_its_units_are_freed() -> None:
+    run_ranks(_closes_during_an_update, 1)
 
 
 def _refusals() -> None:
