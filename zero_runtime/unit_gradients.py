@@ -131,13 +131,13 @@ class UnitGradients:
                 flat.zero_()
         self._filled.clear()
         self._closed = True
-        self.move(GradState.REDUCING)
         full = self.unsharded_grad.to(self._reduce_dtype)  # the same tensor if the dtypes agree
         if self._reduces_in_place:
             out = self._own_slice(full)
         else:
             out = self._empty(self.layout.shard_numel, self._reduce_dtype)
         self._reducing = Reduction(self._collectives.reduce(full, out, self.name), out)
+        self.move(GradState.REDUCING)  # not before: if no reduction could be issued, none is under way
 
     def wait_reduce(self) -> None:
         """Block until grad_shard holds the sum over the ranks; frees the full gradient if the plan shards gradients."""
