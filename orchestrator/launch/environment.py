@@ -85,9 +85,6 @@ def _cuda_settings(base: Mapping[str, str]) -> dict[str, str]:
     wanted = {
         # The order of nvidia-smi, by which GPUs are named and locked. CUDA's own order is by speed.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        # Gathers and reductions of one rank are under way together, on two communicators. Since 2.26 NCCL then starts
-        # their kernels in the order in which the host issued them, which is the same on all ranks.
-        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
     }
     if not any(name in base for name in ALLOCATOR):
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -37,7 +37,8 @@ class Guess:
             unit.grad_sent.clear()
         self.drafted: Future[None] = Future()
         # A daemon, since gradients never arrive after an error in backward: it must not keep the process from ending.
-        Thread(target=self._draft, args=(tier,), name="speculation", daemon=True).start()
+        self.thread = Thread(target=self._draft, args=(tier,), name="speculation", daemon=True)
+        self.thread.start()
 
     def _draft(self, tier: StateTier) -> None:
         try:
@@ -57,12 +58,15 @@ class Guess:
         return all(unit.grad_sent.is_set() for unit in self.units)
 
     def cancel(self) -> None:
-        """Block until no draft is being written, without waiting for gradients. Raises the error of a draft."""
+        """Block until the thread has ended, without waiting for gradients. Raises the error of a draft."""
         self._cancelled = True
         for unit in self.units:
             unit.grad_sent.set()
-        with suppress(_Cancelled):
-            self.drafted.result()
+        self.thread.join()
+        # Not `result`, which would raise the cancellation here: its traceback would keep the tensors of this step.
+        error = self.drafted.exception()
+        if error is not None and not isinstance(error, _Cancelled):
+            raise error
 
 
 class SpeculativeTier(StateTier):

@@ -26,7 +26,6 @@ from zero_runtime.own_device import device_index
 EIGHT = ["H100"] * 8
 ON_CUDA = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "OMP_NUM_THREADS": "3",
     "MKL_NUM_THREADS": "3",
@@ -127,7 +126,7 @@ def test_ranks_on_cpus_get_no_variable_of_cuda_and_see_no_gpu(config: RunConfig)
     on_cpu = replace(config, resources=replace(config.resources, device=Device.cpu))
     for environ in (joined(on_cpu, ONE_MACHINE), environment.job_environment(on_cpu, {})):
         assert environ["CUDA_VISIBLE_DEVICES"] == ""
-        assert environ.keys().isdisjoint({"CUDA_DEVICE_ORDER", "NCCL_LAUNCH_ORDER_IMPLICIT", "PYTORCH_ALLOC_CONF"})
+        assert environ.keys().isdisjoint({"CUDA_DEVICE_ORDER", "PYTORCH_ALLOC_CONF"})
 
 
 def test_compiled_kernels_are_kept_on_the_node_where_only_the_user_writes(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Event
@@ -10,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from zero_runtime.offload.speculation import SpeculativeTier
+from zero_runtime.offload.speculation import Guess, SpeculativeTier
 from zero_runtime.offload.tier import StateTier, Update
 from zero_runtime.unit import Unit
 
@@ -63,3 +65,16 @@ def test_after_another_update_than_expected_no_draft_is_adopted(other: Update) -
 
 def test_a_draft_without_all_gradients_is_discarded() -> None:
     assert step(EXPECTED, sent=UNITS[1:]) == [("update", ["first", "second", "third"])]
+
+
+def test_a_cancelled_draft_leaves_no_thread_and_no_traceback_with_tensors() -> None:
+    """A thread that ends later, or the frames of a traceback, would keep the tensors of the step alive."""
+    for unit in UNITS:
+        unit.grad_sent.clear()
+    guess = Guess(RecordedTier(), UNITS, EXPECTED)
+    guess.drafted.add_done_callback(lambda _: time.sleep(0.2))  # in the thread, after the result is known
+    guess.cancel()
+    assert not guess.thread.is_alive()
+    error = guess.drafted.exception()
+    assert error is not None
+    assert "cancel" not in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
