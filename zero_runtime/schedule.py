@@ -12,42 +12,59 @@ used the units on rank 0. Units complete in about that order, and a unit that th
 reverse of registration would make the other units wait for one that is registered last and used first, such as the
 embedding of some models: no reduction would overlap with the backward, and all full gradients would exist at its end.)
 The order changes no bits, since a reduction involves one unit only. Reductions run over a separate process group,
-because they may fall between different gathers on different ranks.
+because they may fall between different gathers on different ranks. Standard library only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from zero_runtime.plan import Phase, ZeroPlan
-from zero_runtime.unit import Unit
+
+
+class ScheduledUnit(Protocol):
+    """What the schedule calls: a `Unit`, or a `CountedUnit`, which only counts the bytes (memory/counted_unit.py)."""
+
+    @property
+    def trainable(self) -> bool: ...
+    def begin_fetch(self) -> None: ...
+    def unshard(self) -> None: ...
+    def wait_unshard(self) -> None: ...
+    def reshard(self, after: Phase) -> None: ...
+    def begin_backward(self) -> None: ...
+    def reduce_grad(self) -> None: ...
+    def wait_reduce(self) -> None: ...
+    def send_grad(self) -> None: ...
 
 
 class Schedule:
     """Turns the events of a step (from `ModuleHooks` and the runtime) into calls of the units' methods."""
 
-    def __init__(self, units: list[Unit], plan: ZeroPlan, *, prefetch: int) -> None:
+    def __init__(self, units: Sequence[ScheduledUnit], plan: ZeroPlan, *, prefetch: int) -> None:
         self._units = units
         self._plan = plan
         self._prefetch = prefetch
-        self._order: dict[Phase, list[Unit]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
+        self._order: dict[Phase, list[ScheduledUnit]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
         self._recorded: set[Phase] = set()
-        self._reducing: Unit | None = None
+        self._reducing: ScheduledUnit | None = None
         self.in_backward = False  # a forward during a backward is a recomputation
         self.sums_locally = False  # this backward leaves its gradients unreduced, for a later one to add to and reduce
         # See [Note: one order of reductions].
         self._reduction_order = [unit for unit in reversed(units) if unit.trainable]
         self._has_agreed = False
-        self._complete: set[Unit] = set()
+        self._complete: set[ScheduledUnit] = set()
         self._reduced = 0
         self._boundary = False
         self.backwards = 0  # number of backwards begun so far
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    def before_forward(self, unit: Unit) -> None:
+    def before_forward(self, unit: ScheduledUnit) -> None:
         """Called before a module call reads the unit's parameters: gather them."""
         self._gather(unit)
 
-    def after_forward(self, unit: Unit) -> None:
+    def after_forward(self, unit: ScheduledUnit) -> None:
         """Called when the unit's parameters have been read: release them, except in a recomputation during backward."""
         if not self.in_backward:
             unit.reshard(Phase.FORWARD)
@@ -85,14 +102,14 @@ class Schedule:
         for unit in self._units:
             unit.begin_backward()
 
-    def before_backward(self, unit: Unit) -> None:
+    def before_backward(self, unit: ScheduledUnit) -> None:
         """Called before the unit's parameters are read to compute gradients: gather them."""
         # An output that passed through several units reports to each of them, so the unit may be complete already.
         # (In a backward that the runtime did not start, such as autograd.grad, `_complete` is left over from the last.)
         if unit not in self._complete or not self.in_backward:
             self._gather(unit)
 
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: ScheduledUnit) -> None:
         """Called when the unit's gradients have arrived, or no call reads a frozen unit for now: release and reduce."""
         unit.reshard(Phase.BACKWARD)
         if not unit.trainable:  # nothing to reduce, and an earlier call of the forward may read the unit again
@@ -120,7 +137,7 @@ class Schedule:
 
     # ---- gathers and reductions --------------------------------------------------------------------------------
 
-    def _gather(self, unit: Unit) -> None:
+    def _gather(self, unit: ScheduledUnit) -> None:
         unit.unshard()
         following = self._following(unit, 1 + self._prefetch)
         for ahead in following[: self._prefetch]:
@@ -129,7 +146,7 @@ class Schedule:
             beyond.begin_fetch()  # offloaded shards are copied to the device one unit before their gather
         unit.wait_unshard()
 
-    def _following(self, unit: Unit, count: int) -> list[Unit]:
+    def _following(self, unit: ScheduledUnit, count: int) -> list[ScheduledUnit]:
         """The next `count` units in the order of this phase; none the first time, when the order is recorded."""
         phase = Phase.BACKWARD if self.in_backward else Phase.FORWARD
         order = self._order[phase]

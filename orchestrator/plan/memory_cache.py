@@ -28,6 +28,7 @@ DECIDING = ("model", "adapter", "optimizer", "precision")
 SILENCE_S = 120.0  # that the child may take for one answer
 TELL_S = 2.0
 LIBRARIES = ("torch", "transformers", "peft")  # whose code affects the answers
+TRACE = "trace-"  # the start of the keys of traces
 Tell = Callable[[str], None]
 
 
@@ -46,6 +47,11 @@ def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
     parts |= {"compute": precision.compute, "keep": precision.keep_dtype, "seq": config.batch.seq}
     parts |= {"cuda": config.resources.device is Device.cuda, "micro": None if any_micro else config.batch.micro}
     return "activations-" + _hash(parts)
+
+
+def trace_key(config: RunConfig, low: int, high: int) -> str:
+    """The key of the trace of all micro-batches from `low` to `high`."""
+    return f"{TRACE}{activations_key(config, any_micro=True)}-{low}-{high}"
 
 
 def _hash(parts: Mapping[str, Any]) -> str:
@@ -89,6 +95,7 @@ def answers(
     wanted = {units_key(config): config for config in units}
     counted = {activations_key(config): config for config in activations}
     known = {key: answer for key in (*wanted, *counted) if (answer := stored(key)) is not None}
+    known |= _traces_of(known)
     # The child gets the configurations that differ only in the micro-batch as one group.
     families: dict[str, dict[str, Any]] = {}
     for key, config in counted.items():
@@ -104,6 +111,21 @@ def answers(
             store(key, answer)
             known[key] = answer
     return known
+
+
+def _traces_of(known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The stored traces that answers name. An answer without its trace is removed, so that it is computed again."""
+    traces: dict[str, dict[str, Any]] = {}
+    for key, answer in list(known.items()):
+        place = answer.get("trace")
+        if place is None or place in traces:
+            continue
+        trace = stored(place)
+        if trace is None:
+            del known[key]
+        else:
+            traces[place] = trace
+    return traces
 
 
 def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Iterator[tuple[str, Any]]:
@@ -129,7 +151,7 @@ def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Itera
                 return
             answered = time.monotonic()
             if (answer := _answer_in(line)) is not None:
-                done += 1
+                done += not answer[0].startswith(TRACE)
                 yield answer
     finally:
         child.kill()

@@ -1,6 +1,8 @@
 """Counts the activations of a configuration without running it. Needs torch, but no ranks and no device.
 
-An answer is plain data: {"bytes": the fields of ActivationBytes}, or {"unknown": why they cannot be counted}.
+An answer is plain data: {"bytes": the fields of ActivationBytes, "trace": the key of the trace}, or {"unknown": why
+they cannot be counted}. A trace is a LinearTrace as plain data, for all micro-batches from the smallest to the largest
+that were asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from orchestrator.config.schema import Device, RunConfig
 from orchestrator.plan import memory_cache
 from orchestrator.worker.setup import build_deferred
 from orchestrator.workloads.models import token_losses
-from zero_runtime.memory.activation_count import Trace, between
+from zero_runtime.memory.activation_count import LinearTrace, Trace
 from zero_runtime.memory.activation_trace import trace_step
 from zero_runtime.unit_planner import UnitRules
 
@@ -42,30 +44,49 @@ def known(config: RunConfig) -> Answer:
     """The answer from the cache that predictions fill; otherwise counted here and added to the cache."""
     key = memory_cache.activations_key(config)
     answer: Answer | None = memory_cache.stored(key)
-    if answer is None:
-        answer = _counted(config, [])
-        memory_cache.store(key, answer)
-    return answer
+    if answer is not None:
+        return answer
+    counted = dict(answers([config]))
+    for found, one in counted.items():
+        memory_cache.store(found, one)
+    return counted[key]
 
 
-def answers(family: Sequence[RunConfig]) -> Iterator[tuple[RunConfig, Answer]]:
-    """Answers for configurations that differ only in the micro-batch. The smallest and the largest are counted; those
-    between are interpolated if these two allow it (see `activation_count.between`)."""
-    inner = sorted({config.batch.micro for config in family if config.batch.micro >= SMALLEST})[1:-1]
-    ends: list[tuple[int, Trace]] = []
-    for config in sorted(family, key=lambda config: (config.batch.micro in inner, config.batch.micro)):
-        micro = config.batch.micro
-        interpolated = between(ends[0], ends[-1], micro) if micro in inner and ends else None
-        yield config, _counted(config, ends) if interpolated is None else {"bytes": asdict(interpolated)}
+def answers(family: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
+    """Answers by key for configurations that differ only in the micro-batch, and the traces that they name.
+
+    The smallest and the largest are traced; those between are interpolated if these two allow it (see `LinearTrace`).
+    """
+    by_micro = {config.batch.micro: config for config in family}
+    several = sorted(micro for micro in by_micro if micro >= SMALLEST)
+    left = set(by_micro)
+    if len(several) > 1:
+        traces = [_traced(by_micro[micro]) for micro in (several[0], several[-1])]
+        if isinstance(traces[0], Trace) and isinstance(traces[1], Trace):
+            linear = LinearTrace.between((several[0], traces[0]), (several[-1], traces[1]))
+            if linear is not None:
+                left -= set(several)
+                yield from _told(linear, [by_micro[micro] for micro in several])
+    for micro in sorted(left):
+        trace = _traced(by_micro[micro])
+        if isinstance(trace, Trace):
+            yield from _told(LinearTrace.of_one(micro, trace), [by_micro[micro]])
+        else:
+            yield memory_cache.activations_key(by_micro[micro]), trace
 
 
-def _counted(config: RunConfig, ends: list[tuple[int, Trace]]) -> Answer:
-    """Counts the activations, and adds the trace to `ends` if other micro-batches may be interpolated from it."""
+def _told(linear: LinearTrace, configs: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
+    place = memory_cache.trace_key(configs[0], linear.low, linear.high)
+    yield place, linear.plain()
+    for config in configs:
+        counted = asdict(linear.at(config.batch.micro).total())
+        yield memory_cache.activations_key(config), {"bytes": counted, "trace": place}
+
+
+def _traced(config: RunConfig) -> Trace | Answer:
+    """The trace, or why there is none."""
     try:
-        trace = trace_of(config)
+        return trace_of(config)
     except Exception as error:  # a model's code may raise anything, and the run itself does not need this
         first = (str(error).strip().splitlines() or [""])[0]
         return {"unknown": f"{type(error).__name__}: {first[:REASON_LENGTH]}"}
-    if config.batch.micro >= SMALLEST:
-        ends.append((config.batch.micro, trace))
-    return {"bytes": asdict(trace.total())}

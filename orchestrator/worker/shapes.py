@@ -67,10 +67,8 @@ def main() -> None:
     for key, config in asked["units"].items():
         _tell(out, key, _answer(from_dict(config)))
     for family in asked["activations"]:
-        configs = {key: from_dict(one) for key, one in family.items()}
-        keys = {config.batch.micro: key for key, config in configs.items()}
-        for config, answer in answers(list(configs.values())):
-            _tell(out, keys[config.batch.micro], answer)
+        for key, answer in answers([from_dict(one) for one in family.values()]):
+            _tell(out, key, answer)
 
 
 if __name__ == "__main__":

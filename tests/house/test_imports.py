@@ -30,7 +30,10 @@ PURE = (
     "activations.rule",
     "memory.model",
     "memory.activation_count",
+    "memory.counted_unit",
     "memory.device_overhead",
+    "memory.step_memory",
+    "schedule",
     "offload.memory",
     "offload.scratch_settings",
     "optim.configs",
@@ -109,8 +112,7 @@ ROOMS = {
         "unit": "collectives guarded_parameter initial_values pure shard_location tensor_source unit_gradients "
         "unit_parameters unit_planner",
         "parameter_reads": "guarded_parameter unit",
-        "schedule": "pure unit",
-        "module_hooks": "parameter_reads pure schedule unit",
+        "module_hooks": "parameter_reads pure unit",
         "offload": "agreement collectives process_identity pure shard_location unit",
         "optim": "collectives dtypes offload pure unit",
         "activations": "offload pure unit_planner",
@@ -121,8 +123,8 @@ ROOMS = {
         "whole_tensors": "collectives offload optim pure unit",
         "accounting": "collectives offload optim pure settings unit",
         "runtime": "accounting build collectives ledger module_hooks non_finite offload optim own_device "
-        "phase_clock pure schedule settings step_report unit whole_tensors world",
-        "memory": "accounting activations dtypes offload pure runtime unit_planner",
+        "phase_clock pure settings step_report unit whole_tensors world",
+        "memory": "accounting activations dtypes module_hooks offload pure runtime unit_planner",
         "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit",
         "deepspeed": "agreement checkpoint dtypes offload own_device pure runtime step_report watch world",
         "zero_runtime": "",  # imports lazily, by name

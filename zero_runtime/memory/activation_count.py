@@ -1,10 +1,12 @@
-"""Computes bytes of activations from a trace of the storages that one step created and freed. Standard library only."""
+"""Bytes of activations, from a trace of the storages that one step created and freed. Standard library only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from itertools import accumulate
+from typing import Any
 
 # Storages of one number are ignored: losses, counts, and Python numbers, which torch may or may not wrap.
 ONE_NUMBER_BYTES = 8
@@ -28,19 +30,35 @@ class ActivationBytes:
     host: int = 0
 
 
+class Mark(IntEnum):
+    """What the hooks report to the schedule about a unit (module_hooks.py), and the first gradient of a unit."""
+
+    BEFORE_FORWARD = 0
+    AFTER_FORWARD = 1
+    BEFORE_BACKWARD = 2
+    GRADIENT = 3
+    AFTER_BACKWARD = 4
+
+
 @dataclass
 class Trace:
     """Storages in the order in which a step created them: their bytes, and whether the forward of a block created them.
 
     events: number + 1 when that storage was created, -(number + 1) when it was freed. forward_end: number of events
-    before the backward.
+    before the backward. marks: the number of events before it, a Mark, and the unit by its position.
     """
 
     sizes: list[int] = field(default_factory=list)
     in_blocks: list[bool] = field(default_factory=list)
     on_host: list[bool] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
+    marks: list[tuple[int, Mark, int]] = field(default_factory=list)
     forward_end: int = 0
+
+    def mark(self, kind: Mark, unit: int) -> None:
+        """Record a mark. (A recomputation reports each read of a parameter; repeated reports are left out.)"""
+        if not self.marks or self.marks[-1][1:] != (kind, unit):
+            self.marks.append((len(self.events), kind, unit))
 
     def came(self, nbytes: int, *, in_block: bool, on_host: bool = False) -> int:
         """Record a new storage and return its number."""
@@ -55,24 +73,32 @@ class Trace:
 
     def same_steps(self, other: Trace) -> bool:
         """Whether both traces create and free storages in the same order, whatever the sizes."""
-        mine = (self.events, self.in_blocks, self.on_host, self.forward_end)
-        return mine == (other.events, other.in_blocks, other.on_host, other.forward_end)
+        mine = (self.events, self.in_blocks, self.on_host, self.marks, self.forward_end)
+        return mine == (other.events, other.in_blocks, other.on_host, other.marks, other.forward_end)
 
     def total(self) -> ActivationBytes:
         kept = self._alive(self.forward_end)
         outside = [one for one in kept if not self.in_blocks[one]]
         running = list(accumulate(self._change(event) for event in self.events))
         worst = max(range(len(running)), key=running.__getitem__, default=-1)
-        alive = self._alive(worst + 1)
-        made_by_forward = max((event for event in self.events[: self.forward_end]), default=0)
+        blocks, peak_outside, peak_backward = self.parts(worst + 1)
         return ActivationBytes(
             kept=self._bytes(kept),
             kept_outside=self._bytes(outside),
-            peak=self._bytes(alive),
-            peak_outside=self._bytes(one for one in alive if one < made_by_forward and not self.in_blocks[one]),
-            peak_backward=self._bytes(one for one in alive if one >= made_by_forward),
+            peak=blocks + peak_outside + peak_backward,
+            peak_outside=peak_outside,
+            peak_backward=peak_backward,
             host=sum(self.sizes[one] for one in kept if self.on_host[one]),
         )
+
+    def parts(self, count: int) -> tuple[int, int, int]:
+        """Bytes on the device after the first `count` events: created by the forward in blocks and outside of them, and
+        by the backward."""
+        alive = self._alive(count)
+        made_by_forward = max((event for event in self.events[: self.forward_end]), default=0)
+        forward = [one for one in alive if one < made_by_forward]
+        blocks = self._bytes(one for one in forward if self.in_blocks[one])
+        return blocks, self._bytes(forward) - blocks, self._bytes(alive) - self._bytes(forward)
 
     def _change(self, event: int) -> int:
         number = abs(event) - 1
@@ -92,20 +118,53 @@ class Trace:
         return sum(self.sizes[one] for one in numbers if not self.on_host[one])
 
 
-def between(first: tuple[int, Trace], second: tuple[int, Trace], micro: int) -> ActivationBytes | None:
-    """Bytes of a micro-batch size between two that were traced; None if that size must be traced itself.
+@dataclass(frozen=True)
+class LinearTrace:
+    """The traces of all micro-batches from `low` to `high`.
 
-    Each storage's size is an integer plus another integer times the micro-batch, as shapes are; two traces determine
-    both integers. If the two steps create and free the same storages in the same order, so does the step between them:
-    behaviour that depends on the batch size (one more tile, another kernel) changes at some size and not back again.
+    trace: of the micro-batch `low`. slopes: bytes by which each storage grows with the micro-batch.
     """
-    (low, small), (high, large) = first, second
-    if not low < micro < high or not small.same_steps(large):
-        return None
-    sizes = []
-    for one, other in zip(small.sizes, large.sizes, strict=True):
-        slope, rest = divmod(other - one, high - low)
-        if rest:
+
+    trace: Trace
+    slopes: list[int]
+    low: int
+    high: int
+
+    @classmethod
+    def of_one(cls, micro: int, trace: Trace) -> LinearTrace:
+        return cls(trace, [0] * len(trace.sizes), micro, micro)
+
+    @classmethod
+    def between(cls, first: tuple[int, Trace], second: tuple[int, Trace]) -> LinearTrace | None:
+        """From the traces of two micro-batches; None if they do not determine those between them.
+
+        Each storage's size is an integer plus another integer times the micro-batch, as shapes are; two traces
+        determine both integers. If the two steps create and free the same storages in the same order, so does the step
+        between them: behaviour that depends on the batch size (one more tile, another kernel) changes at some size and
+        not back again.
+        """
+        (low, small), (high, large) = first, second
+        if not low < high or not small.same_steps(large):
             return None
-        sizes.append(one + slope * (micro - low))
-    return Trace(sizes, small.in_blocks, small.on_host, small.events, small.forward_end).total()
+        grown = [divmod(b - a, high - low) for a, b in zip(small.sizes, large.sizes, strict=True)]
+        if any(rest for _, rest in grown):
+            return None
+        return cls(small, [slope for slope, _ in grown], low, high)
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data for JSON; `of_plain` is the inverse."""
+        return {**vars(self), "trace": vars(self.trace)}
+
+    @classmethod
+    def of_plain(cls, data: Mapping[str, Any]) -> LinearTrace:
+        trace = Trace(**data["trace"])
+        trace.marks = [(position, Mark(kind), unit) for position, kind, unit in trace.marks]
+        return cls(**{**data, "trace": trace})
+
+    def at(self, micro: int) -> Trace:
+        """The trace of one micro-batch from low to high."""
+        if not self.low <= micro <= self.high:
+            raise ValueError(f"micro-batch {micro}: expected {self.low} to {self.high}")
+        more = micro - self.low
+        sizes = [size + more * slope for size, slope in zip(self.trace.sizes, self.slopes, strict=True)]
+        return replace(self.trace, sizes=sizes)

@@ -17,7 +17,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,10 @@ from torch.utils._pytree import tree_leaves
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.dtypes import TORCH_DTYPE
-from zero_runtime.memory.activation_count import ONE_NUMBER_BYTES, Trace
+from zero_runtime.memory.activation_count import ONE_NUMBER_BYTES, Mark, Trace
+from zero_runtime.module_hooks import ModuleHooks
 from zero_runtime.offload.copy_streams import CopyEvent, HeldSources, PlainCopies
-from zero_runtime.unit_planner import UnitRules, block_modules, plan_units
+from zero_runtime.unit_planner import UnitRules, UnitSpec, block_modules, plan_units
 
 _aten = torch.ops.aten
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
@@ -83,22 +84,22 @@ def trace_step(
 ) -> Trace:
     """Trace the storages that `loss_of(model, *inputs)` and its backward create and free.
 
-    The model must be on the meta device and cannot be used afterwards. Gradients of parameters are dropped when they
-    arrive, as in a step: the flat gradient that they are copied to is a model state.
+    The runtime's own hooks mark in the trace when units are used. The model must be on the meta device and cannot be
+    used afterwards.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = recompute.offload == "none"  # its keys would keep offloaded storages alive
     params = _without_memory(model, rules, fake)
     counter = Counter([*params, *model.buffers(), *inputs])
+    marking = MarkingSchedule(counter.trace)
     if on_cuda:  # before Recomputation wraps the blocks, so that the recomputation uses it too
         for block in block_modules(model) or [model]:
             block.forward = _WithCudaAttention(block.forward)
     recomputation = Recomputation(model, recompute, copies=_FakeCopies(fake, counter) if on_cuda else None)
     for block in block_modules(model):  # after Recomputation, so that only the first forward is marked
         block.forward = _Marked(block.forward, counter)
-    for param in params:
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(_drop_grad)
+    units = [MarkedUnit(spec, position, marking) for position, spec in enumerate(plan_units(model, rules))]
+    hooks = ModuleHooks(model, cast("list[Any]", units), cast("Any", marking))
     with _no_collection(), counter:
         loss = loss_of(model, *inputs)
         states = 0 if on_cuda else len(recomputation.blocks) * torch.get_rng_state().nbytes
@@ -106,7 +107,9 @@ def trace_step(
         kept = counter.trace.came(states, in_block=True)
         counter.trace.forward_end = len(counter.trace.events)
         counter.trace.went(kept)
+        marking.begin_backward()
         loss.backward()
+        hooks.end_graphs()
         del loss
     return counter.trace
 
@@ -152,8 +155,58 @@ class _WithCudaAttention:
             return self._forward(*args, **kwargs)
 
 
-def _drop_grad(param: torch.Tensor) -> None:
-    param.grad = None
+class MarkingSchedule:
+    """Takes the place of the runtime's schedule: records in a trace what the hooks report to it."""
+
+    in_backward = sums_locally = False
+    backwards = 0
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    def begin_backward(self) -> None:
+        self.in_backward, self.backwards = True, 1
+
+    def before_forward(self, unit: MarkedUnit) -> None:
+        self.trace.mark(Mark.BEFORE_FORWARD, unit.position)
+
+    def after_forward(self, unit: MarkedUnit) -> None:
+        self.trace.mark(Mark.AFTER_FORWARD, unit.position)
+
+    def before_backward(self, unit: MarkedUnit) -> None:
+        self.trace.mark(Mark.BEFORE_BACKWARD, unit.position)
+
+    def after_backward(self, unit: MarkedUnit) -> None:
+        self.trace.mark(Mark.AFTER_BACKWARD, unit.position)
+
+
+class MarkedUnit:
+    """A planned unit whose parameters are always there, and which marks the first gradient in the trace."""
+
+    def __init__(self, spec: UnitSpec, position: int, marking: MarkingSchedule) -> None:
+        self.name, self.modules = spec.name, spec.modules
+        self.trainable, self.shared = spec.trainable, spec.shared
+        self.params = [param for _, param in spec.params]
+        self.position = position
+        self.uses = 0
+        self._trace = marking.trace
+        self._has_gradient = False
+
+    def begin_use(self) -> None:
+        self.uses += 1
+
+    def end_use(self) -> None:
+        self.uses -= 1
+
+    def guard_with(self, _guard: object) -> None:
+        """The parameters may be read at any time."""
+
+    def take_grad(self, index: int, *, sums_locally: bool) -> None:
+        """Drop the gradient: the runtime copies it to the flat gradient, which is a model state."""
+        if not self._has_gradient:
+            self._has_gradient = True
+            self._trace.mark(Mark.GRADIENT, self.position)
+        self.params[index].grad = None
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from orchestrator.config.schema import (
     RunConfig,
 )
 from orchestrator.config.state_groups import Precision
+from orchestrator.plan.memory_cache import activations_key
 from orchestrator.worker.activations import answers, trace_of
 from orchestrator.worker.setup import build_deferred
 from orchestrator.workloads.models import token_losses
@@ -165,7 +166,10 @@ Pairs = list[tuple[ActivationBytes, ActivationBytes]]
 def _family(other: dict[str, Any]) -> Pairs:
     """For each micro-batch size, the answer (interpolated between two counted sizes) and the counted bytes."""
     configs = [config_of(batch=Batch(micro, 1, micro, SEQ), **other) for micro in (1, 2, 3, 4, 7)]
-    return [(ActivationBytes(**answer["bytes"]), trace_of(config).total()) for config, answer in answers(configs)]
+    found = dict(answers(configs))
+    return [
+        (ActivationBytes(**found[activations_key(config)]["bytes"]), trace_of(config).total()) for config in configs
+    ]
 
 
 @pytest.mark.full

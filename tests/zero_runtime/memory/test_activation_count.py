@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from zero_runtime.memory.activation_count import ActivationBytes, Trace, between
+import json
+
+import pytest
+
+from zero_runtime.memory.activation_count import ActivationBytes, LinearTrace, Mark, Trace
 
 
 def step(embedding: int, block: int, gradient: int, *, rest: int = 0) -> Trace:
@@ -41,16 +45,36 @@ def test_bytes_on_the_host_are_counted_separately() -> None:
 
 
 def test_a_micro_batch_between_two_traced_ones_is_interpolated_storage_by_storage() -> None:
-    two, eight = (2, step(20, 8, 40, rest=5)), (8, step(80, 32, 160, rest=5))
-    for micro in (3, 5, 7):
-        assert between(two, eight, micro) == step(10 * micro, 4 * micro, 20 * micro, rest=5).total()
+    linear = LinearTrace.between((2, step(20, 8, 40, rest=5)), (8, step(80, 32, 160, rest=5)))
+    assert linear is not None
+    for micro in (2, 3, 5, 7, 8):
+        assert linear.at(micro) == step(10 * micro, 4 * micro, 20 * micro, rest=5)
+    for outside in (1, 9):
+        with pytest.raises(ValueError, match=f"micro-batch {outside}: expected 2 to 8"):
+            linear.at(outside)
 
 
 def test_sizes_that_two_traces_do_not_determine_give_none() -> None:
-    two, eight = (2, step(20, 8, 40)), (8, step(80, 32, 160))
-    assert between(two, eight, 8) is None
-    assert between(two, eight, 9) is None
-    assert between(two, (8, step(80, 32, 161)), 3) is None  # not an integer number of bytes per sequence
+    two = (2, step(20, 8, 40))
+    assert LinearTrace.between(two, two) is None
+    assert LinearTrace.between(two, (8, step(80, 32, 161))) is None  # not an integer number of bytes per sequence
     other = step(80, 32, 160)
     other.went(other.came(1, in_block=False))
-    assert between(two, (8, other), 3) is None
+    assert LinearTrace.between(two, (8, other)) is None
+    marked = step(80, 32, 160)
+    marked.mark(Mark.BEFORE_FORWARD, 0)
+    assert LinearTrace.between(two, (8, marked)) is None
+
+
+def test_a_trace_is_the_same_after_json() -> None:
+    trace = step(20, 8, 40)
+    trace.mark(Mark.GRADIENT, 3)
+    linear = LinearTrace.of_one(2, trace)
+    assert LinearTrace.of_plain(json.loads(json.dumps(linear.plain()))) == linear
+
+
+def test_a_report_that_is_repeated_is_marked_once() -> None:
+    trace = Trace()
+    for kind in (Mark.BEFORE_BACKWARD, Mark.BEFORE_BACKWARD, Mark.GRADIENT, Mark.BEFORE_BACKWARD):
+        trace.mark(kind, 1)
+    assert [kind for _, kind, _ in trace.marks] == [Mark.BEFORE_BACKWARD, Mark.GRADIENT, Mark.BEFORE_BACKWARD]

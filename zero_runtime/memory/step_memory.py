@@ -1,0 +1,278 @@
+"""The memory of a rank's training step in program order: the runtime's schedule replayed over a trace of a model.
+
+[Note: two halves of a step]
+A step's tensors are those of the model's own code (activations: a `Trace`) and those of the runtime (parameters,
+gradients, states: `CountedUnit`s). The first depend on neither the plan nor the offload nor the number of ranks, and
+the second do not depend on the batch. The runtime's bytes change only at the marks of the trace, and the activations'
+bytes are linear in the micro-batch at each event. So the highest sum of the two is found without a replay for each
+size of the micro-batch. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
+from zero_runtime.memory.counted_unit import Book, Copying, CountedUnit, Row
+from zero_runtime.memory.model import UnitSize
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.schedule import Schedule
+
+STEPS = 2  # the first records the order of the units, as in the runtime
+DISTINCT = 3  # micro-batches that differ: the first, those after it, and the last
+TOKEN_BYTES = 2 * 8  # the id and the label of a token, int64
+
+
+@dataclass(frozen=True)
+class Level:
+    """Bytes of the runtime at a mark: the most while it handles the mark, and those that it leaves; by component."""
+
+    highest: int
+    at_highest: dict[str, int]
+    left: int
+    at_left: dict[str, int]
+
+
+@dataclass(frozen=True)
+class StatesReplay:
+    """The runtime's half of a step: a level for each mark of the trace (the worst of the micro-batches), the levels at
+    the start of a micro-batch and in the optimizer's step, and the bytes between two steps."""
+
+    start: Level
+    marks: list[Level]
+    step: Level
+    between_steps: int
+
+
+def replay_states(
+    trace: Trace, units: Sequence[tuple[UnitSize, MixedPrecision]], row: Row, *, prefetch: int
+) -> StatesReplay:
+    """Replay the marks of one micro-batch's trace through the runtime's schedule for a complete step."""
+    book = Book()
+    copying = Copying(book)
+    counted = [CountedUnit(size, precision, row, book, copying) for size, precision in units]
+    schedule = Schedule(counted, row.plan, prefetch=prefetch)
+    # As `ZeroRuntime` renews: the root's unit first, which the next forward uses first.
+    renewal = sorted(counted, key=lambda unit: not units[counted.index(unit)][0].is_root)
+    for unit in renewal:
+        unit.renew()
+    passes = [_Pass(trace, counted, schedule, book)]
+    for _ in range(STEPS):
+        passes.clear()
+        count = min(row.micro_batches, DISTINCT)
+        for micro in range(count):
+            passes.append(_Pass(trace, counted, schedule, book))
+            passes[-1].run(boundary=micro == count - 1)
+        book.begin()
+        copying.release()
+        for unit in counted:
+            unit.update()
+        copying.release()
+        for unit in counted:
+            unit.free_grads()
+        schedule.after_step()
+        for unit in renewal:
+            unit.renew()
+        step = _level(book)
+    starts = [one.levels[0] for one in passes]
+    marks = [_worse([one.levels[place] for one in passes]) for place in range(1, len(passes[0].levels))]
+    return StatesReplay(_worse(starts), marks, step, book.total)
+
+
+class _Pass:
+    """Forward and backward of one micro-batch. levels: at the start, at each mark, and when the backward has ended."""
+
+    def __init__(self, trace: Trace, units: Sequence[CountedUnit], schedule: Schedule, book: Book) -> None:
+        self._trace, self._units, self._schedule, self._book = trace, units, schedule, book
+        self.levels: list[Level] = []
+
+    def run(self, *, boundary: bool) -> None:
+        self._book.begin()
+        self.levels.append(_level(self._book))
+        for _, kind, position in self._trace.marks:
+            if kind not in _FORWARD and not self._schedule.in_backward:
+                self._begin_backward(boundary)
+            self._book.begin()
+            self._report(kind, self._units[position])
+            self.levels.append(_level(self._book))
+        self._book.begin()
+        if not self._schedule.in_backward:
+            self._begin_backward(boundary)
+        self._schedule.end_backward()
+        self.levels.append(_level(self._book))
+
+    def _begin_backward(self, boundary: bool) -> None:
+        order = self._schedule.own_reduction_order
+        if order is not None:
+            self._schedule.reduce_in(order)
+        self._schedule.begin_backward(boundary=boundary)
+
+    def _report(self, kind: Mark, unit: CountedUnit) -> None:
+        schedule = self._schedule
+        if kind == Mark.BEFORE_FORWARD:
+            schedule.before_forward(unit)
+        elif kind == Mark.AFTER_FORWARD:
+            schedule.after_forward(unit)
+        elif kind == Mark.BEFORE_BACKWARD:
+            schedule.before_backward(unit)
+        elif kind == Mark.GRADIENT:
+            unit.take_grad(sums_locally=schedule.sums_locally)
+        else:
+            schedule.after_backward(unit)
+
+
+_FORWARD = (Mark.BEFORE_FORWARD, Mark.AFTER_FORWARD)
+
+
+def _level(book: Book) -> Level:
+    return Level(book.highest, book.at_highest, book.total, dict(book.now))
+
+
+def _worse(levels: Sequence[Level]) -> Level:
+    """The highest of the same mark in several micro-batches."""
+    highest = max(levels, key=lambda level: level.highest)
+    left = max(levels, key=lambda level: level.left)
+    return Level(highest.highest, highest.at_highest, left.left, left.at_left)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The worst moment of a step on one rank's device, in bytes.
+
+    states: of the runtime by component. blocks, outside, backward: activations that the forward created in the repeated
+    blocks and outside of them, and what the backward created. inputs: token ids and labels of the step's micro-batches.
+    when: the moment in words.
+    """
+
+    total: int
+    states: dict[str, int]
+    blocks: int
+    outside: int
+    backward: int
+    inputs: int
+    buffers: int
+    when: str
+
+    @property
+    def activations(self) -> int:
+        return self.blocks + self.outside + self.backward
+
+
+Line = tuple[int, int]  # bytes at the lowest micro-batch, and bytes for each sequence more
+
+
+class _Moment(NamedTuple):
+    """A candidate for the worst moment: its mark, the number of events before it, whether the runtime is handling the
+    mark, and its bytes as a line over the micro-batch, without inputs and buffers."""
+
+    place: int
+    position: int
+    is_highest: bool
+    base: int
+    slope: int
+
+
+@dataclass
+class StepMemory:
+    """The memory of one row's step for all micro-batches of a `LinearTrace`.
+
+    tokens: of all the step's micro-batches together, for each sequence of a micro-batch. buffers: bytes of the model's
+    buffers on the device. names: of the units.
+    """
+
+    linear: LinearTrace
+    states: StatesReplay
+    tokens: int
+    buffers: int = 0
+    names: Sequence[str] = ()
+    _segments: list[list[tuple[int, Line]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._segments = segments_of(self.linear)
+
+    def peak(self, micro: int) -> Peak:
+        """The worst moment at a micro-batch from low to high."""
+        more = micro - self.linear.low
+        worst = max(self._moments(), key=lambda one: one.base + one.slope * more)
+        inputs, step = self.tokens * TOKEN_BYTES * micro, self.states.step
+        if step.highest > worst.base + worst.slope * more:
+            states, parts, when = step.at_highest, (0, 0, 0), "in the optimizer's step"
+        else:
+            level = self._level(worst.place)
+            states = level.at_highest if worst.is_highest else level.at_left
+            parts, when = self.linear.at(micro).parts(worst.position), self._when(worst.place)
+        total = sum(states.values()) + sum(parts) + inputs + self.buffers
+        return Peak(total, states, *parts, inputs=inputs, buffers=self.buffers, when=when)
+
+    def largest(self, limit: int) -> int:
+        """The largest micro-batch of at most `high` whose peak is at most `limit` bytes; 0 if not even `low` fits."""
+        room, low = limit - self.buffers, self.linear.low
+        inputs = self.tokens * TOKEN_BYTES
+        best = self.linear.high
+        lines = [(self.states.step.highest, 0), *((one.base, one.slope) for one in self._moments())]
+        for base, slope in lines:
+            left = room - base - inputs * low
+            if left < 0:
+                return 0
+            if slope + inputs:
+                best = min(best, low + left // (slope + inputs))
+        return best
+
+    def _moments(self) -> Iterator[_Moment]:
+        for place, candidates in enumerate(self._segments):
+            level = self._level(place)
+            first, (base, slope) = candidates[0]
+            yield _Moment(place, first, True, level.highest + base, slope)
+            for position, (base, slope) in candidates:
+                yield _Moment(place, position, False, level.left + base, slope)
+
+    def _level(self, place: int) -> Level:
+        return self.states.start if place == 0 else self.states.marks[place - 1]
+
+    def _when(self, place: int) -> str:
+        marks = self.linear.trace.marks
+        if place == 0:
+            return "at the start of the forward"
+        if place > len(marks):
+            return "at the end of the backward"
+        _, kind, unit = marks[place - 1]
+        name = self.names[unit] if unit < len(self.names) else f"unit {unit}"
+        return f"{_WORDS[kind]} {name}"
+
+
+_WORDS = {
+    Mark.BEFORE_FORWARD: "in the forward of",
+    Mark.AFTER_FORWARD: "after the forward of",
+    Mark.BEFORE_BACKWARD: "in the backward of",
+    Mark.GRADIENT: "at the gradients of",
+    Mark.AFTER_BACKWARD: "after the backward of",
+}
+
+
+def segments_of(linear: LinearTrace) -> list[list[tuple[int, Line]]]:
+    """For the events after each mark (the start of the trace is the first, its end the last mark), those moments that
+    may have the most bytes at some micro-batch: the first, and the upper hull of all as lines over the micro-batch."""
+    trace = linear.trace
+    levels: list[Line] = [(0, 0)]
+    base = slope = 0
+    for event in trace.events:
+        number, sign = abs(event) - 1, 1 if event > 0 else -1
+        if not trace.on_host[number]:
+            base += sign * trace.sizes[number]
+            slope += sign * linear.slopes[number]
+        levels.append((base, slope))
+    bounds = [0, *(position for position, _, _ in trace.marks), len(trace.events), len(trace.events)]
+    return [_hull([(place, levels[place]) for place in range(start, stop + 1)]) for start, stop in pairwise(bounds)]
+
+
+def _hull(found: list[tuple[int, Line]]) -> list[tuple[int, Line]]:
+    """The first moment, and those that no other exceeds in both bytes and slope."""
+    kept: list[tuple[int, Line]] = []
+    for position, line in sorted(found, key=lambda one: (-one[1][0], -one[1][1])):
+        if not kept or line[1] > kept[-1][1][1]:
+            kept.append((position, line))
+    first = found[0]
+    return [first, *(one for one in kept if one[0] != first[0])]
