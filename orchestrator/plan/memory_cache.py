@@ -49,9 +49,10 @@ def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
     return "activations-" + _hash(parts)
 
 
-def trace_key(config: RunConfig, low: int, high: int) -> str:
-    """The key of the trace of all micro-batches from `low` to `high`."""
-    return f"{TRACE}{activations_key(config, any_micro=True)}-{low}-{high}"
+def trace_key(config: RunConfig, *micros: int) -> str:
+    """The key of the trace of all micro-batches from the first to the second; without them the start of all such
+    keys."""
+    return f"{TRACE}{activations_key(config, any_micro=True)}-{'-'.join(map(str, micros))}"
 
 
 def _hash(parts: Mapping[str, Any]) -> str:

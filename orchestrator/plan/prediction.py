@@ -18,13 +18,10 @@ from orchestrator.plan.decision import Prediction
 from orchestrator.plan.memory_cache import Tell, activations_key, units_key
 from orchestrator.plan.point import Point
 from orchestrator.plan.remedies import PredictedPeak
-from zero_runtime.flat_layout import FlatLayout
+from orchestrator.plan.step import units_of
 from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
-from zero_runtime.memory.model import UnitSize, step_peak_bytes, total_state_bytes
-from zero_runtime.offload.plan import Tier
-from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import MixedPrecision
+from zero_runtime.memory.model import step_peak_bytes, total_state_bytes
 
 NOT_ASKED = "the process that counts them ended early"
 ADVISED = 4  # most points for which remedies are searched: each needs further counts
@@ -100,7 +97,7 @@ def _prediction(config: RunConfig, answers: Mapping[str, dict[str, Any]], gpu_by
         return None
     ranks, micro_batches = config.resources.ranks or 1, config.batch.accumulation or 1
     plan = config.zero.plan
-    units, costs = _units(config, shapes, plan, ranks), {"world": ranks, "micro_batches": micro_batches}
+    units, costs = units_of(config, shapes), {"world": ranks, "micro_batches": micro_batches}
     states = total_state_bytes(plan, units, **costs, state_bytes=shapes["state_bytes"])
     peak = step_peak_bytes(plan, units, **costs, prefetch=config.zero.prefetch, state_bytes=shapes["state_bytes"])
     counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
@@ -114,28 +111,3 @@ def _prediction(config: RunConfig, answers: Mapping[str, dict[str, Any]], gpu_by
         limit, share = hardware.memory_bytes(), ranks
     unsharded = peak.params + peak.grads
     return Prediction(states, limit, share, micro_batches, unsharded, activations, counted.get("unknown", ""), overhead)
-
-
-def _units(
-    config: RunConfig, shapes: Mapping[str, Any], plan: ZeroPlan, ranks: int
-) -> list[tuple[UnitSize, MixedPrecision]]:
-    on_cuda = config.resources.device is Device.cuda
-    away = (Tier.HOST, Tier.NVME) if on_cuda else (Tier.NVME,)
-    units = []
-    for unit in shapes["units"]:
-        layout = FlatLayout.build(
-            [(name, tuple(shape)) for name, shape in unit["shapes"]],
-            shard_count=plan.shard_count(ranks),
-            world=ranks,
-            block_numel=shapes["block_numel"] if unit["trainable"] else 1,
-        )
-        size = UnitSize.of(
-            layout,
-            trainable=unit["trainable"],
-            is_root=unit["is_root"],
-            params_offloaded=unit["offloaded"] and config.offload.params in away,
-            optimizer_offloaded=unit["offloaded"] and config.offload.optimizer in away,
-            separate_memory=on_cuda,
-        )
-        units.append((size, MixedPrecision(**unit["precision"])))
-    return units

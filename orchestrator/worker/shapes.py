@@ -22,8 +22,8 @@ from zero_runtime.unit_planner import UnitRules, plan_units
 
 
 def units_of(config: RunConfig) -> dict[str, Any]:
-    """Shapes by unit in the order of registration, the bytes of optimizer state per element, and the number of elements
-    per block of that state."""
+    """Shapes by unit in the order of registration, the bytes of optimizer state per element, the number of elements per
+    block of that state, and the bytes of the model's buffers."""
     model, _ = build_deferred(config)
     rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
     specs = plan_units(model, rules)
@@ -31,6 +31,7 @@ def units_of(config: RunConfig) -> dict[str, Any]:
     return {
         "units": [
             {
+                "name": spec.name,
                 "shapes": [[name, list(param.shape)] for name, param in spec.params],
                 "trainable": spec.trainable,
                 "is_root": model in spec.modules,
@@ -41,6 +42,7 @@ def units_of(config: RunConfig) -> dict[str, Any]:
         ],
         "state_bytes": optimizer.state_bytes,
         "block_numel": optimizer.block_numel,
+        "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
     }
 
 

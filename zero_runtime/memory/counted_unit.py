@@ -99,7 +99,7 @@ class Copying:
 
 
 @dataclass(frozen=True)
-class Row:
+class CountRules:
     """The settings by which the tensors of all units are allocated.
 
     shard_count, replica_count: ranks of a shard group, and replicas of each shard. state_bytes: of the optimizer's
@@ -115,7 +115,7 @@ class Row:
     by_messages: bool
 
 
-class Reduction(NamedTuple):
+class CountedReduction(NamedTuple):
     """The blocks of a reduction under way: the input in reduce dtype, the result, and what other ranks send."""
 
     cast: Block | None
@@ -126,15 +126,17 @@ class Reduction(NamedTuple):
 class CountedUnit:
     """The blocks of one unit on one rank."""
 
-    def __init__(self, size: UnitSize, precision: MixedPrecision, row: Row, book: Book, copying: Copying) -> None:
+    def __init__(
+        self, size: UnitSize, precision: MixedPrecision, rules: CountRules, book: Book, copying: Copying
+    ) -> None:
         self.trainable = size.trainable
-        self._size, self._precision, self._row, self._book, self._copying = size, precision, row, book, copying
-        self._plan = row.plan
-        self._numel, self._shard = size.padded_numel, size.padded_numel // row.shard_count
+        self._size, self._precision, self._rules, self._book, self._copying = size, precision, rules, book, copying
+        self._plan = rules.plan
+        self._numel, self._shard = size.padded_numel, size.padded_numel // rules.shard_count
         self._param = ITEMSIZE_BYTES[precision.param]
         self._compute = ITEMSIZE_BYTES[precision.compute or precision.param]
         self._reduce = ITEMSIZE_BYTES[precision.reduce]
-        self._grad = ITEMSIZE_BYTES[precision.grad(row.micro_batches)]
+        self._grad = ITEMSIZE_BYTES[precision.grad(rules.micro_batches)]
         self._casts = not precision.computes_as_param
         self._current = False  # the full parameters are
         self._gathering: Block | None = None  # the gathered parameters before their cast
@@ -143,7 +145,7 @@ class CountedUnit:
         self._whole_grad: Block | None = None
         self._grad_shard: Block | None = None
         self._local = False  # the full gradient accepts gradients
-        self._reducing: Reduction | None = None
+        self._reducing: CountedReduction | None = None
         self._allocate()
 
     def _allocate(self) -> None:
@@ -160,7 +162,7 @@ class CountedUnit:
             return
         if precision.master != precision.param:
             self._book.allocate(OPTIMIZER, self._shard * ITEMSIZE_BYTES[precision.master])
-        self._book.allocate(OPTIMIZER, self._shard * self._row.state_bytes)
+        self._book.allocate(OPTIMIZER, self._shard * self._rules.state_bytes)
 
     # ---- full parameters -------------------------------------------------------------------------------------------
 
@@ -245,18 +247,18 @@ class CountedUnit:
         if self._whole_grad.nbytes != self._numel * self._reduce:
             cast = self._book.allocate(WHOLE_GRADS, self._numel * self._reduce)
         out = None if self._in_place else self._book.allocate(GRADS, self._shard * self._reduce)
-        row = self._row
-        ranks, numel = (row.shard_count, self._numel) if row.shard_count > 1 else (row.replica_count, self._shard)
-        self._reducing = Reduction(cast, out, self._receive(ranks, numel))
+        rules = self._rules
+        ranks, numel = (rules.shard_count, self._numel) if rules.shard_count > 1 else (rules.replica_count, self._shard)
+        self._reducing = CountedReduction(cast, out, self._receive(ranks, numel))
 
     @property
     def _in_place(self) -> bool:
         """Whether the result of a reduction is a part of its input."""
-        return self._plan.keeps_full_grads or self._row.shard_count == 1
+        return self._plan.keeps_full_grads or self._rules.shard_count == 1
 
     def _receive(self, ranks: int, numel: int) -> Block | None:
         """The tensors that receive the other ranks' terms of a reduce-scatter of `numel` elements."""
-        received = (ranks - 1) * (numel // ranks) * self._reduce if self._row.by_messages else 0
+        received = (ranks - 1) * (numel // ranks) * self._reduce if self._rules.by_messages else 0
         return self._book.allocate(TRANSFERS, received)
 
     def wait_reduce(self) -> None:
@@ -264,8 +266,8 @@ class CountedUnit:
             return
         cast, out, received = self._reducing
         self._reducing = None
-        if self._row.shard_count > 1:  # then the replicas of the shard are summed
-            self._book.free(self._receive(self._row.replica_count, self._shard))
+        if self._rules.shard_count > 1:  # then the replicas of the shard are summed
+            self._book.free(self._receive(self._rules.replica_count, self._shard))
         self._book.free(received)
         if self._plan.keeps_full_grads:
             self._book.free(cast)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
-from zero_runtime.memory.counted_unit import Book, Copying, CountedUnit, Row
+from zero_runtime.memory.counted_unit import Book, Copying, CountedUnit, CountRules
 from zero_runtime.memory.model import UnitSize
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.schedule import Schedule
@@ -48,13 +48,13 @@ class StatesReplay:
 
 
 def replay_states(
-    trace: Trace, units: Sequence[tuple[UnitSize, MixedPrecision]], row: Row, *, prefetch: int
+    trace: Trace, units: Sequence[tuple[UnitSize, MixedPrecision]], rules: CountRules, *, prefetch: int
 ) -> StatesReplay:
     """Replay the marks of one micro-batch's trace through the runtime's schedule for a complete step."""
     book = Book()
     copying = Copying(book)
-    counted = [CountedUnit(size, precision, row, book, copying) for size, precision in units]
-    schedule = Schedule(counted, row.plan, prefetch=prefetch)
+    counted = [CountedUnit(size, precision, rules, book, copying) for size, precision in units]
+    schedule = Schedule(counted, rules.plan, prefetch=prefetch)
     # As `ZeroRuntime` renews: the root's unit first, which the next forward uses first.
     renewal = sorted(counted, key=lambda unit: not units[counted.index(unit)][0].is_root)
     for unit in renewal:
@@ -62,7 +62,7 @@ def replay_states(
     passes = [_Pass(trace, counted, schedule, book)]
     for _ in range(STEPS):
         passes.clear()
-        count = min(row.micro_batches, DISTINCT)
+        count = min(rules.micro_batches, DISTINCT)
         for micro in range(count):
             passes.append(_Pass(trace, counted, schedule, book))
             passes[-1].run(boundary=micro == count - 1)

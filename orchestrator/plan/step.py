@@ -1,0 +1,149 @@
+"""The predicted memory of a configuration's step for any micro-batch, from the answers of memory_cache.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator.config.schema import Device, RunConfig
+from orchestrator.plan.memory_cache import activations_key, trace_key, units_key
+from zero_runtime.flat_layout import FlatLayout
+from zero_runtime.memory.activation_count import LinearTrace
+from zero_runtime.memory.counted_unit import CountRules
+from zero_runtime.memory.model import CollectiveCounts, UnitSize
+from zero_runtime.memory.step_memory import Peak, StepMemory, replay_states
+from zero_runtime.offload.memory import Moves, OffloadBytes, host_bytes, nvme_bytes
+from zero_runtime.offload.plan import Tier
+from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES
+from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+
+Answers = Mapping[str, Mapping[str, Any]]
+Units = list[tuple[UnitSize, MixedPrecision]]
+
+
+def with_micro(config: RunConfig, micro: int) -> RunConfig:
+    """The configuration with another micro-batch and the same accumulation."""
+    ranks, accumulation = config.resources.ranks or 1, config.batch.accumulation or 1
+    batch = replace(config.batch, micro=micro, accumulation=accumulation, global_size=micro * accumulation * ranks)
+    return replace(config, batch=batch)
+
+
+def units_of(config: RunConfig, shapes: Mapping[str, Any]) -> Units:
+    """The sizes of the units on a rank, with their dtypes, from the shapes that a child process has found."""
+    on_cuda, ranks, plan = config.resources.device is Device.cuda, config.resources.ranks or 1, config.zero.plan
+    away = (Tier.HOST, Tier.NVME) if on_cuda else (Tier.NVME,)
+    units = []
+    for unit in shapes["units"]:
+        layout = FlatLayout.build(
+            [(name, tuple(shape)) for name, shape in unit["shapes"]],
+            shard_count=plan.shard_count(ranks),
+            world=ranks,
+            block_numel=shapes["block_numel"] if unit["trainable"] else 1,
+        )
+        size = UnitSize.of(
+            layout,
+            trainable=unit["trainable"],
+            is_root=unit["is_root"],
+            params_offloaded=unit["offloaded"] and config.offload.params in away,
+            optimizer_offloaded=unit["offloaded"] and config.offload.optimizer in away,
+            separate_memory=on_cuda,
+        )
+        units.append((size, MixedPrecision(**unit["precision"])))
+    return units
+
+
+@dataclass(frozen=True)
+class ConfigMemory:
+    """The memory of one configuration's step on a rank. parts: for the micro-batches of each trace, in their order."""
+
+    config: RunConfig
+    units: Units
+    parts: tuple[StepMemory, ...]
+
+    def peak(self, micro: int) -> Peak | None:
+        """The worst moment of a step; None for a micro-batch that was not traced."""
+        for part in self.parts:
+            if part.linear.low <= micro <= part.linear.high:
+                return part.peak(micro)
+        return None
+
+    def largest(self, limit_bytes: int) -> int:
+        """The largest traced micro-batch whose peak is at most the limit; 0 if none is."""
+        return max((part.largest(limit_bytes) for part in self.parts), default=0)
+
+    @property
+    def highest_traced(self) -> int:
+        return max((part.linear.high for part in self.parts), default=0)
+
+    def away(self) -> OffloadBytes:
+        """The bytes that a rank offloads to host memory and to the scratch file."""
+        config, offload = self.config, self.config.offload
+        plan, separate = offload.plan(), any(size.separate_memory for size, _ in self.units)
+        moves = Moves(
+            config.zero.plan.shard_count(config.resources.ranks or 1),
+            config.zero.prefetch,
+            config.batch.accumulation or 1,
+            tuple(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in config.optimizer.rule.held_states),
+            1 if plan.scratch is None else plan.scratch.ahead,
+            plan.speculative,
+            offload.params is Tier.NVME,
+        )
+        if offload.uses_nvme:
+            return nvme_bytes(self.units, moves)
+        return host_bytes(self.units, moves) if separate else OffloadBytes()
+
+    def sent_bytes(self) -> int:
+        """The bytes of data that a rank sends in one steady step (arXiv 1910.02054, section 7, in the dtypes used)."""
+        config, ranks = self.config, self.config.resources.ranks or 1
+        shard_count = config.zero.plan.shard_count(ranks)
+        counts = CollectiveCounts.of(
+            config.zero.plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
+        )
+        total = 0
+        for size, kind in self.units:
+            if size.trainable:
+                gathered = counts.gathers * ITEMSIZE_BYTES[kind.param]
+                reduced = counts.reductions * ITEMSIZE_BYTES[kind.reduce]
+                total += (gathered + reduced) * size.padded_numel * (shard_count - 1) // shard_count
+                total += reduced * 2 * size.padded_numel * (ranks // shard_count - 1) // ranks
+        return total
+
+
+def memory_of(config: RunConfig, answers: Answers) -> ConfigMemory | None:
+    """The memory of a configuration from the answers of memory_cache.answers; None if the model cannot be built.
+
+    Without a trace there are no parts.
+    """
+    shapes = answers.get(units_key(config))
+    if shapes is None or "units" not in shapes:
+        return None
+    units = units_of(config, shapes)
+    ranks, plan = config.resources.ranks or 1, config.zero.plan
+    shard_count, accumulation = plan.shard_count(ranks), config.batch.accumulation or 1
+    by_messages = config.resources.device is not Device.cuda and ranks > 1
+    rules = CountRules(plan, shard_count, ranks // shard_count, accumulation, shapes["state_bytes"], by_messages)
+    parts = []
+    for linear in _traces(config, answers):
+        states = replay_states(linear.trace, units, rules, prefetch=config.zero.prefetch)
+        names = [unit["name"] for unit in shapes["units"]]
+        parts.append(StepMemory(linear, states, config.batch.seq * accumulation, shapes["buffer_bytes"], names))
+    return ConfigMemory(config, units, tuple(parts))
+
+
+def _traces(config: RunConfig, answers: Answers) -> Iterator[LinearTrace]:
+    """The traces of all micro-batches of the configuration's family, the smallest first."""
+    family = trace_key(config)
+    found = [LinearTrace.of_plain(answers[key]) for key in answers if key.startswith(family)]
+    yield from sorted(found, key=lambda linear: linear.low)
+
+
+def unknown(config: RunConfig, answers: Answers) -> str:
+    """Why there is no trace of the configuration; empty if there is one."""
+    answer: Mapping[str, Any] = answers.get(activations_key(config), {})
+    return str(answer.get("unknown", ""))
+
+
+def traced(configs: Sequence[RunConfig], micros: Sequence[int]) -> list[RunConfig]:
+    """The configurations to ask memory_cache.answers for, so that these micro-batches are traced for all of them."""
+    return [with_micro(config, micro) for config in configs for micro in micros]
