@@ -44,7 +44,7 @@ def answer(asked: Arguments) -> int:
 def _run(composition: Composition, asked: Arguments) -> int:
     os.umask(0o077)  # only the user can read what the runs write
     _join_step()
-    scene = here()
+    scene = replace(here(), plan_only="--plan" in asked.flags)
     # The command sends points to a cluster and exits, so that even a single point is handled as a sweep.
     on_cluster = composition.points[0].values.get("cluster", {}).get("kind") == ClusterKind.slurm.value
     if composition.is_sweep or "--plan" in asked.flags or (on_cluster and scene.world is None):

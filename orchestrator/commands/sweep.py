@@ -22,7 +22,7 @@ from orchestrator.exit_codes import BAD_USAGE, INTERRUPTED, OK
 from orchestrator.launch.rank import ENTRY
 from orchestrator.launch.verdict import end_of
 from orchestrator.machine import children, slots
-from orchestrator.machine.hardware import Hardware
+from orchestrator.machine.hardware import Hardware, short_name
 from orchestrator.machine.processes import started
 from orchestrator.plan import decision, prediction
 from orchestrator.plan.decision import Refused, Wishes
@@ -177,7 +177,18 @@ def _queued_configs(planned: Sequence[Planned]) -> list[RunConfig]:
 
 def _cost_rows(planned: Sequence[Planned]) -> list[Row]:
     """The cost of the points that need a run: slots of this machine, or time of a cluster."""
+    return _cost_rows_of(_queued_configs(planned))
+
+
+def _plan_cost_rows(planned: Sequence[Planned]) -> list[Row]:
+    """The same of a plan: points on described hardware take no slots of this machine."""
     configs = _queued_configs(planned)
+    return _cost_rows_of(
+        [one for one in configs if not one.hardware.is_described or one.cluster.kind is ClusterKind.slurm]
+    )
+
+
+def _cost_rows_of(configs: Sequence[RunConfig]) -> list[Row]:
     if not configs:
         return []
     if configs[0].cluster.kind is ClusterKind.slurm:
@@ -261,8 +272,14 @@ def _plan(request: SweepRequest, hardware: Hardware, screen: Screen | None = Non
         Refused(point.label, point.overrides, (Broken(wrong[point.label]),)) if point.label in wrong else point
         for point in request.points
     ]
-    name_of = slurm_sweep.names() if _on_cluster(points) else lambda config: hardware.name(config.resources.device)
+    name_of = slurm_sweep.names() if _on_cluster(points) else partial(_hardware_name, hardware)
     return decision.decide(judged, _output(request), name_of, request.wishes, predicted)
+
+
+def _hardware_name(hardware: Hardware, config: RunConfig) -> str:
+    """The name of the hardware in the point's identity: of the described GPUs, or of this machine."""
+    node = config.hardware
+    return short_name(node.gpu or node.name) if node.is_described else hardware.name(config.resources.device)
 
 
 def _on_cluster(points: Sequence[Point]) -> bool:
@@ -296,9 +313,11 @@ def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Scree
         print(json.dumps([point.to_dict() for point in planned], ensure_ascii=False))
     else:
         screen.table(sweep_table.plan_table(planned))
-        rows = [*sweep_table.plan_rows(planned), *_cost_rows(planned)]
+        described = sweep_table.hardware_rows(planned)
+        rows = [*sweep_table.plan_rows(planned), *described, *_plan_cost_rows(planned)]
         states = {point.decision for point in planned}
-        then = "the same line without --plan runs it" if RunState.queued in states else "nothing is left to run"
+        there = "with these GPUs, " if described else ""
+        then = f"{there}the same line without --plan runs it" if RunState.queued in states else "nothing is left to run"
         if RunState.pruned in states:
             then += "; --prune off also runs the pruned points"
         screen.closing([*rows, Row("next", then)])

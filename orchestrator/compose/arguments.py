@@ -16,6 +16,7 @@ VERBS = {
     "export-weights": "export",
     "io-bench": "io_bench",
     "doctor": "doctor",
+    "fit": "fit",
     "ui": "ui",
     **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), "verbs"),
 }

@@ -52,6 +52,7 @@ DECIDES = {
     "loss": "all logits at once, or one tile of tokens at a time, recomputed in backward",
     "checkpoint": "saving during training, retention, resuming ([checkpoints.md](checkpoints.md))",
     "resources": "device, ranks, nodes, threads, time limit",
+    "hardware": "the GPUs that `--plan` assumes ([sweeps.md](sweeps.md#a-plan-for-hardware-that-is-not-here))",
     "cluster": "where jobs run ([slurm.md](slurm.md))",
     "measure": "warm-up steps, measured steps, validation batches",
     "tracking": "the MLflow store (an SQLite file next to the outputs)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -10,6 +11,7 @@ from orchestrator.compose.settable import OPEN_KEYS, Tree
 from orchestrator.config.strict import describe
 from orchestrator.text.paths import program
 
+WIDTH = 120
 HEAD = """\
 Runs ZeRO training as an experiment: one point, or a sweep with one table at its end.
 
@@ -52,7 +54,7 @@ def page(primary: Path, tree: Tree) -> str:
     """The page, ready to print; * marks the default option of a group."""
     chosen = default_choices(primary)
     width = max(map(len, tree.groups))
-    groups = [f"  {name:<{width}}  {_options(tree, name, chosen.get(name))}" for name in tree.groups]
+    groups = [line for name in tree.groups for line in _group(name, _options(tree, name, chosen.get(name)), width)]
     keys = [f"  {key:<26} {describe(hint)}" for key, hint in tree.keys.items() if _is_listed(key, hint)]
     keys += [f"  {key:<26} {text}" for key, text in OPEN]
     return "\n".join(
@@ -73,6 +75,15 @@ def default_choices(config: Path) -> dict[str, str]:
     """The default option of each group, from the defaults list of the primary file."""
     found = re.findall(r"^\s*- (\w+): (\w+)", config.read_text(encoding="utf-8"), re.MULTILINE)
     return dict(found)
+
+
+def _group(name: str, options: str, width: int) -> list[str]:
+    """The lines of a group, of at most WIDTH characters."""
+    first = f"  {name:<{width}}  "
+    lines = textwrap.wrap(
+        options, WIDTH, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False
+    )
+    return lines or [first]
 
 
 def _options(tree: Tree, name: str, chosen: str | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.config.cluster import Cluster
+from orchestrator.config.hardware import GpuNode
 from orchestrator.config.optimizer import Optimizer, Scheduler
 from orchestrator.config.parts import plain
 from orchestrator.config.state_groups import Offload, Precision, Zero
@@ -240,6 +241,7 @@ class RunConfig:
     loss: Loss = field(default_factory=Loss)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resources: Resources = field(default_factory=Resources)
+    hardware: GpuNode = field(default_factory=GpuNode)
     cluster: Cluster = field(default_factory=Cluster)
     measure: Measure = field(default_factory=Measure)
     tracking: Tracking = field(default_factory=Tracking)
@@ -262,9 +264,12 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
-    """The inverse of to_dict. Raises one ConfigError with every unknown key, wrong type and bad value."""
+    """The inverse of to_dict. Raises one ConfigError with every unknown key, wrong type and bad value.
+
+    A record without `hardware` is of an earlier version, which knew this machine only.
+    """
     config: RunConfig
-    config, broken = build(RunConfig, data)
+    config, broken = build(RunConfig, {"hardware": plain(GpuNode()), **data})
     if broken:
         raise ConfigError(broken)
     return config

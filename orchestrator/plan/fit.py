@@ -120,8 +120,8 @@ def fit_of(
 
 
 def order(fits: Sequence[Fit]) -> list[Fit]:
-    """The rows that fit first, and among them those that a step pays least for: offload and recomputation cost time, and
-    less data sent costs none. Within equals, the larger micro-batch first."""
+    """The rows that fit first, and among them those whose step has the least to do beside the model's own work: copies
+    to the host, then recomputation, then data to send. The larger micro-batch first among equals."""
     return sorted(fits, key=_cost)
 
 

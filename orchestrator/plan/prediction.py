@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 
 from orchestrator.compose.folders import CONF
-from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.schema import AdapterKind, Device, RunConfig, to_dict
 from orchestrator.machine import hardware
 from orchestrator.plan import memory_cache, remedies
@@ -19,6 +18,7 @@ from orchestrator.plan.memory_cache import Tell, activations_key, units_key
 from orchestrator.plan.point import Point
 from orchestrator.plan.remedies import PredictedPeak
 from orchestrator.plan.step import units_of
+from orchestrator.plan.target import Target, target_of
 from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
 from zero_runtime.memory.model import step_peak_bytes, total_state_bytes
@@ -86,8 +86,8 @@ def _predictions(configs: Sequence[RunConfig], tell: Tell | None) -> list[Predic
     if not configs:
         return []
     answers = memory_cache.answers(configs, configs, tell)
-    gpus = hardware.visible_gpus() if any(config.resources.device is Device.cuda for config in configs) else []
-    gpu_bytes = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes is not None), default=None)
+    need_gpus = any(config.resources.device is Device.cuda and not config.hardware.is_described for config in configs)
+    gpu_bytes = gpu_bytes_here() if need_gpus else None
     return [_prediction(config, answers, gpu_bytes) for config in configs]
 
 
@@ -102,12 +102,24 @@ def _prediction(config: RunConfig, answers: Mapping[str, dict[str, Any]], gpu_by
     peak = step_peak_bytes(plan, units, **costs, prefetch=config.zero.prefetch, state_bytes=shapes["state_bytes"])
     counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
     activations = ActivationBytes(**counted["bytes"]) if "bytes" in counted else None
-    limit, share, overhead = gpu_bytes, 1, NO_OVERHEAD
-    if config.resources.device is Device.cuda:
-        overhead = DeviceOverhead.on_cuda(ranks, plan.shard_count(ranks))
-    if config.cluster.kind is ClusterKind.slurm:
-        limit = None  # the memory of the cluster's nodes is not known here
-    elif config.resources.device is not Device.cuda:
-        limit, share = hardware.memory_bytes(), ranks
-    unsharded = peak.params + peak.grads
-    return Prediction(states, limit, share, micro_batches, unsharded, activations, counted.get("unknown", ""), overhead)
+    target, unsharded, unknown = target_here(config, gpu_bytes), peak.params + peak.grads, counted.get("unknown", "")
+    limit, share, overhead = target.device_bytes, target.ranks_share, overhead_of(config)
+    return Prediction(states, limit, share, micro_batches, unsharded, activations, unknown, overhead)
+
+
+def overhead_of(config: RunConfig) -> DeviceOverhead:
+    """What libraries take of a rank's GPU; nothing on a CPU."""
+    ranks = config.resources.ranks or 1
+    if config.resources.device is not Device.cuda:
+        return NO_OVERHEAD
+    return DeviceOverhead.on_cuda(ranks, config.zero.plan.shard_count(ranks))
+
+
+def gpu_bytes_here() -> int | None:
+    """The memory of the smallest visible GPU; None if it is not known."""
+    return min((gpu.memory_bytes for gpu in hardware.visible_gpus() if gpu.memory_bytes is not None), default=None)
+
+
+def target_here(config: RunConfig, gpu_bytes: int | None = None) -> Target:
+    """The machines of a point: the described ones, or this one."""
+    return target_of(config, gpu_bytes, hardware.memory_bytes())

@@ -36,6 +36,7 @@ IGNORED_KEYS = (
     "output",
     "tracking",
     "cluster",
+    "hardware",  # of a plan; the hardware of a measurement is its name, in `identity`
     "resources.time_limit_min",
     "resources.stuck_s",
     "checkpoint.resume",

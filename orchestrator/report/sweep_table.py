@@ -72,6 +72,24 @@ def plan_rows(planned: Sequence[Planned]) -> list[Row]:
     return rows
 
 
+def hardware_rows(planned: Sequence[Planned]) -> list[Row]:
+    """A row for each kind of nodes that points describe, with the number of its points if there are others."""
+    kinds = Counter(text for point in planned if (text := _hardware_text(point.config)))
+    all_alike = set(kinds.values()) == {len(planned)}
+    texts = [text if all_alike else f"{text} ({many(count, 'point')})" for text, count in kinds.items()]
+    return [Row("" if number else "hardware", text) for number, text in enumerate(texts)]
+
+
+def _hardware_text(config: Mapping[str, Any]) -> str:
+    """The nodes that a point describes; empty if it is to run on this machine, or was refused."""
+    node, resources = config.get("hardware") or {}, config.get("resources") or {}
+    if not node.get("gpus"):
+        return ""
+    memory = f"{size(node['memory_mib'] << 20)} each" if node["memory_mib"] else "memory not known"
+    nodes = f"{many(resources['nodes'], 'node')} of {many(node['gpus'], 'GPU')}"
+    return f"{node['name']}, as described: {many(resources['ranks'], 'rank')} on {nodes}, {memory}"
+
+
 def _reason_rows(points: Sequence[Planned]) -> list[Row]:
     by_reason: dict[str, list[str]] = {}
     for point in points:

@@ -15,6 +15,7 @@ import yaml
 from orchestrator.compose import arguments, compose
 from orchestrator.compose.settable import WHOLE_FILES
 from orchestrator.config.cluster import Cluster
+from orchestrator.config.hardware import GpuNode
 from orchestrator.config.parts import keys_of_kind, kinds_of
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.strict import build, hints_of
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 GROUPS = {name: hint for name, hint in hints_of(RunConfig).items() if is_dataclass(hint)}
 OPTIONS = sorted(file for group in GROUPS for file in (CONF / group).glob("*.yaml"))
-SCENE = Scene(Hardware(cores=2, cpu="cpu", slurm=True))
+SCENE = Scene(Hardware(cores=2, cpu="cpu", slurm=True), plan_only=True)  # hardware is described: no GPU is here
 # Keys that an option does not use, in groups whose keys are those of one class.
 LOSS_SCALE = tuple(keys_of(LossScaleRule))
 NVME = ("folder", "block_mib", "requests", "ahead", "verify")
@@ -47,10 +48,12 @@ NOT_FOR: dict[str, Collection[str]] = {
     "checkpoint/none": ("every", "keep_last", "keep_every", "background"),
     "tracking/none": ("uri", "experiment"),
     "cluster/local": SLURM,
+    "hardware/auto": {*hints_of(GpuNode)} - {"name"},
 }
 # Settings that an option needs in addition: for example, data=text and model=pretrained alone have no path.
 NEEDS = {"data/text.yaml": [f"data.path={ROOT / 'run.py'}"], "model/pretrained.yaml": ["model.path={weights}"]}
 NEEDS |= {"cluster/slurm.yaml": ["resources.device=cpu", "resources.ranks=2"]}
+NEEDS |= {f"hardware/{name}.yaml": ["precision=fp16"] for name in ("v100_16gb", "v100_32gb", "t4")}
 NEEDS |= {
     f"offload/{name}.yaml": ["zero=stage3"] for name in ("param_cpu", "optimizer_param_cpu", "optimizer_param_nvme")
 }

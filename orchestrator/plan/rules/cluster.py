@@ -47,7 +47,7 @@ def local_keys_are_used(scene: Scene, cluster: Cluster) -> Broken | None:
 
 
 def one_machine_is_one_node(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:
-    if is_slurm(cluster) or resources.nodes == 1 or scene.world is not None:
+    if is_slurm(cluster) or resources.nodes == 1 or scene.world is not None or scene.is_elsewhere(resources):
         return None
     rule = "resources.nodes above 1 needs cluster=slurm: cluster=local is this machine alone"
     return Broken(rule, str(resources.nodes), ("resources.nodes=1",))
@@ -55,7 +55,7 @@ def one_machine_is_one_node(scene: Scene, resources: Resources, cluster: Cluster
 
 def slurm_is_told_what_to_ask_for(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:
     """With cluster=slurm the device and the ranks cannot be detected, since another machine does the training."""
-    if not is_slurm(cluster):
+    if not is_slurm(cluster) or scene.node.is_described:
         return None
     if resources.device is not Device.auto and resources.ranks is not None:
         return None
@@ -72,7 +72,8 @@ def ranks_spread_over_the_nodes(scene: Scene, resources: Resources) -> Broken | 
         return None
     more = resources.nodes * (ranks // resources.nodes + 1)
     rule = f"resources.ranks must be a multiple of resources.nodes={resources.nodes}"
-    return Broken(rule, str(ranks), (f"resources.ranks={more}", "resources.nodes=1"))
+    alone = () if scene.node.is_described and ranks > scene.hardware.gpus else ("resources.nodes=1",)
+    return Broken(rule, str(ranks), (f"resources.ranks={more}", *alone))
 
 
 def the_limit_leaves_time_before_the_signal(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from orchestrator.config.hardware import GpuNode
 from orchestrator.config.schema import Device, Resources
 from orchestrator.config.strict import Broken, ConfigError, Refusal
 from orchestrator.machine import hardware
-from orchestrator.machine.hardware import Hardware
+from orchestrator.machine.hardware import Hardware, short_name
 
 CPU_RANKS = 2
 
@@ -19,13 +20,46 @@ class Scene:
     """The environment in which a configuration is checked.
 
     `world`, `local_world`: the number of ranks that torchrun or srun has started, in all and on this machine; None if
-    this process was started by neither. `own_gpu`: each of those ranks may see a GPU of its own alone.
+    this process was started by neither. `own_gpu`: each of those ranks may see a GPU of its own alone. `plan_only`:
+    nothing is started. `node`: the hardware that a configuration describes (`on`); `hardware` then has its GPUs, and
+    `found` is this machine.
     """
 
     hardware: Hardware
     world: int | None = None
     local_world: int | None = None
     own_gpu: bool = False
+    plan_only: bool = False
+    node: GpuNode = field(default_factory=GpuNode)
+    found: Hardware | None = None
+
+    def on(self, node: GpuNode) -> Scene:
+        """The scene of a configuration with this `hardware`: described GPUs take the place of those of this machine."""
+        if not node.is_described:
+            return self
+        described = replace(self.machine, gpus=node.gpus or 1, gpu=short_name(node.gpu or node.name), idle_gpus=0)
+        return replace(self, hardware=described, node=node, found=self.machine)
+
+    @property
+    def machine(self) -> Hardware:
+        """The hardware of this machine."""
+        return self.found or self.hardware
+
+    def is_elsewhere(self, resources: Resources) -> bool:
+        """Whether the hardware is described, and is not this machine or need not be."""
+        return self.node.is_described and (self.plan_only or self.lacks_its_gpus(resources))
+
+    def lacks_its_gpus(self, resources: Resources) -> bool:
+        """Whether the hardware is described and this machine does not have the GPUs that its ranks need."""
+        if not self.node.is_described:
+            return False
+        if self.machine.gpu != self.hardware.gpu:
+            return True
+        return self.ranks_here(resources) > self.machine.gpus and not self.own_gpu
+
+    def ranks_here(self, resources: Resources) -> int:
+        """The number of ranks of a node."""
+        return self.local_world or -(-self.ranks(resources) // resources.nodes)
 
     def device(self, resources: Resources) -> Device:
         """The device: cpu or cuda, where auto is cuda if this machine has a GPU."""
@@ -38,7 +72,8 @@ class Scene:
         if self.world is not None:
             return self.world
         on_gpus = self.device(resources) is Device.cuda and self.hardware.gpus
-        return resources.ranks or (self.hardware.gpus if on_gpus else CPU_RANKS)
+        gpus = self.hardware.gpus * (resources.nodes if self.node.is_described else 1)
+        return resources.ranks or (gpus if on_gpus else CPU_RANKS)
 
 
 def here() -> Scene:

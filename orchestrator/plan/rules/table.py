@@ -28,6 +28,7 @@ from orchestrator.config.strict import Broken
 from orchestrator.plan.rules import checkpoint as saving_rules
 from orchestrator.plan.rules import cluster as cluster_rules
 from orchestrator.plan.rules import data as data_rules
+from orchestrator.plan.rules import hardware as hardware_rules
 from orchestrator.plan.rules import offload as offload_rules
 from orchestrator.plan.rules import optimizer as optimizer_rules
 from orchestrator.plan.rules import output as output_rules
@@ -39,6 +40,7 @@ from orchestrator.text.paths import expanded
 
 def resolve(config: RunConfig, scene: Scene) -> RunConfig:
     """The configuration with ranks, threads, batch, device and paths filled in. It must not break a rule."""
+    scene = scene.on(config.hardware)
     device, ranks = scene.device(config.resources), scene.ranks(config.resources)
     threads = config.resources.threads or _threads(config.cluster, ranks, scene)
     batch, data, model = config.batch, config.data, pretrained.completed(config.model)
@@ -89,8 +91,15 @@ def check_rules(config: RunConfig, scene: Scene) -> list[Broken]:
 
 
 def check_parts(parts: Mapping[str, Any], scene: Scene) -> list[Broken]:
-    """All rules broken by the groups in `parts`. Only rules that need a missing group are skipped."""
+    """All rules broken by the groups in `parts`. Only rules that need a missing group are skipped.
+
+    Without the hardware, the resources cannot be judged.
+    """
     broken = []
+    if "hardware" in parts:
+        scene = scene.on(parts["hardware"])
+    else:
+        parts = {name: part for name, part in parts.items() if name != "resources"}
     if "model" in parts:
         parts = {**parts, "model": pretrained.completed(parts["model"])}
     for rule in RULES:
@@ -116,7 +125,7 @@ def _cuda_is_there(scene: Scene, resources: Resources, cluster: Cluster) -> Brok
 
 
 def _each_rank_has_a_gpu(scene: Scene, resources: Resources, cluster: Cluster) -> Broken | None:
-    if cluster_rules.is_slurm(cluster):
+    if cluster_rules.is_slurm(cluster) or scene.node.is_described:
         return None
     gpus = scene.hardware.gpus
     ranks = scene.local_world or scene.ranks(resources)
@@ -226,6 +235,10 @@ RULES = (
     Rule(_ranks_are_as_many_as_started, ("resources",)),
     Rule(_cuda_is_there, ("resources", "cluster")),
     Rule(_each_rank_has_a_gpu, ("resources", "cluster")),
+    Rule(hardware_rules.described_gpus_are_used, ("resources", "hardware")),
+    Rule(hardware_rules.a_run_has_the_described_gpus, ("resources", "cluster", "hardware")),
+    Rule(hardware_rules.each_rank_has_a_described_gpu, ("resources", "cluster", "hardware")),
+    Rule(hardware_rules.the_gpu_has_the_dtype, ("precision", "resources", "hardware")),
     Rule(cluster_rules.slurm_is_here, ("cluster",)),
     Rule(cluster_rules.jobs_are_not_sent_from_ranks, ("cluster",)),
     Rule(cluster_rules.local_keys_are_used, ("cluster",)),

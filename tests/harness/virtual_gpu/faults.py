@@ -180,7 +180,10 @@ def the_gradient_of_a_reduction_is_not_held_for_the_all_reduce() -> None:
     collectives.Pending.__init__ = holding_nothing  # type: ignore[method-assign]
     from zero_runtime.unit_gradients import UnitGradients
 
-    after(UnitGradients, "reduce", lambda self: setattr(self, "unsharded_grad", self.unsharded_grad.new_empty(0)))
+    def forget(self: Any) -> None:
+        self.unsharded_grad, self._flats = self.unsharded_grad.new_empty(0), ()
+
+    after(UnitGradients, "reduce", forget)
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from test_resume import Try
 
 from orchestrator import cli
-from orchestrator.config.schema import from_dict
+from orchestrator.config.schema import from_dict, to_dict
 from orchestrator.config.state_groups import Zero
 from orchestrator.records.record_file import EventTail, append_event, require_json
 from orchestrator.records.record_shapes import SWEEP_EVENTS
@@ -33,6 +33,8 @@ SAVED = EARLIER / "points" / POINTS[1] / "checkpoints" / "step-00000004"
 def test_a_configuration_keeps_the_identity_that_the_earlier_version_gave_it(point: str) -> None:
     identity = require_json(EARLIER / "points" / point / "identity.json")
     assert point_id(identity["config"], identity["world"], identity["hardware"]) == point
+    read = to_dict(from_dict(require_json(EARLIER / "points" / point / "config.json")))
+    assert point_id(read, identity["world"], identity["hardware"]) == point
 
 
 def test_a_sweep_is_reported_with_the_numbers_that_were_measured(

@@ -28,6 +28,8 @@ LAPTOP = Scene(Hardware(cores=4, cpu="cpu"))
 SERVER = Scene(Hardware(cores=16, cpu="cpu", gpus=4, gpu="H100"))
 JOINED = Scene(Hardware(cores=16, cpu="cpu", gpus=4, gpu="H100"), world=8, local_world=4)
 LOGIN_NODE = Scene(Hardware(cores=4, cpu="cpu", slurm=True))
+PLANNED = replace(LAPTOP, plan_only=True)
+A100S = Scene(Hardware(cores=16, cpu="cpu", gpus=4, gpu="A100-SXM4-80GB"))
 SLURM = "cluster=slurm resources.device=cpu resources.ranks=4"
 
 
@@ -62,6 +64,21 @@ def put(data: dict[str, Any], key: str, value: str) -> None:
 BROKEN = [
     (LAPTOP, "resources.device=cuda", "resources.device=cuda needs a GPU"),
     (SERVER, "resources.ranks=8", "resources.ranks must be at most the GPUs here, 4"),
+    (LAPTOP, "hardware=a100_80gb", "hardware=a100_80gb needs 8 x A100-SXM4-80GB here to run; add --plan"),
+    (LAPTOP, "hardware=h200 resources.device=cuda resources.nodes=2", "needs 8 x H200 here to run; add --plan"),
+    (SERVER, "hardware=a100_80gb resources.ranks=2", "needs 2 x A100-SXM4-80GB here to run; add --plan"),
+    (A100S, "hardware=a100_80gb", "needs 8 x A100-SXM4-80GB here to run; add --plan"),
+    (SERVER, "hardware=h200 resources.ranks=6 resources.nodes=2", "needs 3 x H200 here to run; add --plan"),
+    (A100S, "hardware=a100_80gb resources.ranks=6", "needs 6 x A100-SXM4-80GB here to run; add --plan"),
+    (PLANNED, "hardware=a100_80gb resources.device=cpu", "describes GPUs, which resources.device must use"),
+    (PLANNED, "hardware=a100_80gb resources.ranks=9", "at most the GPUs of hardware=a100_80gb, 8 x 1 nodes"),
+    (PLANNED, "hardware=rtx_3090 resources.ranks=6 resources.nodes=2", "GPUs of hardware=rtx_3090, 1 x 2 nodes"),
+    (A100S, "hardware=a100_80gb hardware.gpus=2 resources.ranks=4", "GPUs of hardware=a100_80gb, 2 x 1 nodes"),
+    (PLANNED, "hardware=a100_80gb resources.ranks=9 resources.nodes=2", "must be a multiple of resources.nodes=2"),
+    (PLANNED, "hardware=t4", "hardware=t4 has no matrix instructions for bf16"),
+    (PLANNED, "hardware=v100_32gb precision.compute=bf16", "hardware=v100_32gb has no matrix instructions for bf16"),
+    (PLANNED, "hardware=v100_16gb precision=fp32 precision.tf32=true", "hardware=v100_16gb has no TF32"),
+    (PLANNED, "hardware.gpus=4", "hardware=auto is this machine and has no hardware.gpus"),
     (JOINED, "resources.ranks=2", "resources.ranks must be the number of processes started, 8"),
     (LAPTOP, SLURM, "cluster=slurm needs SLURM's sbatch on the PATH"),
     (Scene(LOGIN_NODE.hardware, 4, 4), SLURM, "cluster=slurm sends jobs and starts their ranks itself"),
@@ -225,6 +242,9 @@ def test_a_group_that_cannot_be_built_hides_no_other_broken_rule() -> None:
         (SERVER, "", (Device.cuda, 4, 4, 1, 16)),
         (SERVER, "resources.device=cpu", (Device.cpu, 2, 8, 1, 8)),
         (JOINED, "", (Device.cuda, 8, 4, 1, 32)),
+        (PLANNED, "hardware=a100_80gb resources.nodes=2", (Device.cuda, 16, 1, 1, 64)),
+        (A100S, "hardware=a100_80gb hardware.gpus=4", (Device.cuda, 4, 4, 1, 16)),
+        (LOGIN_NODE, "cluster=slurm hardware=h200 resources.nodes=2", (Device.cuda, 16, 1, 1, 64)),
         (LOGIN_NODE, SLURM, (Device.cpu, 4, 1, 1, 16)),
         (LOGIN_NODE, f"{SLURM} cluster.cpus_per_rank=6 resources.device=cuda", (Device.cuda, 4, 6, 1, 16)),
     ],
