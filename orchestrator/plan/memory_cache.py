@@ -45,6 +45,7 @@ def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
     plain, precision = to_dict(config), config.precision
     parts = {name: plain[name] for name in ("model", "adapter", "recompute", "loss")}
     parts |= {"compute": precision.compute, "keep": precision.keep_dtype, "seq": config.batch.seq}
+    parts |= {"unit_numel": config.zero.unit_numel}  # the trace has marks by unit
     parts |= {"cuda": config.resources.device is Device.cuda, "micro": None if any_micro else config.batch.micro}
     return "activations-" + _hash(parts)
 

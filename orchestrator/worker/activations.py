@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import nn
 
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.plan import memory_cache
@@ -19,6 +20,8 @@ from orchestrator.worker.setup import build_deferred
 from orchestrator.workloads.models import token_losses
 from zero_runtime.memory.activation_count import LinearTrace, Trace
 from zero_runtime.memory.activation_trace import trace_step
+from zero_runtime.memory.repeated_blocks import with_blocks
+from zero_runtime.memory.short_model import shorten
 from zero_runtime.unit_planner import UnitRules
 
 Answer = dict[str, Any]
@@ -26,13 +29,28 @@ REASON_LENGTH = 200
 SMALLEST = 2  # torch treats a batch of one differently: dimensions of one count as contiguous and broadcast
 
 
-def trace_of(config: RunConfig) -> Trace:
-    """Traces one micro-batch with the configured model, precision, recomputation and loss."""
+def trace_of(config: RunConfig, *, whole: bool = False) -> Trace:
+    """Traces one micro-batch with the configured model, precision, recomputation and loss.
+
+    Of many equal blocks five are traced, unless `whole` is asked for: see zero_runtime/memory/repeated_blocks.py.
+    """
     model, _ = build_deferred(config)
+    rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
+    short = None if whole else shorten(model, rules, config.recompute)
+    if short is not None:
+        trace = with_blocks(_trace(config, model, rules), short.units, short.blocks)
+        if trace is not None:
+            return trace
+    if not whole:
+        model, _ = build_deferred(config)  # the tracing has used it up, or it has lost blocks
+    return _trace(config, model, rules)
+
+
+def _trace(config: RunConfig, model: nn.Module, rules: UnitRules) -> Trace:
     ids = torch.zeros((config.batch.micro, config.batch.seq), dtype=torch.int64)
     return trace_step(
         model,
-        UnitRules(config.precision.mixed, keep_dtype=tuple(config.precision.keep_dtype)),
+        rules,
         config.recompute,
         [ids, ids.clone(), torch.ones((), dtype=torch.int64)],
         lambda built, ids, labels, tokens: token_losses(built, ids, labels, config.loss.tile_tokens) / tokens,

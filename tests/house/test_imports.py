@@ -32,6 +32,7 @@ PURE = (
     "memory.activation_count",
     "memory.counted_unit",
     "memory.device_overhead",
+    "memory.repeated_blocks",
     "memory.step_memory",
     "schedule",
     "offload.memory",

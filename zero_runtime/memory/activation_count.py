@@ -46,6 +46,7 @@ class Trace:
 
     events: number + 1 when that storage was created, -(number + 1) when it was freed. forward_end: number of events
     before the backward. marks: the number of events before it, a Mark, and the unit by its position.
+    random_state_bytes: kept from forward to backward by recomputing blocks, outside of all operations.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -54,6 +55,7 @@ class Trace:
     events: list[int] = field(default_factory=list)
     marks: list[tuple[int, Mark, int]] = field(default_factory=list)
     forward_end: int = 0
+    random_state_bytes: int = 0
 
     def mark(self, kind: Mark, unit: int) -> None:
         """Record a mark. (A recomputation reports each read of a parameter; repeated reports are left out.)"""
@@ -73,8 +75,16 @@ class Trace:
 
     def same_steps(self, other: Trace) -> bool:
         """Whether both traces create and free storages in the same order, whatever the sizes."""
-        mine = (self.events, self.in_blocks, self.on_host, self.marks, self.forward_end)
-        return mine == (other.events, other.in_blocks, other.on_host, other.marks, other.forward_end)
+        mine = (self.events, self.in_blocks, self.on_host, self.marks, self.forward_end, self.random_state_bytes)
+        theirs = (
+            other.events,
+            other.in_blocks,
+            other.on_host,
+            other.marks,
+            other.forward_end,
+            other.random_state_bytes,
+        )
+        return mine == theirs
 
     def total(self) -> ActivationBytes:
         kept = self._alive(self.forward_end)
@@ -83,7 +93,7 @@ class Trace:
         worst = max(range(len(running)), key=running.__getitem__, default=-1)
         blocks, peak_outside, peak_backward = self.parts(worst + 1)
         return ActivationBytes(
-            kept=self._bytes(kept),
+            kept=self._bytes(kept) + self.random_state_bytes,
             kept_outside=self._bytes(outside),
             peak=blocks + peak_outside + peak_backward,
             peak_outside=peak_outside,

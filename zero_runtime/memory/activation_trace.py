@@ -102,11 +102,10 @@ def trace_step(
     hooks = ModuleHooks(model, cast("list[Any]", units), cast("Any", marking))
     with _no_collection(), counter:
         loss = loss_of(model, *inputs)
-        states = 0 if on_cuda else len(recomputation.blocks) * torch.get_rng_state().nbytes
         # Recomputing blocks keep the CPU's random state, which no operation creates. (A GPU's is stored on the host.)
-        kept = counter.trace.came(states, in_block=True)
+        states = 0 if on_cuda else len(recomputation.blocks) * torch.get_rng_state().nbytes
+        counter.trace.random_state_bytes = states
         counter.trace.forward_end = len(counter.trace.events)
-        counter.trace.went(kept)
         marking.begin_backward()
         loss.backward()
         hooks.end_graphs()

@@ -1,0 +1,58 @@
+"""Removes most of the equal blocks of a model that is to be traced: see repeated_blocks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from zero_runtime.activations.rule import RecomputeRule
+from zero_runtime.memory.repeated_blocks import MIDDLE, SHORT, BlockUnits, equal_units
+from zero_runtime.unit_planner import UnitRules, block_modules, plan_units
+
+# Attributes in which equal blocks differ by their place.
+PLACES = ("idx", "index", "layer_id")
+
+
+class Shortened(NamedTuple):
+    """The number of blocks before, and where the units of the five that are left are."""
+
+    blocks: int
+    units: BlockUnits
+
+
+def shorten(model: nn.Module, rules: UnitRules, recompute: RecomputeRule) -> Shortened | None:
+    """Leave the first two and the last three blocks, if all but the first and the last are equal.
+
+    None, with the model unchanged, if they are not, or if the rule treats blocks by their place. None also if units
+    span blocks; the model is shorter then, and has to be built again.
+    """
+    blocks = block_modules(model)
+    if len(blocks) <= SHORT or recompute.kind == "every_nth" or recompute.offload != "none":
+        return None
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and list(module) == blocks]
+    if len(lists) != 1 or len({_signature(block) for block in blocks[1:-1]}) > 1:
+        return None
+    del lists[0][MIDDLE : MIDDLE + len(blocks) - SHORT]
+    left = block_modules(model)
+    place = {module: number for number, block in enumerate(left) for module in block.modules()}
+    of_units = [{place.get(module) for module in spec.modules} for spec in plan_units(model, rules)]
+    units = None if any(len(found) > 1 for found in of_units) else equal_units([found.pop() for found in of_units])
+    return None if units is None else Shortened(len(blocks), units)
+
+
+def _signature(block: nn.Module) -> tuple[object, ...]:
+    """What decides the operations of a block, as far as its modules show it: types, shapes and plain attributes."""
+    return tuple(_facts(block))
+
+
+def _facts(block: nn.Module) -> Iterator[object]:
+    for name, module in block.named_modules():
+        yield name, type(module)
+        for key, value in vars(module).items():
+            is_place = any(part in key for part in PLACES)
+            if not is_place and isinstance(value, (bool, int, float, str, tuple, type(None))):
+                yield key, repr(value)
+    for name, param in block.named_parameters():
+        yield name, param.shape, param.dtype, param.requires_grad
