@@ -31,6 +31,8 @@ PURE = (
     "memory.model",
     "memory.activation_count",
     "memory.device_overhead",
+    "memory.allocator_blocks",
+    "memory.caching_allocator",
     "offload.memory",
     "offload.scratch_settings",
     "optim.configs",
