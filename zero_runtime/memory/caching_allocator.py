@@ -1,9 +1,12 @@
 """A model of PyTorch's caching allocator for CUDA: the bytes that a sequence of allocations and frees reserves.
 
-Pure: standard library only. Rules and constants are those of torch 2.13 (c10/cuda/CUDACachingAllocator.cpp,
-`DeviceCachingAllocator`; c10/core/AllocatorConfig.h); the names in quotes are theirs. Not modelled, because the runtime
-does not use them: `record_stream` (a block is free as soon as its tensor is, so that `active_bytes` always equals
-`allocated_bytes`), private pools of CUDA graphs, and `garbage_collection_threshold`, which is off by default.
+Pure: standard library only. The constants are those of torch 2.13.0 (c10/core/AllocatorConfig.h), the rules those of
+`DeviceCachingAllocator` (c10/cuda/CUDACachingAllocator.cpp, read at pytorch's commit 001074d25084); the names in quotes
+are theirs. No GPU has confirmed them here: the claim `allocator` of `make gpu` compares the two.
+
+Not modelled, because the runtime does not use them: `record_stream` (a block is free as soon as its tensor is, so that
+`active_bytes` always equals `allocated_bytes`), private pools of CUDA graphs, and `garbage_collection_threshold`, which
+is off by default.
 """
 
 from __future__ import annotations

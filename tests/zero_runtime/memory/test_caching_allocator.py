@@ -227,6 +227,17 @@ def test_an_oversize_block_serves_only_requests_that_leave_less_than_20_mib() ->
     assert model.allocated == (100 + 30 + 80) * MIB  # it is not split
 
 
+def test_a_block_and_a_request_of_exactly_max_split_are_oversize() -> None:
+    model = after(50 * MIB, settings=AllocatorSettings(max_split=40 * MIB))
+    model.free(0)
+    model.allocate(1, 40 * MIB)
+    assert blocks(model) == [((50 * MIB, True),)]
+    model = after(40 * MIB, settings=AllocatorSettings(max_split=40 * MIB))
+    model.free(0)
+    model.allocate(1, 30 * MIB)
+    assert blocks(model) == [((40 * MIB, False),), ((30 * MIB, True),)]
+
+
 def test_at_the_limit_the_smallest_oversize_block_that_is_enough_is_released_first() -> None:
     model = after(
         50 * MIB, 90 * MIB, 44 * MIB, 12 * MIB, settings=AllocatorSettings(max_split=40 * MIB), limit=200 * MIB
@@ -245,6 +256,24 @@ def test_at_the_limit_the_largest_oversize_blocks_are_released_if_none_is_enough
         model.free(key)
     model.allocate(4, 130 * MIB)  # 90 and then 50 MiB
     assert [segment.nbytes for segment in model.segments()] == [44 * MIB, 12 * MIB, 130 * MIB]
+
+
+@pytest.mark.parametrize(
+    ("cached", "kept"),
+    [
+        ((45, 40, 12), [12, 80]),  # 45 and 40 are at least the request
+        ((45, 12), [80]),  # 45 is not: all is released, although 12 and 80 fit below the limit
+    ],
+)
+def test_oversize_blocks_that_are_not_enough_together_lead_to_the_release_of_all(
+    cached: tuple[int, ...], kept: list[int]
+) -> None:
+    settings = AllocatorSettings(max_split=40 * MIB)
+    model = after(*(number * MIB for number in cached), settings=settings, limit=100 * MIB)
+    for key in range(len(cached)):
+        model.free(key)
+    model.allocate(3, 80 * MIB)
+    assert [segment.nbytes for segment in model.segments()] == [number * MIB for number in kept]
 
 
 # Expandable segments: one for each stream and pool, which grows by pages of 2 MiB (small) and 20 MiB (large).
@@ -279,6 +308,15 @@ def test_the_free_block_at_the_growing_end_is_taken_last() -> None:
     model.free(0)
     model.allocate(2, 5 * MIB)
     assert blocks(model) == [((5 * MIB, True), (7 * MIB, False), (MIB + BLOCK, True), (7 * MIB - BLOCK, False))]
+
+
+def test_of_blocks_that_can_grow_to_one_size_the_one_at_the_lowest_address_is_taken() -> None:
+    model = after(5 * MIB, 2 * MIB, 5 * MIB, 8 * MIB, settings=EXPANDABLE)
+    first = model.address(0)
+    model.free(2)
+    model.free(0)
+    model.allocate(4, 3 * MIB)
+    assert model.address(4) == first
 
 
 def test_emptying_the_cache_unmaps_whole_pages_within_free_blocks() -> None:
