@@ -108,6 +108,12 @@ CLAIMS = (
         tests("test_cuda_kept_activations.py"),
     ),
     Claim(
+        "allocator",
+        "the model of the caching allocator reserves what torch reserves, after each of 12,000 events in 5 settings",
+        tests("test_cuda_allocator.py"),
+        600.0,
+    ),
+    Claim(
         "overhead",
         "CUDA and NCCL take what predictions allow: 0.39 to 0.59 GiB, and 0.49 to 0.68 GiB for each communicator",
         tests(RANKS, "test_cuda_and_nccl_take_what_the_allowance_of_predictions_says"),

@@ -35,6 +35,8 @@ PURE = (
     "memory.repeated_blocks",
     "memory.step_memory",
     "schedule",
+    "memory.allocator_blocks",
+    "memory.caching_allocator",
     "offload.memory",
     "offload.scratch_settings",
     "optim.configs",
