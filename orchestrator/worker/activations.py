@@ -8,7 +8,7 @@ that were asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -73,28 +73,55 @@ def known(config: RunConfig) -> Answer:
 def answers(family: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
     """Answers by key for configurations that differ only in the micro-batch, and the traces that they name.
 
-    The smallest and the largest are traced; those between are interpolated if these two allow it (see `LinearTrace`).
+    The smallest and the largest are traced. Those between are interpolated where these two allow it (see
+    `LinearTrace`), else from the traces of some sizes between.
     """
     by_micro = {config.batch.micro: config for config in family}
     several = sorted(micro for micro in by_micro if micro >= SMALLEST)
     left = set(by_micro)
-    if len(several) > 1:
-        traces = [_traced(by_micro[micro]) for micro in (several[0], several[-1])]
-        if isinstance(traces[0], Trace) and isinstance(traces[1], Trace):
-            linear = LinearTrace.between((several[0], traces[0]), (several[-1], traces[1]))
-            if linear is not None:
-                left -= set(several)
-                yield from _told(linear, [by_micro[micro] for micro in several])
+    for linear in _Tracing(family[0]).linears(several[0], several[-1]) if len(several) > 1 else ():
+        inside = [micro for micro in several if linear.low <= micro <= linear.high and micro in left]
+        left -= set(inside)
+        yield from _told(linear, family[0], [by_micro[micro] for micro in inside])
     for micro in sorted(left):
-        trace = _traced(by_micro[micro])
+        trace, config = _traced(by_micro[micro]), by_micro[micro]
         if isinstance(trace, Trace):
-            yield from _told(LinearTrace.of_one(micro, trace), [by_micro[micro]])
+            yield from _told(LinearTrace.of_one(micro, trace), config, [config])
         else:
-            yield memory_cache.activations_key(by_micro[micro]), trace
+            yield memory_cache.activations_key(config), trace
 
 
-def _told(linear: LinearTrace, configs: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
-    place = memory_cache.trace_key(configs[0], linear.low, linear.high)
+class _Tracing:
+    """The traces of one family that have been made. MOST bounds their number."""
+
+    MOST = 10
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._found: dict[int, Trace | Answer] = {}
+
+    def _at(self, micro: int) -> Trace | Answer:
+        if micro not in self._found:
+            self._found[micro] = _traced(replace(self._config, batch=replace(self._config.batch, micro=micro)))
+        return self._found[micro]
+
+    def linears(self, low: int, high: int) -> Iterator[LinearTrace]:
+        """Linear traces between two sizes, halved where one does not cover both ends, as around the size from which the
+        loss has several tiles."""
+        small, large = self._at(low), self._at(high)
+        if not (isinstance(small, Trace) and isinstance(large, Trace)):
+            return
+        linear = LinearTrace.between((low, small), (high, large))
+        if linear is not None:
+            yield linear
+        elif high - low > 1 and len(self._found) < self.MOST:
+            middle = (low + high) // 2
+            yield from self.linears(low, middle)
+            yield from self.linears(middle, high)
+
+
+def _told(linear: LinearTrace, of: RunConfig, configs: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
+    place = memory_cache.trace_key(of, linear.low, linear.high)
     yield place, linear.plain()
     for config in configs:
         counted = asdict(linear.at(config.batch.micro).total())

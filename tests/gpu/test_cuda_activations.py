@@ -24,14 +24,15 @@ WIDTH, HEADS, VOCAB, SHAPE = 256, 4, 512, (2, 256)
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.mix, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = (one.unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in self.mix(x).chunk(3, -1))
+        heads = (one.unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in self.mix(self.before(x)).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(x)))
+        return x + self.down(F.gelu(self.up(self.between(x))))
 
 
 class Model(nn.Module):

@@ -7,8 +7,8 @@ in a real step. Results of inputs and buffers alone (positions, masks, rotary ta
 on their values; they are small compared with the others and are counted in the same way.
 
 [Note: kernels]
-Operations are those of a CPU, down to the kernels that torch chooses there. For a CUDA device only attention differs
-(see CudaAttention). The scratch memory inside a kernel is not counted.
+Operations are those of a CPU, down to the kernels that torch chooses there. For a CUDA device attention and
+normalizations differ (CudaAttention; cuda_norms.py). The scratch memory inside a kernel is not counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,7 @@ from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.memory.activation_count import ONE_NUMBER_BYTES, Mark, Trace
+from zero_runtime.memory.cuda_norms import CudaLayerNorm, CudaRMSNorm
 from zero_runtime.module_hooks import ModuleHooks
 from zero_runtime.offload.copy_streams import CopyEvent, HeldSources, PlainCopies
 from zero_runtime.unit_planner import UnitRules, UnitSpec, block_modules, plan_units
@@ -93,14 +94,14 @@ def trace_step(
     counter = Counter([*params, *model.buffers(), *inputs])
     marking = MarkingSchedule(counter.trace)
     if on_cuda:  # before Recomputation wraps the blocks, so that the recomputation uses it too
-        for block in block_modules(model) or [model]:
-            block.forward = _WithCudaAttention(block.forward)
+        for module in _covering(model):
+            module.forward = _OnCuda(module.forward)
     recomputation = Recomputation(model, recompute, copies=_FakeCopies(fake, counter) if on_cuda else None)
     for block in block_modules(model):  # after Recomputation, so that only the first forward is marked
         block.forward = _Marked(block.forward, counter)
     units = [MarkedUnit(spec, position, marking) for position, spec in enumerate(plan_units(model, rules))]
     hooks = ModuleHooks(model, cast("list[Any]", units), cast("Any", marking))
-    with _no_collection(), counter:
+    with _no_collection(), CudaLayerNorm() if on_cuda else nullcontext(), counter:
         loss = loss_of(model, *inputs)
         # Recomputing blocks keep the CPU's random state, which no operation creates. (A GPU's is stored on the host.)
         states = 0 if on_cuda else len(recomputation.blocks) * torch.get_rng_state().nbytes
@@ -143,15 +144,22 @@ class _Marked:
             self._counter.in_block = False
 
 
-class _WithCudaAttention:
-    """A forward that enters CudaAttention itself: recomputation may run in a thread without the caller's modes."""
+class _OnCuda:
+    """A forward that enters the function modes itself: torch suspends the caller's in a backward, which recomputes."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with CudaAttention():
+        with CudaAttention(), CudaRMSNorm():
             return self._forward(*args, **kwargs)
+
+
+def _covering(model: nn.Module) -> list[nn.Module]:
+    """The blocks, and what is outside of them (a last norm) in its smallest modules; without blocks, the model."""
+    blocks = block_modules(model) or [model]
+    inside = {module for block in blocks for module in block.modules()}
+    return [*blocks, *(module for module in model.modules() if module not in inside and not module._modules)]
 
 
 class MarkingSchedule:

@@ -84,11 +84,10 @@ def memory(row: Row, found: Result) -> list[str]:
 def predicted_bytes(row: Row, found: Result) -> int:
     """accounting.predicted_peak, the traced activations, and what the trace does not count.
 
-    That is the token ids in int64; the statistics of the norms (a mean and a deviation for each token), which CUDA
-    keeps in fp32 and the trace in 16 bits; and the loss, its sum, the count of tokens and the like, 8 bytes each.
+    That is the token ids in int64; and the loss, its sum, the count of tokens and the like, 8 bytes each.
     """
-    tokens, norms, numbers = SEQUENCES * row.tokens, row.blocks + 1, 8
-    return found["predicted"] + found["activations"] + tokens * 8 + tokens * norms * 2 * (4 - 2) + numbers * 8
+    tokens, numbers = SEQUENCES * row.tokens, 8
+    return found["predicted"] + found["activations"] + tokens * 8 + numbers * 8
 
 
 def destruction(found: Result) -> list[str]:
