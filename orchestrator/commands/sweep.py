@@ -7,7 +7,7 @@ import os
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -148,7 +148,7 @@ def _begin(request: SweepRequest, planned: list[Planned], screen: Screen | None 
 
 def _show_plan(sweep: SweepPaths, planned: Sequence[Planned], screen: Screen) -> None:
     screen.sweep_plan(planned, shown(sweep.root))
-    screen.rows(_cost_rows(planned))
+    screen.rows(_cost_rows(_queued_configs(planned)))
 
 
 def _joined(running: SweepPaths, screen: Screen) -> int:
@@ -175,20 +175,8 @@ def _queued_configs(planned: Sequence[Planned]) -> list[RunConfig]:
     return [from_dict(point.config) for point in planned if point.decision is RunState.queued]
 
 
-def _cost_rows(planned: Sequence[Planned]) -> list[Row]:
+def _cost_rows(configs: Sequence[RunConfig]) -> list[Row]:
     """The cost of the points that need a run: slots of this machine, or time of a cluster."""
-    return _cost_rows_of(_queued_configs(planned))
-
-
-def _plan_cost_rows(planned: Sequence[Planned]) -> list[Row]:
-    """The same of a plan: points on described hardware take no slots of this machine."""
-    configs = _queued_configs(planned)
-    return _cost_rows_of(
-        [one for one in configs if not one.hardware.is_described or one.cluster.kind is ClusterKind.slurm]
-    )
-
-
-def _cost_rows_of(configs: Sequence[RunConfig]) -> list[Row]:
     if not configs:
         return []
     if configs[0].cluster.kind is ClusterKind.slurm:
@@ -272,7 +260,9 @@ def _plan(request: SweepRequest, hardware: Hardware, screen: Screen | None = Non
         Refused(point.label, point.overrides, (Broken(wrong[point.label]),)) if point.label in wrong else point
         for point in request.points
     ]
-    name_of = slurm_sweep.names() if _on_cluster(points) else partial(_hardware_name, hardware)
+    name_of: Callable[[RunConfig], str] = partial(_hardware_name, hardware)
+    if _on_cluster(points):
+        name_of = slurm_sweep.names()
     return decision.decide(judged, _output(request), name_of, request.wishes, predicted)
 
 
@@ -314,7 +304,10 @@ def _show_plan_only(request: SweepRequest, planned: list[Planned], screen: Scree
     else:
         screen.table(sweep_table.plan_table(planned))
         described = sweep_table.hardware_rows(planned)
-        rows = [*sweep_table.plan_rows(planned), *described, *_plan_cost_rows(planned)]
+        on_cluster = _on_cluster(_runnable(request))
+        # Points on described hardware take no slots of this machine.
+        configs = [one for one in _queued_configs(planned) if not one.hardware.is_described or on_cluster]
+        rows = [*sweep_table.plan_rows(planned), *described, *_cost_rows(configs)]
         states = {point.decision for point in planned}
         there = "with these GPUs, " if described else ""
         then = f"{there}the same line without --plan runs it" if RunState.queued in states else "nothing is left to run"

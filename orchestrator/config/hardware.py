@@ -55,7 +55,7 @@ class GpuNode:
             for key in (one.name for one in fields(self) if one.name != "name"):
                 if (value := getattr(self, key)) is not None:
                     limits.refuse(
-                        f"hardware=auto is this machine and has no hardware.{key}", value, f"hardware.{key}=null"
+                        f"hardware.name=auto is this machine and has no hardware.{key}", value, f"hardware.{key}=null"
                     )
         elif self.gpus is None:
             limits.refuse(f"hardware={self.name} needs hardware.gpus", None, "hardware.gpus=8")

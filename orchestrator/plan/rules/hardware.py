@@ -84,5 +84,6 @@ def the_gpu_has_the_dtype(scene: Scene, precision: Precision, resources: Resourc
     if not hardware.lacks(dtype):
         return None
     other = ("precision=fp16",) if precision.compute == "auto" and not hardware.lacks("fp16") else ()
+    key = "param" if precision.compute == "auto" else "compute"
     rule = f"hardware={hardware.name} has no matrix instructions for {dtype}"
-    return Broken(rule, f"products in {dtype}", (*other, "precision.compute=fp32"))
+    return Broken(rule, f"precision.{key}={dtype}", (*other, "precision.compute=fp32"))

@@ -80,8 +80,8 @@ def test_dtypes_that_a_gpu_lacks_are_known_and_an_empty_description_claims_nothi
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"gpus": 4}, "hardware=auto is this machine and has no hardware.gpus, found 4 +fix: hardware.gpus=null"),
-        ({"memory_mib": 4}, "hardware=auto is this machine and has no hardware.memory_mib"),
+        ({"gpus": 4}, "hardware.name=auto is this machine and has no hardware.gpus, found 4 +fix: hardware.gpus=null"),
+        ({"memory_mib": 4}, "hardware.name=auto is this machine and has no hardware.memory_mib"),
         ({"name": "mine"}, "hardware=mine needs hardware.gpus, found null +fix: hardware.gpus=8"),
         ({"name": "mine", "gpus": 0}, "hardware.gpus must be at least 1, found 0 +fix: hardware.gpus=8"),
         ({"name": "mine", "gpus": 1, "bf16_tflops": 0.0}, "hardware.bf16_tflops must be above 0, or null"),

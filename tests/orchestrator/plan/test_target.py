@@ -14,7 +14,7 @@ from orchestrator.config.hardware import GpuNode
 from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.machine import hardware
 from orchestrator.machine.hardware import Hardware
-from orchestrator.plan import prediction
+from orchestrator.plan import memory_cache, prediction
 from orchestrator.plan.memory_cache import units_key
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
@@ -99,7 +99,7 @@ def test_the_limit_is_the_described_memory_of_which_a_rank_leaves_what_cuda_take
 
 def test_the_gpus_of_this_machine_are_not_read_for_described_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "visible_gpus", lambda: pytest.fail("nvidia-smi was asked"))
-    monkeypatch.setattr(prediction.memory_cache, "answers", lambda *_: {})
+    monkeypatch.setattr(memory_cache, "answers", lambda *_: {})
     assert prediction._predictions([config("hardware=h200")], None) == [None]
 
 

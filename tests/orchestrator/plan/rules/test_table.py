@@ -78,7 +78,7 @@ BROKEN = [
     (PLANNED, "hardware=t4", "hardware=t4 has no matrix instructions for bf16"),
     (PLANNED, "hardware=v100_32gb precision.compute=bf16", "hardware=v100_32gb has no matrix instructions for bf16"),
     (PLANNED, "hardware=v100_16gb precision=fp32 precision.tf32=true", "hardware=v100_16gb has no TF32"),
-    (PLANNED, "hardware.gpus=4", "hardware=auto is this machine and has no hardware.gpus"),
+    (PLANNED, "hardware.gpus=4", "hardware.name=auto is this machine and has no hardware.gpus"),
     (JOINED, "resources.ranks=2", "resources.ranks must be the number of processes started, 8"),
     (LAPTOP, SLURM, "cluster=slurm needs SLURM's sbatch on the PATH"),
     (Scene(LOGIN_NODE.hardware, 4, 4), SLURM, "cluster=slurm sends jobs and starts their ranks itself"),
