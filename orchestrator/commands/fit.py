@@ -95,9 +95,9 @@ def _fits(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
     problems = dict.fromkeys(answer["problem"] for answer in answers.values() if "problem" in answer)
     if problems:
         raise Refusal(list(problems))
-    fits, gpu_bytes = [], gpu_bytes_here()
+    fits, gpu_bytes, memories = [], gpu_bytes_here(), step.Memories(answers)
     for point in points:
-        memory = step.memory_of(point.config, answers)
+        memory = memories.of(point.config)
         target = target_here(point.config, gpu_bytes)
         if memory is None:
             continue
@@ -110,7 +110,7 @@ def _fits(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
         if found is not None:
             fits.append(found)
     if not fits:
-        reasons = {step.unknown(config, answers) for config in wanted} - {""}
+        reasons = {memories.unknown(config) for config in wanted} - {""}
         raise Refusal([f"the activations cannot be counted: {reason}" for reason in reasons] or ["no answer"])
     return fit.order(fits)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.memory.activation_count import LinearTrace
 from zero_runtime.memory.counted_unit import CountRules
 from zero_runtime.memory.model import CollectiveCounts, UnitSize
-from zero_runtime.memory.step_memory import Peak, StepMemory, replay_states
+from zero_runtime.memory.step_memory import Peak, StatesReplay, StepMemory, replay_states
 from zero_runtime.offload.memory import Moves, OffloadBytes, host_bytes, nvme_bytes
 from zero_runtime.offload.plan import Tier
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES
@@ -110,38 +110,51 @@ class ConfigMemory:
         return total
 
 
-def memory_of(config: RunConfig, answers: Answers) -> ConfigMemory | None:
-    """The memory of a configuration from the answers of memory_cache.answers; None if the model cannot be built.
+class Memories:
+    """The memory of configurations from the answers of memory_cache.answers. What several share is computed once."""
 
-    Without a trace there are no parts.
-    """
-    shapes = answers.get(units_key(config))
-    if shapes is None or "units" not in shapes:
-        return None
-    units = units_of(config, shapes)
-    ranks, plan = config.resources.ranks or 1, config.zero.plan
-    shard_count, accumulation = plan.shard_count(ranks), config.batch.accumulation or 1
-    by_messages = config.resources.device is not Device.cuda and ranks > 1
-    rules = CountRules(plan, shard_count, ranks // shard_count, accumulation, shapes["state_bytes"], by_messages)
-    parts = []
-    for linear in _traces(config, answers):
-        states = replay_states(linear.trace, units, rules, prefetch=config.zero.prefetch)
-        names = [unit["name"] for unit in shapes["units"]]
-        parts.append(StepMemory(linear, states, config.batch.seq * accumulation, shapes["buffer_bytes"], names))
-    return ConfigMemory(config, units, tuple(parts))
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._linear: dict[str, LinearTrace] = {}
+        self._replayed: dict[tuple[object, ...], StatesReplay] = {}
 
+    def of(self, config: RunConfig) -> ConfigMemory | None:
+        """The memory of a configuration; None if the model cannot be built. Without a trace it has no parts."""
+        shapes = self._answers.get(units_key(config))
+        if shapes is None or "units" not in shapes:
+            return None
+        units, names = units_of(config, shapes), [unit["name"] for unit in shapes["units"]]
+        tokens = config.batch.seq * (config.batch.accumulation or 1)
+        parts = [
+            StepMemory(linear, self._replay(config, linear, units, shapes), tokens, shapes["buffer_bytes"], names)
+            for linear in self._traces(config)
+        ]
+        return ConfigMemory(config, units, tuple(parts))
 
-def _traces(config: RunConfig, answers: Answers) -> Iterator[LinearTrace]:
-    """The traces of all micro-batches of the configuration's family, the smallest first."""
-    family = trace_key(config)
-    found = [LinearTrace.of_plain(answers[key]) for key in answers if key.startswith(family)]
-    yield from sorted(found, key=lambda linear: linear.low)
+    def unknown(self, config: RunConfig) -> str:
+        """Why there is no trace of the configuration; empty if there is one."""
+        return str(self._answers.get(activations_key(config), {}).get("unknown", ""))
 
+    def _traces(self, config: RunConfig) -> list[LinearTrace]:
+        """The traces of all micro-batches of the configuration's family, the smallest first."""
+        family = trace_key(config)
+        for key in self._answers:
+            if key.startswith(family) and key not in self._linear:
+                self._linear[key] = LinearTrace.of_plain(self._answers[key])
+        found = [linear for key, linear in self._linear.items() if key.startswith(family)]
+        return sorted(found, key=lambda linear: linear.low)
 
-def unknown(config: RunConfig, answers: Answers) -> str:
-    """Why there is no trace of the configuration; empty if there is one."""
-    answer: Mapping[str, Any] = answers.get(activations_key(config), {})
-    return str(answer.get("unknown", ""))
+    def _replay(self, config: RunConfig, linear: LinearTrace, units: Units, shapes: Mapping[str, Any]) -> StatesReplay:
+        ranks, plan = config.resources.ranks or 1, config.zero.plan
+        shard_count, accumulation = plan.shard_count(ranks), config.batch.accumulation or 1
+        by_messages = config.resources.device is not Device.cuda and ranks > 1
+        rules = CountRules(plan, shard_count, ranks // shard_count, accumulation, shapes["state_bytes"], by_messages)
+        # The runtime's half of a step depends on the order of the marks alone: see step_memory.py.
+        order = tuple((kind, unit) for _, kind, unit in linear.trace.marks)
+        key = (units_key(config), rules, config.zero.prefetch, config.offload.params, config.offload.optimizer, order)
+        if key not in self._replayed:
+            self._replayed[key] = replay_states(linear.trace, units, rules, prefetch=config.zero.prefetch)
+        return self._replayed[key]
 
 
 def traced(configs: Sequence[RunConfig], micros: Sequence[int]) -> list[RunConfig]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 # Storages of one number are ignored: losses, counts, and Python numbers, which torch may or may not wrap.
@@ -128,6 +129,9 @@ class Trace:
         return sum(self.sizes[one] for one in numbers if not self.on_host[one])
 
 
+Line = tuple[int, int]  # bytes at the lowest micro-batch, and bytes for each sequence more
+
+
 @dataclass(frozen=True)
 class LinearTrace:
     """The traces of all micro-batches from `low` to `high`.
@@ -163,13 +167,33 @@ class LinearTrace:
 
     def plain(self) -> dict[str, Any]:
         """As plain data for JSON; `of_plain` is the inverse."""
-        return {**vars(self), "trace": vars(self.trace)}
+        named = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {**named, "trace": vars(self.trace)}
 
     @classmethod
     def of_plain(cls, data: Mapping[str, Any]) -> LinearTrace:
         trace = Trace(**data["trace"])
         trace.marks = [(position, Mark(kind), unit) for position, kind, unit in trace.marks]
         return cls(**{**data, "trace": trace})
+
+    @cached_property
+    def segments(self) -> list[list[tuple[int, Line]]]:
+        """For the events after each mark, those moments that may have the most bytes at some micro-batch, as numbers of
+        events and lines: the first moment, and the upper hull of all. The start of the trace comes before the first
+        mark, and its end after the last.
+        """
+        trace = self.trace
+        levels: list[Line] = [(0, 0)]
+        base = slope = 0
+        for event in trace.events:
+            number, sign = abs(event) - 1, 1 if event > 0 else -1
+            if not trace.on_host[number]:
+                base += sign * trace.sizes[number]
+                slope += sign * self.slopes[number]
+            levels.append((base, slope))
+        end = len(trace.events)
+        bounds = [0, *(position for position, _, _ in trace.marks), end, end]
+        return [_hull([(place, levels[place]) for place in range(start, stop + 1)]) for start, stop in pairwise(bounds)]
 
     def at(self, micro: int) -> Trace:
         """The trace of one micro-batch from low to high."""
@@ -178,3 +202,13 @@ class LinearTrace:
         more = micro - self.low
         sizes = [size + more * slope for size, slope in zip(self.trace.sizes, self.slopes, strict=True)]
         return replace(self.trace, sizes=sizes)
+
+
+def _hull(found: list[tuple[int, Line]]) -> list[tuple[int, Line]]:
+    """The first moment, and those that no other exceeds in both bytes and slope."""
+    kept: list[tuple[int, Line]] = []
+    for position, line in sorted(found, key=lambda one: (-one[1][0], -one[1][1])):
+        if not kept or line[1] > kept[-1][1][1]:
+            kept.append((position, line))
+    first = found[0]
+    return [first, *(one for one in kept if one[0] != first[0])]

@@ -54,7 +54,7 @@ def _rms_norm(
     order = CHANNELS_LAST.get(input.dim())
     is_in_order = order is None or input.is_contiguous() or not input.is_contiguous(memory_format=order)
     if is_fake and is_one_dtype and is_in_order and not input.is_complex():
-        result: torch.Tensor = _FusedRMSNorm.apply(input, len(normalized_shape), weight)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _FusedRMSNorm.apply(input, len(normalized_shape), weight)
         return result
     return func(input, normalized_shape, weight, eps)
 

@@ -11,8 +11,7 @@ size of the micro-batch. Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
@@ -161,9 +160,6 @@ class Peak:
         return self.blocks + self.outside + self.backward
 
 
-Line = tuple[int, int]  # bytes at the lowest micro-batch, and bytes for each sequence more
-
-
 class _Moment(NamedTuple):
     """A candidate for the worst moment: its mark, the number of events before it, whether the runtime is handling the
     mark, and its bytes as a line over the micro-batch, without inputs and buffers."""
@@ -188,10 +184,6 @@ class StepMemory:
     tokens: int
     buffers: int = 0
     names: Sequence[str] = ()
-    _segments: list[list[tuple[int, Line]]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._segments = segments_of(self.linear)
 
     def peak(self, micro: int) -> Peak:
         """The worst moment at a micro-batch from low to high."""
@@ -222,7 +214,7 @@ class StepMemory:
         return best
 
     def _moments(self) -> Iterator[_Moment]:
-        for place, candidates in enumerate(self._segments):
+        for place, candidates in enumerate(self.linear.segments):
             level = self._level(place)
             first, (base, slope) = candidates[0]
             yield _Moment(place, first, True, level.highest + base, slope)
@@ -250,29 +242,3 @@ _WORDS = {
     Mark.GRADIENT: "at the gradients of",
     Mark.AFTER_BACKWARD: "after the backward of",
 }
-
-
-def segments_of(linear: LinearTrace) -> list[list[tuple[int, Line]]]:
-    """For the events after each mark (the start of the trace is the first, its end the last mark), those moments that
-    may have the most bytes at some micro-batch: the first, and the upper hull of all as lines over the micro-batch."""
-    trace = linear.trace
-    levels: list[Line] = [(0, 0)]
-    base = slope = 0
-    for event in trace.events:
-        number, sign = abs(event) - 1, 1 if event > 0 else -1
-        if not trace.on_host[number]:
-            base += sign * trace.sizes[number]
-            slope += sign * linear.slopes[number]
-        levels.append((base, slope))
-    bounds = [0, *(position for position, _, _ in trace.marks), len(trace.events), len(trace.events)]
-    return [_hull([(place, levels[place]) for place in range(start, stop + 1)]) for start, stop in pairwise(bounds)]
-
-
-def _hull(found: list[tuple[int, Line]]) -> list[tuple[int, Line]]:
-    """The first moment, and those that no other exceeds in both bytes and slope."""
-    kept: list[tuple[int, Line]] = []
-    for position, line in sorted(found, key=lambda one: (-one[1][0], -one[1][1])):
-        if not kept or line[1] > kept[-1][1][1]:
-            kept.append((position, line))
-    first = found[0]
-    return [first, *(one for one in kept if one[0] != first[0])]
