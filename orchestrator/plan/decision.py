@@ -14,6 +14,7 @@ from typing import Any
 
 from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.config.strict import Broken
+from orchestrator.plan import fit
 from orchestrator.plan.point import Point
 from orchestrator.records import contents
 from orchestrator.records.record_file import read_or_warn
@@ -24,7 +25,8 @@ from orchestrator.records.sweep_record import Planned
 from orchestrator.text.units import size
 from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
-from zero_runtime.memory.model import StateBytes, step_floor_bytes
+from zero_runtime.memory.model import StateBytes
+from zero_runtime.memory.step_memory import Peak
 
 
 @dataclass(frozen=True)
@@ -50,36 +52,33 @@ class Refused:
 class Prediction:
     """The predicted memory of one rank in bytes, and the limit for a rank or for all ranks together.
 
-    limit_bytes: None if it is not known. unsharded_bytes: upper bound on the full parameters and gradients of units
-    that exist at the same time, in addition to the shards. activations: None if they cannot be counted; `unknown` says
-    why. overhead: the memory of CUDA, NCCL and cuBLAS. remedies: overrides with which the point fits, if
+    limit_bytes: None if it is not known. activations: None if they cannot be counted; `unknown` says
+    why. overhead: the memory of CUDA, NCCL and cuBLAS. peak: the worst moment of a step, if the activations
+    were traced. remedies: overrides with which the point fits, if
     they were searched for (`advised`).
     """
 
     states: StateBytes
     limit_bytes: int | None
     ranks_share: int = 1  # ranks that share the limit
-    micro_batches: int = 1
-    unsharded_bytes: int = 0
     activations: ActivationBytes | None = None
     unknown: str = ""
     overhead: DeviceOverhead = NO_OVERHEAD
+    peak: Peak | None = None
     remedies: tuple[str, ...] = ()
     advised: bool = False
 
     @property
     def needed_bytes(self) -> int:
-        """Lower bound on the bytes that a rank holds at the peak of a step, with the least that libraries take."""
-        peak = self.activations.peak if self.activations else 0
-        return step_floor_bytes(self.states, peak, micro_batches=self.micro_batches) + self.overhead.least
+        """The bytes that a rank holds at the peak of a step with the least that libraries take; only of model states if
+        the activations are not counted."""
+        return (self.states.total if self.peak is None else self.peak.total) + self.overhead.least
 
     @property
     def ceiling_bytes(self) -> int | None:
-        """Upper bound on the bytes of a rank, with the most that libraries take, but without the buffers of kernels;
-        None if the activations are not counted."""
-        if self.activations is None:
-            return None
-        return self.states.total + self.unsharded_bytes + self.activations.peak + self.overhead.most
+        """The same with the most that libraries take, but without the buffers of kernels; None if the activations are
+        not counted."""
+        return None if self.peak is None else self.peak.total + self.overhead.most
 
     @property
     def cannot_fit(self) -> bool:
@@ -94,6 +93,7 @@ class Prediction:
             "activations_unknown": self.unknown,
             "needed": self.needed_bytes,
             "at_most": self.ceiling_bytes,
+            **({"peak": asdict(self.peak)} if self.peak is not None else {}),
             "limit": self.limit_bytes,
             "ranks_share": self.ranks_share,
             **({"device_overhead": asdict(self.overhead)} if self.overhead.most else {}),
@@ -159,19 +159,15 @@ def _decided(plan: Planned, output: Path, wishes: Wishes, prediction: Prediction
 def cannot_fit(prediction: Prediction) -> str:
     """The reason why a point is pruned: its predicted bytes and the limit, and settings that would fit."""
     share = f"{prediction.ranks_share} x " if prediction.ranks_share > 1 else ""
-    states, limit, activations = prediction.states, size(prediction.limit_bytes), prediction.activations
+    states, limit = prediction.states, size(prediction.limit_bytes)
     overhead = _overhead_text(prediction.overhead)
     text = f"the model states alone, {share}{size(states.total)}, are more than {limit}"
     if overhead and states.total <= (prediction.limit_bytes or 0):
         text = f"the model states, {size(states.total)}, with {overhead} are more than {limit}"
-    if activations is not None and states.total < prediction.needed_bytes - prediction.overhead.least:
-        blocks = activations.peak - activations.peak_outside - activations.peak_backward
-        text = (
-            f"needs at least {share}{size(prediction.needed_bytes)}, more than {limit}: activations at their peak "
-            f"{size(activations.peak)} (blocks {size(blocks)}, embedding, head and loss "
-            f"{size(activations.peak_outside)}, backward {size(activations.peak_backward)}), "
-            f"{f'{overhead}, ' if overhead else ''}the rest model states"
-        )
+    peak = prediction.peak
+    if peak is not None:
+        listed = [f"{name} {size(count)}" for name, count in fit.parts(peak)] + [overhead] * bool(overhead)
+        text = f"needs {share}{size(prediction.needed_bytes)} {peak.when}, more than {limit}: {', '.join(listed)}"
     if not prediction.advised:
         return text
     would = (

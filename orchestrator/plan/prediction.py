@@ -17,11 +17,11 @@ from orchestrator.plan.decision import Prediction
 from orchestrator.plan.memory_cache import Tell, activations_key, units_key
 from orchestrator.plan.point import Point
 from orchestrator.plan.remedies import PredictedPeak
-from orchestrator.plan.step import units_of
+from orchestrator.plan.step import Memories, units_of
 from orchestrator.plan.target import Target, target_of
 from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
-from zero_runtime.memory.model import step_peak_bytes, total_state_bytes
+from zero_runtime.memory.model import total_state_bytes
 
 NOT_ASKED = "the process that counts them ended early"
 ADVISED = 4  # most points for which remedies are searched: each needs further counts
@@ -88,23 +88,33 @@ def _predictions(configs: Sequence[RunConfig], tell: Tell | None) -> list[Predic
     answers = memory_cache.answers(configs, configs, tell)
     need_gpus = any(config.resources.device is Device.cuda and not config.hardware.is_described for config in configs)
     gpu_bytes = gpu_bytes_here() if need_gpus else None
-    return [_prediction(config, answers, gpu_bytes) for config in configs]
+    memories = Memories(answers)
+    return [_prediction(config, answers, memories, gpu_bytes) for config in configs]
 
 
-def _prediction(config: RunConfig, answers: Mapping[str, dict[str, Any]], gpu_bytes: int | None) -> Prediction | None:
+def _prediction(
+    config: RunConfig, answers: Mapping[str, dict[str, Any]], memories: Memories, gpu_bytes: int | None
+) -> Prediction | None:
     shapes = answers.get(units_key(config))
     if shapes is None or "units" not in shapes:
         return None
     ranks, micro_batches = config.resources.ranks or 1, config.batch.accumulation or 1
-    plan = config.zero.plan
-    units, costs = units_of(config, shapes), {"world": ranks, "micro_batches": micro_batches}
-    states = total_state_bytes(plan, units, **costs, state_bytes=shapes["state_bytes"])
-    peak = step_peak_bytes(plan, units, **costs, prefetch=config.zero.prefetch, state_bytes=shapes["state_bytes"])
+    units, state_bytes = units_of(config, shapes), shapes["state_bytes"]
+    states = total_state_bytes(
+        config.zero.plan, units, world=ranks, micro_batches=micro_batches, state_bytes=state_bytes
+    )
     counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
     activations = ActivationBytes(**counted["bytes"]) if "bytes" in counted else None
-    target, unsharded, unknown = target_here(config, gpu_bytes), peak.params + peak.grads, counted.get("unknown", "")
-    limit, share, overhead = target.device_bytes, target.ranks_share, overhead_of(config)
-    return Prediction(states, limit, share, micro_batches, unsharded, activations, unknown, overhead)
+    memory, target = memories.of(config), target_here(config, gpu_bytes)
+    return Prediction(
+        states,
+        target.device_bytes,
+        target.ranks_share,
+        activations,
+        counted.get("unknown", ""),
+        overhead_of(config),
+        None if memory is None else memory.peak(config.batch.micro),
+    )
 
 
 def overhead_of(config: RunConfig) -> DeviceOverhead:

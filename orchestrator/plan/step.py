@@ -148,7 +148,8 @@ class Memories:
         ranks, plan = config.resources.ranks or 1, config.zero.plan
         shard_count, accumulation = plan.shard_count(ranks), config.batch.accumulation or 1
         by_messages = config.resources.device is not Device.cuda and ranks > 1
-        rules = CountRules(plan, shard_count, ranks // shard_count, accumulation, shapes["state_bytes"], by_messages)
+        in_file, replicas = config.offload.params is Tier.NVME, ranks // shard_count
+        rules = CountRules(plan, shard_count, replicas, accumulation, shapes["state_bytes"], by_messages, in_file)
         # The runtime's half of a step depends on the order of the marks alone: see step_memory.py.
         order = tuple((kind, unit) for _, kind, unit in linear.trace.marks)
         key = (units_key(config), rules, config.zero.prefetch, config.offload.params, config.offload.optimizer, order)

@@ -1,4 +1,4 @@
-"""On a virtual GPU the allocator never needs more than the prediction, in every row and both orders of registration.
+"""On a virtual GPU the peak of a step is the predicted one to the byte, but for a few numbers, in every row.
 
 The allocator is as in harness/virtual_gpu/allocator.py: blocks that other streams use come back when the host has
 waited for these, and the host is infinitely fast. That it needs no more than the tensors is a rule of every row.
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from harness.attack_counts import Tally
-from harness.virtual_gpu.checks import predicted_bytes, troubles
+from harness.virtual_gpu.checks import NUMBERS, troubles, unpredicted_bytes
 from harness.virtual_gpu.process import Job, VirtualGpu
 from harness.virtual_gpu.row import Row
 
@@ -43,9 +43,9 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_the_allocator_never_needs_more_than_predicted(row: Row, virtual_gpu: VirtualGpu, checked: Tally) -> None:
+def test_the_peak_on_the_device_is_the_predicted_one(row: Row, virtual_gpu: VirtualGpu, checked: Tally) -> None:
     large = replace(row, width=128, vocab=512, blocks=8, tokens=16, traced=True)
     found = virtual_gpu.result(Job(large))
-    taken, predicted = found["peaks"]["taken"], predicted_bytes(large, found)
-    checked("memory of the virtual GPU", rows=1, above_the_prediction=int(taken > predicted))
+    differs = not 0 <= unpredicted_bytes(large, found) <= NUMBERS * 8
+    checked("memory of the virtual GPU", rows=1, other_than_predicted=int(differs))
     assert not troubles(large, found)

@@ -104,7 +104,8 @@ class CountRules:
 
     shard_count, replica_count: ranks of a shard group, and replicas of each shard. state_bytes: of the optimizer's
     states, per element. by_messages: collectives are messages between CPUs, and a reduction receives the terms of the
-    other ranks in tensors (gloo.py).
+    other ranks in tensors (gloo.py). params_in_file: offloaded parameters are in a scratch file; they are read to the
+    host ahead of a gather, and are copied to the device by the gather.
     """
 
     plan: ZeroPlan
@@ -113,6 +114,7 @@ class CountRules:
     micro_batches: int
     state_bytes: float
     by_messages: bool
+    params_in_file: bool = False
 
 
 class CountedReduction(NamedTuple):
@@ -167,7 +169,7 @@ class CountedUnit:
     # ---- full parameters -------------------------------------------------------------------------------------------
 
     def begin_fetch(self) -> None:
-        if not self._current and not self._in_gather:
+        if not self._current and not self._in_gather and not self._rules.params_in_file:
             self._bring()
 
     def _bring(self) -> None:

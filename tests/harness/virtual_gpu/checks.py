@@ -11,6 +11,7 @@ Result = dict[str, Any]
 Waits = Counter[tuple[str, str, str]]  # kind, place, thread
 READ = ("copy of pageable memory", "runtime.py:_agree", "main")
 EVENT = ("event", "copy_streams.py:wait")
+NUMBERS = 8  # of 8 bytes, that may exist at the peak and are not predicted
 
 
 def troubles(row: Row, found: Result) -> dict[str, list[str]]:
@@ -68,26 +69,23 @@ def kept_events(found: Result) -> list[str]:
 
 
 def memory(row: Row, found: Result) -> list[str]:
-    """The allocator needs as much as the tensors, and a traced row's tensors no more than predicted.
+    """The allocator needs as much as the tensors, and a traced row's tensors are those that were predicted.
 
-    See [Note: pending] in allocator.py, and `predicted_bytes`.
+    See [Note: pending] in allocator.py, and `unpredicted_bytes`.
     """
     tensors, taken, pools = (found["peaks"][name] for name in ("tensors", "taken", "pools"))
     lines = [] if tensors == taken else [f"{taken - tensors:,} bytes of {taken:,} wait for another stream"]
     if pools > taken:
         lines.append(f"{pools - taken:,} bytes of {pools:,} are held by streams that do not use them at that time")
-    if row.traced and taken > predicted_bytes(row, found):
-        lines.append(f"expected at most {predicted_bytes(row, found):,} bytes, found {taken:,}")
+    if row.traced and not 0 <= unpredicted_bytes(row, found) <= NUMBERS * 8:
+        lines.append(f"predicted {found['predicted']:,} bytes without the token ids, found {taken:,}")
     return lines
 
 
-def predicted_bytes(row: Row, found: Result) -> int:
-    """accounting.predicted_peak, the traced activations, and what the trace does not count.
-
-    That is the token ids in int64; and the loss, its sum, the count of tokens and the like, 8 bytes each.
-    """
-    tokens, numbers = SEQUENCES * row.tokens, 8
-    return found["predicted"] + found["activations"] + tokens * 8 + numbers * 8
+def unpredicted_bytes(row: Row, found: Result) -> int:
+    """The peak of the tensors less the predicted peak and the token ids: the loss, its sum, the norm and the like."""
+    taken: int = found["peaks"]["taken"]
+    return taken - found["predicted"] - SEQUENCES * row.tokens * 8
 
 
 def destruction(found: Result) -> list[str]:

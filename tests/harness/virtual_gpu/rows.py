@@ -28,10 +28,13 @@ from harness.virtual_gpu.devices import Devices
 from harness.virtual_gpu.machine import Machine
 from harness.virtual_gpu.recorder import Recorder, extent
 from harness.virtual_gpu.row import SEQUENCES, Row
-from zero_runtime.accounting import predicted_peak
+from zero_runtime.accounting import unit_sizes
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
+from zero_runtime.memory.activation_count import LinearTrace, Trace
 from zero_runtime.memory.activation_trace import trace_step
+from zero_runtime.memory.counted_unit import CountRules
+from zero_runtime.memory.step_memory import StepMemory, replay_states
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_file import ScratchFile
 from zero_runtime.offload.scratch_settings import ScratchSettings
@@ -145,7 +148,7 @@ class Bench:
 def run(guard: ctypes.CDLL, row: Row, without: Collection[str] = ()) -> dict[str, Any]:
     """Run the row's steps; returns what was recorded, as JSON values. without: see Machine."""
     gc.disable()  # a collection would free cycles at unpredictable times
-    activations = _traced(row) if row.traced else 0
+    trace = _traced(row) if row.traced else None
     bench = Bench(guard, row, without)
     with tempfile.TemporaryDirectory() as scratch, bench.recorder:
         runtime, recomputation = _build(bench, row, Path(scratch))
@@ -158,12 +161,13 @@ def run(guard: ctypes.CDLL, row: Row, without: Collection[str] = ()) -> dict[str
             _step(bench, row, runtime)
             if last:
                 _end(bench, runtime, found)
+                found["predicted"] = None if trace is None else _predicted(row, trace, runtime)
         if recomputation is not None:
             recomputation.remove()
         runtime.close()
         del runtime, recomputation
     dist.destroy_process_group()
-    return {**_report(bench, found), "activations": activations}
+    return _report(bench, found)
 
 
 def _model(row: Row) -> TinyTransformer:
@@ -176,13 +180,35 @@ def _rule(row: Row) -> RecomputeRule:
     return RecomputeRule(row.recompute, offload="cpu" if row.offload == "activations" else "none")
 
 
-def _traced(row: Row) -> int:
-    """The predicted peak of a micro-batch's activations in bytes, traced before anything is installed."""
+def _traced(row: Row) -> Trace:
+    """The trace of a micro-batch, made before anything is installed."""
     with torch.device("meta"):
         model = _model(row)
+    if row.embedding_last:
+        model._modules["embed"] = model._modules.pop("embed")
     ids = torch.zeros((SEQUENCES, row.tokens), dtype=torch.int64)
     rules = UnitRules(MixedPrecision(row.precision))
-    return trace_step(model, rules, _rule(row), [ids, ids.clone()], token_loss_sum, on_cuda=True).total().peak
+    return trace_step(model, rules, _rule(row), [ids, ids.clone()], token_loss_sum, on_cuda=True)
+
+
+def _predicted(row: Row, trace: Trace, runtime: ZeroRuntime) -> int:
+    """The predicted peak of a step's tensors in bytes, without the inputs."""
+    collectives, plan = runtime.collectives, runtime.plan
+    state_bytes = runtime.optimizer.config.state_bytes
+    replicas = collectives.replica_count
+    rules = CountRules(
+        plan,
+        collectives.shard_count,
+        replicas,
+        row.micro_batches,
+        state_bytes,
+        by_messages=False,
+        params_in_file=runtime.settings.offload.params is Tier.NVME,
+    )
+    units = list(zip(unit_sizes(runtime), (unit.precision for unit in runtime.units), strict=True))
+    linear = LinearTrace.of_one(SEQUENCES, trace)
+    states = replay_states(trace, units, rules, prefetch=row.prefetch)
+    return StepMemory(linear, states, tokens=0).peak(SEQUENCES).total
 
 
 def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomputation | None]:
@@ -235,7 +261,6 @@ def _end(bench: Bench, runtime: ZeroRuntime, found: dict[str, Any]) -> None:
     found["trained_units"] = sum(unit.trainable for unit in runtime.units)
     found["syncs"] = [[sync.kind, sync.place, sync.thread] for sync in bench.machine.syncs]
     found["peaks"] = asdict(bench.devices.allocator.peaks())
-    found["predicted"] = predicted_peak(runtime).total
     found["events"] = bench.devices.events_made - found.pop("events_before")
     found["events_alive"] = bench.devices.events_alive
     found["issued"] = [astuple(event) for event in bench.log[found.pop("first_issued") :]]

@@ -23,13 +23,14 @@ from orchestrator.plan.memory_cache import units_key
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
+from orchestrator.plan.step import Memories
 from orchestrator.records.cache import cache_file
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned
 from orchestrator.report import sweep_table
-from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.device_overhead import DeviceOverhead
 from zero_runtime.memory.model import StateBytes
+from zero_runtime.memory.step_memory import Peak
 from zero_runtime.precision import MixedPrecision
 
 LAPTOP = Hardware(cores=4, cpu="cpu")
@@ -109,7 +110,8 @@ def test_a_model_that_cannot_be_built_has_no_prediction_and_the_others_have(told
 
 GIB = 1 << 30
 STATES = StateBytes(GIB, GIB, GIB, 0)
-LARGE = ActivationBytes(kept=2 * GIB, kept_outside=GIB, peak=3 * GIB, peak_outside=GIB, peak_backward=GIB)
+HELD = {"params": GIB, "optimizer": GIB}
+LARGE = Peak(5 * GIB, HELD, GIB, GIB, GIB, inputs=0, buffers=0, when="in the backward of h.0")
 
 
 def test_a_point_that_cannot_fit_is_pruned_with_its_arithmetic_unless_pruning_is_off(tmp_path: Path) -> None:
@@ -124,19 +126,19 @@ def test_a_point_that_cannot_fit_is_pruned_with_its_arithmetic_unless_pruning_is
     assert decided(huge).reason == "the model states alone, 2 x 3.00 GiB, are more than 4.00 GiB"
     assert decided(huge, prune=False).decision is RunState.queued
     assert decided(Prediction(STATES, 6 * GIB, ranks_share=2)).decision is RunState.queued
-    # Parameters, optimizer and 3 GiB of activations: 5 GiB.
-    assert decided(Prediction(STATES, 5 * GIB, activations=LARGE)).decision is RunState.queued
-    advised = Prediction(STATES, 5 * GIB - 1, activations=LARGE, remedies=("batch.micro=2",), advised=True)
+    assert decided(Prediction(STATES, 5 * GIB, peak=LARGE)).decision is RunState.queued
+    advised = Prediction(STATES, 5 * GIB - 1, peak=LARGE, remedies=("batch.micro=2",), advised=True)
     assert decided(advised).reason == (
-        "needs at least 5.00 GiB, more than 5.00 GiB: activations at their peak 3.00 GiB (blocks 1.00 GiB, embedding, "
-        "head and loss 1.00 GiB, backward 1.00 GiB), the rest model states; would fit: batch.micro=2"
+        "needs 5.00 GiB in the backward of h.0, more than 5.00 GiB: parameters 1.00 GiB, optimizer states and masters "
+        "1.00 GiB, activations of the blocks 1.00 GiB, embedding, head and loss 1.00 GiB, gradients of activations "
+        "1.00 GiB; would fit: batch.micro=2"
     )
     assert decided(advised).predicted["needed"] == 5 * GIB
 
 
 def test_on_a_gpu_what_cuda_nccl_and_cublas_take_is_part_of_the_prediction_and_of_its_reason() -> None:
     overhead = DeviceOverhead.on_cuda(8, 8)
-    found = Prediction(STATES, 3 * GIB + overhead.least, activations=None, overhead=overhead)
+    found = Prediction(STATES, 3 * GIB + overhead.least, overhead=overhead)
     assert (found.needed_bytes, found.cannot_fit) == (3 * GIB + overhead.least, False)
     tight = replace(found, limit_bytes=3 * GIB + overhead.least - 1)
     assert tight.cannot_fit
@@ -144,9 +146,9 @@ def test_on_a_gpu_what_cuda_nccl_and_cublas_take_is_part_of_the_prediction_and_o
         "the model states, 3.00 GiB, with an allowance of 1.92 GiB for CUDA, cuBLAS and 3 NCCL communicators are more "
         "than 4.92 GiB"
     )
-    large = replace(tight, activations=LARGE)
-    assert large.ceiling_bytes == 6 * GIB + overhead.most
-    assert "backward 1.00 GiB), an allowance of 1.92 GiB for CUDA" in decision.cannot_fit(large)
+    large = replace(tight, peak=LARGE)
+    assert (large.needed_bytes, large.ceiling_bytes) == (5 * GIB + overhead.least, 5 * GIB + overhead.most)
+    assert "gradients of activations 1.00 GiB, an allowance of 1.92 GiB for CUDA" in decision.cannot_fit(large)
     assert large.to_dict()["device_overhead"]["communicators"] == 3
     alone = "the model states alone, 3.00 GiB, are more than 2.00 GiB"
     assert decision.cannot_fit(replace(tight, limit_bytes=2 * GIB)) == alone
@@ -154,21 +156,22 @@ def test_on_a_gpu_what_cuda_nccl_and_cublas_take_is_part_of_the_prediction_and_o
 
 def test_only_points_on_gpus_have_the_allowance() -> None:
     (point,) = points("zero=stage3 resources.device=cpu resources.ranks=4")
-    unit = {"shapes": [["weight", [8, 8]]], "trainable": True, "is_root": True, "offloaded": False}
+    unit = {"name": "h.0", "shapes": [["weight", [8, 8]]], "trainable": True, "is_root": True, "offloaded": False}
     shapes = {"units": [unit | {"precision": asdict(MixedPrecision())}], "state_bytes": 8, "block_numel": 1}
+    shapes["buffer_bytes"] = 0
     on_gpu = replace(point.config, resources=replace(point.config.resources, device=Device.cuda))
     answers = {units_key(config): shapes for config in (point.config, on_gpu)}
-    (cpu, gpu) = (prediction._prediction(config, answers, 80 * GIB) for config in (point.config, on_gpu))
+    memories = Memories(answers)
+    (cpu, gpu) = (prediction._prediction(config, answers, memories, 80 * GIB) for config in (point.config, on_gpu))
     assert cpu is not None
     assert gpu is not None
     assert gpu.needed_bytes - cpu.needed_bytes == DeviceOverhead.on_cuda(4, 4).least > GIB
     assert "device_overhead" not in cpu.to_dict()
 
 
-def test_gradient_accumulation_needs_memory_for_gradients_and_activations_together() -> None:
-    one, two = (Prediction(STATES, None, micro_batches=count, activations=LARGE) for count in (1, 2))
-    assert (one.needed_bytes, two.needed_bytes) == (5 * GIB, 6 * GIB)
-    assert Prediction(STATES, None).needed_bytes == 3 * GIB
+def test_without_counted_activations_a_point_needs_its_model_states() -> None:
+    found = Prediction(STATES, None)
+    assert (found.needed_bytes, found.ceiling_bytes, found.cannot_fit) == (3 * GIB, None, False)
 
 
 def test_a_plan_shows_a_ranks_states_its_activations_and_its_total_need(cache: None, tmp_path: Path) -> None:
@@ -179,7 +182,8 @@ def test_a_plan_shows_a_ranks_states_its_activations_and_its_total_need(cache: N
     for one in predicted.values():
         assert one.activations is not None
         assert one.ceiling_bytes is not None
-        assert one.states.total + one.activations.kept - one.states.grads <= one.needed_bytes <= one.ceiling_bytes
+        assert one.peak is not None
+        assert one.states.total + one.activations.kept - one.states.grads <= one.needed_bytes == one.ceiling_bytes
     planned = decision.decide(found, tmp_path, lambda _: "cpu", Wishes(), predicted)
     table = sweep_table.plan_table(planned)
     assert table.header == ("point", "decision", "params", "grads", "optimizer", "activations", "needs/rank")
