@@ -10,9 +10,11 @@ from orchestrator.config.schema import Device, RunConfig
 from orchestrator.plan.memory_cache import activations_key, trace_key, units_key
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.memory.activation_count import LinearTrace
+from zero_runtime.memory.caching_allocator import AllocatorSettings
 from zero_runtime.memory.counted_unit import CountRules
 from zero_runtime.memory.model import CollectiveCounts, UnitSize
-from zero_runtime.memory.step_memory import Peak, StatesReplay, StepMemory, replay_states
+from zero_runtime.memory.reserved import Reserved, reserved_peak
+from zero_runtime.memory.step_memory import TOKEN_BYTES, Peak, StatesReplay, StepMemory, replay_states
 from zero_runtime.offload.memory import Moves, OffloadBytes, host_bytes, nvme_bytes
 from zero_runtime.offload.plan import Tier
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES
@@ -59,6 +61,7 @@ class ConfigMemory:
 
     config: RunConfig
     units: Units
+    rules: CountRules
     parts: tuple[StepMemory, ...]
 
     def peak(self, micro: int) -> Peak | None:
@@ -66,6 +69,21 @@ class ConfigMemory:
         for part in self.parts:
             if part.linear.low <= micro <= part.linear.high:
                 return part.peak(micro)
+        return None
+
+    def reserved(self, micro: int, settings: AllocatorSettings | None = None) -> Reserved | None:
+        """What torch's caching allocator reserves at the peak on a GPU; None for a micro-batch that was not traced."""
+        for part in self.parts:
+            if part.linear.low <= micro <= part.linear.high:
+                inputs = part.tokens * TOKEN_BYTES // 2 * micro
+                return reserved_peak(
+                    part.linear.at(micro),
+                    self.units,
+                    self.rules,
+                    prefetch=self.config.zero.prefetch,
+                    other=(part.buffers, inputs, inputs),
+                    settings=settings,
+                )
         return None
 
     def largest(self, limit_bytes: int) -> int:
@@ -124,12 +142,12 @@ class Memories:
         if shapes is None or "units" not in shapes:
             return None
         units, names = units_of(config, shapes), [unit["name"] for unit in shapes["units"]]
-        tokens = config.batch.seq * (config.batch.accumulation or 1)
+        tokens, rules = config.batch.seq * (config.batch.accumulation or 1), rules_of(config, shapes)
         parts = [
-            StepMemory(linear, self._replay(config, linear, units, shapes), tokens, shapes["buffer_bytes"], names)
+            StepMemory(linear, self._replay(config, linear, units, rules), tokens, shapes["buffer_bytes"], names)
             for linear in self._traces(config)
         ]
-        return ConfigMemory(config, units, tuple(parts))
+        return ConfigMemory(config, units, rules, tuple(parts))
 
     def unknown(self, config: RunConfig) -> str:
         """Why there is no trace of the configuration; empty if there is one."""
@@ -144,18 +162,28 @@ class Memories:
         found = [linear for key, linear in self._linear.items() if key.startswith(family)]
         return sorted(found, key=lambda linear: linear.low)
 
-    def _replay(self, config: RunConfig, linear: LinearTrace, units: Units, shapes: Mapping[str, Any]) -> StatesReplay:
-        ranks, plan = config.resources.ranks or 1, config.zero.plan
-        shard_count, accumulation = plan.shard_count(ranks), config.batch.accumulation or 1
-        by_messages = config.resources.device is not Device.cuda and ranks > 1
-        in_file, replicas = config.offload.params is Tier.NVME, ranks // shard_count
-        rules = CountRules(plan, shard_count, replicas, accumulation, shapes["state_bytes"], by_messages, in_file)
+    def _replay(self, config: RunConfig, linear: LinearTrace, units: Units, rules: CountRules) -> StatesReplay:
         # The runtime's half of a step depends on the order of the marks alone: see step_memory.py.
         order = tuple((kind, unit) for _, kind, unit in linear.trace.marks)
         key = (units_key(config), rules, config.zero.prefetch, config.offload.params, config.offload.optimizer, order)
         if key not in self._replayed:
             self._replayed[key] = replay_states(linear.trace, units, rules, prefetch=config.zero.prefetch)
         return self._replayed[key]
+
+
+def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
+    """By which the runtime allocates the tensors of the units."""
+    ranks, plan = config.resources.ranks or 1, config.zero.plan
+    shard_count = plan.shard_count(ranks)
+    return CountRules(
+        plan,
+        shard_count,
+        replica_count=ranks // shard_count,
+        micro_batches=config.batch.accumulation or 1,
+        state_bytes=shapes["state_bytes"],
+        by_messages=config.resources.device is not Device.cuda and ranks > 1,
+        params_in_file=config.offload.params is Tier.NVME,
+    )
 
 
 def traced(configs: Sequence[RunConfig], micros: Sequence[int]) -> list[RunConfig]:

@@ -33,6 +33,7 @@ PURE = (
     "memory.counted_unit",
     "memory.device_overhead",
     "memory.repeated_blocks",
+    "memory.reserved",
     "memory.step_memory",
     "schedule",
     "memory.allocator_blocks",

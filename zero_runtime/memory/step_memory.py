@@ -10,7 +10,7 @@ size of the micro-batch. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,58 +50,75 @@ def replay_states(
     trace: Trace, units: Sequence[tuple[UnitSize, MixedPrecision]], rules: CountRules, *, prefetch: int
 ) -> StatesReplay:
     """Replay the marks of one micro-batch's trace through the runtime's schedule for a complete step."""
-    book = Book()
-    copying = Copying(book)
-    counted = [CountedUnit(size, precision, rules, book, copying) for size, precision in units]
-    schedule = Schedule(counted, rules.plan, prefetch=prefetch)
-    # As `ZeroRuntime` renews: the root's unit first, which the next forward uses first.
-    renewal = sorted(counted, key=lambda unit: not units[counted.index(unit)][0].is_root)
-    for unit in renewal:
-        unit.renew()
-    passes = [_Pass(trace, counted, schedule, book)]
+    replay = StepReplay(trace, units, rules, prefetch=prefetch)
     for _ in range(STEPS):
-        passes.clear()
-        count = min(rules.micro_batches, DISTINCT)
-        for micro in range(count):
-            passes.append(_Pass(trace, counted, schedule, book))
-            passes[-1].run(boundary=micro == count - 1)
-        book.begin()
-        copying.release()
-        for unit in counted:
+        levels, step = replay.step()
+    start, *marks = [_worse(of_place) for of_place in zip(*levels, strict=True)]
+    return StatesReplay(start, marks, step, replay.book.total)
+
+
+class StepReplay:
+    """The runtime's half of training steps, in program order.
+
+    reached: called before each mark and at the end of a micro-batch, with the number of the trace's events before it.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        units: Sequence[tuple[UnitSize, MixedPrecision]],
+        rules: CountRules,
+        *,
+        prefetch: int,
+        book: Book | None = None,
+        reached: Callable[[int], None] = lambda _events: None,
+    ) -> None:
+        self.book = book or Book()
+        self._trace, self._rules, self._reached = trace, rules, reached
+        self._copying = Copying(self.book)
+        self._units = [CountedUnit(size, precision, rules, self.book, self._copying) for size, precision in units]
+        self._schedule = Schedule(self._units, rules.plan, prefetch=prefetch)
+        # As `ZeroRuntime` renews: the root's unit first, which the next forward uses first.
+        is_root = {unit: size.is_root for unit, (size, _) in zip(self._units, units, strict=True)}
+        self._renewal = sorted(self._units, key=lambda unit: not is_root[unit])
+        self._renew()
+
+    def step(self) -> tuple[list[list[Level]], Level]:
+        """One step: for each micro-batch that differs, the levels at its start, at each mark and when its backward has
+        ended; and the level in the optimizer's step."""
+        count = min(self._rules.micro_batches, DISTINCT)
+        levels = [self._micro_batch(boundary=micro == count - 1) for micro in range(count)]
+        self.book.begin()
+        self._copying.release()
+        for unit in self._units:
             unit.update()
-        copying.release()
-        for unit in counted:
+        self._copying.release()
+        for unit in self._units:
             unit.free_grads()
-        schedule.after_step()
-        for unit in renewal:
+        self._schedule.after_step()
+        self._renew()
+        return levels, _level(self.book)
+
+    def _renew(self) -> None:
+        for unit in self._renewal:
             unit.renew()
-        step = _level(book)
-    starts = [one.levels[0] for one in passes]
-    marks = [_worse([one.levels[place] for one in passes]) for place in range(1, len(passes[0].levels))]
-    return StatesReplay(_worse(starts), marks, step, book.total)
 
-
-class _Pass:
-    """Forward and backward of one micro-batch. levels: at the start, at each mark, and when the backward has ended."""
-
-    def __init__(self, trace: Trace, units: Sequence[CountedUnit], schedule: Schedule, book: Book) -> None:
-        self._trace, self._units, self._schedule, self._book = trace, units, schedule, book
-        self.levels: list[Level] = []
-
-    def run(self, *, boundary: bool) -> None:
-        self._book.begin()
-        self.levels.append(_level(self._book))
-        for _, kind, position in self._trace.marks:
+    def _micro_batch(self, *, boundary: bool) -> list[Level]:
+        self.book.begin()
+        levels = [_level(self.book)]
+        for position, kind, place in self._trace.marks:
+            self._reached(position)
+            self.book.begin()
             if kind not in _FORWARD and not self._schedule.in_backward:
                 self._begin_backward(boundary)
-            self._book.begin()
-            self._report(kind, self._units[position])
-            self.levels.append(_level(self._book))
-        self._book.begin()
+            self._report(kind, self._units[place])
+            levels.append(_level(self.book))
+        self._reached(len(self._trace.events))
+        self.book.begin()
         if not self._schedule.in_backward:
             self._begin_backward(boundary)
         self._schedule.end_backward()
-        self.levels.append(_level(self._book))
+        return [*levels, _level(self.book)]
 
     def _begin_backward(self, boundary: bool) -> None:
         order = self._schedule.own_reduction_order
