@@ -18,6 +18,7 @@ from orchestrator.plan import memory_cache, prediction
 from orchestrator.plan.memory_cache import units_key
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
+from orchestrator.plan.step import Memories
 from orchestrator.plan.target import target_of
 from orchestrator.records.run_record import point_id
 from zero_runtime.memory.device_overhead import DeviceOverhead
@@ -86,9 +87,10 @@ def test_the_device_is_cuda_and_ranks_are_the_gpus_of_all_nodes_unless_they_are_
 
 def test_the_limit_is_the_described_memory_of_which_a_rank_leaves_what_cuda_takes() -> None:
     found = config("model=llama_tiny zero=stage3 hardware=a100_80gb")
-    unit = {"shapes": [["weight", [8, 8]]], "trainable": True, "is_root": True, "offloaded": False}
+    unit = {"name": "h.0", "shapes": [["weight", [8, 8]]], "trainable": True, "is_root": True, "offloaded": False}
     shapes = {"units": [unit | {"precision": asdict(MixedPrecision())}], "state_bytes": 8, "block_numel": 1}
-    predicted = prediction._prediction(found, {units_key(found): shapes}, 7)
+    answers = {units_key(found): shapes | {"buffer_bytes": 0}}
+    predicted = prediction._prediction(found, answers, Memories(answers), 7)
     assert predicted is not None
     assert (predicted.limit_bytes, predicted.ranks_share) == (A100_BYTES, 1)
     least = DeviceOverhead.on_cuda(8, 8).least
