@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from datetime import date
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from zero_runtime.plan import ZeroPlan  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
 
+RUNTIME, KERNELS = f"{ROOT}/zero_runtime/", f"{ROOT}/zero_runtime/kernels/"
 WORLD, WIDTH, TOKENS = 8, 8, 4
 STAGES = (0, 1, 2, 3)
 PHASES = ("forward", "backward", "step")
@@ -85,6 +87,29 @@ class Dispatched(TorchDispatchMode):
         if not (func.is_view or func.overloadpacket.__name__ in WITHOUT_WORK):
             self.counts[kind] += 1
         return func(*args, **(kwargs or {}))
+
+
+class PythonCalls:
+    """Counts the calls of the runtime's Python functions in this thread, without the kernels', which differ by device.
+
+    A comprehension is a call before Python 3.12, and so is each item of a generator.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> PythonCalls:
+        self._before = sys.getprofile()
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self._before)
+
+    def _see(self, frame: FrameType, event: str, _argument: object) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(RUNTIME) and not file.startswith(KERNELS):
+            self.count += 1
 
 
 WITHOUT_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view")
@@ -139,15 +164,24 @@ class Contestant:
             found[phase] = dispatched.counts
         return found
 
+    def calls(self) -> dict[str, int]:
+        """Of the runtime's Python functions, in each phase of one step."""
+        found = {}
+        for phase in PHASES:
+            with PythonCalls() as calls:
+                getattr(self, phase)()
+            found[phase] = calls.count
+        return found
+
 
 def measured(layers: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """By row: the counts of a step by phase, and the seconds of each phase in each round."""
+    """By row: the operations and calls of a step by phase, and the seconds of each phase in each round."""
     rows = {PLAIN: Contestant(layers, None)} | {f"stage {stage}": Contestant(layers, stage) for stage in STAGES}
     found: dict[str, dict[str, Any]] = {}
     for name, row in rows.items():
         for _ in range(WARM_UP):
             row.seconds()
-        found[name] = {"counts": row.counts(), "seconds": []}
+        found[name] = {"counts": row.counts(), "calls": row.calls(), "seconds": []}
     for turn in range(rounds):
         names = list(rows)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:  # each round starts with another row
@@ -179,6 +213,8 @@ def main() -> None:
         "",
         *count_table(found, args.units),
         "",
+        *call_table(found, args.units),
+        "",
         *time_table(found, args.units),
     ]
     stem = ROOT / "benchmarks" / "results" / f"host_work_cpu_{date.today()}"
@@ -205,6 +241,20 @@ def count_table(found: dict[str, dict[str, Any]], layers: int) -> list[str]:
                 added = row["counts"][phase][kind] - (0 if name == PLAIN else plain[phase][kind])
                 cells.append(f"{added} ({added / layers:.1f})")
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def call_table(found: dict[str, dict[str, Any]], layers: int) -> list[str]:
+    lines = [
+        "Calls of the runtime's Python functions in a step and (in brackets) for each block.",
+        "",
+        "| row | " + " | ".join(PHASES) + " |",
+        "|---|" + "---|" * len(PHASES),
+    ]
+    for name, row in found.items():
+        if name != PLAIN:
+            cells = [f"{row['calls'][phase]} ({row['calls'][phase] / layers:.1f})" for phase in PHASES]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 

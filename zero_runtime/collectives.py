@@ -98,7 +98,7 @@ class Collectives:
             self._messages = {group: Messages(group) for group in self._groups if group is not None}
         self._side_stream: torch.cuda.Stream | None = None  # see [Note: all-reduce behind a reduce-scatter]
         self.ledger = Ledger()
-        self._clock = clock
+        self._exposed = clock.phase(COMMUNICATION)
         self._watch = watch
         self.journal = Journal() if watch is None else watch.journal
         # See [Note: waits of a device] in watch/device_progress.py.
@@ -273,7 +273,7 @@ class Collectives:
     ) -> tuple[int, Callable[[], Any]]:
         """Start a collective; returns its number in the journal and the backend's function that waits for it."""
         sequence = self.journal.issue(kind, unit, tensor.numel(), tensor.dtype)
-        with self._clock.phase(COMMUNICATION):
+        with self._exposed:
             try:
                 started = start()
             except RuntimeError as error:
@@ -285,7 +285,7 @@ class Collectives:
     def _blocking(self, sequence: int, wait: Callable[[], Any]) -> None:
         """Wait for the collective with this number in the journal. A backend error is raised as a RankError."""
         self.journal.wait(sequence)
-        with self._clock.phase(COMMUNICATION):
+        with self._exposed:
             try:
                 wait()
             except RuntimeError as error:

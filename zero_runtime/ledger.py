@@ -33,7 +33,8 @@ class Ledger:
     control: Volume = field(default_factory=Volume)
 
     def record(self, kind: str, elements: int, element_bytes: int) -> None:
-        self.data.setdefault(kind, Volume()).add(elements, element_bytes)
+        volume = self.data.get(kind) or self.data.setdefault(kind, Volume())
+        volume.add(elements, element_bytes)
 
     @property
     def data_elements(self) -> int:

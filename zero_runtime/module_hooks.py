@@ -18,7 +18,7 @@ when a unit is done; the hooks report calls and gradients to it, and release and
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from types import FrameType
@@ -224,7 +224,7 @@ class ModuleHooks:
     # ---- backward ----------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
-        """Called before every report to the tracker; acts on the first event of a backward, which has no hook."""
+        """Called before the tracker hears of an event that may be the first of a backward, which has no hook."""
         if self._tracker.backward != self._schedule.backwards:
             self._tracker.begin_backward(self._schedule.backwards)
             self._graph_task = _current_graph_task()
@@ -289,16 +289,20 @@ def _companions(unit: Unit, units: list[Unit]) -> list[Unit]:
     return [other for other in units if other.trainable and not inside.isdisjoint(other.modules)]
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> list[torch.Tensor]:
     """Every tensor in a module's arguments or result: a nesting of tensors, tuples, lists, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for item in fields(value):
-            yield from tensors_in(getattr(value, item.name))
+    found: list[torch.Tensor] = []
+    _collect((value,), found)
+    return found
+
+
+def _collect(values: Iterable[object], found: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)
+        elif isinstance(value, (tuple, list)):
+            _collect(value, found)
+        elif is_dataclass(value) and not isinstance(value, type):
+            _collect([getattr(value, item.name) for item in fields(value)], found)

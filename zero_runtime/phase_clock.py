@@ -8,8 +8,6 @@ A clock that nobody has started makes no marks: most programs never read it, and
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -67,16 +65,9 @@ class PhaseClock:
         self._forget()
         self._is_running = False
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Assign the time inside the context to `name`, except the time inside nested phases."""
-        self._stack.append(name)
-        self._mark(name)
-        try:
-            yield
-        finally:
-            self._stack.pop()
-            self._mark(self._stack[-1])
+    def phase(self, name: str) -> Span:
+        """A context: the time inside belongs to `name`, except that inside nested phases. It may be entered again."""
+        return Span(self, name)
 
     def end(self) -> Lap:
         """End the measurement at this moment, without waiting for the device; CallOrderError unless started."""
@@ -88,8 +79,6 @@ class PhaseClock:
         return lap
 
     def _mark(self, starting: str) -> None:
-        if not self._is_running:
-            return
         if self._device.type != "cuda":
             self._marks.append((starting, time.perf_counter()))
             return
@@ -99,6 +88,25 @@ class PhaseClock:
 
     def _forget(self) -> None:
         Lap(self._marks, self._spare).forget()
+
+
+class Span:
+    """A phase of a clock, as a context without state of its own: every collective enters one twice."""
+
+    def __init__(self, clock: PhaseClock, name: str) -> None:
+        self._clock, self._name = clock, name
+
+    def __enter__(self) -> None:
+        clock = self._clock
+        clock._stack.append(self._name)
+        if clock._is_running:
+            clock._mark(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        clock = self._clock
+        clock._stack.pop()
+        if clock._is_running:
+            clock._mark(clock._stack[-1])
 
 
 def _seconds_between(start: float | torch.cuda.Event, stop: float | torch.cuda.Event) -> float:

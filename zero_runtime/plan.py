@@ -27,6 +27,8 @@ class Phase(Enum):
     BACKWARD = "backward"
     STEP = "step"
 
+    __hash__ = object.__hash__  # that of Enum is a Python function, called several times for each unit
+
 
 R, S = Partition.REPLICATED, Partition.SHARDED
 

@@ -18,7 +18,7 @@ because they may fall between different gathers on different ranks. Standard lib
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from zero_runtime.plan import Phase, ZeroPlan
 
@@ -38,6 +38,17 @@ class ScheduledUnit(Protocol):
     def send_grad(self) -> None: ...
 
 
+class Ahead(NamedTuple):
+    """What is begun when a unit is gathered: the gathers of the next units, and the copies to the device of the
+    offloaded shards of the unit after them, one unit before its gather."""
+
+    gathered: list[ScheduledUnit]
+    fetched: list[ScheduledUnit]
+
+
+NONE_AHEAD = Ahead([], [])
+
+
 class Schedule:
     """Turns the events of a step (from `ModuleHooks` and the runtime) into calls of the units' methods."""
 
@@ -46,7 +57,7 @@ class Schedule:
         self._plan = plan
         self._prefetch = prefetch
         self._order: dict[Phase, list[ScheduledUnit]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
-        self._recorded: set[Phase] = set()
+        self._ahead: dict[Phase, dict[ScheduledUnit, Ahead]] = {}  # by phase, once its order is recorded
         self._reducing: ScheduledUnit | None = None
         self.in_backward = False  # a forward during a backward is a recomputation
         self.sums_locally = False  # this backward leaves its gradients unreduced, for a later one to add to and reduce
@@ -92,7 +103,7 @@ class Schedule:
         boundary: it is the last of the step. synced: if False, no gradients are reduced, whatever the plan says.
         """
         if self._order[Phase.FORWARD]:
-            self._recorded.add(Phase.FORWARD)
+            self._end_record(Phase.FORWARD)
         self.in_backward = True
         self.backwards += 1
         self._boundary = boundary
@@ -127,7 +138,7 @@ class Schedule:
         self._wait_reduce()
         for unit in self._units:
             unit.reshard(Phase.BACKWARD)
-        self._recorded.add(Phase.BACKWARD)
+        self._end_record(Phase.BACKWARD)
         self.in_backward = False
 
     def after_step(self) -> None:
@@ -139,25 +150,30 @@ class Schedule:
 
     def _gather(self, unit: ScheduledUnit) -> None:
         unit.unshard()
-        following = self._following(unit, 1 + self._prefetch)
-        for ahead in following[: self._prefetch]:
-            ahead.unshard()
-        for beyond in following[self._prefetch :]:
-            beyond.begin_fetch()  # offloaded shards are copied to the device one unit before their gather
+        gathered, fetched = self._following(unit)
+        for one in gathered:
+            one.unshard()
+        for one in fetched:
+            one.begin_fetch()
         unit.wait_unshard()
 
-    def _following(self, unit: ScheduledUnit, count: int) -> list[ScheduledUnit]:
-        """The next `count` units in the order of this phase; none the first time, when the order is recorded."""
+    def _following(self, unit: ScheduledUnit) -> Ahead:
+        """The next units in the order of this phase; none the first time, when the order is recorded."""
         phase = Phase.BACKWARD if self.in_backward else Phase.FORWARD
+        if phase in self._ahead:
+            return self._ahead[phase].get(unit, NONE_AHEAD)
+        if unit not in self._order[phase]:
+            self._order[phase].append(unit)
+        return NONE_AHEAD
+
+    def _end_record(self, phase: Phase) -> None:
+        """The order of the phase is known from now on; a no-op after the first time."""
+        if phase in self._ahead:
+            return
         order = self._order[phase]
-        if phase not in self._recorded:
-            if unit not in order:
-                order.append(unit)
-            return []
-        if unit not in order:
-            return []
-        place = order.index(unit)
-        return order[place + 1 : place + 1 + count]
+        gathers = [order[place : place + self._prefetch] for place in range(1, len(order) + 1)]
+        fetches = [order[place : place + 1] for place in range(1 + self._prefetch, len(order) + 1 + self._prefetch)]
+        self._ahead[phase] = {unit: Ahead(*ahead) for unit, *ahead in zip(order, gathers, fetches, strict=True)}
 
     def _reduce_in_order(self) -> None:
         """Start the reductions whose turn has come; see [Note: one order of reductions]."""

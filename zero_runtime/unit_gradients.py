@@ -25,6 +25,8 @@ class GradState(Enum):
     REDUCING = "reducing"
     REDUCED = "reduced"
 
+    __hash__ = object.__hash__  # that of Enum is a Python function, called at every change of a state
+
 
 _NEXT = {
     GradState.EMPTY: (GradState.LOCAL,),

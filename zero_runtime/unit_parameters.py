@@ -8,8 +8,8 @@ Tensors that autograd saved for backward alias unsharded_param's storage. So a r
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -38,6 +38,8 @@ class DataState(Enum):
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
 
+    __hash__ = object.__hash__  # that of Enum is a Python function, called at every change of a state
+
 
 _NEXT = {
     DataState.STALE: DataState.UNSHARDING,
@@ -46,8 +48,7 @@ _NEXT = {
 }
 
 
-@dataclass(frozen=True)
-class Gather:
+class Gather(NamedTuple):
     """A gather under way, from `shard` [S] to `full` [P], both param_dtype. Both must live until it ends."""
 
     pending: Pending

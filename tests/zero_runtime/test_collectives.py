@@ -20,9 +20,9 @@ SHARD_NUMEL = 12  # divisible by every world size used here, so that the volumes
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def make(shard_count: int) -> Collectives:
+def make(shard_count: int, clock: PhaseClock | None = None) -> Collectives:
     dist.barrier()  # a rank that sends nothing could exit while another still connects to it
-    return Collectives(shard_count, PhaseClock(torch.device("cpu")))
+    return Collectives(shard_count, clock or PhaseClock(torch.device("cpu")))
 
 
 def _values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -159,8 +159,8 @@ def test_a_shard_count_that_does_not_divide_the_world_is_refused() -> None:
 
 
 def _waits() -> tuple[float, float]:
-    collectives = make(dist.get_world_size())
-    clock = collectives._clock
+    clock = PhaseClock(torch.device("cpu"))
+    collectives = make(dist.get_world_size(), clock)
     full = torch.zeros(SHARD_NUMEL * collectives.world)
     clock.start()
     pending = collectives.all_gather(full, _own_slice(collectives, full))

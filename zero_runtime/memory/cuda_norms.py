@@ -60,22 +60,22 @@ def _rms_norm(
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """The tensors of torch's _fused_rms_norm and of its backward. dims: how many of the last are normalized."""
+    """The tensors of torch's _fused_rms_norm and its backward, as zeros. dims: how many of the last are normalized."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, dims: int, weight: torch.Tensor | None) -> torch.Tensor:
         rows = (*input.shape[: input.dim() - dims], *(1,) * dims)
-        deviations = input.new_empty(rows, dtype=_summed_in(input))
+        deviations = input.new_zeros(rows, dtype=_summed_in(input))
         ctx.save_for_backward(input, weight, deviations)
-        return torch.empty_like(input, memory_format=torch.contiguous_format)
+        return torch.zeros_like(input, memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
         input, weight, _ = ctx.saved_tensors
         own, _, other = ctx.needs_input_grad
         # One operation in torch: both gradients exist before the input is released.
-        of_input = torch.empty_like(input, memory_format=torch.contiguous_format) if own else None
-        return of_input, None, torch.empty_like(weight) if other else None
+        of_input = torch.zeros_like(input, memory_format=torch.contiguous_format) if own else None
+        return of_input, None, torch.zeros_like(weight) if other else None
 
 
 def _summed_in(values: torch.Tensor) -> torch.dtype:

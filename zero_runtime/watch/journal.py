@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import zlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,6 +83,17 @@ class RankPosition(NamedTuple):
     under_way: int = 0
 
 
+class WordIndex(dict[Hashable, int]):
+    """The place of each word in the journal's table. A new word is appended by `learn`, which may refuse it."""
+
+    def __init__(self, learn: Callable[[Hashable], int]) -> None:
+        super().__init__()
+        self._learn = learn
+
+    def __missing__(self, word: Hashable) -> int:
+        return self._learn(word)
+
+
 class Journal:
     """A rank's record. Only its working thread writes, except `see_device`; any thread or process may read.
 
@@ -98,13 +109,13 @@ class Journal:
                 file.truncate(size)
                 self._map = mmap.mmap(file.fileno(), size)
         self._words = memoryview(self._map).cast("Q")
-        self._index: dict[Hashable, int] = {}
+        self._index = WordIndex(self._learn)
         self._codes: dict[Hashable, int] = {}
         self._prints: dict[str, int] = {}  # by channel, and of all channels in one order
         self._numbers: dict[str, int] = {}
         self._learn(_MANY)
-        self._words[_PHASE] = self._word("forward")
-        self._words[_UNIT] = self._word("")
+        self._words[_PHASE] = self._index["forward"]
+        self._words[_UNIT] = self._index[""]
         self._words[_STEP] = 1
 
     # ---- called by the working thread --------------------------------------------------------------------------
@@ -112,13 +123,14 @@ class Journal:
     def begin(self, phase: str) -> None:
         """Record that a phase of the step begins; the rank is in no unit yet."""
         words = self._words
-        words[_PHASE], words[_UNIT] = self._word(phase), self._word("")
+        words[_PHASE], words[_UNIT] = self._index[phase], self._index[""]
         words[_TICKS] += 1
 
     def enter(self, unit: str) -> None:
         """Record that the unit's parameters are about to be used."""
-        self._words[_UNIT] = self._word(unit)
-        self._words[_TICKS] += 1
+        words = self._words
+        words[_UNIT] = self._index[unit]
+        words[_TICKS] += 1
 
     def end_start(self) -> None:
         """Record the end of the work that takes longer on some ranks than on others; what follows takes about the same
@@ -142,12 +154,12 @@ class Journal:
 
     def issue(self, kind: str, unit: str, numel: int, dtype: Hashable) -> int:
         """Record that a collective is about to be issued; returns its sequence number."""
-        words = self._words
+        words, index = self._words, self._index
         sequence = words[_ISSUED] + 1
         start = _HEADER + _FIELDS * (sequence % RING)
         words[start] = 0  # until the entry is complete, a reader sees none instead of part of one
-        words[start + 1], words[start + 2], words[start + 3] = self._word(kind), self._word(unit), numel
-        words[start + 4], words[start + 5], words[start + 6] = self._word(dtype), words[_STEP], words[_PHASE]
+        words[start + 1], words[start + 2], words[start + 3] = index[kind], index[unit], numel
+        words[start + 4], words[start + 5], words[start + 6] = index[dtype], words[_STEP], words[_PHASE]
         channel = _CHANNEL.get(kind, "world")
         words[start + 7] = self._numbers[channel] = self._numbers.get(channel, 0) + 1
         words[start] = words[_ISSUED] = sequence
@@ -162,8 +174,9 @@ class Journal:
 
     def wait(self, sequence: int) -> None:
         """Record that the rank waits for the collective with this sequence number, or for none (0)."""
-        self._words[_WAITING] = sequence
-        self._words[_TICKS] += 1
+        words = self._words
+        words[_WAITING] = sequence
+        words[_TICKS] += 1
 
     def fingerprint(self) -> int:
         """A number below 2**20, equal on ranks that issued the same collectives.
@@ -173,11 +186,8 @@ class Journal:
         """
         return zlib.crc32(repr(sorted(self._prints.items())).encode()) >> (32 - _FINGERPRINT_BITS)
 
-    def _word(self, word: Hashable) -> int:
-        index = self._index.get(word)
-        return self._learn(word) if index is None else index
-
     def _learn(self, word: Hashable) -> int:
+        """Append a word to the table; returns its place, or that of `_MANY` if the table is full."""
         text = str(word).removeprefix("torch.").replace("\n", " ").encode() + b"\n"
         end = self._words[_WORDS_END]
         if end + len(text) > _TABLE_BYTES:

@@ -408,12 +408,13 @@ def the_source_of_a_copy_is_recorded_on_its_stream() -> None:
 
 @fault(LARGE, MEMORY)
 def every_unit_is_gathered_ahead() -> None:
+    from zero_runtime.plan import Phase
     from zero_runtime.schedule import Schedule
 
     gather = Schedule._gather
 
     def all_of_them(self: Schedule, unit: Any) -> None:
-        for ahead in self._following(unit, 100):
+        for ahead in self._order[Phase.FORWARD] if self._ahead else ():
             ahead.unshard()
         gather(self, unit)
 
