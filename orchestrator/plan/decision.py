@@ -166,7 +166,8 @@ def cannot_fit(prediction: Prediction) -> str:
         text = f"the model states, {size(states.total)}, with {overhead} are more than {limit}"
     peak = prediction.peak
     if peak is not None:
-        listed = [f"{name} {size(count)}" for name, count in fit.parts(peak)] + [overhead] * bool(overhead)
+        large = [(name, count) for name, count in fit.parts(peak) if count * 100 >= peak.total]
+        listed = [f"{name} {size(count)}" for name, count in large] + [overhead] * bool(overhead)
         text = f"needs {share}{size(prediction.needed_bytes)} {peak.when}, more than {limit}: {', '.join(listed)}"
     if not prediction.advised:
         return text

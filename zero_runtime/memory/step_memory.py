@@ -212,7 +212,7 @@ class StepMemory:
         else:
             level = self._level(worst.place)
             states = level.at_highest if worst.is_highest else level.at_left
-            parts, when = self.linear.at(micro).parts(worst.position), self._when(worst.place)
+            parts, when = self.linear.at(micro).parts(worst.position), self._when(worst)
         total = sum(states.values()) + sum(parts) + inputs + self.buffers
         return Peak(total, states, *parts, inputs=inputs, buffers=self.buffers, when=when)
 
@@ -241,13 +241,15 @@ class StepMemory:
     def _level(self, place: int) -> Level:
         return self.states.start if place == 0 else self.states.marks[place - 1]
 
-    def _when(self, place: int) -> str:
-        marks = self.linear.trace.marks
-        if place == 0:
+    def _when(self, moment: _Moment) -> str:
+        trace = self.linear.trace
+        if moment.place == 0:
             return "at the start of the forward"
-        if place > len(marks):
+        if moment.place > len(trace.marks):
             return "at the end of the backward"
-        _, kind, unit = marks[place - 1]
+        _, kind, unit = trace.marks[moment.place - 1]
+        if kind == Mark.AFTER_FORWARD and moment.position > trace.forward_end:
+            return "in the backward of the loss"
         name = self.names[unit] if unit < len(self.names) else f"unit {unit}"
         return f"{_WORDS[kind]} {name}"
 
