@@ -31,6 +31,8 @@ PURE = (
     "memory.model",
     "memory.activation_count",
     "memory.device_overhead",
+    "memory.paper_formulas",
+    "memory.peers",
     "offload.memory",
     "offload.scratch_settings",
     "optim.configs",
