@@ -38,6 +38,8 @@ PURE = (
     "schedule",
     "memory.allocator_blocks",
     "memory.caching_allocator",
+    "memory.paper_formulas",
+    "memory.peers",
     "offload.memory",
     "offload.scratch_settings",
     "optim.configs",

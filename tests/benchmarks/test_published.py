@@ -1,0 +1,146 @@
+"""The tables of published numbers are predicted as the committed report says."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import published_closed_forms as closed_forms
+from benchmarks.published import report
+from benchmarks.published_borders import TABLES, Border, borders, predicted
+from benchmarks.published_cases import Comparison, LeftOut, table
+from benchmarks.published_peak import activation_bytes, layer_count, peer_model, traced
+from benchmarks.published_stages import comparisons, stage_pair
+from benchmarks.published_tutorials import qwen_lines, t0_lines
+
+
+def disagreeing(rows: object) -> list[Comparison]:
+    return [row for row in rows if isinstance(row, Comparison) and not row.agrees]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("value", "printed", "agrees"),
+    [
+        (41.25, "41.3", True),  # rounded half up
+        (2218.75, "2218", True),  # truncated
+        (2218.75, "2219", True),
+        (2218.75, "2217", False),
+        (0.46875, "0.47", True),
+        (1.875, "1.9", True),
+        (1.5625, "1.95", False),
+    ],
+)
+def test_a_printed_number_is_rounded_or_truncated(value: float, printed: str, agrees: bool) -> None:
+    assert closed_forms.prints_as(value, printed) is agrees
+
+
+def test_the_zero_papers_tables_agree_in_every_cell() -> None:
+    assert disagreeing(closed_forms.zero_states()) == []
+    assert disagreeing(closed_forms.zero_largest()) == []
+
+
+def test_zero_infinitys_columns_agree_but_for_two_known_ones() -> None:
+    wrong = disagreeing(closed_forms.zero_infinity())
+    assert {row.case.partition(", ")[2] for row in wrong} == {"activations_tib", "state_working_gib"}
+    assert len(wrong) == 6
+    assert all(row.reason != "unknown" for row in wrong)
+    # The activations are printed for twice the stated batch, to the printed digits.
+    doubled = [row for row in wrong if row.case.endswith("activations_tib")]
+    assert all(closed_forms.prints_as(2 * row.predicted, f"{row.published:.2f}") for row in doubled)
+
+
+def test_deepspeeds_estimators_agree_but_for_the_outdated_page() -> None:
+    (outdated,) = disagreeing(closed_forms.deepspeed_estimates())
+    assert outdated.published == 15.93
+    assert "4P + 16P/N" in outdated.reason
+
+
+def test_megatrons_resting_bytes_are_within_one_percent() -> None:
+    rows = list(closed_forms.megatron_resting())
+    compared = [row for row in rows if isinstance(row, Comparison)]
+    assert disagreeing(compared) == []
+    assert len(compared) == 25
+    assert all(row.reason for row in rows if isinstance(row, LeftOut))
+
+
+def test_megatrons_shapes_have_the_published_number_of_parameters() -> None:
+    assert closed_forms.gpt_shapes(12, 512, 1024).numel == 64_109_568
+
+
+def test_zero_3_peaks_above_zero_2_because_gathered_weights_are_kept() -> None:
+    pair = stage_pair()
+    published = pair.published["2"]["peak_gib"]
+    kept = [pair.three_peak(one, built_sharded=False) for one in pair.activations]
+    released = [pair.three_peak(one, built_sharded=True) for one in pair.activations]
+    assert min(kept) > published > max(released)
+    assert all(row.agrees for row in comparisons(pair))
+
+
+def test_the_tutorials_residuals_are_decomposed() -> None:
+    assert any("2.33 and 1.21 GiB" in line for line in qwen_lines())
+    assert any("66.8 GB, more than the guide's 60 GB" in line for line in t0_lines())
+
+
+def test_models_have_their_published_numbers_of_parameters() -> None:
+    names = ("gpt2", "llama2_7b_lora", "qwen2_5_0_5b", "llama3_8b")
+    assert [peer_model(name).numel for name in names] == [124_439_808, 6_738_415_616, 494_032_768, 8_030_261_248]
+
+
+def test_activations_of_a_deep_model_follow_from_shallow_ones() -> None:
+    # So few tokens that with two layers the peak is at the end of backward, and with twelve at its start.
+    name, seq, micro = "gpt2", 64, 5
+    full = traced(name, layer_count(name), seq, micro, "none", "eager_dropout").total().peak
+    assert activation_bytes(name, seq, micro, "none", "eager_dropout") == full
+
+
+def test_a_row_without_a_model_is_left_out_with_the_reason() -> None:
+    row = next(row for row in table("hugging_face_posts.csv") if not row["model"])
+    left = predicted("hugging_face_posts.csv", row)
+    assert isinstance(left, LeftOut)
+    assert left.reason == "encoders and encoder-decoders are not traced"
+
+
+def test_states_that_exceed_the_device_need_no_activations() -> None:
+    row = next(row for row in table("playbook.csv") if row["model"] == "playbook_80b")
+    border = predicted("playbook.csv", row)
+    assert isinstance(border, Border)
+    assert (border.peak, border.fits, border.right) == (None, False, True)
+
+
+def test_a_cut_of_the_borders_is_right() -> None:
+    rows = [row for row in table("playbook.csv") if row["model"] == "playbook_1b" and row["outcome"] == "fits"]
+    compared = [predicted("playbook.csv", row) for row in rows]
+    assert len(compared) == 5
+    assert all(isinstance(one, Border) and one.right and one.peak for one in compared)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "seq", "micro", "recompute", "kernels"),
+    [
+        ("playbook_1b", 4096, 2, "none", "flash_norm"),
+        ("llama_13b_128k", 2048, 4, "full", "flash"),
+        ("llama2_7b_lora", 1304, 4, "none", "flash"),
+        ("gpt2_xl", 1024, 2, "none", "eager_dropout"),
+        ("gpt2_xl", 128, 16, "none", "eager_dropout"),
+        ("gpt2", 256, 5, "full", "eager_dropout"),
+        ("qwen3_0_6b", 32768, 1, "full", "flash"),
+        ("llama3_8b", 16384, 1, "full", "flash_norm_liger"),
+    ],
+)
+def test_activations_of_complete_models(name: str, seq: int, micro: int, recompute: str, kernels: str) -> None:
+    full = traced(name, layer_count(name), seq, micro, recompute, kernels).total().peak
+    assert activation_bytes(name, seq, micro, recompute, kernels) == full
+
+
+@pytest.mark.full
+def test_nine_tenths_of_the_borders_are_right_within_a_step() -> None:
+    compared = [row for row in borders() if isinstance(row, Border)]
+    assert {row.table for row in compared} == set(TABLES)
+    assert sum(row.within_step for row in compared) >= 0.9 * len(compared)
+    assert sum(row.right for row in compared) >= 0.9 * len(compared)
+
+
+@pytest.mark.full
+def test_the_report_names_every_table() -> None:
+    text = "\n".join(report())
+    assert all(name in text for name in TABLES)
