@@ -3,10 +3,8 @@
 `case_peak` is the only place where a peak is computed; another model of the step replaces its body.
 
 [Note: activations of a deep model]
-A model is traced with a few layers, and with one sequence, or with two and three. The sizes of its storages are linear
-in the number of sequences, and without scores in their length (see `activation_count.between`). In the number of layers
-the peak is a maximum of linear functions, and none grows faster than what all blocks keep for backward: where one more
-layer adds just that to the peak, so does every further one. Otherwise more layers are traced.
+Five of a model's blocks are traced (zero_runtime/memory/repeated_blocks.py), with one sequence, or with two and three.
+The sizes of its storages are linear in the number of sequences, and without scores in their length (see `LinearTrace`).
 """
 
 from __future__ import annotations
@@ -31,6 +29,8 @@ from zero_runtime.memory.activation_count import Trace
 from zero_runtime.memory.activation_trace import trace_step
 from zero_runtime.memory.device_overhead import DeviceOverhead
 from zero_runtime.memory.peers import DeepSpeedSettings, PeerMemory, PeerModel, PeerTerm
+from zero_runtime.memory.repeated_blocks import with_blocks
+from zero_runtime.memory.short_model import shorten
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.unit_planner import UnitRules, block_modules
@@ -38,7 +38,6 @@ from zero_runtime.unit_planner import UnitRules, block_modules
 MODELS: dict[str, dict[str, Any]] = yaml.safe_load(
     (Path(__file__).with_name("published") / "models.yaml").read_text(encoding="utf-8")
 )
-LAYERS = (2, 6, 14, 30)  # of the traces, and one more each
 MICRO = (2, 3)  # torch treats dimensions of one differently
 LAYER_KEYS = ("num_hidden_layers", "n_layer")
 LORA_RANK, LORA_ALPHA = 8, 16.0
@@ -166,24 +165,17 @@ def lora_numel(model: str) -> int:
 def activation_bytes(model: str, seq: int, micro: int, recompute: str, kernels: str) -> int:
     """Peak bytes of one micro-batch's activations; see [Note: activations of a deep model]. ValueError if the kernels
     are not known."""
-    count = layer_count(model)
-    for few in LAYERS:
-        if few + 1 >= count:
-            break
-        one, more = (trace_at(model, layers, seq, micro, recompute, kernels).total() for layers in (few, few + 1))
-        if more.peak - one.peak == more.kept - one.kept:
-            return one.peak + (more.peak - one.peak) * (count - few)
-    return trace_at(model, count, seq, micro, recompute, kernels).total().peak
+    return trace_at(model, seq, micro, recompute, kernels).total().peak
 
 
-def trace_at(model: str, layers: int, seq: int, micro: int, recompute: str, kernels: str) -> Trace:
+def trace_at(model: str, seq: int, micro: int, recompute: str, kernels: str) -> Trace:
     """The trace of a long sequence or of several sequences, from two smaller ones."""
     if seq > LONG_SEQ[1] and kernels.startswith("flash"):
-        ends = [trace_at(model, layers, one, micro, recompute, kernels) for one in LONG_SEQ]
+        ends = [trace_at(model, one, micro, recompute, kernels) for one in LONG_SEQ]
         return linear(ends[0], ends[1], Fraction(seq - LONG_SEQ[0], LONG_SEQ[1] - LONG_SEQ[0]))
-    if micro == 1 or kernels.endswith("liger"):  # the number of Liger's tiles depends on the micro-batch
-        return traced(model, layers, seq, micro, recompute, kernels)
-    ends = [traced(model, layers, seq, one, recompute, kernels) for one in MICRO]
+    if micro == 1 or kernels.endswith("liger"):  # the size of Liger's tiles depends on the micro-batch
+        return traced(model, seq, micro, recompute, kernels)
+    ends = [traced(model, seq, one, recompute, kernels) for one in MICRO]
     return linear(ends[0], ends[1], Fraction(micro - MICRO[0], MICRO[1] - MICRO[0]))
 
 
@@ -197,21 +189,31 @@ def linear(low: Trace, high: Trace, steps: Fraction) -> Trace:
 
 
 @functools.cache
-def traced(model: str, layers: int, seq: int, micro: int, recompute: str, kernels: str) -> Trace:
-    """The trace of one step in bf16; fp16 has the same sizes."""
+def traced(model: str, seq: int, micro: int, recompute: str, kernels: str, *, whole: bool = False) -> Trace:
+    """The trace of one step in bf16; fp16 has the same sizes. whole: all blocks are traced."""
     if kernels == "fused":
         raise ValueError("Megatron's fused softmax is not traced")
-    built = build_for_trace(model, layers, kernels)
+    rules, rule = UnitRules(MixedPrecision("bf16")), RecomputeRule(kind=recompute)  # type: ignore[arg-type]  # a word
     ids = torch.zeros((micro, seq), dtype=torch.int64)
     tile = liger_tile(model, micro * seq) if kernels.endswith("liger") else None
-    return trace_step(
-        built,
-        UnitRules(MixedPrecision("bf16")),
-        RecomputeRule(kind=recompute),  # type: ignore[arg-type]  # a word of the table
-        [ids, ids.clone()],
-        lambda model, ids, labels: token_losses(model, ids, labels, tile),
-        on_cuda=True,
-    )
+
+    def trace(built: nn.Module) -> Trace:
+        return trace_step(
+            built,
+            rules,
+            rule,
+            [ids, ids.clone()],
+            lambda model, ids, labels: token_losses(model, ids, labels, tile),
+            on_cuda=True,
+        )
+
+    if not whole:
+        built = build_for_trace(model, kernels)
+        short = shorten(built, rules, rule)
+        found = None if short is None else with_blocks(trace(built), short.units, short.blocks)
+        if found is not None:
+            return found
+    return trace(build_for_trace(model, kernels))
 
 
 def liger_tile(model: str, tokens: int) -> int:
@@ -220,11 +222,11 @@ def liger_tile(model: str, tokens: int) -> int:
     return 1 << (-(-tokens // chunks) - 1).bit_length()
 
 
-def build_for_trace(model: str, layers: int, kernels: str) -> nn.Module:
+def build_for_trace(model: str, kernels: str) -> nn.Module:
     """The model on the meta device. `kernels`: `eager` attention keeps its scores, and `eager_dropout` has the
     architecture's dropout; `flash` attention does not; `flash_norm` also has a fused RMSNorm, `flash_norm_liger` also
     Liger's loss."""
-    kind, config = config_of(model, layers)
+    kind, config = config_of(model)
     settings = model_config(kind, config)
     if kernels == "eager_dropout":
         settings = transformers.CONFIG_MAPPING[kind](**config, use_cache=False)

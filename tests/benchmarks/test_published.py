@@ -8,7 +8,7 @@ from benchmarks import published_closed_forms as closed_forms
 from benchmarks.published import report
 from benchmarks.published_borders import TABLES, Border, borders, predicted
 from benchmarks.published_cases import Comparison, LeftOut, table
-from benchmarks.published_peak import activation_bytes, layer_count, peer_model, traced
+from benchmarks.published_peak import activation_bytes, peer_model, traced
 from benchmarks.published_stages import comparisons, stage_pair
 from benchmarks.published_tutorials import qwen_lines, t0_lines
 
@@ -88,7 +88,7 @@ def test_models_have_their_published_numbers_of_parameters() -> None:
 def test_activations_of_a_deep_model_follow_from_shallow_ones() -> None:
     # So few tokens that with two layers the peak is at the end of backward, and with twelve at its start.
     name, seq, micro = "gpt2", 64, 5
-    full = traced(name, layer_count(name), seq, micro, "none", "eager_dropout").total().peak
+    full = traced(name, seq, micro, "none", "eager_dropout", whole=True).total().peak
     assert activation_bytes(name, seq, micro, "none", "eager_dropout") == full
 
 
@@ -128,7 +128,7 @@ def test_a_cut_of_the_borders_is_right() -> None:
     ],
 )
 def test_activations_of_complete_models(name: str, seq: int, micro: int, recompute: str, kernels: str) -> None:
-    full = traced(name, layer_count(name), seq, micro, recompute, kernels).total().peak
+    full = traced(name, seq, micro, recompute, kernels, whole=True).total().peak
     assert activation_bytes(name, seq, micro, recompute, kernels) == full
 
 
