@@ -131,19 +131,24 @@ class VirtualGroup(dist.ProcessGroup):
         self._write("abort", None)
 
 
-def join(devices: Devices, storages: Storages, rank: int, world: int) -> list[Issued]:
-    """Initialize the default process group as `rank` of `world`. Returns the log of this rank's communication."""
+def register(devices: Devices, storages: Storages) -> list[Issued]:
+    """Make the backend known to torch. Returns the log of this rank's communication."""
     log: list[Issued] = []
 
     def make(options: Any, _settings: Any) -> VirtualGroup:
         return VirtualGroup(devices, storages, log, options)
 
-    dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", "cuda"])
-    dist.init_process_group(NAME, store=dist.HashStore(), rank=rank, world_size=world)
-
     def gather_objects(values: list[Any], value: Any, group: Any = None) -> None:
         """Every rank has this rank's value: the ranks do the same. NCCL's gather of objects waits for the device."""
         values[:] = [value] * len(values)
 
+    dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", "cuda"])
     dist.all_gather_object = gather_objects  # type: ignore[assignment]
+    return log
+
+
+def join(devices: Devices, storages: Storages, rank: int, world: int) -> list[Issued]:
+    """Initialize the default process group as `rank` of `world`. Returns the log of this rank's communication."""
+    log = register(devices, storages)
+    dist.init_process_group(NAME, store=dist.HashStore(), rank=rank, world_size=world)
     return log
