@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from orchestrator.commands.fit_page import FitPage
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
+from orchestrator.config.pretrained import CONFIG
+from orchestrator.config.schema import Device
 from orchestrator.config.strict import Refusal, nearest
 from orchestrator.plan import fit, memory_cache, step
 from orchestrator.plan.fit import Fit
 from orchestrator.plan.point import Point
-from orchestrator.plan.points import judged
-from orchestrator.plan.prediction import gpu_bytes_here, overhead_of, target_here
+from orchestrator.plan.points import distinct, judged
+from orchestrator.plan.prediction import NOT_ASKED, gpu_bytes_here, overhead_of, target_here
 from orchestrator.plan.rules.scene import here
 from orchestrator.report.screen import Screen, make_console
-from orchestrator.report.summary import Row, Table
-from orchestrator.text.paths import program
+from orchestrator.text.paths import expanded, program
 from orchestrator.text.streams import complain
-from orchestrator.text.units import count, many, size
 
 # What is tried of each group that the command line leaves open. Combinations that a rule forbids are left out.
 AXES = {
@@ -30,34 +32,53 @@ AXES = {
     "recompute": "none,by_operation,full",
     "loss": "full,tiled",
 }
+PLAIN = {"offload": "none", "recompute": "none", "loss": "full"}  # options that a label leaves out
 SMALLEST = 2  # a batch of one is traced alone: torch treats dimensions of one differently
 TRACED_TOKENS = 1 << 17  # of the largest micro-batch that is traced
 TABLE_RANKS = re.compile(r"ranks=([0-9]+(?:,[0-9]+)*)")
-RANKS = "resources.ranks"
+RANKS, NODES = "resources.ranks", "resources.nodes"
+FLAGS = ("--multirun", "--plan", "--config-dir", "--max-points")  # that a line of fit may have; all others start runs
+# The keys that fit varies itself, and what to do instead.
+OWN_KEYS = {
+    "batch.micro": "fit finds the largest      fix: leave it out, or predict this one: --plan without fit",
+    "batch.global_size": "it varies with the micro-batch      fix: batch.accumulation=N",
+}
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the table, one row's arithmetic, or a table over numbers of ranks. Returns 0, or 1 if nothing fits."""
-    asked, overrides = parser().parse_known_args(argv)
+    asked, words = parser().parse_known_args(argv)
+    overrides = [one for word in words for one in _with_folder(word)]
     ranks = _ranks(asked.table)
-    points = _points(overrides, ranks)
-    fits = _fits(points, quiet=asked.json)
+    fits = _fits(_points(overrides, ranks), quiet=asked.json)
+    if asked.explain is not None:
+        fits = [_named(fits, asked.explain)]
     if asked.json:
         print(json.dumps([one.to_dict() for one in fits], ensure_ascii=False))
     else:
-        screen = Screen(make_console())
+        page = FitPage(Screen(make_console()), [word for word in overrides if not word.startswith("-")])
         if asked.explain is not None:
-            _explain(screen, _named(fits, asked.explain))
+            page.explain(fits[0])
+        elif ranks:
+            page.by_ranks(fits, ranks, show_all=asked.all)
         else:
-            _show(screen, fits, overrides, over_ranks=bool(ranks))
+            page.rows(fits, show_all=asked.all)
     return int(not any(one.micro for one in fits))
 
 
 def parser() -> VerbParser:
-    parser = verb_parser("fit", __doc__.partition(": ")[2].replace("\n", " ") if __doc__ else "")
-    parser.usage = f"{program()} fit [group=option | key=value ...] [--explain ROW] [--table ranks=1,2,4,8] [--json]"
+    parser = verb_parser(
+        "fit",
+        "Which stage, offload, recomputation and loss fit onto which GPUs, and with how large a micro-batch: predicted "
+        "without a GPU, and without a run. A group or setting that is given is kept, the others are tried.",
+    )
+    parser.usage = (
+        f"{program()} fit [-h] [group=option | key=value ...] [--all] [--explain ROW] [--table ranks=1,2,4,8] [--json]"
+    )
+    parser.epilog = f"example: {program()} fit model=llama2_7b hardware=a100_80gb resources.ranks=8 batch.seq=4096"
+    parser.add_argument("--all", action="store_true", help="every row, also those that another row makes needless")
     parser.add_argument("--explain", metavar="ROW", help="the arithmetic of one row of the table, by its label")
-    parser.add_argument("--table", metavar="ranks=N,N,...", help="the same for several numbers of ranks")
+    parser.add_argument("--table", metavar="ranks=N,N,...", help="the largest micro-batch for several numbers of ranks")
     add_json(parser)
     return parser
 
@@ -66,31 +87,90 @@ def _ranks(table: str | None) -> list[int]:
     if table is None:
         return []
     match = TABLE_RANKS.fullmatch(table)
-    if match is None or "0" in match[1].split(","):
-        raise Refusal([f"--table: expected numbers of ranks, such as ranks=1,2,4,8, found '{table}'"])
-    return [int(number) for number in match[1].split(",")]
+    if match is None or any(int(number) == 0 for number in match[1].split(",")):
+        raise Refusal([f"--table: expected numbers of ranks, found '{table}'      fix: --table ranks=1,2,4,8"])
+    return sorted({int(number) for number in match[1].split(",")})
+
+
+def _with_folder(word: str) -> list[str]:
+    """model=PATH as the settings of a local folder. The path may also be that of the folder's config.json."""
+    key, _, value = word.partition("=")
+    if key not in ("model", "model.path") or os.sep not in value:
+        return [word]
+    path = expanded(value)
+    folder = path.parent if path.name == CONFIG and path.is_file() else path
+    return [*(["model=pretrained"] if key == "model" else []), f"model.path={folder}"]
 
 
 def _points(overrides: Sequence[str], ranks: Sequence[int]) -> list[Point]:
     """The combinations of the settings that the command line leaves open, without those that a rule forbids."""
     given = {word.partition("=")[0].lstrip("+") for word in overrides}
-    if "batch.micro" in given:
-        raise Refusal(["batch.micro: fit finds the largest; leave it out, or give it to a plan: --plan"])
-    axes = [f"{group}={options}" for group, options in AXES.items() if group not in given]
-    axes += [f"{RANKS}={','.join(map(str, ranks))}"] if ranks else []
-    asked = arguments.split(["--multirun", "--plan", *overrides, *axes])
-    composition = composed(asked)
-    found, problems = judged(composition, replace(here(), plan_only=True))
-    points = [point for point in found if isinstance(point, Point)]
-    if not points:
+    problems = [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in given]
+    if ranks and RANKS in given:
+        problems.append(f"--table varies {RANKS}      fix: leave one of them out")
+    if "resources.device=cuda" in overrides and "hardware" not in given and not here().hardware.gpus:
+        problems.append(
+            "resources.device=cuda: no GPU is here      fix: name one that a plan can assume: hardware=a100_80gb"
+        )
+    wrong = sorted(set(arguments.split(overrides).flags) - set(FLAGS))
+    problems += [f"fit starts no run and has no {flag}      see: {program()} fit --help" for flag in wrong]
+    if problems:
         raise Refusal(problems)
-    return points
+    axes = [f"{group}={options}" for group, options in AXES.items() if group not in given]
+    if not ranks:
+        return _valid_points([*overrides, *axes])
+    gpus = _gpus_of_a_node(overrides) if NODES not in given else None
+    found: list[Point] = []
+    for number in ranks:
+        nodes = [f"{NODES}={-(-number // gpus)}"] if gpus and number > gpus else []
+        found += _valid_points([*overrides, *axes, f"{RANKS}={number}", *nodes], f"-ranks{number}")
+    return found
+
+
+def _gpus_of_a_node(overrides: Sequence[str]) -> int | None:
+    """The GPUs of a node of the described hardware; None if it is this machine."""
+    values = composed(arguments.split(["--multirun", "--plan", *overrides])).points[0].values
+    gpus = (values.get("hardware") or {}).get("gpus")
+    return gpus if isinstance(gpus, int) and gpus > 0 else None
+
+
+def _valid_points(words: Sequence[str], of_ranks: str = "") -> list[Point]:
+    """The points of the words that no rule refuses, with labels of options only where they are not the plain ones."""
+    composition = composed(arguments.split(["--multirun", "--plan", *words]))
+    found, problems = judged(composition, replace(here(), plan_only=True, needs_weights=False))
+    points = []
+    for point in found:
+        if isinstance(point, Point):
+            options = dict(word.lstrip("+").partition("=")[::2] for word in point.overrides)
+            # Ranks on a CPU compute in host memory, so that nothing is gained by keeping states there.
+            is_idle = point.config.resources.device is Device.cpu and "offload" not in _given(words)
+            if is_idle and options.get("offload") != "none":
+                continue
+            varied = [key for key in composition.axes if key not in ("zero", *PLAIN)]
+            named = [options[key] for key in PLAIN if key in composition.axes and options[key] != PLAIN[key]]
+            named += [f"{key.rpartition('.')[2]}{options[key]}" if "." in key else options[key] for key in varied]
+            label = "-".join([f"stage{point.config.zero.stage}", *named])
+            points.append(replace(point, label=re.sub(r"[^\w.+-]+", "_", label) + of_ranks))
+    if not points:
+        # What all points break is wrong with the line; the rest is wrong with options that it did not ask for.
+        ending = f"      ({len(composition.points)} of {len(composition.points)} points)"
+        raise Refusal([one.removesuffix(ending) for one in problems if one.endswith(ending)] or problems)
+    return [point for point in distinct(points) if isinstance(point, Point)]
+
+
+def _given(words: Sequence[str]) -> dict[str, str]:
+    """The groups that the words set to options other than those of AXES."""
+    pairs = dict(word.lstrip("+").partition("=")[::2] for word in words)
+    return {key: value for key, value in pairs.items() if AXES.get(key) != value}
 
 
 def _fits(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
     configs = [point.config for point in points]
-    high = max(TRACED_TOKENS // configs[0].batch.seq, 2 * SMALLEST)
-    wanted = step.traced(configs, (1, SMALLEST, high))
+    wanted = [
+        one
+        for config in step.families(configs)
+        for one in step.traced([config], (1, SMALLEST, max(TRACED_TOKENS // config.batch.seq, 2 * SMALLEST)))
+    ]
     answers = memory_cache.answers(configs, wanted, None if quiet else complain)
     problems = dict.fromkeys(answer["problem"] for answer in answers.values() if "problem" in answer)
     if problems:
@@ -102,103 +182,27 @@ def _fits(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
         if memory is None:
             continue
         if target.device_bytes is None:
-            raise Refusal(
-                ["the memory of the device is not known: name the GPU      fix: hardware=a100_80gb (see conf/hardware)"]
-            )
-        limit = target.device_bytes // target.ranks_share
-        found = fit.fit_of(point.label, point.overrides, memory, limit, overhead_of(point.config))
+            raise Refusal(["the memory of the GPU is not known      fix: name the GPU: hardware=a100_80gb"])
+        found = fit.fit_of(
+            point.label, point.overrides, memory, target, overhead_of(point.config), _group(point.overrides)
+        )
         if found is not None:
             fits.append(found)
     if not fits:
-        reasons = {memories.unknown(config) for config in wanted} - {""}
-        raise Refusal([f"the activations cannot be counted: {reason}" for reason in reasons] or ["no answer"])
+        reasons = dict.fromkeys(memories.unknown(config) for config in wanted)
+        reasons.pop("", None)
+        raise Refusal([f"the activations cannot be counted: {reason}" for reason in reasons or [NOT_ASKED]])
     return fit.order(fits)
 
 
+def _group(overrides: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word for word in overrides if word.partition("=")[0] not in AXES)
+
+
 def _named(fits: Sequence[Fit], label: str) -> Fit:
-    exact = [one for one in fits if one.label == label]
-    if exact:
-        return exact[0]
+    for one in fits:
+        if one.label == label:
+            return one
     near = nearest(label, [one.label for one in fits])
     hint = f" Did you mean '{near}'?" if near else ""
     raise Refusal([f"there is no row '{label}'.{hint}      rows: {' '.join(one.label for one in fits)}"])
-
-
-def _show(screen: Screen, fits: Sequence[Fit], overrides: Sequence[str], *, over_ranks: bool) -> None:
-    first = fits[0]
-    screen.rows([Row("fits into", _into(first, over_ranks=over_ranks))])
-    screen.console.print()
-    screen.table(_table(fits))
-    screen.console.print()
-    screen.say(
-        "micro: the largest micro-batch of a rank, in sequences; 3-4: with the most and the least that libraries take"
-    )
-    screen.say("peak, of it: of the tensors at the worst moment of a step at that micro-batch, or at 1 if none fits")
-    fitting = [one for one in fits if one.micro]
-    rows = []
-    if fitting:
-        line = " ".join(["fit", *overrides, "--explain", fitting[0].label])
-        rows = [Row("explain", f"{program()} {line}"), Row("run", f"{program()} {_command(fitting[0])} --plan")]
-    else:
-        screen.warn(f"nothing fits; the nearest needs {size(min(one.used_bytes[1] for one in fits))}")
-    screen.closing(rows)
-
-
-def _into(one: Fit, *, over_ranks: bool) -> str:
-    node, ranks = one.config.hardware, one.config.resources.ranks or 1
-    where = node.name if node.is_described else "this machine"
-    taken = f", of which CUDA, cuBLAS and NCCL take {size(one.overhead.least)} to {size(one.overhead.most)}"
-    many_ranks = "" if over_ranks else f", {many(ranks, 'rank')}"
-    return f"{where}{many_ranks}: {size(one.limit_bytes)} for a rank{taken if one.overhead.most else ''}"
-
-
-def _table(fits: Sequence[Fit]) -> Table:
-    header = ("row", "micro", "tokens", "peak", "states", "activations", "host", "sent", "largest part")
-    rows = []
-    for one in fits:
-        states = sum(one.peak.states.values())
-        rows.append(
-            (
-                one.label,
-                _micro(one),
-                count(one.tokens if one.micro else 0),
-                size(one.peak.total),
-                size(states),
-                size(one.peak.activations),
-                size(one.host_bytes + one.scratch_bytes) if one.host_bytes + one.scratch_bytes else "-",
-                size(one.sent_bytes) if one.sent_bytes else "-",
-                one.binds,
-            )
-        )
-    return Table(header, tuple(rows))
-
-
-def _micro(one: Fit) -> str:
-    if one.capped:
-        return f"{one.micro}+"
-    return str(one.micro) if one.micro == one.most_micro else f"{one.micro}-{one.most_micro}"
-
-
-def _command(one: Fit) -> str:
-    return " ".join([*(word for word in one.overrides if word != "--multirun"), f"batch.micro={one.micro}"])
-
-
-def _explain(screen: Screen, one: Fit) -> None:
-    """The arithmetic of one row: each part of the peak, what libraries take, and what is left."""
-    least, most = one.used_bytes
-    at = f"micro-batch {one.micro}" if one.micro else "micro-batch 1, which does not fit"
-    screen.say(f"{one.label}, {at}: the most bytes exist {one.peak.when}", "bold")
-    screen.rows([Row(name, size(nbytes)) for name, nbytes in fit.parts(one.peak)])
-    rows = [Row("tensors", size(one.peak.total))]
-    if one.overhead.most:
-        libraries = f"{size(one.overhead.least)} to {size(one.overhead.most)}"
-        rows.append(Row("CUDA, cuBLAS and NCCL", f"{libraries} ({one.overhead.communicators} communicators)"))
-    rows.append(Row("used", size(least) if least == most else f"{size(least)} to {size(most)}"))
-    rows.append(Row("limit", f"{size(one.limit_bytes)}: {size(one.limit_bytes - most)} are left"))
-    if one.host_bytes:
-        rows.append(Row("host memory", f"{size(one.host_bytes)} of each rank"))
-    if one.scratch_bytes:
-        rows.append(Row("scratch file", f"{size(one.scratch_bytes)} of each rank"))
-    rows.append(Row("sent", f"{size(one.sent_bytes)} by each rank in a step"))
-    screen.rows(rows)
-    screen.closing([Row("run", f"{program()} {_command(one)} --plan")] if one.micro else [])

@@ -20,6 +20,7 @@ Runs ZeRO training as an experiment: one point, or a sweep with one table at its
   python run.py sweeps=stages                                              a sweep from a file of sweeps/
   python run.py data=text data.path=FILE_OR_FOLDER                         your own text
   torchrun --nproc-per-node 2 run.py zero=stage3                           joins the processes that are there
+  python run.py fit model=llama2_7b hardware=a100_80gb                     what fits; no GPU needed
   python run.py export-weights CHECKPOINT OUT --dtype bf16                 a checkpoint as Hugging Face files
   python run.py io-bench FOLDER                                            a drive's speed, offload settings
   python run.py doctor                                                     what this machine has and can run

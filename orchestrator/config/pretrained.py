@@ -52,7 +52,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def problem(model: Model) -> Broken | None:
+def problem(model: Model, *, needs_weights: bool = True) -> Broken | None:
     """What is wrong with `model.path`, or with a model that needs a path and has none; None if nothing is."""
     if model.path is None:
         if model.model_type is not None:
@@ -67,7 +67,7 @@ def problem(model: Model) -> Broken | None:
     config = read_config(path)
     if config is None or not isinstance(config.get("model_type"), str):
         return Broken(f"model.path must hold a {CONFIG} with a model_type", f"none in {model.path}")
-    if not any((path / name).exists() for name in WEIGHTS):
+    if needs_weights and not any((path / name).exists() for name in WEIGHTS):
         return Broken(f"model.path must hold {' or '.join(WEIGHTS)}", f"neither in {model.path}")
     if "quantization_config" in config:
         return Broken("model.path must hold weights that are not quantised", f"a quantization_config in {model.path}")

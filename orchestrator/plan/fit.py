@@ -6,34 +6,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.config.schema import RunConfig
+from orchestrator.config.schema import Device, LossKind, RunConfig
 from orchestrator.plan.step import ConfigMemory
+from orchestrator.plan.target import Target
+from orchestrator.text.units import size
 from zero_runtime.memory.counted_unit import COMPONENTS, GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
 from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
 from zero_runtime.memory.step_memory import Peak
 
-WORDS = {
+STATES = {
     PARAMS: "parameters",
-    OPTIMIZER: "optimizer states and masters",
+    OPTIMIZER: "optimizer",
     GRADS: "gradients",
     GATHERED: "gathered parameters",
-    WHOLE_GRADS: "gradients before their reduction",
+    WHOLE_GRADS: "unreduced gradients",
     TRANSFERS: "shards in transfer",
 }
+BLOCKS, OUTSIDE, BACKWARD = "blocks", "head and loss", "backward"
+INPUTS, BUFFERS = "token ids", "buffers"
+# How much each kind computes again in the backward.
+RECOMPUTED = {"none": 0, "by_operation": 1, "every_nth": 1, "full": 2}
 
 
 @dataclass(frozen=True)
 class Fit:
-    """One configuration on one kind of GPU.
+    """One configuration on one kind of node.
 
-    limit_bytes: the memory that a rank may allocate from; overhead: what libraries take of it. micro: the largest
-    micro-batch that fits with the most that they take; 0 if none does. most_micro: the largest that may fit, with the
-    least. capped: every traced micro-batch fits. peak: of the worst moment at `micro`, or at 1 if none fits.
+    group: the settings other than those that are compared with each other; rows of different groups do not exclude each
+    other. limit_bytes: the memory that a rank may allocate from; overhead: what libraries take of it. micro: the
+    largest micro-batch that fits with the most that they take; 0 if none does. most_micro: the largest that may fit,
+    with the least. capped: every traced micro-batch fits. peak: of the worst moment at `micro`, or at 1 if none fits.
+    host_bytes, scratch_bytes: offloaded by one rank at that micro-batch. host_limit_bytes: host memory of a node with
+    `ranks_per_node` ranks; None if it is not known, or is what the ranks compute in.
     """
 
     label: str
     overrides: tuple[str, ...]
-    config: RunConfig
+    group: tuple[str, ...]
+    memory: ConfigMemory
     limit_bytes: int
     overhead: DeviceOverhead
     micro: int
@@ -43,6 +53,12 @@ class Fit:
     host_bytes: int
     scratch_bytes: int
     sent_bytes: int
+    ranks_per_node: int = 1
+    host_limit_bytes: int | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        return self.memory.config
 
     @property
     def used_bytes(self) -> tuple[int, int]:
@@ -51,8 +67,8 @@ class Fit:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch of a rank."""
-        return max(self.micro, 1) * self.config.batch.seq
+        """Tokens of one micro-batch of a rank; 0 if none fits."""
+        return self.micro * self.config.batch.seq
 
     @property
     def binds(self) -> str:
@@ -60,14 +76,34 @@ class Fit:
         name, _ = max(parts(self.peak), key=lambda part: part[1])
         return name
 
+    @property
+    def host_lacks(self) -> bool:
+        """Whether a node has not enough host memory for what its ranks offload."""
+        return self.host_limit_bytes is not None and self.host_bytes * self.ranks_per_node > self.host_limit_bytes
+
+    @property
+    def reason(self) -> str:
+        """Why no micro-batch is sure to fit; empty if one is."""
+        if self.micro:
+            return ""
+        if self.host_lacks:
+            offloaded = f"{self.ranks_per_node} x {size(self.host_bytes)}"
+            total = size(self.host_bytes * self.ranks_per_node)
+            return f"offloads {offloaded} = {total} to a node's host memory of {size(self.host_limit_bytes)}"
+        _, largest = max(parts(self.peak), key=lambda part: part[1])
+        used = f"micro-batch 1 uses up to {size(self.used_bytes[1])} of {size(self.limit_bytes)}"
+        return f"{used}, most of it {self.binds} ({size(largest)})"
+
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for other programs."""
         return {
             "label": self.label,
             "overrides": list(self.overrides),
+            "ranks": self.config.resources.ranks,
             "micro": self.micro,
             "micro_at_most": self.most_micro,
             "micro_capped": self.capped,
+            "reason": self.reason,
             "limit_bytes": self.limit_bytes,
             "used_bytes_least": self.used_bytes[0],
             "used_bytes_most": self.used_bytes[1],
@@ -76,6 +112,7 @@ class Fit:
             "peak_parts_bytes": dict(parts(self.peak)),
             "binds": self.binds,
             "host_bytes_per_rank": self.host_bytes,
+            "host_limit_bytes_per_node": self.host_limit_bytes,
             "scratch_bytes_per_rank": self.scratch_bytes,
             "sent_bytes_per_step": self.sent_bytes,
         }
@@ -83,50 +120,98 @@ class Fit:
 
 def parts(peak: Peak) -> list[tuple[str, int]]:
     """What the peak consists of, in words, without parts of no bytes."""
-    found = [(WORDS[name], peak.states.get(name, 0)) for name in COMPONENTS]
-    found += [
-        ("activations of the blocks", peak.blocks),
-        ("embedding, head and loss", peak.outside),
-        ("gradients of activations", peak.backward),
-        ("token ids and labels", peak.inputs),
-        ("the model's buffers", peak.buffers),
-    ]
+    found = [(STATES[name], peak.states.get(name, 0)) for name in COMPONENTS]
+    found += [(BLOCKS, peak.blocks), (OUTSIDE, peak.outside), (BACKWARD, peak.backward)]
+    found += [(INPUTS, peak.inputs), (BUFFERS, peak.buffers)]
     return [(name, count) for name, count in found if count]
 
 
 def fit_of(
-    label: str, overrides: Sequence[str], memory: ConfigMemory, limit_bytes: int, overhead: DeviceOverhead = NO_OVERHEAD
+    label: str,
+    overrides: Sequence[str],
+    memory: ConfigMemory,
+    target: Target,
+    overhead: DeviceOverhead = NO_OVERHEAD,
+    group: Sequence[str] = (),
 ) -> Fit | None:
-    """How large a micro-batch of the configuration fits; None if its activations could not be counted."""
-    micro = memory.largest(limit_bytes - overhead.most)
+    """How large a micro-batch of the configuration fits; None if its activations could not be counted.
+
+    target.device_bytes must be known.
+    """
+    assert target.device_bytes is not None
+    limit = target.device_bytes // target.ranks_share
+    # The host's memory is compared where it is not what the ranks compute in.
+    host_limit = target.host_bytes if target.device is Device.cuda else None
+    micro, most = (
+        _largest_on_the_host(memory, memory.largest(limit - taken), target.ranks_per_node, host_limit)
+        for taken in (overhead.most, overhead.least)
+    )
     peak = memory.peak(max(micro, 1))
     if peak is None:
         return None
-    away = memory.away()
     return Fit(
         label,
         tuple(overrides),
-        memory.config,
-        limit_bytes,
+        tuple(group),
+        memory,
+        limit,
         overhead,
         micro,
-        memory.largest(limit_bytes - overhead.least),
+        most,
         micro == memory.highest_traced,
         peak,
-        away.host,
-        away.scratch,
+        memory.host_bytes(max(micro, 1)),
+        memory.away().scratch,
         memory.sent_bytes(),
+        target.ranks_per_node,
+        host_limit,
     )
 
 
+def _largest_on_the_host(memory: ConfigMemory, micro: int, ranks: int, limit: int | None) -> int:
+    """The largest micro-batch up to `micro` for which a node's host memory suffices; 0 if it does for none."""
+    if limit is None or micro == 0 or memory.host_bytes(micro) * ranks <= limit:
+        return micro
+    fits, exceeds = 0, micro
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        fits, exceeds = (middle, exceeds) if memory.host_bytes(middle) * ranks <= limit else (fits, middle)
+    return fits
+
+
 def order(fits: Sequence[Fit]) -> list[Fit]:
-    """The rows that fit first, and among them those whose step has the least to do beside the model's own work: copies
-    to the host, then recomputation, then data to send. The larger micro-batch first among equals."""
+    """The rows that fit first, and among them those whose step has the least to do in addition to the model's own work:
+    copies to the host, then recomputation, then data to send. The larger micro-batch first among equals."""
     return sorted(fits, key=_cost)
 
 
 def _cost(fit: Fit) -> tuple[Any, ...]:
-    config = fit.config
-    recompute = {"none": 0, "by_operation": 1, "every_nth": 1, "full": 2}[str(config.recompute.kind)]
     offloads = (fit.host_bytes > 0) + (fit.scratch_bytes > 0)
-    return (fit.micro == 0, offloads, recompute, fit.sent_bytes, -fit.micro)
+    recomputed = RECOMPUTED[str(fit.config.recompute.kind)]
+    return (fit.micro == 0, offloads, recomputed, fit.sent_bytes, -fit.micro, _is_tiled(fit))
+
+
+def _is_tiled(fit: Fit) -> bool:
+    return fit.config.loss.kind is LossKind.tiled
+
+
+def best(fits: Sequence[Fit]) -> list[Fit]:
+    """The rows that fit, without each row for which another fits at least as large a micro-batch and has at most as
+    much to do: bytes offloaded and sent, and operations computed again. Of equal rows the first is kept."""
+    fitting = [(one, _burdens(one)) for one in fits if one.micro]
+    return [
+        one
+        for place, (one, mine) in enumerate(fitting)
+        if not any(
+            other.group == one.group
+            and all(a <= b for a, b in zip(theirs, mine, strict=True))
+            and (theirs != mine or before < place)
+            for before, (other, theirs) in enumerate(fitting)
+            if before != place
+        )
+    ]
+
+
+def _burdens(fit: Fit) -> tuple[int, ...]:
+    recomputed = RECOMPUTED[str(fit.config.recompute.kind)]
+    return (-fit.micro, fit.host_bytes, fit.scratch_bytes, fit.sent_bytes, recomputed, int(_is_tiled(fit)))

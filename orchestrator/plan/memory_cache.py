@@ -18,6 +18,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from orchestrator.config.parts import plain
 from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.machine import children, provenance
 from orchestrator.records.cache import read_cached, write_cached
@@ -34,16 +35,15 @@ Tell = Callable[[str], None]
 
 def units_key(config: RunConfig) -> str:
     """The key of the units of a model and the costs of its optimizer."""
-    plain = to_dict(config)
-    parts = {name: plain[name] for name in DECIDING}
+    parts = {name: plain(getattr(config, name)) for name in DECIDING}
     return _hash(parts | {"unit_numel": config.zero.unit_numel, "ratio": config.offload.ratio})
 
 
 def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
     """The key of the activations of a micro-batch. `any_micro`: the key of all configurations that differ only in its
     size."""
-    plain, precision = to_dict(config), config.precision
-    parts = {name: plain[name] for name in ("model", "adapter", "recompute", "loss")}
+    precision = config.precision
+    parts: dict[str, Any] = {name: plain(getattr(config, name)) for name in ("model", "adapter", "recompute", "loss")}
     parts |= {"compute": precision.compute, "keep": precision.keep_dtype, "seq": config.batch.seq}
     parts |= {"unit_numel": config.zero.unit_numel}  # the trace has marks by unit
     parts |= {"cuda": config.resources.device is Device.cuda, "micro": None if any_micro else config.batch.micro}

@@ -88,7 +88,7 @@ class ConfigMemory:
 
     def largest(self, limit_bytes: int) -> int:
         """The largest traced micro-batch whose peak is at most the limit; 0 if none is."""
-        return max((part.largest(limit_bytes) for part in self.parts), default=0)
+        return next(filter(None, (part.largest(limit_bytes) for part in reversed(self.parts))), 0)
 
     @property
     def highest_traced(self) -> int:
@@ -110,6 +110,13 @@ class ConfigMemory:
         if offload.uses_nvme:
             return nvme_bytes(self.units, moves)
         return host_bytes(self.units, moves) if separate else OffloadBytes()
+
+    def host_bytes(self, micro: int) -> int:
+        """Host memory of a rank for what it offloads, activations (`recompute.offload`) included."""
+        for part in self.parts:
+            if part.linear.low <= micro <= part.linear.high and any(part.linear.trace.on_host):
+                return self.away().host + part.linear.at(micro).total().host
+        return self.away().host
 
     def sent_bytes(self) -> int:
         """The bytes of data that a rank sends in one steady step (arXiv 1910.02054, section 7, in the dtypes used)."""
@@ -135,19 +142,29 @@ class Memories:
         self._answers = answers
         self._linear: dict[str, LinearTrace] = {}
         self._replayed: dict[tuple[object, ...], StatesReplay] = {}
+        self._units: dict[tuple[object, ...], Units] = {}
 
     def of(self, config: RunConfig) -> ConfigMemory | None:
         """The memory of a configuration; None if the model cannot be built. Without a trace it has no parts."""
-        shapes = self._answers.get(units_key(config))
+        key = units_key(config)
+        shapes = self._answers.get(key)
         if shapes is None or "units" not in shapes:
             return None
-        units, names = units_of(config, shapes), [unit["name"] for unit in shapes["units"]]
+        units, names = self._units_of(config, key, shapes), [unit["name"] for unit in shapes["units"]]
         tokens, rules = config.batch.seq * (config.batch.accumulation or 1), rules_of(config, shapes)
         parts = [
-            StepMemory(linear, self._replay(config, linear, units, rules), tokens, shapes["buffer_bytes"], names)
+            StepMemory(linear, self._replay(config, linear, units, rules, key), tokens, shapes["buffer_bytes"], names)
             for linear in self._traces(config)
         ]
         return ConfigMemory(config, units, rules, tuple(parts))
+
+    def _units_of(self, config: RunConfig, key: str, shapes: Mapping[str, Any]) -> Units:
+        ranks, offload = config.resources.ranks or 1, config.offload
+        shard_count, device = config.zero.plan.shard_count(ranks), config.resources.device
+        same = (key, ranks, shard_count, device, offload.params, offload.optimizer)
+        if same not in self._units:
+            self._units[same] = units_of(config, shapes)
+        return self._units[same]
 
     def unknown(self, config: RunConfig) -> str:
         """Why there is no trace of the configuration; empty if there is one."""
@@ -162,10 +179,12 @@ class Memories:
         found = [linear for key, linear in self._linear.items() if key.startswith(family)]
         return sorted(found, key=lambda linear: linear.low)
 
-    def _replay(self, config: RunConfig, linear: LinearTrace, units: Units, rules: CountRules) -> StatesReplay:
+    def _replay(
+        self, config: RunConfig, linear: LinearTrace, units: Units, rules: CountRules, units_name: str
+    ) -> StatesReplay:
         # The runtime's half of a step depends on the order of the marks alone: see step_memory.py.
         order = tuple((kind, unit) for _, kind, unit in linear.trace.marks)
-        key = (units_key(config), rules, config.zero.prefetch, config.offload.params, config.offload.optimizer, order)
+        key = (units_name, rules, config.zero.prefetch, config.offload.params, config.offload.optimizer, order)
         if key not in self._replayed:
             self._replayed[key] = replay_states(linear.trace, units, rules, prefetch=config.zero.prefetch)
         return self._replayed[key]
@@ -189,3 +208,11 @@ def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
 def traced(configs: Sequence[RunConfig], micros: Sequence[int]) -> list[RunConfig]:
     """The configurations to ask memory_cache.answers for, so that these micro-batches are traced for all of them."""
     return [with_micro(config, micro) for config in configs for micro in micros]
+
+
+def families(configs: Sequence[RunConfig]) -> list[RunConfig]:
+    """One configuration of each family, that is, of all those with the same traces."""
+    found: dict[str, RunConfig] = {}
+    for config in configs:
+        found.setdefault(activations_key(config, any_micro=True), config)
+    return list(found.values())

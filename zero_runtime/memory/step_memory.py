@@ -10,8 +10,9 @@ size of the micro-batch. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
@@ -205,7 +206,7 @@ class StepMemory:
     def peak(self, micro: int) -> Peak:
         """The worst moment at a micro-batch from low to high."""
         more = micro - self.linear.low
-        worst = max(self._moments(), key=lambda one: one.base + one.slope * more)
+        worst = max(self._moments, key=lambda one: one.base + one.slope * more)
         inputs, step = self.tokens * TOKEN_BYTES * micro, self.states.step
         if step.highest > worst.base + worst.slope * more:
             states, parts, when = step.at_highest, (0, 0, 0), "in the optimizer's step"
@@ -221,7 +222,7 @@ class StepMemory:
         room, low = limit - self.buffers, self.linear.low
         inputs = self.tokens * TOKEN_BYTES
         best = self.linear.high
-        lines = [(self.states.step.highest, 0), *((one.base, one.slope) for one in self._moments())]
+        lines = [(self.states.step.highest, 0), *((one.base, one.slope) for one in self._moments)]
         for base, slope in lines:
             left = room - base - inputs * low
             if left < 0:
@@ -230,13 +231,17 @@ class StepMemory:
                 best = min(best, low + left // (slope + inputs))
         return best
 
-    def _moments(self) -> Iterator[_Moment]:
+    @cached_property
+    def _moments(self) -> list[_Moment]:
+        found = []
         for place, candidates in enumerate(self.linear.segments):
             level = self._level(place)
             first, (base, slope) = candidates[0]
-            yield _Moment(place, first, True, level.highest + base, slope)
-            for position, (base, slope) in candidates:
-                yield _Moment(place, position, False, level.left + base, slope)
+            found.append(_Moment(place, first, True, level.highest + base, slope))
+            found += [
+                _Moment(place, position, False, level.left + base, slope) for position, (base, slope) in candidates
+            ]
+        return found
 
     def _level(self, place: int) -> Level:
         return self.states.start if place == 0 else self.states.marks[place - 1]

@@ -70,7 +70,7 @@ def model_holds_the_sequence(scene: Scene, model: Model, batch: Batch) -> Broken
 
 
 def weights_are_there(scene: Scene, model: Model) -> Broken | None:
-    return pretrained.problem(model)
+    return pretrained.problem(model, needs_weights=scene.needs_weights)
 
 
 def tokenizer_is_there(scene: Scene, model: Model, data: Data) -> Broken | None:

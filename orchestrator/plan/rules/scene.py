@@ -21,8 +21,9 @@ class Scene:
 
     `world`, `local_world`: the number of ranks that torchrun or srun has started, in all and on this machine; None if
     this process was started by neither. `own_gpu`: each of those ranks may see a GPU of its own alone. `plan_only`:
-    nothing is started. `node`: the hardware that a configuration describes (`on`); `hardware` then has its GPUs, and
-    `found` is this machine.
+    nothing is started. `needs_weights`: the folder of a model must hold its weights, not its config.json alone.
+    `node`: the hardware that a configuration describes (`on`); `hardware` then has its GPUs, and `found` is this
+    machine.
     """
 
     hardware: Hardware
@@ -30,6 +31,7 @@ class Scene:
     local_world: int | None = None
     own_gpu: bool = False
     plan_only: bool = False
+    needs_weights: bool = True
     node: GpuNode = field(default_factory=GpuNode)
     found: Hardware | None = None
 

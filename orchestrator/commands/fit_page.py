@@ -1,0 +1,239 @@
+"""What `zlab fit` shows: the table of rows that fit, a table over numbers of ranks, and the arithmetic of one row."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+
+from orchestrator.config import pretrained
+from orchestrator.config.schema import Device
+from orchestrator.plan import fit, fit_arithmetic
+from orchestrator.plan.fit import Fit
+from orchestrator.report.screen import Screen
+from orchestrator.report.summary import Row, Table
+from orchestrator.text.paths import program
+from orchestrator.text.units import ABSENT, count, digits, many, size
+
+# Columns in the order in which a narrow terminal leaves them out.
+DROPPED = ("tokens", "activations", "states", "largest part")
+MACHINES = ("resources.ranks=", "resources.nodes=")
+GAP = 2  # characters between columns
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+class FitPage:
+    """The output of one command. words: the overrides as typed, for the commands that it proposes."""
+
+    def __init__(self, screen: Screen, words: Sequence[str]) -> None:
+        self._screen, self._words = screen, list(words)
+
+    def rows(self, fits: Sequence[Fit], *, show_all: bool) -> None:
+        """The rows that fit, and how many are not shown."""
+        best = fit.best(fits)
+        shown = list(fits) if show_all else best
+        self._screen.rows(_head(fits[0]))
+        if shown:
+            unit = _unit(max(one.peak.total for one in shown))
+            or_one = ", or at 1" if any(not one.micro for one in shown) else ""
+            self._say(f"bytes of one rank in {unit[0]}, at the largest micro-batch that fits{or_one}")
+            self._screen.table(narrowed(_table(shown, unit), self._width))
+        self._close(fits, best, shown)
+
+    def by_ranks(self, fits: Sequence[Fit], ranks: Sequence[int], *, show_all: bool) -> None:
+        """One row for each setting, one column for each number of ranks: the largest micro-batch."""
+        best = fit.best(fits)
+        shown = list(fits) if show_all else best
+        self._screen.rows(_head(fits[0], over_ranks=True))
+        cells = {(_name(one), one.config.resources.ranks): _micro(one) for one in fits}
+        names = dict.fromkeys(_name(one) for one in shown)
+        self._say("the largest micro-batch of a rank, by the number of ranks")
+        rows = tuple((name, *(cells.get((name, number), ABSENT) for number in ranks)) for name in names)
+        self._screen.table(Table(("row", *map(str, ranks)), rows))
+        if left := len({_name(one) for one in fits} - set(names)):
+            self._say(f"{many(left, 'row')} not shown: others fit as much with less to do; --all shows them")
+        first = (best or [_nearest(fits)])[0]
+        machines = [word for word in first.overrides if word.startswith(MACHINES) and word not in self._words]
+        self._propose([replace(first, label=_name(first))], machines)
+
+    def explain(self, one: Fit) -> None:
+        """The arithmetic of one row: each part of the peak, what libraries take, and what is left."""
+        at = f"micro-batch {one.micro}" if one.micro else "micro-batch 1, which does not fit"
+        self._screen.rows(_head(one))
+        self._screen.rows([Row("letters", fit_arithmetic.letters(one))])
+        self._say(f"{one.label}, {at}: the most bytes exist {one.peak.when}")
+        header = ("part", "arithmetic", "closed form", "at that moment")
+        parts = [
+            (name, text, ABSENT if expected is None else size(expected), size(counted))
+            for name, text, expected, counted in fit_arithmetic.walk(one)
+        ]
+        total = ("tensors", "", "", size(one.peak.total))
+        self._screen.table(Table(header, (*parts, total), names=2))
+        self._screen.console.print()
+        self._screen.rows(_after(one))
+        self._propose_run([one] if one.micro else [])
+
+    @property
+    def _width(self) -> int | None:
+        return self._screen.console.width if self._screen.console.is_terminal else None
+
+    def _say(self, text: str) -> None:
+        self._screen.console.print()
+        self._screen.say(text, "bold")
+
+    def _close(self, fits: Sequence[Fit], best: Sequence[Fit], shown: Sequence[Fit]) -> None:
+        not_fitting = [one for one in fits if not one.micro]
+        needless = len(fits) - len(not_fitting) - len(best)
+        rows = []
+        if needless and len(shown) < len(fits):
+            rows.append(Row("not shown", f"{needless} that fit no more with at least as much to do; --all shows them"))
+        if not_fitting:
+            nearest = _nearest(not_fitting)
+            others = f", {nearest.label}" if len(not_fitting) > 1 else ""
+            rows.append(Row("do not fit", f"{len(not_fitting)}; the nearest{others}: {nearest.reason}"))
+            hosts = [one for one in not_fitting if one.host_lacks and one is not nearest]
+            if hosts:
+                rows.append(Row("", f"{len(hosts)} for the host's memory: {hosts[0].label} {hosts[0].reason}"))
+        if rows:
+            self._screen.console.print()
+            self._screen.rows(rows)
+        if any(one.capped for one in shown):
+            self._screen.say("+: the largest that was tried")
+        if any(one.most_micro > one.micro for one in shown):
+            self._screen.say("27-28: 28 fits if CUDA and NCCL take the least of their range")
+        self._propose(best or [_nearest(not_fitting)])
+
+    def _propose(self, best: Sequence[Fit], more: Sequence[str] = ()) -> None:
+        explained = [Row("explain", f"{program()} {self._line(*more, '--explain', one.label)}") for one in best[:1]]
+        self._propose_run(best, explained)
+
+    def _propose_run(self, best: Sequence[Fit], rows: Sequence[Row] = ()) -> None:
+        # A folder without weights suffices here, but not for a run.
+        runs = [one for one in best[:1] if one.micro and pretrained.problem(one.config.model) is None]
+        plans = [Row("plan", f"{program()} {_command(one)} --plan") for one in runs]
+        self._screen.closing([*rows, *plans])
+
+    def _line(self, *more: str) -> str:
+        return shlex.join(["fit", *self._words, *more])
+
+
+def narrowed(table: Table, width: int | None) -> Table:
+    """The table without as many columns of DROPPED as a terminal of this width needs; None: of any width."""
+    for name in (one for one in DROPPED if one in table.header):
+        needed = sum(max(map(len, column)) + GAP for column in zip(table.header, *table.rows, strict=True)) - GAP
+        if width is None or needed <= width:
+            break
+        at = table.header.index(name)
+        header, *rows = ((*row[:at], *row[at + 1 :]) for row in (table.header, *table.rows))
+        table = Table(header, tuple(rows), table.names)
+    return table
+
+
+def _head(one: Fit, *, over_ranks: bool = False) -> list[Row]:
+    """The model and the machine."""
+    config, node = one.config, one.config.hardware
+    numel = fit_arithmetic.psi(one) + fit_arithmetic.frozen(one)
+    model = f"{config.model.name}, {count(numel)} parameters, sequences of {config.batch.seq:,} tokens"
+    precision = f"parameters {config.precision.dtypes.param}, {config.optimizer.rule.kind}"
+    accumulation = config.batch.accumulation or 1
+    precision += f", {accumulation} micro-batches a step" if accumulation > 1 else ""
+    where = node.name if node.is_described else "this machine"
+    on_cpu = config.resources.device is Device.cpu
+    at = (
+        "" if over_ranks else f"{many(config.resources.ranks or 1, 'rank')} on {many(config.resources.nodes, 'node')}, "
+    )
+    taken = f"; CUDA, cuBLAS and NCCL take {size(one.overhead.least)} to {size(one.overhead.most)}"
+    memory = "" if over_ranks and on_cpu else f"{size(one.limit_bytes)} for a rank"
+    rows = [
+        Row("model", f"{model}; {precision}"),
+        Row("machine", f"{where}: {at}{memory}{taken if one.overhead.most and not over_ranks else ''}"),
+    ]
+    if on_cpu and not node.is_described:
+        rows.append(Row("note", "these are CPU ranks; name a GPU to see what fits there: hardware=a100_80gb"))
+    return rows
+
+
+def _nearest(fits: Sequence[Fit]) -> Fit:
+    """Of rows that do not fit, the one with the lowest peak among those that the host has enough memory for."""
+    return min(fits, key=lambda one: (one.host_lacks, one.peak.total))
+
+
+def _unit(largest: int) -> tuple[str, int]:
+    return next((unit for unit in UNITS if largest >= unit[1]), UNITS[-1])
+
+
+def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
+    header: tuple[str, ...] = ("row", "micro", "tokens", "peak", "states", "activations", "host", "scratch", "sent")
+    header += ("largest part",)
+
+    def sized(nbytes: int) -> str:
+        return digits(nbytes / unit[1]) if nbytes else ABSENT
+
+    rows: list[tuple[str, ...]] = [
+        (
+            one.label,
+            _micro(one),
+            f"{one.tokens:,}" if one.micro else ABSENT,
+            sized(one.peak.total),
+            sized(sum(one.peak.states.values())),
+            sized(one.peak.activations),
+            sized(one.host_bytes),
+            sized(one.scratch_bytes),
+            sized(one.sent_bytes),
+            one.binds if one.micro else "host memory" if one.host_lacks else one.binds,
+        )
+        for one in fits
+    ]
+    for name in ("scratch", "host"):  # without offload they are empty
+        at = header.index(name)
+        if all(row[at] == ABSENT for row in rows):
+            header = (*header[:at], *header[at + 1 :])
+            rows = [(*row[:at], *row[at + 1 :]) for row in rows]
+    return Table(header, tuple(rows))
+
+
+def _micro(one: Fit) -> str:
+    if one.capped:
+        return f"{one.micro}+"
+    if one.micro == one.most_micro:
+        return str(one.micro) if one.micro else ABSENT
+    return f"{one.micro}-{one.most_micro}"
+
+
+def _name(one: Fit) -> str:
+    """The label without the number of ranks."""
+    return one.label.rpartition("-ranks")[0]
+
+
+def _command(one: Fit) -> str:
+    return shlex.join([*(word for word in one.overrides if not word.startswith("-")), f"batch.micro={one.micro}"])
+
+
+def _after(one: Fit) -> list[Row]:
+    """What follows from the peak: the memory in use, the limit, what the next micro-batch needs, other memory."""
+    least, most = one.used_bytes
+    rows = []
+    if one.overhead.most:
+        libraries = f"{size(one.overhead.least)} to {size(one.overhead.most)}"
+        communicators = many(one.overhead.communicators, "communicator")
+        rows.append(Row("libraries", f"{libraries}: CUDA, cuBLAS and {communicators} of NCCL"))
+    used = dict.fromkeys((size(least), size(most)))
+    rows.append(Row("used", " to ".join(used)))
+    left = one.limit_bytes - most
+    spare = f"{size(left)} are left" if left >= 0 else f"{size(-left)} too few"
+    rows.append(Row("limit", f"{size(one.limit_bytes)}: {spare}"))
+    larger = one.memory.peak(one.micro + 1) if one.micro else None
+    if larger is not None:
+        need = larger.total + one.overhead.most
+        rows.append(Row("one more", f"micro-batch {one.micro + 1} would use up to {size(need)}"))
+    if one.host_bytes:
+        node = f"{one.ranks_per_node} ranks of a node: {size(one.host_bytes * one.ranks_per_node)}"
+        limit = f" of {size(one.host_limit_bytes)}" if one.host_limit_bytes is not None else ""
+        rows.append(Row("host memory", f"{size(one.host_bytes)} of each rank; {node}{limit}"))
+    if one.scratch_bytes:
+        rows.append(Row("scratch file", f"{size(one.scratch_bytes)} of each rank"))
+    if one.sent_bytes:
+        rows.append(Row("sent", f"{size(one.sent_bytes)} by each rank in a step: {fit_arithmetic.sent(one)}"))
+    if one.reason:
+        rows.append(Row("does not fit", one.reason))
+    return rows

@@ -1,0 +1,139 @@
+"""The arithmetic of one row of `zlab fit`: each part of the peak with its closed form and its counted bytes. Pure.
+
+The closed forms are those of zero_runtime/memory/model.py (arXiv 1910.02054, section 3.1 and 5); the counted bytes come
+from the replay of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from orchestrator.plan.fit import BACKWARD, BLOCKS, BUFFERS, INPUTS, OUTSIDE, STATES, Fit
+from orchestrator.text.units import count, many, size
+from zero_runtime.memory.counted_unit import GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
+from zero_runtime.memory.model import (
+    BytesPerElement,
+    CollectiveCounts,
+    Term,
+    collective_formula,
+    total_state_bytes,
+)
+from zero_runtime.memory.step_memory import TOKEN_BYTES
+from zero_runtime.plan import Partition
+from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+
+
+class Part(NamedTuple):
+    """A part of the peak. arithmetic: how it comes about. expected: bytes by the closed form, padding included; None
+    where there is none. counted: bytes at the worst moment."""
+
+    name: str
+    arithmetic: str
+    expected: int | None
+    counted: int
+
+
+def walk(fit: Fit) -> list[Part]:
+    """The parts of the peak in the order of a report. Their counted bytes add up to `fit.peak.total`."""
+    return [*_states(fit), *_moving(fit), *_activations(fit)]
+
+
+def psi(fit: Fit) -> int:
+    """Ψ: the number of trained parameters."""
+    return sum(unit.numel for unit, _ in fit.memory.units if unit.trainable)
+
+
+def frozen(fit: Fit) -> int:
+    """Φ: the number of frozen parameters."""
+    return sum(unit.numel for unit, _ in fit.memory.units if not unit.trainable)
+
+
+def letters(fit: Fit) -> str:
+    """The letters of the closed forms with their numbers."""
+    ranks, shards, also = fit.config.resources.ranks or 1, shard_count(fit), frozen(fit)
+    text = f"Ψ = {psi(fit):,} trained parameters, N = {many(ranks, 'rank')}"
+    text += f", G = {shards} of them that share one copy of the states" if 1 < shards < ranks else ""
+    return text + (f"; {also:,} frozen parameters are added to the closed form in bytes" if also else "")
+
+
+def shard_count(fit: Fit) -> int:
+    """The number of ranks of a shard group: all N of them, or fewer (G)."""
+    return fit.config.zero.plan.shard_count(fit.config.resources.ranks or 1)
+
+
+def kind_of(fit: Fit) -> MixedPrecision:
+    """The dtypes of the largest unit. Others may differ: precision.keep_dtype."""
+    _, kind = max(fit.memory.units, key=lambda pair: (pair[0].trainable, pair[0].numel))
+    return kind
+
+
+def _states(fit: Fit) -> Iterator[Part]:
+    config, states = fit.config, fit.peak.states
+    accumulation, state_bytes = config.batch.accumulation or 1, config.optimizer.rule.state_bytes
+    expected = total_state_bytes(
+        config.zero.plan,
+        fit.memory.units,
+        world=config.resources.ranks or 1,
+        micro_batches=accumulation,
+        state_bytes=state_bytes,
+    )
+    of = BytesPerElement.of(config.zero.plan, kind_of(fit), accumulation, state_bytes)
+    for name, terms, closed in (
+        (PARAMS, of.params, expected.params),
+        (OPTIMIZER, of.optimizer, expected.optimizer),
+        (GRADS, of.grads, expected.grads),
+    ):
+        component = {PARAMS: "params", OPTIMIZER: "optimizer", GRADS: "grads"}[name]
+        away = any(unit.is_away(component) for unit, _ in fit.memory.units)
+        text = f"{_closed(fit, terms)}{', offloaded' if away else ''}"
+        yield Part(STATES[name], text, closed, states.get(name, 0))
+
+
+def _closed(fit: Fit, terms: tuple[Term, ...]) -> str:
+    """Such as "4Ψ/N = 4 x 6.74 B / 8"."""
+    used = [(f"{nbytes:.10g}", partition is Partition.SHARDED) for nbytes, partition in terms if nbytes]
+    numel, shards = count(psi(fit)), shard_count(fit)
+    letter = "N" if shards == (fit.config.resources.ranks or 1) else "G"
+    symbols = " + ".join(f"{nbytes}Ψ{f'/{letter}' if sharded else ''}" for nbytes, sharded in used)
+    numbers = " + ".join(f"{nbytes} x {numel}{f' / {shards}' if sharded else ''}" for nbytes, sharded in used)
+    return f"{symbols} = {numbers}" if used else "0"
+
+
+def _moving(fit: Fit) -> Iterator[Part]:
+    """Tensors of the runtime that exist for a part of a step."""
+    kind, states = kind_of(fit), fit.peak.states
+    full = ITEMSIZE_BYTES[kind.compute or kind.param]
+    for name, itemsize, what in (
+        (GATHERED, full, "elements of the units in use"),
+        (WHOLE_GRADS, ITEMSIZE_BYTES[kind.reduce], "elements of the units in backward"),
+        (TRANSFERS, ITEMSIZE_BYTES[kind.param], "elements on their way to or from the host"),
+    ):
+        if nbytes := states.get(name, 0):
+            yield Part(STATES[name], f"{itemsize} x {count(nbytes / itemsize)} {what}", None, nbytes)
+
+
+def _activations(fit: Fit) -> Iterator[Part]:
+    peak, micro = fit.peak, max(fit.micro, 1)
+    tokens = micro * fit.config.batch.seq * (fit.config.batch.accumulation or 1)
+    for name, nbytes, what in (
+        (BLOCKS, peak.blocks, f"activations, kept for the backward: {micro} x {size(peak.blocks / micro)}"),
+        (OUTSIDE, peak.outside, f"activations of embedding, head and loss: {micro} x {size(peak.outside / micro)}"),
+        (BACKWARD, peak.backward, f"made by the backward, recomputation included: {micro} x "
+         f"{size(peak.backward / micro)}"),
+        (INPUTS, peak.inputs, f"{TOKEN_BYTES} x {tokens:,} tokens: an id and a label each"),
+        (BUFFERS, peak.buffers, "of the model"),
+    ):  # fmt: skip
+        if nbytes:
+            yield Part(name, what, None, nbytes)
+
+
+def sent(fit: Fit) -> str:
+    """How the bytes that a rank sends in a step come about (arXiv 1910.02054, section 7)."""
+    config, kind = fit.config, kind_of(fit)
+    counts = CollectiveCounts.of(
+        config.zero.plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
+    )
+    closed = collective_formula(counts, world=config.resources.ranks or 1, shard_count=shard_count(fit))
+    gathers = f"{counts.gathers} x gathered in {kind.param}, " if counts.gathers and shard_count(fit) > 1 else ""
+    return f"{closed} elements: {gathers}{counts.reductions} x reduced in {kind.reduce}"
