@@ -24,9 +24,18 @@ from orchestrator.records.run_state import RETRIED, RunState
 from orchestrator.records.sweep_record import Planned
 from orchestrator.text.units import size
 from zero_runtime.memory.activation_count import ActivationBytes
+from zero_runtime.memory.counted_unit import OPTIMIZER
 from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
 from zero_runtime.memory.model import StateBytes
 from zero_runtime.memory.step_memory import Peak
+
+# Parts of a peak, where no table shows what they are parts of.
+IN_FULL = {
+    fit.STATES[OPTIMIZER]: "optimizer states and masters",
+    fit.BLOCKS: "activations of the blocks",
+    fit.OUTSIDE: "embedding, head and loss",
+    fit.BACKWARD: "gradients of activations",
+}
 
 
 @dataclass(frozen=True)
@@ -167,7 +176,7 @@ def cannot_fit(prediction: Prediction) -> str:
     peak = prediction.peak
     if peak is not None:
         large = [(name, count) for name, count in fit.parts(peak) if count * 100 >= peak.total]
-        listed = [f"{name} {size(count)}" for name, count in large] + [overhead] * bool(overhead)
+        listed = [f"{IN_FULL.get(name, name)} {size(count)}" for name, count in large] + [overhead] * bool(overhead)
         text = f"needs {share}{size(prediction.needed_bytes)} {peak.when}, more than {limit}: {', '.join(listed)}"
     if not prediction.advised:
         return text

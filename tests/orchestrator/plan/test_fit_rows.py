@@ -17,9 +17,11 @@ from orchestrator.plan.rules.scene import Scene
 from orchestrator.plan.step import ConfigMemory
 from orchestrator.plan.target import Target
 from zero_runtime.activations.rule import RecomputeKind
+from zero_runtime.memory.counted_unit import CountRules
 from zero_runtime.memory.device_overhead import DeviceOverhead
 from zero_runtime.memory.step_memory import Peak
 from zero_runtime.offload.memory import OffloadBytes
+from zero_runtime.plan import ZeroPlan
 
 EACH = 10  # bytes of each sequence of a micro-batch
 HIGHEST = 8
@@ -62,12 +64,15 @@ def config() -> RunConfig:
     return found[0].config
 
 
+RULES = CountRules(ZeroPlan.from_stage(0), 1, 1, 1, 8.0, by_messages=False)
+
+
 def gpu(device_bytes: int, host_bytes: int | None = 100) -> Target:
     return Target(Device.cuda, device_bytes, 1, host_bytes, ranks_per_node=4, nodes=1, node=GpuNode())
 
 
 def row(config: RunConfig, target: Target, *, host: int = 0, overhead: tuple[int, int] = (0, 0)) -> Fit:
-    found = fit.fit_of("row", (), Linear(config, [], (), host), target, DeviceOverhead(1, *overhead))
+    found = fit.fit_of("row", (), Linear(config, [], RULES, (), host), target, DeviceOverhead(1, *overhead))
     assert found is not None
     return found
 
@@ -103,7 +108,7 @@ def test_offloaded_bytes_of_all_ranks_of_a_node_must_fit_into_its_host_memory(co
 
 @pytest.mark.parametrize(("each", "micro"), [(4, 5), (5, 5), (6, 4), (12, 2), (25, 1), (26, 0)])
 def test_offloaded_activations_bound_the_micro_batch_by_host_memory(config: RunConfig, each: int, micro: int) -> None:
-    memory = Linear(config, [], (), 0, each)  # 4 ranks x each x micro, of 100 B
+    memory = Linear(config, [], RULES, (), 0, each)  # 4 ranks x each x micro, of 100 B
     one = fit.fit_of("row", (), memory, gpu(50))
     assert one is not None
     assert (one.micro, one.host_bytes) == (micro, each * max(micro, 1))
