@@ -29,12 +29,13 @@ from orchestrator.commands import doctor, export
 from orchestrator.commands import run as study
 from orchestrator.commands import sweep as sweep_command
 from orchestrator.compose import compose, folders
-from orchestrator.config.schema import to_dict
+from orchestrator.config.schema import from_dict, to_dict
 from orchestrator.machine import hardware
 from orchestrator.plan import memory_cache
 from orchestrator.plan.point import Point
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import program
+from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
 
 # Allowed beginnings of lines on stderr: any other line comes from a message with a line break in it.
 LINES = ("error: ", "nothing was started (exit 2)", "refused: ", "note: ", "warning: ", "== ", "in /")
@@ -50,15 +51,29 @@ PRECISION = {"param": "bf16", "reduce": "bf16", "accumulate": "fp32", "master": 
 SHAPES = [["weight", [64, 32]], ["bias", [64]]]
 UNITS = {
     "units": [
-        {"shapes": SHAPES, "trainable": True, "is_root": root, "precision": PRECISION, "offloaded": not root}
-        for root in (True, False)
+        {
+            "name": name,
+            "shapes": SHAPES,
+            "trainable": True,
+            "is_root": root,
+            "precision": PRECISION,
+            "offloaded": not root,
+        }
+        for name, root in (("root", True), ("block", False))
     ],
     "state_bytes": 8,
     "block_numel": 1,
+    "buffer_bytes": 0,
 }
 ACTIVATIONS = {
     "bytes": {"kept": 1 << 20, "kept_outside": 1 << 18, "peak": 1 << 21, "peak_outside": 1 << 18, "peak_backward": 1}
 }
+MICROS = (1, 1 << 40)  # of the trace
+TRACE = LinearTrace(
+    Trace([1 << 21], [True], [False], [1, -1], [(0, Mark.BEFORE_FORWARD, 0), (1, Mark.GRADIENT, 0)], forward_end=1),
+    [1 << 10],
+    *MICROS,
+)
 POINTS = 12  # limit of a sweep here: each costs milliseconds
 # These must not be imported; code that searches the current folder first would import them.
 CANARIES = ("queue", "torch", "yaml", "zlab_canary")
@@ -203,7 +218,10 @@ def _recorded(point: Point, *, as_json: bool) -> int:
 def _counted(asked: Mapping[str, Any], total: int, tell: object) -> Iterator[tuple[str, Any]]:
     """What the child process would answer for one small model."""
     yield from ((key, UNITS) for key in asked["units"])
-    yield from ((key, ACTIVATIONS) for family in asked["activations"] for key in family)
+    for family in asked["activations"]:
+        place = memory_cache.trace_key(from_dict(next(iter(family.values()))), *MICROS)
+        yield place, TRACE.plain()
+        yield from ((key, ACTIVATIONS | {"trace": place}) for key in family)
 
 
 def _loaded_once(stream: Any, Loader: type) -> Any:
