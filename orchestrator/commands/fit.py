@@ -56,7 +56,10 @@ def main(argv: Sequence[str]) -> int:
     if asked.json:
         print(json.dumps([one.to_dict() for one in fits], ensure_ascii=False))
     else:
-        page = FitPage(Screen(make_console()), [word for word in overrides if not word.startswith("-")])
+        typed = arguments.split(overrides)
+        folder = typed.flags.get("--config-dir")
+        flags = [] if folder is None else ["--config-dir", folder]
+        page = FitPage(Screen(make_console()), typed.overrides, flags)
         if asked.explain is not None:
             page.explain(fits[0])
         elif ranks:

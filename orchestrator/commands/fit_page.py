@@ -23,10 +23,11 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 class FitPage:
-    """The output of one command. words: the overrides as typed, for the commands that it proposes."""
+    """The output of one command. words, flags: the overrides as typed and the flags that name a folder of options, for
+    the commands that it proposes."""
 
-    def __init__(self, screen: Screen, words: Sequence[str]) -> None:
-        self._screen, self._words = screen, list(words)
+    def __init__(self, screen: Screen, words: Sequence[str], flags: Sequence[str] = ()) -> None:
+        self._screen, self._words, self._flags = screen, list(words), list(flags)
 
     def rows(self, fits: Sequence[Fit], *, show_all: bool) -> None:
         """The rows that fit, and how many are not shown."""
@@ -110,11 +111,11 @@ class FitPage:
     def _propose_run(self, best: Sequence[Fit], rows: Sequence[Row] = ()) -> None:
         # A folder without weights suffices here, but not for a run.
         runs = [one for one in best[:1] if one.micro and pretrained.problem(one.config.model) is None]
-        plans = [Row("plan", f"{program()} {_command(one)} --plan") for one in runs]
+        plans = [Row("plan", f"{program()} {shlex.join([*_settings(one), *self._flags, '--plan'])}") for one in runs]
         self._screen.closing([*rows, *plans])
 
     def _line(self, *more: str) -> str:
-        return shlex.join(["fit", *self._words, *more])
+        return shlex.join(["fit", *self._words, *self._flags, *more])
 
 
 def narrowed(table: Table, width: int | None) -> Table:
@@ -204,8 +205,9 @@ def _name(one: Fit) -> str:
     return one.label.rpartition("-ranks")[0]
 
 
-def _command(one: Fit) -> str:
-    return shlex.join([*(word for word in one.overrides if not word.startswith("-")), f"batch.micro={one.micro}"])
+def _settings(one: Fit) -> list[str]:
+    """The words of a run of the row."""
+    return [*(word for word in one.overrides if not word.startswith("-")), f"batch.micro={one.micro}"]
 
 
 def _after(one: Fit) -> list[Row]:
