@@ -16,7 +16,7 @@ from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, digits, many, size
 
 # Columns in the order in which a narrow terminal leaves them out.
-DROPPED = ("tokens", "activations", "states", "largest part")
+DROPPED = ("tokens", "activations", "states", "largest part", "closed form")
 MACHINES = ("resources.ranks=", "resources.nodes=")
 GAP = 2  # characters between columns
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -69,7 +69,7 @@ class FitPage:
             for name, text, expected, counted in fit_arithmetic.walk(one)
         ]
         total = ("tensors", "", "", size(one.peak.total))
-        self._screen.table(Table(header, (*parts, total), names=2))
+        self._screen.table(narrowed(Table(header, (*parts, total), names=2), self._width))
         self._screen.console.print()
         self._screen.rows(_after(one))
         self._propose_run([one] if one.micro else [])
@@ -100,8 +100,10 @@ class FitPage:
             self._screen.rows(rows)
         if any(one.capped for one in shown):
             self._screen.say("+: the largest that was tried")
-        if any(one.most_micro > one.micro for one in shown):
-            self._screen.say("27-28: 28 fits if CUDA and NCCL take the least of their range")
+        for one in [one for one in shown if one.most_micro > one.micro][:1]:
+            self._screen.say(
+                f"{_micro(one)}: {one.most_micro} fits if CUDA, cuBLAS and NCCL take the least of their range"
+            )
         self._propose(best or [_nearest(not_fitting)])
 
     def _propose(self, best: Sequence[Fit], more: Sequence[str] = ()) -> None:
