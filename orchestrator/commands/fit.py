@@ -56,7 +56,10 @@ def main(argv: Sequence[str]) -> int:
     if asked.json:
         print(json.dumps([one.to_dict() for one in fits], ensure_ascii=False))
     else:
-        page = FitPage(Screen(make_console()), [word for word in overrides if not word.startswith("-")])
+        typed = arguments.split(overrides)
+        folder = typed.flags.get("--config-dir")
+        flags = [] if folder is None else ["--config-dir", folder]
+        page = FitPage(Screen(make_console()), typed.overrides, flags)
         if asked.explain is not None:
             page.explain(fits[0])
         elif ranks:
@@ -137,6 +140,8 @@ def _gpus_of_a_node(overrides: Sequence[str]) -> int | None:
 def _valid_points(words: Sequence[str], of_ranks: str = "") -> list[Point]:
     """The points of the words that no rule refuses, with labels of options only where they are not the plain ones."""
     composition = composed(arguments.split(["--multirun", "--plan", *words]))
+    if own := [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in composition.axes]:  # from a file of sweeps/
+        raise Refusal(own)
     found, problems = judged(composition, replace(here(), plan_only=True, needs_weights=False))
     points = []
     for point in found:
@@ -146,8 +151,9 @@ def _valid_points(words: Sequence[str], of_ranks: str = "") -> list[Point]:
             is_idle = point.config.resources.device is Device.cpu and "offload" not in _given(words)
             if is_idle and options.get("offload") != "none":
                 continue
-            varied = [key for key in composition.axes if key not in ("zero", *PLAIN)]
-            named = [options[key] for key in PLAIN if key in composition.axes and options[key] != PLAIN[key]]
+            axes = [key for key in composition.axes if key in options]  # a point of a list of sweeps may lack some
+            varied = [key for key in axes if key not in ("zero", *PLAIN)]
+            named = [options[key] for key in PLAIN if key in axes and options[key] != PLAIN[key]]
             named += [f"{key.rpartition('.')[2]}{options[key]}" if "." in key else options[key] for key in varied]
             label = "-".join([f"stage{point.config.zero.stage}", *named])
             points.append(replace(point, label=re.sub(r"[^\w.+-]+", "_", label) + of_ranks))

@@ -16,17 +16,18 @@ from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, digits, many, size
 
 # Columns in the order in which a narrow terminal leaves them out.
-DROPPED = ("tokens", "activations", "states", "largest part")
+DROPPED = ("tokens", "activations", "states", "largest part", "closed form")
 MACHINES = ("resources.ranks=", "resources.nodes=")
 GAP = 2  # characters between columns
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 class FitPage:
-    """The output of one command. words: the overrides as typed, for the commands that it proposes."""
+    """The output of one command. words, flags: the overrides as typed and the flags that name a folder of options, for
+    the commands that it proposes."""
 
-    def __init__(self, screen: Screen, words: Sequence[str]) -> None:
-        self._screen, self._words = screen, list(words)
+    def __init__(self, screen: Screen, words: Sequence[str], flags: Sequence[str] = ()) -> None:
+        self._screen, self._words, self._flags = screen, list(words), list(flags)
 
     def rows(self, fits: Sequence[Fit], *, show_all: bool) -> None:
         """The rows that fit, and how many are not shown."""
@@ -68,7 +69,7 @@ class FitPage:
             for name, text, expected, counted in fit_arithmetic.walk(one)
         ]
         total = ("tensors", "", "", size(one.peak.total))
-        self._screen.table(Table(header, (*parts, total), names=2))
+        self._screen.table(narrowed(Table(header, (*parts, total), names=2), self._width))
         self._screen.console.print()
         self._screen.rows(_after(one))
         self._propose_run([one] if one.micro else [])
@@ -99,8 +100,10 @@ class FitPage:
             self._screen.rows(rows)
         if any(one.capped for one in shown):
             self._screen.say("+: the largest that was tried")
-        if any(one.most_micro > one.micro for one in shown):
-            self._screen.say("27-28: 28 fits if CUDA and NCCL take the least of their range")
+        for one in [one for one in shown if one.most_micro > one.micro][:1]:
+            self._screen.say(
+                f"{_micro(one)}: {one.most_micro} fits if CUDA, cuBLAS and NCCL take the least of their range"
+            )
         self._propose(best or [_nearest(not_fitting)])
 
     def _propose(self, best: Sequence[Fit], more: Sequence[str] = ()) -> None:
@@ -110,11 +113,11 @@ class FitPage:
     def _propose_run(self, best: Sequence[Fit], rows: Sequence[Row] = ()) -> None:
         # A folder without weights suffices here, but not for a run.
         runs = [one for one in best[:1] if one.micro and pretrained.problem(one.config.model) is None]
-        plans = [Row("plan", f"{program()} {_command(one)} --plan") for one in runs]
+        plans = [Row("plan", f"{program()} {shlex.join([*_settings(one), *self._flags, '--plan'])}") for one in runs]
         self._screen.closing([*rows, *plans])
 
     def _line(self, *more: str) -> str:
-        return shlex.join(["fit", *self._words, *more])
+        return shlex.join(["fit", *self._words, *self._flags, *more])
 
 
 def narrowed(table: Table, width: int | None) -> Table:
@@ -205,8 +208,9 @@ def _name(one: Fit) -> str:
     return one.label.rpartition("-ranks")[0]
 
 
-def _command(one: Fit) -> str:
-    return shlex.join([*(word for word in one.overrides if not word.startswith("-")), f"batch.micro={one.micro}"])
+def _settings(one: Fit) -> list[str]:
+    """The words of a run of the row."""
+    return [*(word for word in one.overrides if not word.startswith("-")), f"batch.micro={one.micro}"]
 
 
 def _after(one: Fit) -> list[Row]:

@@ -105,9 +105,9 @@ def _moving(fit: Fit) -> Iterator[Part]:
     kind, states = kind_of(fit), fit.peak.states
     full = ITEMSIZE_BYTES[kind.compute or kind.param]
     for name, itemsize, what in (
-        (GATHERED, full, "elements of the units in use"),
-        (WHOLE_GRADS, ITEMSIZE_BYTES[kind.reduce], "elements of the units in backward"),
-        (TRANSFERS, ITEMSIZE_BYTES[kind.param], "elements on their way to or from the host"),
+        (GATHERED, full, "elements in use"),
+        (WHOLE_GRADS, ITEMSIZE_BYTES[kind.reduce], "elements in backward"),
+        (TRANSFERS, ITEMSIZE_BYTES[kind.param], "elements to or from the host"),
     ):
         if nbytes := states.get(name, 0):
             yield Part(STATES[name], f"{itemsize} x {count(nbytes / itemsize)} {what}", None, nbytes)
@@ -117,13 +117,12 @@ def _activations(fit: Fit) -> Iterator[Part]:
     peak, micro = fit.peak, max(fit.micro, 1)
     tokens = micro * fit.config.batch.seq * (fit.config.batch.accumulation or 1)
     for name, nbytes, what in (
-        (BLOCKS, peak.blocks, f"activations, kept for the backward: {micro} x {size(peak.blocks / micro)}"),
-        (OUTSIDE, peak.outside, f"activations of embedding, head and loss: {micro} x {size(peak.outside / micro)}"),
-        (BACKWARD, peak.backward, f"made by the backward, recomputation included: {micro} x "
-         f"{size(peak.backward / micro)}"),
-        (INPUTS, peak.inputs, f"{TOKEN_BYTES} x {tokens:,} tokens: an id and a label each"),
+        (BLOCKS, peak.blocks, f"kept for the backward: {micro} x {size(peak.blocks / micro)}"),
+        (OUTSIDE, peak.outside, f"embedding, head, loss: {micro} x {size(peak.outside / micro)}"),
+        (BACKWARD, peak.backward, f"made by the backward: {micro} x {size(peak.backward / micro)}"),
+        (INPUTS, peak.inputs, f"{TOKEN_BYTES} x {tokens:,} tokens (id and label)"),
         (BUFFERS, peak.buffers, "of the model"),
-    ):  # fmt: skip
+    ):
         if nbytes:
             yield Part(name, what, None, nbytes)
 

@@ -137,6 +137,17 @@ def test_explain_shows_the_closed_forms_with_numbers(say: Say) -> None:
     assert "2 ranks of a node" in offloaded
 
 
+def test_the_proposed_commands_keep_the_folder_of_options(say: Say, tmp_path: Path) -> None:
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware" / "mine.yaml").write_text("name: mine\ngpus: 2\nmemory_mib: 8000\n")
+    words = ("model=llama_tiny", "hardware=mine", "recompute=none,full", "loss=full")
+    code, out, err = say("-cd", str(tmp_path), *words)
+    assert (code, err) == (0, "")
+    proposed = [line for line in out.splitlines() if line.startswith(("explain ", "plan "))]
+    assert len(proposed) == 2
+    assert all(f" --config-dir {tmp_path} " in line for line in proposed)
+
+
 def test_a_table_has_a_column_for_each_number_of_ranks_on_as_many_nodes_as_they_need(say: Say) -> None:
     code, out, _ = say(*LINE, "--table", "ranks=1,2,8")
     assert code == 0
