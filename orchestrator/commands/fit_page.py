@@ -14,6 +14,7 @@ from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, digits, many, size
+from zero_runtime.memory.caching_allocator import AllocatorSettings
 
 # Columns in the order in which a narrow terminal leaves them out.
 DROPPED = ("tokens", "activations", "states", "largest part", "closed form")
@@ -221,6 +222,8 @@ def _after(one: Fit) -> list[Row]:
         libraries = f"{size(one.overhead.least)} to {size(one.overhead.most)}"
         communicators = many(one.overhead.communicators, "communicator")
         rows.append(Row("libraries", f"{libraries}: CUDA, cuBLAS and {communicators} of NCCL"))
+    if reserved := _reserved(one):
+        rows.append(Row("reserved", reserved))
     used = dict.fromkeys((size(least), size(most)))
     rows.append(Row("used", " to ".join(used)))
     left = one.limit_bytes - most
@@ -241,3 +244,15 @@ def _after(one: Fit) -> list[Row]:
     if one.reason:
         rows.append(Row("does not fit", one.reason))
     return rows
+
+
+def _reserved(one: Fit) -> str:
+    """What torch's allocator takes from CUDA for the tensors, if no limit makes it return what it caches."""
+    if one.config.resources.device is not Device.cuda:
+        return ""
+    micro = max(one.micro, 1)
+    grown, plain = (one.memory.reserved(micro, AllocatorSettings(expandable=is_on)) for is_on in (True, False))
+    if grown is None or plain is None:
+        return ""
+    text = f"{size(grown.reserved)} by torch's allocator with expandable segments, as in runs"
+    return f"{text}; {size(plain.reserved)} without"

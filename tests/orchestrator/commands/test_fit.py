@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,6 +133,7 @@ def test_explain_shows_the_closed_forms_with_numbers(say: Say) -> None:
     assert "2Ψ = 2 x 1.87 M" in out
     assert "12Ψ/N = 12 x 1.87 M / 2" in out
     assert "recompute=full" in out
+    assert re.search(r"^reserved +[\d.]+ \w+ by torch's allocator with expandable segments", out, re.MULTILINE)
     offloaded = say(*TWO, "--explain", "stage1-optimizer_cpu").out
     assert "/ 2, offloaded" in offloaded
     assert "2 ranks of a node" in offloaded
