@@ -85,6 +85,7 @@ def test_models_have_their_published_numbers_of_parameters() -> None:
     assert [peer_model(name).numel for name in names] == [124_439_808, 6_738_415_616, 494_032_768, 8_030_261_248]
 
 
+@pytest.mark.full
 def test_activations_of_a_deep_model_follow_from_shallow_ones() -> None:
     # So few tokens that with two layers the peak is at the end of backward, and with twelve at its start.
     name, seq, micro = "gpt2", 64, 5

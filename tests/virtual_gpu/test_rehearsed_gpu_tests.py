@@ -29,9 +29,7 @@ def functions(file: Path) -> list[str]:
 REHEARSED = [
     f"tests/gpu/{file.name}::{name}" for file in FILES for name in functions(file) if name not in NOT_REHEARSED
 ]
-CUT = [  # one wait of the host for the device in a step; values that are copied between them, by several threads
-    one for one in REHEARSED if one.endswith(("waits_for_the_gpu_once", "updated_parameters_return_to_the_device"))
-]
+CUT = [one for one in REHEARSED if one.endswith("updated_parameters_return_to_the_device")]  # copies, several threads
 
 
 def rehearsal(*words: str) -> dict[str, Any]:
@@ -55,6 +53,7 @@ def test_tests_that_are_not_rehearsed_exist_and_are_named_in_the_documentation()
     assert [name for name in NOT_REHEARSED if f"`{name}`" not in page] == []
 
 
+@pytest.mark.full
 def test_every_other_test_of_make_gpu_is_collected_on_the_virtual_gpu(virtual_gpu: VirtualGpu) -> None:
     found = rehearsal("--collect-only", "tests/gpu")
     assert found["left_out"] == sorted(NOT_REHEARSED)

@@ -53,8 +53,7 @@ def is_shortened(config: RunConfig) -> bool:
 @pytest.mark.parametrize(
     ("model", "recompute", "on_cuda"),
     [
-        ("llama", "full", False),
-        ("gpt2", "none", True),
+        ("gpt2", "full", True),
         *(
             pytest.param(model, recompute, on_cuda, marks=pytest.mark.full)
             for model in ("llama", "gpt2", "qwen2", "gpt_neox")
@@ -95,9 +94,10 @@ def without_repeats(trace: Trace) -> list[tuple[int, Mark, int]]:
 @pytest.mark.parametrize(
     ("model", "recompute", "unit_numel"),
     [
-        ("gemma3_text", "none", None),  # its blocks alternate between two kinds of attention
-        ("llama", "every_nth", None),
-        ("llama", "none", LARGER_THAN_A_BLOCK),
+        # Its blocks alternate between two kinds of attention.
+        pytest.param("gemma3_text", "none", None, marks=pytest.mark.full),
+        pytest.param("llama", "every_nth", None, marks=pytest.mark.full),
+        ("gpt2", "none", LARGER_THAN_A_BLOCK),
     ],
 )
 def test_models_whose_blocks_differ_are_traced_themselves(
