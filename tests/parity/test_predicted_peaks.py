@@ -1,0 +1,65 @@
+"""The predicted peak of a step agrees with the bytes that torch's CPU allocator counts, but for what it leaves out.
+
+The combinations are those of benchmarks/predicted_peaks.py, which prints the errors.
+"""
+
+from __future__ import annotations
+
+import pytest
+from harness.ranks import run_ranks
+
+from benchmarks.predicted_peaks import (
+    MODELS,
+    PRECISIONS,
+    SEQ,
+    Case,
+    Predictions,
+    config_of,
+    covering,
+    measured,
+)
+from zero_runtime.memory.activation_count import ONE_NUMBER_BYTES
+
+CASES = covering(72, seed=0)
+SHORT = [case for case in CASES if case.world == 2][:6]
+REST = [case for case in CASES if case not in SHORT]
+FP32_BYTES = 4
+
+
+def largest_product_bytes(case: Case) -> int:
+    """Bytes in fp32 of both operands and the result of the largest matrix product, the head's."""
+    config = config_of(case)
+    tokens = min(config.loss.tile_tokens or case.micro * SEQ, case.micro * SEQ)
+    width, vocabulary = (MODELS[case.model].get(key) for key in ("hidden_size", "vocab_size"))
+    width = width or MODELS[case.model]["n_embd"]
+    return FP32_BYTES * (tokens * width + width * vocabulary + tokens * vocabulary)
+
+
+def left_out_bytes(case: Case, predictions: Predictions) -> int:
+    """The most that a prediction leaves out. Storages of one number, of which an operation keeps at most as many as
+    other storages. The CPU's random state in each recomputing block. Memory inside of one operation: the products of
+    16-bit matrices, where the processor multiplies in fp32, copy their operands and the result at most.
+    """
+    trace = predictions.trace(config_of(case))
+    scratch = largest_product_bytes(case) if PRECISIONS[case.precision].compute == "bf16" else 0
+    return ONE_NUMBER_BYTES * len(trace.sizes) + trace.random_state_bytes + scratch
+
+
+def check(cases: list[Case]) -> None:
+    predictions = Predictions()
+    by_rank = run_ranks(measured, cases[0].world, cases)
+    for place, case in enumerate(cases):
+        predicted = predictions.of(case)
+        for rank in by_rank:
+            assert rank[place].between == predicted.between, case
+            assert 0 <= rank[place].peak - predicted.peak <= left_out_bytes(case, predictions), case
+
+
+def test_the_peak_of_a_step_is_the_predicted_one() -> None:
+    check(SHORT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_peak_of_a_step_is_the_predicted_one_for_every_pair_of_settings(world: int) -> None:
+    check([case for case in REST if case.world == world])
