@@ -8,7 +8,8 @@ The prediction comes from the configuration alone.
 Measured: the bytes of the runtime's tensors before a step (a census), plus the most that torch's allocator had given
 out above that during the step. Predicted: `StepMemory.peak`, plus the host buffers of offload, which are CPU memory
 here. Not in either: token ids, labels and buffers of the model, which exist before the step and need no prediction.
-Not predicted: memory that kernels allocate and free inside one operation, and storages of one number.
+Not predicted: memory that kernels allocate and free inside one operation, storages of one number, and the CPU's random
+state that each recomputing block keeps.
 """
 
 from __future__ import annotations
