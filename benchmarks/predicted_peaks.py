@@ -197,7 +197,7 @@ class Predictions:
         rules = CountRules(plan, shards, world // shards, case.accumulation, shapes["state_bytes"], world > 1)
         states = replay_states(linear.trace, units, rules, prefetch=case.prefetch)
         names = [unit["name"] for unit in shapes["units"]]
-        memory = ConfigMemory(config, units, (StepMemory(linear, states, tokens=0, names=names),))
+        memory = ConfigMemory(config, units, rules, (StepMemory(linear, states, tokens=0, names=names),))
         peak, host = memory.peak(micro), memory.away().host
         assert peak is not None
         return Predicted(states.between_steps + host, peak.total + host, peak.when)
