@@ -8,10 +8,12 @@ from itertools import product
 
 import pytest
 
+from zero_runtime.memory import counted_unit
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
 from zero_runtime.memory.counted_unit import GATHERED, GRADS, CountRules
 from zero_runtime.memory.model import UnitSize, model_state_bytes
 from zero_runtime.memory.step_memory import TOKEN_BYTES, StatesReplay, StepMemory, replay_states
+from zero_runtime.offload import copy_streams
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 
@@ -168,3 +170,7 @@ def test_later_micro_batches_find_the_gradients_of_those_before() -> None:
         shards = 1 if plan.keeps_full_grads else 2
         assert one.start.at_left[GRADS] == 0
         assert two.start.at_left[GRADS] == many.start.at_left[GRADS] == 3 * 80 // shards * 4
+
+
+def test_as_many_sources_of_copies_are_held_as_in_the_runtime() -> None:
+    assert counted_unit.HELD_SOURCES == copy_streams.HELD_SOURCES
