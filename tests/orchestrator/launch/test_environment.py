@@ -164,7 +164,8 @@ def refusals(environ: Mapping[str, str], config: RunConfig, monkeypatch: pytest.
     monkeypatch.setattr(hardware, "torch_has_cuda", lambda: True)
     ranks = {} if "RANK" in environ else {"ranks": 2}
     resources = replace(config.resources, **{"ranks": None, **ranks})
-    broken = check_parts({"resources": resources, "cluster": config.cluster}, scene_of(environ))
+    parts = {"resources": resources, "cluster": config.cluster, "hardware": config.hardware}
+    broken = check_parts(parts, scene_of(environ))
     return [f"{one}" for one in broken]
 
 
