@@ -67,7 +67,7 @@ from zero_runtime.memory.activation_count import LinearTrace, Trace  # noqa: E40
 from zero_runtime.memory.census import take_census  # noqa: E402
 from zero_runtime.memory.counted_unit import CountRules  # noqa: E402
 from zero_runtime.memory.step_memory import StepMemory, replay_states  # noqa: E402
-from zero_runtime.offload.copy_streams import CopyEvent, HeldSources, PlainCopies  # noqa: E402
+from zero_runtime.offload.copy_streams import HoldingCopies  # noqa: E402
 from zero_runtime.offload.plan import Tier  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime  # noqa: E402
@@ -217,23 +217,6 @@ class Measured:
     between: int
     peak: int
     left: int
-
-
-class HoldingCopies(PlainCopies):
-    """Plain copies that hold their sources as copies of a CUDA device do: see copy_streams.py."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._sources = HeldSources()
-
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
-        self._sources.make_room()
-        event = super().to_host(target, source)
-        self._sources.add(source, event)
-        return event
-
-    def release_sources(self) -> None:
-        self._sources.release()
 
 
 def measured(cases: Sequence[Case]) -> list[Measured]:

@@ -184,7 +184,8 @@ class Memories:
     ) -> StatesReplay:
         # The runtime's half of a step depends on the order of the marks alone: see step_memory.py.
         order = tuple((kind, unit) for _, kind, unit in linear.trace.marks)
-        key = (units_name, rules, config.zero.prefetch, config.offload.params, config.offload.optimizer, order)
+        offload, device = config.offload, config.resources.device  # which of the shards are elsewhere
+        key = (units_name, rules, config.zero.prefetch, offload.params, offload.optimizer, device, order)
         if key not in self._replayed:
             self._replayed[key] = replay_states(linear.trace, units, rules, prefetch=config.zero.prefetch)
         return self._replayed[key]
@@ -202,6 +203,7 @@ def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
         state_bytes=shapes["state_bytes"],
         by_messages=config.resources.device is not Device.cuda and ranks > 1,
         params_in_file=config.offload.params is Tier.NVME,
+        reduces_at_boundary=config.zero.reduce_at_boundary,
     )
 
 

@@ -33,7 +33,7 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.memory.activation_count import ONE_NUMBER_BYTES, Mark, Trace
 from zero_runtime.memory.cuda_norms import CudaLayerNorm, CudaRMSNorm
 from zero_runtime.module_hooks import ModuleHooks
-from zero_runtime.offload.copy_streams import CopyEvent, HeldSources, PlainCopies
+from zero_runtime.offload.copy_streams import CopyEvent, HoldingCopies
 from zero_runtime.unit_planner import UnitRules, UnitSpec, block_modules, plan_units
 
 _aten = torch.ops.aten
@@ -229,7 +229,7 @@ def _no_collection() -> Any:
             gc.enable()
 
 
-class _FakeCopies(PlainCopies):
+class _FakeCopies(HoldingCopies):
     """Synchronous copies between fake tensors; host buffers are counted as host memory.
 
     Sources are held as long as CUDA's copies hold them: see [Note: memory in program order] in copy_streams.py.
@@ -238,7 +238,6 @@ class _FakeCopies(PlainCopies):
     def __init__(self, fake: FakeTensorMode, counter: Counter) -> None:
         super().__init__(torch.device("cpu"))
         self._fake, self._counter = fake, counter
-        self._sources = HeldSources()
 
     def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._counter.on_host = True
@@ -247,15 +246,6 @@ class _FakeCopies(PlainCopies):
                 return torch.empty(numel, dtype=dtype)
         finally:
             self._counter.on_host = False
-
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
-        self._sources.make_room()
-        event = super().to_host(target, source)
-        self._sources.add(source, event)
-        return event
-
-    def release_sources(self) -> None:
-        self._sources.release()
 
     def bring(self, source: torch.Tensor, after: Sequence[CopyEvent] = ()) -> tuple[torch.Tensor, CopyEvent]:
         with self._fake:

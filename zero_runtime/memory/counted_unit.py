@@ -105,7 +105,8 @@ class CountRules:
     shard_count, replica_count: ranks of a shard group, and replicas of each shard. state_bytes: of the optimizer's
     states, per element. by_messages: collectives are messages between CPUs, and a reduction receives the terms of the
     other ranks in tensors (gloo.py). params_in_file: offloaded parameters are in a scratch file; they are read to the
-    host ahead of a gather, and are copied to the device by the gather.
+    host ahead of a gather, and are copied to the device by the gather. reduces_at_boundary: gradients are reduced in
+    the last micro-batch alone, and kept in full until then (`no_sync`).
     """
 
     plan: ZeroPlan
@@ -115,6 +116,7 @@ class CountRules:
     state_bytes: float
     by_messages: bool
     params_in_file: bool = False
+    reduces_at_boundary: bool = False
 
 
 class CountedReduction(NamedTuple):

@@ -65,10 +65,8 @@ class _Feeding:
         self.allocator.allocate(self._made, nbytes)
 
     def reach(self, events: int) -> None:
-        """Feed the events of the trace up to this number, which is smaller than before in the next micro-batch."""
+        """Feed the events of the trace up to this number, which is 0 again in the next micro-batch."""
         trace = self._trace
-        if events < self._done:
-            self._done = 0
         for event in trace.events[self._done : events]:
             number = abs(event) - 1
             if trace.on_host[number]:

@@ -125,7 +125,7 @@ class StepReplay:
         order = self._schedule.own_reduction_order
         if order is not None:
             self._schedule.reduce_in(order)
-        self._schedule.begin_backward(boundary=boundary)
+        self._schedule.begin_backward(boundary=boundary, synced=boundary or not self._rules.reduces_at_boundary)
 
     def _report(self, kind: Mark, unit: CountedUnit) -> None:
         schedule = self._schedule

@@ -172,6 +172,23 @@ class HeldSources:
             del source
 
 
+class HoldingCopies(PlainCopies):
+    """Plain copies that hold their sources as long as CUDA's copies do: the memory of a GPU's step on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._sources = HeldSources()
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
+        self._sources.make_room()
+        event = super().to_host(target, source)
+        self._sources.add(source, event)
+        return event
+
+    def release_sources(self) -> None:
+        self._sources.release()
+
+
 class PageLocked:
     """Page-locked host memory for copies with one GPU.
 

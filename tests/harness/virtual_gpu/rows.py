@@ -204,6 +204,7 @@ def _predicted(row: Row, trace: Trace, runtime: ZeroRuntime) -> int:
         state_bytes,
         by_messages=False,
         params_in_file=runtime.settings.offload.params is Tier.NVME,
+        reduces_at_boundary=row.no_sync,
     )
     units = list(zip(unit_sizes(runtime), (unit.precision for unit in runtime.units), strict=True))
     linear = LinearTrace.of_one(SEQUENCES, trace)

@@ -4,15 +4,16 @@ between steps are those of the closed form."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from zero_runtime.memory import counted_unit
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
-from zero_runtime.memory.counted_unit import GATHERED, GRADS, CountRules
+from zero_runtime.memory.counted_unit import GATHERED, GRADS, WHOLE_GRADS, CountRules
 from zero_runtime.memory.model import UnitSize, model_state_bytes
-from zero_runtime.memory.step_memory import TOKEN_BYTES, StatesReplay, StepMemory, replay_states
+from zero_runtime.memory.step_memory import TOKEN_BYTES, Level, StatesReplay, StepMemory, replay_states
 from zero_runtime.offload import copy_streams
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -112,6 +113,15 @@ def test_the_peak_is_the_most_of_all_moments_and_the_largest_micro_batch_is_the_
         assert memory.largest(limit) == max(fitting, default=0), limit
 
 
+def test_the_optimizers_step_may_be_the_worst_moment() -> None:
+    memory = drawn(0)
+    memory.states = replace(memory.states, step=Level(10**6, {GRADS: 10**6}, 0, {}))
+    found = memory.peak(2)
+    assert (found.when, found.activations) == ("in the optimizer's step", 0)
+    assert found.total == by_force(memory, 2)
+    assert memory.largest(found.total - 1) == 0
+
+
 # ---- the replay of the runtime's half --------------------------------------------------------------------------------
 
 
@@ -170,6 +180,22 @@ def test_later_micro_batches_find_the_gradients_of_those_before() -> None:
         shards = 1 if plan.keeps_full_grads else 2
         assert one.start.at_left[GRADS] == 0
         assert two.start.at_left[GRADS] == many.start.at_left[GRADS] == 3 * 80 // shards * 4
+
+
+def test_gradients_that_are_reduced_at_the_boundary_are_kept_in_full_until_then() -> None:
+    """Summed in fp32, cast to bf16 for the reduction, and kept as a shard in fp32 after it."""
+    units, kind = sizes(80, 80, 80), MixedPrecision("bf16", "bf16", "fp32", "fp32")
+    for row in (2, 3):
+        rules = replace(rules_of(ZeroPlan.from_stage(row), 2, 3), reduces_at_boundary=True)
+        found = replayed(units, kind, rules)
+        assert found.start.at_left[WHOLE_GRADS] == 3 * 80 * 4
+        assert max(level.at_highest[WHOLE_GRADS] for level in found.marks) == 3 * 80 * 4 + 80 * 2
+        assert found.between_steps == replayed(units, kind, rules_of(rules.plan, 2, 3)).between_steps
+
+
+def test_parameters_that_are_cast_for_computing_exist_twice_during_a_gather() -> None:
+    found = replayed(sizes(80, 80, 80), MixedPrecision("bf16", compute="fp32"), rules_of(ZeroPlan.from_stage(3)), 0)
+    assert max(level.at_highest[GATHERED] for level in found.marks) == 80 * 4 + 80 * 2
 
 
 def test_as_many_sources_of_copies_are_held_as_in_the_runtime() -> None:
