@@ -10,8 +10,9 @@ from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.memory_cache import trace_key, units_key
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
-from orchestrator.plan.step import Memories
+from orchestrator.plan.step import ConfigMemory, Memories, rules_of
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
+from zero_runtime.memory.model import UnitSize
 from zero_runtime.precision import MixedPrecision
 
 NUMEL = 64
@@ -33,3 +34,16 @@ def test_states_that_leave_a_gpu_stay_on_a_cpu_of_the_same_settings() -> None:
     memories = Memories(answers)
     between = [memories.of(one).parts[0].states.between_steps for one in (cpu, gpu)]  # type: ignore[union-attr]
     assert between[0] - between[1] == 8 * NUMEL  # the optimizer's states
+
+
+def test_the_bytes_sent_in_a_step_are_those_of_the_paper_and_of_the_replicas() -> None:
+    for line, elements in (("zero=stage1", 2 * 3 / 4), ("zero=stage3", 3 * 3 / 4), ("zero=stage0", 2 * 3 / 4)):
+        assert sent(line) == elements * 4 * NUMEL
+    # Three collectives in a group of 2, and an all-reduce of half of the elements over 2 replicas.
+    assert sent("zero=stage3 zero.shard_ranks=2") == (3 / 2 + 2 * (1 / 2) / 2) * 4 * NUMEL
+
+
+def sent(line: str) -> int:
+    found = config(f"{line} precision=fp32 resources.device=cpu resources.ranks=4")
+    units = [(UnitSize(NUMEL, NUMEL, trainable=True), MixedPrecision())]
+    return ConfigMemory(found, units, rules_of(found, {"state_bytes": 8.0}), ()).sent_bytes()

@@ -43,7 +43,8 @@ def trace_of(micro: int, draw: random.Random | None = None, units: int = UNITS) 
     for unit in range(units):
         trace.mark(Mark.BEFORE_FORWARD, unit)
         kept.append(trace.came(size(), in_block=True))
-        trace.went(trace.came(size(), in_block=True))
+        for _ in range(3):  # of which another is the largest at another micro-batch
+            trace.went(trace.came(size(), in_block=True))
         trace.mark(Mark.AFTER_FORWARD, unit)
     trace.forward_end = len(trace.events)
     for unit in reversed(range(units)):
