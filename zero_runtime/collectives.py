@@ -150,7 +150,7 @@ class Collectives:
         if self.shard_count == 1:
             if full.data_ptr() != shard.data_ptr():
                 shard.copy_(full)
-            return self._all_reduce_replicas(shard, unit)
+            return self.all_reduce_replicas(shard, unit)
         self.ledger.record("reduce_scatter", (self.shard_count - 1) * shard.numel(), full.element_size())
         scatter = self._start("reduce_scatter", unit, full, self._summing(shard, full, self._groups.reduce))
         if self.replica_count == 1:
@@ -159,7 +159,7 @@ class Collectives:
             return Pending(self._all_reduce_behind(scatter[1], shard, unit), held=(full, shard))
         # The all-reduce needs the result of the reduce-scatter, and only a host that waits for it can start it then.
         wait = partial(self._blocking, *scatter)
-        return Pending(wait, then=lambda: self._all_reduce_replicas(shard, unit).wait())
+        return Pending(wait, then=lambda: self.all_reduce_replicas(shard, unit).wait())
 
     def _all_reduce_behind(self, wait_scatter: Callable[[], Any], shard: torch.Tensor, unit: str) -> Callable[[], None]:
         """Issue the all-reduce over the replicas of `shard` behind its reduce-scatter. Returns a function that waits.
@@ -182,7 +182,8 @@ class Collectives:
 
         return self._issue("all_reduce", unit, shard, start_behind)
 
-    def _all_reduce_replicas(self, shard: torch.Tensor, unit: str) -> Pending:
+    def all_reduce_replicas(self, shard: torch.Tensor, unit: str = "") -> Pending:
+        """Sum `shard` over its replicas, in place."""
         if self.replica_count == 1:
             return Pending()
         start = self._counted_all_reduce(shard)

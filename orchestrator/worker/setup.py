@@ -92,7 +92,7 @@ def build_runtime(
         keep_dtype=tuple(precision.keep_dtype),
         seed=config.seed,
         initialise=initialise,
-        offload=_offload(config.offload, config.output),
+        offload=offload_plan(config.offload, config.output),
         stop_asked=stop_asked,
     )
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ def build_deferred(config: RunConfig) -> tuple[nn.Module, Initialise | None]:
     return wrapped.train(), adapters.first_values(wrapped)
 
 
-def _offload(offload: Offload, output: str) -> OffloadPlan:
+def offload_plan(offload: Offload, output: str) -> OffloadPlan:
     """The plan. Creates the scratch folder of `output`; any other must exist."""
     if offload.uses_nvme:
         assert offload.folder is not None

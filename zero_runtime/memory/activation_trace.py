@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.dtypes import TORCH_DTYPE
+from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.memory.activation_count import ONE_NUMBER_BYTES, Mark, Trace
 from zero_runtime.memory.cuda_norms import CudaLayerNorm, CudaRMSNorm
 from zero_runtime.module_hooks import ModuleHooks
@@ -91,7 +92,8 @@ def trace_step(
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = recompute.offload == "none"  # its keys would keep offloaded storages alive
-    params = _without_memory(model, rules, fake)
+    with fake:
+        params = give_parameters(model, rules, torch.empty)
     counter = Counter([*params, *model.buffers(), *inputs])
     marking = MarkingSchedule(counter.trace)
     if on_cuda:  # before Recomputation wraps the blocks, so that the recomputation uses it too
@@ -115,15 +117,13 @@ def trace_step(
     return counter.trace
 
 
-def _without_memory(model: nn.Module, rules: UnitRules, fake: FakeTensorMode) -> list[nn.Parameter]:
-    """Replace every parameter with a fake one on the CPU in its compute dtype; tied parameters stay tied."""
+def give_parameters(model: nn.Module, rules: UnitRules, make: Callable[..., torch.Tensor]) -> list[nn.Parameter]:
+    """Replace every parameter with `make(shape, dtype=its compute dtype)`; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for spec in plan_units(model, rules):
         dtype = TORCH_DTYPE[spec.precision.compute or spec.precision.param]
         for _, param in spec.params:
-            with fake:
-                empty = torch.empty(param.shape, dtype=dtype)
-                made[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+            made[id(param)] = nn.Parameter(make(param.shape, dtype=dtype), requires_grad=param.requires_grad)
     for module in model.modules():
         for name, held in module._parameters.items():
             if held is not None:
@@ -206,8 +206,10 @@ class MarkedUnit:
     def end_use(self) -> None:
         self.uses -= 1
 
-    def guard_with(self, _guard: object) -> None:
-        """The parameters may be read at any time."""
+    def guard_with(self, guard: ParameterGuard | None) -> None:
+        """Open the guard for good: the parameters may be read at any time."""
+        if guard is not None:
+            guard.open()
 
     def take_grad(self, index: int, *, sums_locally: bool) -> None:
         """Drop the gradient: the runtime copies it to the flat gradient, which is a model state."""

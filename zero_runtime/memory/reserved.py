@@ -64,10 +64,12 @@ class _Feeding:
         self.keys[what] = self._made
         self.allocator.allocate(self._made, nbytes)
 
-    def reach(self, events: int) -> None:
-        """Feed the events of the trace up to this number, which is 0 again in the next micro-batch."""
+    def reach(self, place: int) -> None:
+        """Feed the events of the trace before this mark, or all after the last one."""
         trace = self._trace
-        for event in trace.events[self._done : events]:
+        start = self._done if place else 0  # a micro-batch starts with its first event again
+        events = trace.marks[place][0] if place < len(trace.marks) else len(trace.events)
+        for event in trace.events[start:events]:
             number = abs(event) - 1
             if trace.on_host[number]:
                 continue

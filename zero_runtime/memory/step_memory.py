@@ -58,10 +58,14 @@ def replay_states(
     return StatesReplay(start, marks, step, replay.book.total)
 
 
+MakeUnit = Callable[[UnitSize, MixedPrecision, CountRules, Book, Copying], CountedUnit]
+
+
 class StepReplay:
     """The runtime's half of training steps, in program order.
 
-    reached: called before each mark and at the end of a micro-batch, with the number of the trace's events before it.
+    reached: called before each mark, with its place among the trace's marks, and at the end of a micro-batch, with
+    their number. make_unit: a CountedUnit or a subclass of it. at_most: micro-batches of a step that are replayed.
     """
 
     def __init__(
@@ -72,12 +76,14 @@ class StepReplay:
         *,
         prefetch: int,
         book: Book | None = None,
-        reached: Callable[[int], None] = lambda _events: None,
+        reached: Callable[[int], None] = lambda _place: None,
+        make_unit: MakeUnit = CountedUnit,
+        at_most: int = DISTINCT,
     ) -> None:
         self.book = book or Book()
-        self._trace, self._rules, self._reached = trace, rules, reached
+        self._trace, self._rules, self._reached, self._at_most = trace, rules, reached, at_most
         self._copying = Copying(self.book)
-        self._units = [CountedUnit(size, precision, rules, self.book, self._copying) for size, precision in units]
+        self._units = [make_unit(size, precision, rules, self.book, self._copying) for size, precision in units]
         self._schedule = Schedule(self._units, rules.plan, prefetch=prefetch)
         # As `ZeroRuntime` renews: the root's unit first, which the next forward uses first.
         is_root = {unit: size.is_root for unit, (size, _) in zip(self._units, units, strict=True)}
@@ -87,7 +93,7 @@ class StepReplay:
     def step(self) -> tuple[list[list[Level]], Level]:
         """One step: for each micro-batch that differs, the levels at its start, at each mark and when its backward has
         ended; and the level in the optimizer's step."""
-        count = min(self._rules.micro_batches, DISTINCT)
+        count = min(self._rules.micro_batches, self._at_most)
         levels = [self._micro_batch(boundary=micro == count - 1) for micro in range(count)]
         self.book.begin()
         self._copying.release()
@@ -107,14 +113,14 @@ class StepReplay:
     def _micro_batch(self, *, boundary: bool) -> list[Level]:
         self.book.begin()
         levels = [_level(self.book)]
-        for position, kind, place in self._trace.marks:
-            self._reached(position)
+        for place, (_, kind, unit) in enumerate(self._trace.marks):
+            self._reached(place)
             self.book.begin()
             if kind not in _FORWARD and not self._schedule.in_backward:
                 self._begin_backward(boundary)
-            self._report(kind, self._units[place])
+            self._report(kind, self._units[unit])
             levels.append(_level(self.book))
-        self._reached(len(self._trace.events))
+        self._reached(len(self._trace.marks))
         self.book.begin()
         if not self._schedule.in_backward:
             self._begin_backward(boundary)

@@ -1,0 +1,112 @@
+"""One rank of a calibration: measures the costs that predicted step times are made from. Rank 0 writes the answers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from orchestrator.config.schema import RunConfig, from_dict
+from orchestrator.launch.rank import RankInfo, RankRecord
+from orchestrator.records.record_file import require_json, write_json_atomic
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.worker.event_writer import EventWriter
+from orchestrator.worker.setup import build_deferred, offload_plan, prepare_process
+from orchestrator.workloads.models import token_losses
+from zero_runtime.collectives import Collectives
+from zero_runtime.memory.short_model import shorten
+from zero_runtime.phase_clock import PhaseClock
+from zero_runtime.settings import RuntimeSettings
+from zero_runtime.timing.machine_timer import Repeated, time_copies, time_links, time_updates
+from zero_runtime.timing.segment_timer import SegmentTimer
+from zero_runtime.timing.segments import SegmentTable
+from zero_runtime.unit_planner import UnitRules
+from zero_runtime.watch.watch import RankWatch, WatchSettings
+from zero_runtime.world import WorldSettings, join_world, leave_world
+
+STEPS = 5  # timed micro-batches of a model
+SIZES = [1 << power for power in (14, 18, 20, 22, 24, 26)]  # bytes of the tensors of collectives and copies
+UPDATED = [1 << power for power in (14, 18, 20, 22)]  # elements of the shards that are updated
+Answer = Any
+
+
+def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
+    """Measures what calibration.json asks for; rank 0 writes an event for each answer, and result.json at the end."""
+    asked = require_json(attempt.root / "calibration.json")
+    config = from_dict(require_json(attempt.config))
+    device = prepare_process(config, rank.local_rank)
+    settings = WorldSettings(
+        watch=WatchSettings(stuck_s=config.resources.stuck_s), on_end=RankRecord(attempt, rank.rank).write_error
+    )
+    with join_world(rank.meeting, rank.rank, rank.world, device, settings) as watch:
+        answers = _Calibration(attempt, device, watch, asked["budget_s"]).answers(asked["jobs"])
+        if rank.rank == 0:
+            write_json_atomic(attempt.result, {"answers": answers})
+    leave_world()
+
+
+class _Calibration:
+    def __init__(self, attempt: AttemptPaths, device: torch.device, watch: RankWatch, budget_s: float) -> None:
+        self._device, self._watch, self._budget_s = device, watch, budget_s
+        self._collectives = Collectives(1, PhaseClock(device), watch)
+        self._repeated = Repeated(self._collectives, device)
+        self._events = EventWriter(attempt.metrics, in_background=False)
+
+    def answers(self, jobs: list[dict[str, Any]]) -> dict[str, Answer]:
+        """By key, in the order of the jobs, as far as the time allows."""
+        began, found = time.monotonic(), {}
+        for job in jobs:
+            if self._repeated.mean(time.monotonic() - began) > self._budget_s:
+                break
+            self._watch.journal.begin("start")  # in which ranks may be slow
+            measure = {"segments": self._segments, "links": self._links, "copies": self._copies, "update": self._update}
+            found[job["key"]] = measure[job["kind"]](from_dict(job["config"]))
+            if self._collectives.rank == 0:
+                self._events.write("measured", key=job["key"], kind=job["kind"])
+        self._events.flush()
+        self._collectives.free()
+        return found
+
+    def _segments(self, config: RunConfig) -> Answer:
+        """Seconds of the model's segments at the configured micro-batch."""
+        model, _ = build_deferred(config)
+        rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
+        short = shorten(model, rules, config.recompute)
+        shape = (config.batch.micro, config.batch.seq)
+        ids = torch.randint(int(config.model.config["vocab_size"]), shape, device=self._device)
+        timer = SegmentTimer(
+            model,
+            rules,
+            config.recompute,
+            [ids, ids.roll(-1, 1)],
+            lambda built, ids, labels: token_losses(built, ids, labels, config.loss.tile_tokens) / labels.numel(),
+        )
+        timer.table(1)  # which may compile and allocate
+        self._repeated.mean(0.0)  # ranks measure at the same time, as they compute in a step
+        table = timer.table(STEPS)
+        table = SegmentTable(
+            {key: [self._repeated.mean(one) for one in of_key] for key, of_key in table.values.items()}
+        )
+        return (table if short is None else table.with_blocks(short.units, short.blocks)).plain()
+
+    def _links(self, config: RunConfig) -> Answer:
+        world = config.resources.ranks or 1
+        collectives = Collectives(config.zero.plan.shard_count(world), PhaseClock(self._device), self._watch)
+        try:
+            return asdict(time_links(self._repeated, collectives, self._device, SIZES))
+        finally:
+            collectives.free()
+
+    def _copies(self, _config: RunConfig) -> Answer:
+        return asdict(time_copies(self._repeated, self._device, SIZES))
+
+    def _update(self, config: RunConfig) -> Answer:
+        settings = RuntimeSettings(
+            clip_norm=config.optimizer.clip_norm,
+            watch=self._watch,
+            offload=offload_plan(config.offload, config.output),
+        )
+        precision, rule = config.precision.mixed, config.optimizer.rule
+        return asdict(time_updates(self._repeated, self._device, precision, rule, settings, UPDATED))

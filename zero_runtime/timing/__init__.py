@@ -1,0 +1,1 @@
+"""Predicted times of training steps, and the measurements that predictions are made from."""
