@@ -17,6 +17,7 @@ VERBS = {
     "io-bench": "io_bench",
     "doctor": "doctor",
     "fit": "fit",
+    "calibrate": "calibrate",
     "ui": "ui",
     **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), "verbs"),
 }

@@ -16,6 +16,7 @@ from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.config.strict import Broken
 from orchestrator.plan import fit
 from orchestrator.plan.point import Point
+from orchestrator.plan.speed import Speed
 from orchestrator.records import contents
 from orchestrator.records.record_file import read_or_warn
 from orchestrator.records.record_shapes import STATE
@@ -63,7 +64,7 @@ class Prediction:
 
     limit_bytes: None if it is not known. activations: None if they cannot be counted; `unknown` says
     why. overhead: the memory of CUDA, NCCL and cuBLAS. peak: the worst moment of a step, if the activations
-    were traced. remedies: overrides with which the point fits, if
+    were traced. speed: of a step, if what it needs was measured here. remedies: overrides with which the point fits, if
     they were searched for (`advised`).
     """
 
@@ -74,6 +75,7 @@ class Prediction:
     unknown: str = ""
     overhead: DeviceOverhead = NO_OVERHEAD
     peak: Peak | None = None
+    speed: Speed | None = None
     remedies: tuple[str, ...] = ()
     advised: bool = False
 
@@ -103,6 +105,7 @@ class Prediction:
             "needed": self.needed_bytes,
             "at_most": self.ceiling_bytes,
             **({"peak": asdict(self.peak)} if self.peak is not None else {}),
+            **({"speed": self.speed.to_dict()} if self.speed is not None else {}),
             "limit": self.limit_bytes,
             "ranks_share": self.ranks_share,
             **({"device_overhead": asdict(self.overhead)} if self.overhead.most else {}),

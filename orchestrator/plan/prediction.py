@@ -17,6 +17,7 @@ from orchestrator.plan.decision import Prediction
 from orchestrator.plan.memory_cache import Tell, activations_key, units_key
 from orchestrator.plan.point import Point
 from orchestrator.plan.remedies import PredictedPeak
+from orchestrator.plan.speed import speed_of
 from orchestrator.plan.step import Memories, units_of
 from orchestrator.plan.target import Target, target_of
 from zero_runtime.memory.activation_count import ActivationBytes
@@ -114,7 +115,16 @@ def _prediction(
         counted.get("unknown", ""),
         overhead_of(config),
         None if memory is None else memory.peak(config.batch.micro),
+        None if memory is None else speed_of(memory, hardware_name(config)),
     )
+
+
+def hardware_name(config: RunConfig) -> str:
+    """The name of this machine's hardware, under which measured times are kept."""
+    return _detected().name(config.resources.device)
+
+
+_detected = functools.cache(hardware.detect)
 
 
 def overhead_of(config: RunConfig) -> DeviceOverhead:

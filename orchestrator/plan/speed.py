@@ -6,13 +6,13 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.config.parts import plain
 from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.plan import memory_cache
-from orchestrator.plan.step import ConfigMemory
+from orchestrator.plan.step import ConfigMemory, with_micro
 from orchestrator.records.cache import read_cached, write_cached
 from zero_runtime.offload.plan import Tier
 from zero_runtime.timing.costs import FREE, Curve, StepCosts
@@ -44,10 +44,13 @@ def stored(hardware: str, key: str) -> Any | None:
     return read_cached(_folder(hardware), key)
 
 
-def store(hardware: str, answers: Mapping[str, Any]) -> None:
+def store(hardware: str, measured: Iterable[tuple[Job, Any]]) -> None:
     """Keeps measured answers."""
-    for key, answer in answers.items():
-        write_cached(_folder(hardware), key, answer)
+    for job, answer in measured:
+        write_cached(_folder(hardware), job.key, answer)
+        if job.kind == "segments":
+            known = set(stored(hardware, _micros_key(job.config)) or ())
+            write_cached(_folder(hardware), _micros_key(job.config), sorted({*known, job.config.batch.micro}))
 
 
 def jobs(config: RunConfig) -> list[Job]:
@@ -58,9 +61,18 @@ def jobs(config: RunConfig) -> list[Job]:
     return [*found, _update(config), _segments(config)]
 
 
-def _segments(config: RunConfig) -> Job:
-    parts = {"activations": memory_cache.activations_key(config), "tf32": config.precision.tf32, **place_of(config)}
-    return Job("segments", _key("segments", parts), config)
+def _segments(config: RunConfig, micro: int | None = None) -> Job:
+    config = config if micro is None else with_micro(config, micro)
+    return Job("segments", _key("segments", _of_model(config, memory_cache.activations_key(config))), config)
+
+
+def _micros_key(config: RunConfig) -> str:
+    """The key of the micro-batches at which the segments of a configuration were measured."""
+    return _key("micros", _of_model(config, memory_cache.activations_key(config, any_micro=True)))
+
+
+def _of_model(config: RunConfig, activations: str) -> dict[str, Any]:
+    return {"activations": activations, "tf32": config.precision.tf32, **place_of(config)}
 
 
 def _links(config: RunConfig) -> Job:
@@ -88,11 +100,11 @@ def _key(kind: str, parts: Mapping[str, Any]) -> str:
     return f"{kind}-" + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def missing(configs: Iterable[RunConfig], hardware: str) -> list[Job]:
-    """What was not measured yet for these configurations, each once, the cheapest kinds first."""
+def missing(configs: Iterable[RunConfig], hardware: str, *, fresh: bool = False) -> list[Job]:
+    """What was not measured yet for these configurations, each once, the cheapest kinds first. fresh: all of it."""
     wanted = {job.key: job for config in configs for job in jobs(config)}
     order = ("copies", "links", "update", "segments")
-    left = [job for job in wanted.values() if stored(hardware, job.key) is None]
+    left = [job for job in wanted.values() if fresh or stored(hardware, job.key) is None]
     return sorted(left, key=lambda job: order.index(job.kind))
 
 
@@ -103,26 +115,51 @@ class Speed:
     time: StepTime
     tokens_per_second: float
 
+    def to_dict(self) -> dict[str, float]:
+        """As plain data, for records and other programs."""
+        return {"tokens_per_second": self.tokens_per_second, "step_s": self.time.total_s, **asdict(self.time)}
+
 
 def speed_of(memory: ConfigMemory, hardware: str) -> Speed | None:
-    """The predicted speed of a configuration on this machine; None if something that it needs was not measured, or is
-    not predicted: parameters in a scratch file."""
+    """The predicted speed of a configuration on this machine.
+
+    None if something that it needs was not measured, or is not predicted: parameters in a scratch file, and described
+    hardware.
+    """
     config = memory.config
     micro = config.batch.micro
     part = next((part for part in memory.parts if part.linear.low <= micro <= part.linear.high), None)
-    if part is None or config.offload.params is Tier.NVME:
+    if part is None or config.offload.params is Tier.NVME or config.hardware.is_described:
         return None
-    answers = {job.kind: stored(hardware, job.key) for job in jobs(config)}
-    if any(answer is None for answer in answers.values()):
+    answers = {job.kind: stored(hardware, job.key) for job in jobs(config) if job.kind != "segments"}
+    table = _table(config, hardware)
+    if table is None or any(answer is None for answer in answers.values()):
         return None
     trace = part.linear.trace
-    table: SegmentTable[float] = SegmentTable.of_plain(answers["segments"])
     segments = table.in_order([(kind, unit) for _, kind, unit in trace.marks])
     if segments is None:
         return None
     time = step_time(trace, memory.units, memory.rules, segments, _costs(answers), prefetch=config.zero.prefetch)
     tokens = (config.batch.global_size or 0) * config.batch.seq
     return Speed(time, tokens / time.total_s)
+
+
+def _table(config: RunConfig, hardware: str) -> SegmentTable[float] | None:
+    """The seconds of the segments: measured at this micro-batch, or on a straight line between two others."""
+
+    def measured(micro: int) -> SegmentTable[float] | None:
+        found = stored(hardware, _segments(config, micro).key)
+        return None if found is None else SegmentTable.of_plain(found)
+
+    micro = config.batch.micro
+    exact = measured(micro)
+    known = stored(hardware, _micros_key(config)) or []
+    below, above = [one for one in known if one < micro], [one for one in known if one > micro]
+    if exact is not None or not below or not above:
+        return exact
+    low, high = measured(below[-1]), measured(above[0])
+    share = (micro - below[-1]) / (above[0] - below[-1])
+    return low.combined(high, lambda a, b: a + (b - a) * share) if low is not None and high is not None else None
 
 
 def _costs(answers: Mapping[str, Any]) -> StepCosts:

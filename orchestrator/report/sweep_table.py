@@ -36,8 +36,12 @@ NAMED = 4  # points of a decision that are listed by name
 
 
 def plan_table(planned: Sequence[Planned]) -> Table:
-    """Every point with its decision. The reasons are in `plan_rows`."""
-    return Table(PLAN_HEADER, tuple(_plan_row(point) for point in planned), names=2)
+    """Every point with its decision, and with its predicted speed if one is known. The reasons are in `plan_rows`."""
+    speeds = [(point.predicted.get("speed") or {}).get("tokens_per_second") for point in planned]
+    if not any(speeds):
+        return Table(PLAN_HEADER, tuple(_plan_row(point) for point in planned), names=2)
+    rows = tuple((*_plan_row(point), digits(speed)) for point, speed in zip(planned, speeds, strict=True))
+    return Table((*PLAN_HEADER, "tokens/s"), rows, names=2)
 
 
 def _plan_row(point: Planned) -> tuple[str, ...]:

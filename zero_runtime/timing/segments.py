@@ -17,7 +17,6 @@ from zero_runtime.memory.activation_count import Mark
 from zero_runtime.memory.repeated_blocks import MIDDLE, SHORT, BlockUnits
 
 Value = TypeVar("Value")
-Other = TypeVar("Other")
 Key = tuple[Mark, int]  # a mark and the position of its unit
 END = (Mark.AFTER_BACKWARD, -1)  # the end of the backward, which has no mark
 
@@ -64,9 +63,14 @@ class SegmentTable(Generic[Value]):
                 found[kind, unit + is_behind * more * units.count] = values
         return SegmentTable(found)
 
-    def map(self, change: Callable[[Value], Other]) -> SegmentTable[Other]:
-        """The same table with other values."""
-        return SegmentTable({key: [change(value) for value in values] for key, values in self.values.items()})
+    def combined(
+        self, other: SegmentTable[Value], combine: Callable[[Value, Value], Value]
+    ) -> SegmentTable[Value] | None:
+        """A table of each two values of a segment combined; None if the tables have different segments."""
+        pairs = {key: (values, other.values.get(key, ())) for key, values in self.values.items()}
+        if len(other.values) != len(pairs) or any(len(mine) != len(theirs) for mine, theirs in pairs.values()):
+            return None
+        return SegmentTable({key: [*map(combine, mine, theirs)] for key, (mine, theirs) in pairs.items()})
 
     def plain(self) -> list[list[Any]]:
         """As plain data for JSON; `of_plain` is the inverse."""
