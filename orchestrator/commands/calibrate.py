@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from orchestrator.commands.fit import names
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
@@ -103,8 +104,7 @@ def local_points(words: Sequence[str], axes: Mapping[str, str], verb_name: str) 
 
 
 def _axes(words: Sequence[str], axes: Mapping[str, str] = AXES) -> list[str]:
-    given = {word.partition("=")[0].lstrip("+") for word in words}
-    return [f"{group}={options}" for group, options in axes.items() if group not in given]
+    return [f"{group}={options}" for group, options in axes.items() if group not in names(words)]
 
 
 def predicted(points: Sequence[Point], screen: Screen, *, fresh: bool, quiet: bool) -> dict[str, Prediction]:
@@ -124,7 +124,13 @@ def _row(label: str, found: Prediction | None) -> tuple[str, ...]:
     if found is None or found.speed is None:
         return (label, *[ABSENT] * (len(HEADER) - 1))
     step = found.speed.time
-    parts = (step.model_s, step.exposed_s + step.slowed_s, step.runtime_s, step.update_s, step.control_s)
+    parts = (
+        step.model_s,
+        step.exposed_s + step.slowed_s + step.imbalance_s,
+        step.runtime_s,
+        step.update_s,
+        step.control_s,
+    )
     return (label, digits(found.speed.tokens_per_second), *(digits(1e3 * one) for one in (step.total_s, *parts)))
 
 

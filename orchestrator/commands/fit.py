@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     asked, words = parser().parse_known_args(argv)
     overrides = [one for word in words for one in _with_folder(word)]
     ranks = _ranks(asked.table)
-    fits = _fits(_points(overrides, ranks), quiet=asked.json)
+    fits = fits_of(_points(overrides, ranks), quiet=asked.json)
     if asked.explain is not None:
         fits = [_named(fits, asked.explain)]
     if asked.json:
@@ -107,7 +107,7 @@ def _with_folder(word: str) -> list[str]:
 
 def _points(overrides: Sequence[str], ranks: Sequence[int]) -> list[Point]:
     """The combinations of the settings that the command line leaves open, without those that a rule forbids."""
-    given = {word.partition("=")[0].lstrip("+") for word in overrides}
+    given = names(overrides)
     problems = [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in given]
     if ranks and RANKS in given:
         problems.append(f"--table varies {RANKS}      fix: leave one of them out")
@@ -121,13 +121,18 @@ def _points(overrides: Sequence[str], ranks: Sequence[int]) -> list[Point]:
         raise Refusal(problems)
     axes = [f"{group}={options}" for group, options in AXES.items() if group not in given]
     if not ranks:
-        return _valid_points([*overrides, *axes])
+        return valid_points([*overrides, *axes])
     gpus = _gpus_of_a_node(overrides) if NODES not in given else None
     found: list[Point] = []
     for number in ranks:
         nodes = [f"{NODES}={-(-number // gpus)}"] if gpus and number > gpus else []
-        found += _valid_points([*overrides, *axes, f"{RANKS}={number}", *nodes], f"-ranks{number}")
+        found += valid_points([*overrides, *axes, f"{RANKS}={number}", *nodes], f"-ranks{number}")
     return found
+
+
+def names(words: Sequence[str]) -> set[str]:
+    """The groups and keys that the words set."""
+    return {word.partition("=")[0].lstrip("+") for word in words}
 
 
 def _gpus_of_a_node(overrides: Sequence[str]) -> int | None:
@@ -137,7 +142,7 @@ def _gpus_of_a_node(overrides: Sequence[str]) -> int | None:
     return gpus if isinstance(gpus, int) and gpus > 0 else None
 
 
-def _valid_points(words: Sequence[str], of_ranks: str = "") -> list[Point]:
+def valid_points(words: Sequence[str], of_ranks: str = "") -> list[Point]:
     """The points of the words that no rule refuses, with labels of options only where they are not the plain ones."""
     composition = composed(arguments.split(["--multirun", "--plan", *words]))
     if own := [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in composition.axes]:  # from a file of sweeps/
@@ -170,7 +175,8 @@ def _given(words: Sequence[str]) -> dict[str, str]:
     return {key: value for key, value in pairs.items() if AXES.get(key) != value}
 
 
-def _fits(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
+def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
+    """How large a micro-batch of each point fits, in the order of `fit.order`. Refusal if none can be predicted."""
     configs = [point.config for point in points]
     wanted = [
         one

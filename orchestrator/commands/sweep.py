@@ -62,7 +62,15 @@ class SweepRequest:
 
 def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None = None) -> int:
     """Returns the exit code of `comparison.exit_code`, or 130 if it was stopped."""
-    screen = screen or Screen(make_console(on_stderr=request.as_json))
+    code, sweep = swept(request, hardware, screen or Screen(make_console(on_stderr=request.as_json)))
+    if request.as_json and sweep is not None:
+        standings = sweep_record.standings(sweep)
+        print(sweep_table.document(sweep, standings))
+    return code
+
+
+def swept(request: SweepRequest, hardware: Hardware, screen: Screen) -> tuple[int, SweepPaths | None]:
+    """The same, and the records of the sweep; None if it only showed its plan, or can never run."""
     if request.predicts and not request.as_json:
         screen.say(
             f"{many(len(request.points), 'point')}: predicting {'their' if len(request.points) > 1 else 'its'} memory",
@@ -77,13 +85,9 @@ def run_sweep(request: SweepRequest, hardware: Hardware, screen: Screen | None =
     if all(point.decision is RunState.refused for point in planned):
         raise Refusal(list(dict.fromkeys(point.reason for point in planned)))
     if request.plan_only:
-        return _show_plan_only(request, planned, screen)
+        return _show_plan_only(request, planned, screen), None
     _check_places(request)
-    code, sweep = _carried_out(request, planned, screen)
-    if request.as_json and sweep is not None:
-        standings = sweep_record.standings(sweep)
-        print(sweep_table.document(sweep, standings))
-    return code
+    return _carried_out(request, planned, screen)
 
 
 def _carried_out(request: SweepRequest, planned: list[Planned], screen: Screen) -> tuple[int, SweepPaths | None]:

@@ -18,6 +18,7 @@ VERBS = {
     "doctor": "doctor",
     "fit": "fit",
     "calibrate": "calibrate",
+    "choose": "choose",
     "ui": "ui",
     **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), "verbs"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from orchestrator.plan import memory_cache
 from orchestrator.plan.step import ConfigMemory, with_micro
 from orchestrator.records.cache import read_cached, write_cached
 from zero_runtime.offload.plan import Tier
-from zero_runtime.timing.costs import FREE, Curve, StepCosts
+from zero_runtime.timing.costs import FREE, CollectiveCost, Curve, StepCosts
 from zero_runtime.timing.segments import SegmentTable
 from zero_runtime.timing.step_time import StepTime, step_time
 
@@ -132,24 +132,28 @@ def speed_of(memory: ConfigMemory, hardware: str) -> Speed | None:
     if part is None or config.offload.params is Tier.NVME or config.hardware.is_described:
         return None
     answers = {job.kind: stored(hardware, job.key) for job in jobs(config) if job.kind != "segments"}
-    table = _table(config, hardware)
-    if table is None or any(answer is None for answer in answers.values()):
+    measured = _segments_at(config, hardware)
+    if measured is None or any(answer is None for answer in answers.values()):
         return None
+    table, imbalance_s = measured
     trace = part.linear.trace
     segments = table.in_order([(kind, unit) for _, kind, unit in trace.marks])
     if segments is None:
         return None
-    time = step_time(trace, memory.units, memory.rules, segments, _costs(answers), prefetch=config.zero.prefetch)
+    time = step_time(
+        trace, memory.units, memory.rules, segments, _costs(answers, imbalance_s), prefetch=config.zero.prefetch
+    )
     tokens = (config.batch.global_size or 0) * config.batch.seq
     return Speed(time, tokens / time.total_s)
 
 
-def _table(config: RunConfig, hardware: str) -> SegmentTable[float] | None:
-    """The seconds of the segments: measured at this micro-batch, or on a straight line between two others."""
+def _segments_at(config: RunConfig, hardware: str) -> tuple[SegmentTable[float], float] | None:
+    """The seconds of the segments, and by how much the slowest rank takes longer than the mean of the ranks: measured
+    at this micro-batch, or on a straight line between two others."""
 
-    def measured(micro: int) -> SegmentTable[float] | None:
+    def measured(micro: int) -> tuple[SegmentTable[float], float] | None:
         found = stored(hardware, _segments(config, micro).key)
-        return None if found is None else SegmentTable.of_plain(found)
+        return None if found is None else (SegmentTable.of_plain(found["table"]), found["imbalance_s"])
 
     micro = config.batch.micro
     exact = measured(micro)
@@ -159,19 +163,29 @@ def _table(config: RunConfig, hardware: str) -> SegmentTable[float] | None:
         return exact
     low, high = measured(below[-1]), measured(above[0])
     share = (micro - below[-1]) / (above[0] - below[-1])
-    return low.combined(high, lambda a, b: a + (b - a) * share) if low is not None and high is not None else None
+
+    def between(first: float, second: float) -> float:
+        return first + (second - first) * share
+
+    table = None if low is None or high is None else low[0].combined(high[0], between)
+    return None if table is None or low is None or high is None else (table, between(low[1], high[1]))
 
 
-def _costs(answers: Mapping[str, Any]) -> StepCosts:
+def _costs(answers: Mapping[str, Any], imbalance_s: float) -> StepCosts:
     links: Mapping[str, Any] = answers.get("links") or {}
 
-    def curve(data: Mapping[str, Sequence[tuple[float, float]]] | None) -> Curve:
+    def curve(data: Mapping[str, Any] | None) -> Curve:
         return FREE if data is None else Curve(data["points"])
 
+    def collective(name: str) -> CollectiveCost:
+        found = links.get(name) or {}
+        return CollectiveCost(curve(found.get("start")), curve(found.get("rest")))
+
     return StepCosts(
-        gather=curve(links.get("gather")),
-        reduce=curve(links.get("reduce")),
-        replica=curve(links.get("replica")),
+        gather=collective("gather"),
+        reduce=collective("reduce"),
+        replica=collective("replica"),
+        imbalance_s=imbalance_s,
         control_s=links.get("control_s", 0.0),
         copy=curve(answers["copies"]),
         update=curve(answers["update"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import asdict
 from typing import Any
@@ -20,13 +21,13 @@ from zero_runtime.memory.short_model import shorten
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.settings import RuntimeSettings
 from zero_runtime.timing.machine_timer import Repeated, time_copies, time_links, time_updates
-from zero_runtime.timing.segment_timer import SegmentTimer
+from zero_runtime.timing.segment_timer import SegmentTimer, typical
 from zero_runtime.timing.segments import SegmentTable
 from zero_runtime.unit_planner import UnitRules
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 from zero_runtime.world import WorldSettings, join_world, leave_world
 
-STEPS = 5  # timed micro-batches of a model
+STEPS = 8  # timed micro-batches of a model
 SIZES = [1 << power for power in (14, 18, 20, 22, 24, 26)]  # bytes of the tensors of collectives and copies
 UPDATED = [1 << power for power in (14, 18, 20, 22)]  # elements of the shards that are updated
 Answer = Any
@@ -83,13 +84,19 @@ class _Calibration:
             [ids, ids.roll(-1, 1)],
             lambda built, ids, labels: token_losses(built, ids, labels, config.loss.tile_tokens) / labels.numel(),
         )
-        timer.table(1)  # which may compile and allocate
-        self._repeated.mean(0.0)  # ranks measure at the same time, as they compute in a step
-        table = timer.table(STEPS)
-        table = SegmentTable(
-            {key: [self._repeated.mean(one) for one in of_key] for key, of_key in table.values.items()}
-        )
-        return (table if short is None else table.with_blocks(short.units, short.blocks)).plain()
+        timer.step()  # which may compile and allocate
+        steps, totals = [], []
+        for _ in range(STEPS):
+            self._repeated.mean(0.0)  # ranks begin together, as in a step
+            steps.append(timer.step())
+            totals.append(self._collectives.gather_objects(sum(steps[-1][1])))
+        own = typical(steps)
+        table = SegmentTable({key: [self._repeated.mean(one) for one in of_key] for key, of_key in own.values.items()})
+        whole = table if short is None else table.with_blocks(short.units, short.blocks)
+        ratio = sum(map(sum, whole.values.values())) / sum(map(sum, table.values.values()))
+        late_s = statistics.median(max(of_ranks) - statistics.mean(of_ranks) for of_ranks in totals)
+        # Of a model that is `ratio` times as long the variance grows with the time.
+        return {"table": whole.plain(), "imbalance_s": late_s * ratio**0.5}
 
     def _links(self, config: RunConfig) -> Answer:
         world = config.resources.ranks or 1

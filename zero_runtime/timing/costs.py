@@ -34,20 +34,30 @@ FREE = Curve([(0.0, 0.0)])
 
 
 @dataclass(frozen=True)
+class CollectiveCost:
+    """A kind of collective by the bytes of its full tensor: the time in which a rank begins it and cannot compute, and
+    the time from then until its result can be used, if the rank waits."""
+
+    start: Curve = FREE
+    rest: Curve = FREE
+
+
+@dataclass(frozen=True)
 class StepCosts:
     """The costs of everything in a step but the model's own segments.
 
-    gather, reduce: of an all-gather and a reduce-scatter in the shard group, by the bytes of the full tensor. replica:
-    of an all-reduce over the replicas of a shard, by the bytes of the shard. control_s: of the sum of a few numbers
-    over all ranks, which blocks. copy: of a copy or cast, by the bytes read and written. update: of the optimizer's
-    step, by the elements that a rank updates. compute_slowdown: by how much computing takes longer while a collective
-    is under way, and link_slowdown: by how much a collective takes longer while the rank computes; 0.5 is half as long
-    again.
+    gather, reduce: of an all-gather and a reduce-scatter in the shard group. replica: of an all-reduce over the
+    replicas of a shard. imbalance_s: by how much the slowest rank of a micro-batch takes longer than the mean of the
+    ranks. control_s: of the sum of a few numbers over all ranks, which blocks. copy: of a copy or cast, by the bytes
+    read and written. update: of the optimizer's step, by the elements that a rank updates. compute_slowdown: by how
+    much computing takes longer while a collective is under way, and link_slowdown: by how much a collective takes
+    longer while the rank computes; 0.5 is half as long again.
     """
 
-    gather: Curve = FREE
-    reduce: Curve = FREE
-    replica: Curve = FREE
+    gather: CollectiveCost = CollectiveCost()
+    reduce: CollectiveCost = CollectiveCost()
+    replica: CollectiveCost = CollectiveCost()
+    imbalance_s: float = 0.0
     control_s: float = 0.0
     copy: Curve = FREE
     update: Curve = FREE

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.settings import RuntimeSettings
-from zero_runtime.timing.costs import FREE, Curve
+from zero_runtime.timing.costs import CollectiveCost, Curve
 
 ITEMSIZE_BYTES = 4  # measured messages are fp32
 BUDGET_S = 0.15  # time of the repetitions of one measurement
@@ -50,6 +51,19 @@ class Repeated:
         count = min(max(int(BUDGET_S / max(once, 1e-9)), LEAST), MOST)
         return self.mean(statistics.median(self._one(action, before) for _ in range(count)))
 
+    def in_two(self, start: Callable[[], Pending]) -> tuple[float, float]:
+        """The median times of beginning a collective, and of beginning it and waiting for it."""
+        begun: list[float] = []
+
+        def start_and_wait() -> None:
+            begin = time.perf_counter()
+            pending = start()
+            begun.append(time.perf_counter() - begin)
+            pending.wait()
+
+        all_s = self.seconds(start_and_wait)
+        return self.mean(statistics.median(begun)), all_s
+
     def _one(self, action: Callable[[], object], before: Callable[[], object]) -> float:
         before()
         self.finish()
@@ -68,9 +82,9 @@ class Repeated:
 class LinkTimes:
     """The collectives of one division of the ranks, see StepCosts."""
 
-    gather: Curve
-    reduce: Curve
-    replica: Curve
+    gather: CollectiveCost
+    reduce: CollectiveCost
+    replica: CollectiveCost
     control_s: float
     compute_slowdown: float
     link_slowdown: float
@@ -80,22 +94,29 @@ def time_links(repeated: Repeated, collectives: Collectives, device: torch.devic
     """Times collectives whose full tensors have these sizes in bytes."""
     shards, world = collectives.shard_count, collectives.world
 
-    def curve(start: Callable[[torch.Tensor, torch.Tensor], Pending], kept: int = 1) -> Curve:
-        points = []
+    def cost(start: Callable[[torch.Tensor, torch.Tensor], Pending]) -> CollectiveCost:
+        starts, rests = [], []
         for size in sizes:
             full = torch.zeros(-(-size // ITEMSIZE_BYTES // world) * world, device=device)
-            shard = torch.zeros(full.numel() // kept, device=device)
-            points.append((float(size), repeated.seconds(lambda f=full, s=shard: start(f, s).wait())))  # type: ignore[misc]
-        return Curve(points)
+            shard = torch.zeros(full.numel() // shards, device=device)
+            begun_s, all_s = repeated.in_two(partial(start, full, shard))
+            starts.append((float(size), begun_s))
+            rests.append((float(size), all_s - begun_s))
+        return CollectiveCost(Curve(starts), Curve(rests))
 
+    gather = cost(collectives.all_gather) if shards > 1 else CollectiveCost()
+    replica = cost(lambda full, _: collectives.all_reduce_replicas(full)) if shards < world else CollectiveCost()
+    reduce = cost(collectives.reduce) if shards > 1 else CollectiveCost()
     number = torch.zeros((), dtype=torch.float64, device=device)
-    gather = curve(collectives.all_gather, shards) if shards > 1 else FREE
-    replica = curve(lambda full, _: collectives.all_reduce_replicas(full)) if shards < world else FREE
-    both = curve(collectives.reduce, shards).points if shards > 1 else FREE.points
-    reduce = Curve([(size, max(seconds - replica.at(size / shards), 0.0)) for size, seconds in both])
     control_s = repeated.seconds(lambda: collectives.sum_over_ranks_(number)) if world > 1 else 0.0
     slowed = _slowdowns(repeated, collectives, device, gather if shards > 1 else replica) if world > 1 else (0.0, 0.0)
-    return LinkTimes(gather, reduce, replica, control_s, *slowed)
+    return LinkTimes(gather, _less(reduce, replica, shards), replica, control_s, *slowed)
+
+
+def _less(both: CollectiveCost, replica: CollectiveCost, shards: int) -> CollectiveCost:
+    """The reduce-scatter alone, from that with the all-reduce over the replicas which follows it."""
+    rest = [(size, max(seconds - replica.rest.at(size / shards), 0.0)) for size, seconds in both.rest.points]
+    return CollectiveCost(both.start, Curve(rest))
 
 
 def _slowdowns(repeated: Repeated, collectives: Collectives, device: torch.device, alone: Curve) -> tuple[float, float]:
@@ -114,7 +135,7 @@ def _slowdowns(repeated: Repeated, collectives: Collectives, device: torch.devic
         repeated.finish()
 
     alone_s = repeated.seconds(compute)
-    count = max(2, round(2 * alone_s / alone.at(BESIDE_BYTES)))
+    count = max(2, round(2 * alone_s / alone.rest.at(BESIDE_BYTES)))
     shards, world = collectives.shard_count, collectives.world
     fulls = [torch.zeros(-(-BESIDE_BYTES // ITEMSIZE_BYTES // world) * world, device=device) for _ in range(count)]
 

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -46,16 +47,7 @@ class SegmentTimer:
             return torch.ones(shape, dtype=dtype, device=self._device)
         return torch.empty(shape, dtype=dtype, device=self._device).normal_(std=SPREAD)
 
-    def table(self, count: int) -> SegmentTable[float]:
-        """Seconds by segment: the median of so many steps, which follow one another as micro-batches do."""
-        steps = [self._step() for _ in range(count)]
-        marks = steps[0][0]
-        assert all(found == marks for found, _ in steps), "the same step reported different marks"
-        return SegmentTable.of(
-            marks, [statistics.median(values) for values in zip(*(s for _, s in steps), strict=True)]
-        )
-
-    def _step(self) -> tuple[list[Key], list[float]]:
+    def step(self) -> tuple[list[Key], list[float]]:
         """The marks of one step, and the seconds before each of them and after the last."""
         with self._hooked() as (trace, begin_backward, end_graphs):
             trace.stamp()
@@ -108,6 +100,13 @@ class StampedTrace(Trace):
         if isinstance(last, torch.cuda.Event):
             last.synchronize()
             events = cast("list[torch.cuda.Event]", self._stamps)
-            return [start.elapsed_time(stop) / 1e3 for start, stop in zip(events, events[1:], strict=False)]
+            return [start.elapsed_time(stop) / 1e3 for start, stop in pairwise(events)]
         moments = cast("list[float]", self._stamps)
-        return [stop - start for start, stop in zip(moments, moments[1:], strict=False)]
+        return [stop - start for start, stop in pairwise(moments)]
+
+
+def typical(steps: Sequence[tuple[list[Key], list[float]]]) -> SegmentTable[float]:
+    """Seconds by segment: the medians of several steps, which follow one another as micro-batches do."""
+    marks = steps[0][0]
+    assert all(found == marks for found, _ in steps), "the same step reported different marks"
+    return SegmentTable.of(marks, [statistics.median(values) for values in zip(*(s for _, s in steps), strict=True)])

@@ -19,8 +19,8 @@ class Transfer:
 class StepClock:
     """Time of one rank. Transfers run one after the other, in the order of their issue.
 
-    computing_s: the time that computing took so far, and plain_s: that it would have taken alone; exposed_s: waiting for
-    transfers.
+    computing_s: the time that computing took so far, and plain_s: that it would have taken alone; exposed_s: waiting
+    for transfers.
     """
 
     compute_slowdown: float = 0.0

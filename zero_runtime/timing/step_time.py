@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from zero_runtime.memory.activation_count import Trace
 from zero_runtime.memory.counted_unit import CountRules
@@ -22,20 +23,22 @@ class StepTime:
     """Seconds of one step of a rank.
 
     model_s: the model's own forward, backward and recomputation; slowed_s: by how much more that took beside
-    collectives; runtime_s: copies and casts; exposed_s: waiting for collectives; update_s: the optimizer's step;
-    control_s: sums over the ranks that block.
+    collectives; runtime_s: copies, casts and the beginning of collectives; exposed_s: waiting for collectives;
+    imbalance_s: waiting for the slowest rank; update_s: the optimizer's step; control_s: sums over the ranks, which
+    block.
     """
 
     model_s: float
     slowed_s: float
     runtime_s: float
     exposed_s: float
+    imbalance_s: float
     update_s: float
     control_s: float
 
     @property
     def total_s(self) -> float:
-        return self.model_s + self.slowed_s + self.runtime_s + self.exposed_s + self.update_s + self.control_s
+        return sum(astuple(self))
 
 
 def step_time(
@@ -74,6 +77,16 @@ def step_time(
         slowed_s=clock.computing_s - computed_s - plain_s,
         runtime_s=plain_s - model_s,
         exposed_s=clock.exposed_s - exposed_s,
+        imbalance_s=costs.imbalance_s * _meetings(rules),
         update_s=costs.update.at(numel) if numel else 0.0,
         control_s=2 * costs.control_s,  # the number of tokens, and the norm
     )
+
+
+def _meetings(rules: CountRules) -> float:
+    """How often the ranks of a step wait for the slowest, in units of one micro-batch.
+
+    They meet in each backward that reduces. Of micro-batches between two meetings the variances add up, not the times.
+    """
+    every = rules.plan.reduces_every_backward and not rules.reduces_at_boundary
+    return rules.micro_batches if every else math.sqrt(rules.micro_batches)

@@ -10,7 +10,7 @@ from functools import partial
 from zero_runtime.memory.counted_unit import Book, Copying, CountedUnit, CountRules
 from zero_runtime.memory.model import UnitSize
 from zero_runtime.precision import MixedPrecision
-from zero_runtime.timing.costs import StepCosts
+from zero_runtime.timing.costs import CollectiveCost, StepCosts
 from zero_runtime.timing.step_clock import StepClock, Transfer
 
 NOTHING = Transfer(0.0)
@@ -40,7 +40,7 @@ class TimedUnit(CountedUnit):
         super().unshard()
         nbytes = self._numel * self._param
         if self._rules.shard_count > 1:
-            self._gather_sent = self._clock.issue(self._costs.gather.at(nbytes))
+            self._gather_sent = self._begin(self._costs.gather, nbytes)
         elif self._casts or not self._plan.keeps_full_params:
             self._copy(2 * nbytes)
 
@@ -67,14 +67,14 @@ class TimedUnit(CountedUnit):
         assert self._whole_grad is not None
         if self._whole_grad.nbytes != self._numel * self._reduce:
             self._copy(self._whole_grad.nbytes + self._numel * self._reduce)
-        self._reduce_sent = self._clock.issue(self._reduction_s)
+        if self._rules.shard_count > 1:
+            self._reduce_sent = self._begin(self._costs.reduce, self._numel * self._reduce)
+        if self._rules.replica_count > 1:
+            self._reduce_sent = self._begin(self._costs.replica, self._shard * self._reduce)
 
-    @property
-    def _reduction_s(self) -> float:
-        """Of a reduce-scatter over the shards and an all-reduce over the replicas."""
-        rules, costs = self._rules, self._costs
-        seconds = costs.reduce.at(self._numel * self._reduce) if rules.shard_count > 1 else 0.0
-        return seconds + (costs.replica.at(self._shard * self._reduce) if rules.replica_count > 1 else 0.0)
+    def _begin(self, collective: CollectiveCost, nbytes: float) -> Transfer:
+        self._clock.compute(collective.start.at(nbytes))
+        return self._clock.issue(collective.rest.at(nbytes))
 
     def wait_reduce(self) -> None:
         if self._reducing is None:

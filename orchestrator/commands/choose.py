@@ -1,0 +1,213 @@
+"""`zlab choose`: the fastest setting that fits, from predictions, confirmed by a few short runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.commands import calibrate, fit
+from orchestrator.commands.experiment_file import write_experiment
+from orchestrator.commands.sweep import SweepRequest, swept
+from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.compose import arguments
+from orchestrator.compose.line import composed
+from orchestrator.config.cluster import ClusterKind
+from orchestrator.config.strict import Refusal
+from orchestrator.exit_codes import FAILED, OK
+from orchestrator.plan import choice, speed
+from orchestrator.plan.choice import Candidate
+from orchestrator.plan.fit import Fit
+from orchestrator.plan.point import Point
+from orchestrator.plan.points import judged
+from orchestrator.plan.prediction import hardware_name
+from orchestrator.plan.rules.scene import here
+from orchestrator.records import sweep_record
+from orchestrator.report.screen import Screen, make_console
+from orchestrator.report.summary import Row, Table
+from orchestrator.text.paths import program, shown
+from orchestrator.text.streams import complain
+from orchestrator.text.units import ABSENT, digits, many, size
+
+RUNS = 4  # most real runs
+FIRST = (1, 4, 16)  # micro-batches that are predicted first
+GROWTH = 4
+GAIN = 1.02  # of tokens per second, for which a larger micro-batch is looked at
+LONGEST_S = 20.0  # of a predicted step that is still measured
+SHOWN = 12
+HEADER = ("row", "micro", "tokens/s, predicted", "tokens/s, measured", "needs/rank", "because")
+MICRO = "batch.micro"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the ranking and writes the file of the chosen setting. Returns 0, or 1 if nothing fits or ran."""
+    asked, words = parser().parse_known_args(argv)
+    screen = Screen(make_console(on_stderr=asked.json))
+    fits, micro = _rows(words)
+    fitting = [one for one in fits if one.micro]
+    screen.say(f"{many(len(fits), 'combination')}: {len(fitting)} fit, with a micro-batch of up to {_largest(fits)}")
+    if not fitting:
+        complain(f"error: nothing fits; the nearest, {fits[0].label}: {fits[0].reason}")
+        return FAILED
+    try:
+        ranked = _predicted(fitting, micro, screen)
+    except calibrate.CalibrationError as error:
+        complain(f"error: nothing was measured: {error}")
+        return FAILED
+    if not ranked or ranked[0].speed is None:
+        complain("error: the speed of no combination could be predicted      see: docs/fit.md")
+        return FAILED
+    finalists = choice.shortlist(ranked, asked.runs)
+    is_here = not ranked[0].config.hardware.is_described
+    measured = _confirmed(finalists, words, screen) if is_here and asked.runs else {}
+    best = max(finalists, key=lambda one: measured.get(one.label, 0.0)) if measured else ranked[0]
+    if is_here and asked.runs and not measured:
+        complain("error: none of the short runs ended with a result")
+        return FAILED
+    _show(ranked, finalists, measured, best, screen, as_json=asked.json)
+    return OK
+
+
+def parser() -> VerbParser:
+    parser = verb_parser(
+        "choose",
+        "Finds the fastest stage, offload, recomputation, loss and micro-batch that fit: predicts all combinations of "
+        "what the line leaves open, measures parts of a step here (as calibrate does), and confirms the best by short "
+        f"runs. For hardware={'...'} that is not here, from its data sheet, and without runs.",
+    )
+    parser.usage = f"{program()} choose [-h] [group=option | key=value ...] [--runs N] [--json]"
+    parser.epilog = f"example: {program()} choose model=llama_tiny precision=fp32"
+    parser.add_argument("--runs", type=int, default=RUNS, help=f"most real runs; 0 only predicts; default: {RUNS}")
+    add_json(parser)
+    return parser
+
+
+def _rows(words: Sequence[str]) -> tuple[list[Fit], int | None]:
+    """The rows of fit, and the micro-batch that the words give; None if they leave it open."""
+    flags = sorted(set(arguments.split(words).flags) - set(calibrate.FLAGS))
+    if flags:
+        raise Refusal([f"choose has no {flag}      see: {program()} choose --help" for flag in flags])
+    given = [word for word in words if word.partition("=")[0] == MICRO]
+    micro = given[-1].partition("=")[2] if given else None
+    if micro is not None and not (micro.isdigit() and int(micro)):
+        raise Refusal([f"{given[-1]}: expected one number for choose      fix: {MICRO}=4, or leave it out"])
+    left = [word for word in words if word not in given]
+    axes = [f"{group}={options}" for group, options in fit.AXES.items() if group not in fit.names(left)]
+    fits = fit.fits_of(fit.valid_points([*left, *axes]), quiet=True)
+    if any(one.config.cluster.kind is ClusterKind.slurm for one in fits):
+        raise Refusal(["choose measures on this machine      fix: cluster=local, inside a job of the cluster"])
+    return fits, None if micro is None else int(micro)
+
+
+def _largest(fits: Sequence[Fit]) -> str:
+    largest = max(fits, key=lambda one: one.micro)
+    return f"{largest.micro}{'+' if largest.capped else ''}"
+
+
+def _predicted(fits: Sequence[Fit], micro: int | None, screen: Screen) -> list[Candidate]:
+    """All candidates, the fastest first. Larger micro-batches are looked at as long as they gain."""
+    name = hardware_name(fits[0].config)
+    micros = list(FIRST) if micro is None else [micro]
+    largest = max(one.micro for one in fits)
+    ranked = _measured(choice.candidates(fits, micros), name, screen)
+    while micro is None and ranked and ranked[0].speed is not None:
+        best, next_micro = ranked[0], GROWTH * micros[-1]
+        smaller = [one for one in ranked if one.micro == micros[-2]]
+        gains = best.micro == micros[-1] and best.tokens_per_second > GAIN * (
+            smaller[0].tokens_per_second if smaller else 0.0
+        )
+        if not gains or next_micro > largest or GROWTH * best.speed.time.total_s > LONGEST_S:
+            break
+        micros.append(next_micro)
+        near = [one.fit for one in choice.fastest_of_rows(ranked) if one in choice.shortlist(ranked, len(ranked))]
+        more = _measured(choice.candidates(near, [next_micro]), name, screen)
+        ranked = sorted([*ranked, *more], key=lambda one: -one.tokens_per_second)
+    return ranked
+
+
+def _measured(found: Sequence[Candidate], name: str, screen: Screen) -> list[Candidate]:
+    here_ = [one.config for one in found if not one.config.hardware.is_described]
+    jobs = sorted(speed.missing(here_, name), key=lambda job: job.config.batch.micro if job.kind == "segments" else 0)
+    if jobs:
+        calibrate.measure(jobs, name, lambda text: screen.say(text, "dim"))
+    return choice.with_speeds(found, name)
+
+
+def _confirmed(finalists: Sequence[Candidate], words: Sequence[str], screen: Screen) -> dict[str, float]:
+    """Measured tokens per second by label, of the runs that ended with a result."""
+    longer = [] if "measure" in fit.names(words) else ["measure=standard"]
+    scene, points = here(), []
+    for one in finalists:
+        found, _ = judged(composed(arguments.split([*one.overrides, *longer])), scene)
+        points += [replace(point, label=one.label) for point in found if isinstance(point, Point)]
+    request = SweepRequest("choose", tuple(points), command=())
+    screen.say(f"confirming {many(len(points), 'candidate')} by short runs", "bold")
+    _, sweep = swept(request, scene.hardware, screen)
+    standings = [] if sweep is None else sweep_record.standings(sweep)
+    results = {standing.label: standing.result() for standing in standings}
+    return {label: result["throughput"]["tokens_per_second"]["median"] for label, result in results.items() if result}
+
+
+def _show(
+    ranked: Sequence[Candidate],
+    finalists: Sequence[Candidate],
+    measured: dict[str, float],
+    best: Candidate,
+    screen: Screen,
+    *,
+    as_json: bool,
+) -> None:
+    rows = choice.fastest_of_rows(ranked)
+    shown_rows = list(dict.fromkeys([best, *finalists, *rows]))[:SHOWN]
+    folder = Path(best.config.output).absolute() / "chosen"
+    name = write_experiment(folder, best.overrides, _because(best, measured))
+    if as_json:
+        print(json.dumps(_document(best, shown_rows, measured, folder, name), ensure_ascii=False))
+        return
+    screen.console.print()
+    screen.table(Table(HEADER, tuple(_row(one, ranked[0], measured, best) for one in shown_rows), names=1))
+    left = len(rows) - len({one.fit.label for one in shown_rows})
+    notes = [Row("not shown", f"{many(left, 'row')} that {'are' if left > 1 else 'is'} slower")] if left > 0 else []
+    largest = max((one.fit for one in rows), key=lambda found: found.micro)
+    capped = "at least " if largest.capped else ""
+    notes.append(Row("largest", f"micro-batch {capped}{largest.micro} fits with {largest.label}"))
+    notes.append(Row("chosen", f"{best.label}: {_because(best, measured)}"))
+    notes.append(Row("file", shown(folder / "experiment" / f"{name}.yaml")))
+    command = [program(), shlex.join(["--config-dir", shown(folder), f"experiment={name}"])]
+    screen.closing([*notes, Row("next", " ".join(command))])
+
+
+def _because(best: Candidate, measured: dict[str, float]) -> str:
+    if best.label in measured:
+        return f"the fastest of {many(len(measured), 'short run')}, {digits(measured[best.label])} tokens/s"
+    rough = "roughly " if best.config.hardware.is_described else ""
+    return f"the fastest by prediction, {rough}{digits(best.tokens_per_second)} tokens/s; no run has confirmed it"
+
+
+def _row(one: Candidate, first: Candidate, measured: dict[str, float], best: Candidate) -> tuple[str, ...]:
+    peak = one.fit.memory.peak(one.micro)
+    known = measured.get(one.label)
+    text = choice.reason(one, first)
+    if one is best and known is not None:
+        text = "chosen: measured fastest"
+    needs = ABSENT if peak is None else size(peak.total + one.fit.overhead.least)
+    return (one.fit.label, str(one.micro), digits(one.tokens_per_second or None), digits(known), needs, text)
+
+
+def _document(
+    best: Candidate, rows: Sequence[Candidate], measured: dict[str, float], folder: Path, name: str
+) -> dict[str, Any]:
+    listed = [
+        {
+            "label": one.label,
+            "overrides": list(one.overrides),
+            "micro": one.micro,
+            "predicted": None if one.speed is None else one.speed.to_dict(),
+            "measured_tokens_per_second": measured.get(one.label),
+        }
+        for one in rows
+    ]
+    return {"chosen": best.label, "config_dir": str(folder), "experiment": name, "rows": listed}
