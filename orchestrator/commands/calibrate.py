@@ -30,7 +30,7 @@ from orchestrator.plan.point import Point
 from orchestrator.plan.points import judged
 from orchestrator.plan.prediction import hardware_name
 from orchestrator.plan.rules.scene import here
-from orchestrator.plan.speed import Job
+from orchestrator.plan.speed import TimingJob
 from orchestrator.records.record_file import EventTail, require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.records.run_state import RunState
@@ -139,10 +139,10 @@ def _document(point: Point, found: Prediction | None) -> dict[str, Any]:
     return {"label": point.label, "overrides": list(point.overrides), "speed": known}
 
 
-def measure(jobs: Sequence[Job], hardware: str, told: Callable[[str], None], budget_s: float = BUDGET_S) -> int:
+def measure(jobs: Sequence[TimingJob], hardware: str, told: Callable[[str], None], budget_s: float = BUDGET_S) -> int:
     """Measures the jobs, with one start of ranks for each number of ranks and threads. Keeps the answers; returns how
     many there are. Call it from the main thread."""
-    groups: dict[str, list[Job]] = {}
+    groups: dict[str, list[TimingJob]] = {}
     for job in jobs:
         groups.setdefault(json.dumps(speed.place_of(job.config), sort_keys=True), []).append(job)
     done = 0
@@ -155,7 +155,7 @@ def measure(jobs: Sequence[Job], hardware: str, told: Callable[[str], None], bud
     return done
 
 
-def _measured(group: Sequence[Job], told: Callable[[str], None], budget_s: float) -> dict[str, Any]:
+def _measured(group: Sequence[TimingJob], told: Callable[[str], None], budget_s: float) -> dict[str, Any]:
     config = group[0].config
     folder = Path(tempfile.mkdtemp(prefix="zlab-calibrate-"))
     try:

@@ -113,19 +113,23 @@ def _predicted(fits: Sequence[Fit], micro: int | None, screen: Screen) -> list[C
     micros = list(FIRST) if micro is None else [micro]
     largest = max(one.micro for one in fits)
     ranked = _measured(choice.candidates(fits, micros), name, screen)
-    while micro is None and ranked and ranked[0].speed is not None:
-        best, next_micro = ranked[0], GROWTH * micros[-1]
-        smaller = [one for one in ranked if one.micro == micros[-2]]
-        gains = best.micro == micros[-1] and best.tokens_per_second > GAIN * (
-            smaller[0].tokens_per_second if smaller else 0.0
-        )
-        if not gains or next_micro > largest or GROWTH * best.speed.time.total_s > LONGEST_S:
+    while micro is None and ranked:
+        next_micro = GROWTH * micros[-1]
+        if next_micro > largest or not _gains(ranked, micros):
             break
         micros.append(next_micro)
         near = [one.fit for one in choice.fastest_of_rows(ranked) if one in choice.shortlist(ranked, len(ranked))]
         more = _measured(choice.candidates(near, [next_micro]), name, screen)
         ranked = sorted([*ranked, *more], key=lambda one: -one.tokens_per_second)
     return ranked
+
+
+def _gains(ranked: Sequence[Candidate], micros: Sequence[int]) -> bool:
+    """Whether the largest micro-batch so far is the fastest, by enough, and its step short enough for a larger one."""
+    best = ranked[0]
+    smaller = max((one.tokens_per_second for one in ranked if one.micro == micros[-2]), default=0.0)
+    is_faster = best.micro == micros[-1] and best.tokens_per_second > GAIN * smaller
+    return best.speed is not None and is_faster and GROWTH * best.speed.time.total_s <= LONGEST_S
 
 
 def _measured(found: Sequence[Candidate], name: str, screen: Screen) -> list[Candidate]:

@@ -24,9 +24,9 @@ def write_experiment(folder: Path, words: Sequence[str], why: str) -> str:
     settings: dict[str, Any] = {}
     for key, value in pairs:
         if key not in groups:
-            *path, last = key.split(".")
+            *outer, last = key.split(".")
             inner = settings
-            for part in path:
+            for part in outer:
                 inner = inner.setdefault(part, {})
             inner[last] = yaml.safe_load(value)
     name = f"chosen_{hashlib.sha256(' '.join(sorted(words)).encode()).hexdigest()[:8]}"

@@ -9,7 +9,7 @@ from orchestrator.config.schema import LossKind, RunConfig
 from orchestrator.plan.fit import RECOMPUTED, Fit
 from orchestrator.plan.speed import Speed, speed_of
 from orchestrator.plan.step import with_micro
-from zero_runtime.timing.step_time import StepTime
+from zero_runtime.timing.step_time import StepSeconds
 
 NEAR = 0.75  # of the highest predicted speed: what a prediction may be wrong by
 # The parts of a step's time in the words of a reason.
@@ -108,4 +108,4 @@ def _per_token(one: Candidate) -> dict[str, float]:
     assert one.speed is not None
     batch, time = one.config.batch, one.speed.time
     tokens = batch.micro * (batch.accumulation or 1) * batch.seq
-    return {name: getattr(time, name) / tokens for name in StepTime.__dataclass_fields__}
+    return {name: getattr(time, name) / tokens for name in StepSeconds.__dataclass_fields__}

@@ -17,11 +17,11 @@ from orchestrator.records.cache import read_cached, write_cached
 from zero_runtime.offload.plan import Tier
 from zero_runtime.timing.costs import FREE, CollectiveCost, Curve, StepCosts
 from zero_runtime.timing.segments import SegmentTable
-from zero_runtime.timing.step_time import StepTime, step_time
+from zero_runtime.timing.step_time import StepSeconds, step_time
 
 
 @dataclass(frozen=True)
-class Job:
+class TimingJob:
     """Something to measure: its kind, the key of the answer, and a configuration that has it."""
 
     kind: str
@@ -44,7 +44,7 @@ def stored(hardware: str, key: str) -> Any | None:
     return read_cached(_folder(hardware), key)
 
 
-def store(hardware: str, measured: Iterable[tuple[Job, Any]]) -> None:
+def store(hardware: str, measured: Iterable[tuple[TimingJob, Any]]) -> None:
     """Keeps measured answers."""
     for job, answer in measured:
         write_cached(_folder(hardware), job.key, answer)
@@ -53,17 +53,17 @@ def store(hardware: str, measured: Iterable[tuple[Job, Any]]) -> None:
             write_cached(_folder(hardware), _micros_key(job.config), sorted({*known, job.config.batch.micro}))
 
 
-def jobs(config: RunConfig) -> list[Job]:
+def jobs(config: RunConfig) -> list[TimingJob]:
     """What has to be measured for a prediction of this configuration's step, the cheapest first."""
-    found = [Job("copies", _key("copies", place_of(config)), config)]
+    found = [TimingJob("copies", _key("copies", place_of(config)), config)]
     if (config.resources.ranks or 1) > 1:
         found.append(_links(config))
     return [*found, _update(config), _segments(config)]
 
 
-def _segments(config: RunConfig, micro: int | None = None) -> Job:
+def _segments(config: RunConfig, micro: int | None = None) -> TimingJob:
     config = config if micro is None else with_micro(config, micro)
-    return Job("segments", _key("segments", _of_model(config, memory_cache.activations_key(config))), config)
+    return TimingJob("segments", _key("segments", _of_model(config, memory_cache.activations_key(config))), config)
 
 
 def _micros_key(config: RunConfig) -> str:
@@ -75,14 +75,14 @@ def _of_model(config: RunConfig, activations: str) -> dict[str, Any]:
     return {"activations": activations, "tf32": config.precision.tf32, **place_of(config)}
 
 
-def _links(config: RunConfig) -> Job:
+def _links(config: RunConfig) -> TimingJob:
     shards = config.zero.plan.shard_count(config.resources.ranks or 1)
-    return Job("links", _key("links", {"shards": shards, **place_of(config)}), config)
+    return TimingJob("links", _key("links", {"shards": shards, **place_of(config)}), config)
 
 
-def _update(config: RunConfig) -> Job:
+def _update(config: RunConfig) -> TimingJob:
     groups = {name: plain(getattr(config, name)) for name in ("optimizer", "precision", "offload")}
-    return Job("update", _key("update", {**groups, **place_of(config)}), config)
+    return TimingJob("update", _key("update", {**groups, **place_of(config)}), config)
 
 
 def place_of(config: RunConfig) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _key(kind: str, parts: Mapping[str, Any]) -> str:
     return f"{kind}-" + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def missing(configs: Iterable[RunConfig], hardware: str, *, fresh: bool = False) -> list[Job]:
+def missing(configs: Iterable[RunConfig], hardware: str, *, fresh: bool = False) -> list[TimingJob]:
     """What was not measured yet for these configurations, each once, the cheapest kinds first. fresh: all of it."""
     wanted = {job.key: job for config in configs for job in jobs(config)}
     order = ("copies", "links", "update", "segments")
@@ -112,7 +112,7 @@ def missing(configs: Iterable[RunConfig], hardware: str, *, fresh: bool = False)
 class Speed:
     """The predicted time of a step, and tokens per second of all ranks."""
 
-    time: StepTime
+    time: StepSeconds
     tokens_per_second: float
 
     def to_dict(self) -> dict[str, float]:
@@ -165,7 +165,7 @@ def _segments_at(config: RunConfig, hardware: str) -> tuple[SegmentTable[float],
     share = (micro - below[-1]) / (above[0] - below[-1])
 
     def between(first: float, second: float) -> float:
-        return first + (second - first) * share
+        return first + (second - first) * float(share)
 
     table = None if low is None or high is None else low[0].combined(high[0], between)
     return None if table is None or low is None or high is None else (table, between(low[1], high[1]))

@@ -17,8 +17,9 @@ from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.setup import build_deferred, offload_plan, prepare_process
 from orchestrator.workloads.models import token_losses
 from zero_runtime.collectives import Collectives
-from zero_runtime.memory.short_model import shorten
+from zero_runtime.memory.short_model import Shortened, shorten
 from zero_runtime.phase_clock import PhaseClock
+from zero_runtime.plan import ZeroPlan
 from zero_runtime.settings import RuntimeSettings
 from zero_runtime.timing.machine_timer import Repeated, time_copies, time_links, time_updates
 from zero_runtime.timing.segment_timer import SegmentTimer, typical
@@ -48,6 +49,25 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     leave_world()
 
 
+def timer_of(config: RunConfig, device: torch.device) -> tuple[SegmentTimer, Shortened | None]:
+    """The timer of a configuration's model. Of many equal blocks five are built, if the second value is not None."""
+    model, _ = build_deferred(config)
+    rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
+    short = shorten(model, rules, config.recompute)
+    if short is None:
+        model, _ = build_deferred(config)  # it may have lost blocks
+    shape = (config.batch.micro, config.batch.seq)
+    ids = torch.randint(int(config.model.config["vocab_size"]), shape, device=device)
+    timer = SegmentTimer(
+        model,
+        rules,
+        config.recompute,
+        [ids, ids.roll(-1, 1)],
+        lambda built, ids, labels: token_losses(built, ids, labels, config.loss.tile_tokens) / labels.numel(),
+    )
+    return timer, short
+
+
 class _Calibration:
     def __init__(self, attempt: AttemptPaths, device: torch.device, watch: RankWatch, budget_s: float) -> None:
         self._device, self._watch, self._budget_s = device, watch, budget_s
@@ -72,18 +92,7 @@ class _Calibration:
 
     def _segments(self, config: RunConfig) -> Answer:
         """Seconds of the model's segments at the configured micro-batch."""
-        model, _ = build_deferred(config)
-        rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
-        short = shorten(model, rules, config.recompute)
-        shape = (config.batch.micro, config.batch.seq)
-        ids = torch.randint(int(config.model.config["vocab_size"]), shape, device=self._device)
-        timer = SegmentTimer(
-            model,
-            rules,
-            config.recompute,
-            [ids, ids.roll(-1, 1)],
-            lambda built, ids, labels: token_losses(built, ids, labels, config.loss.tile_tokens) / labels.numel(),
-        )
+        timer, short = timer_of(config, self._device)
         timer.step()  # which may compile and allocate
         steps, totals = [], []
         for _ in range(STEPS):
@@ -115,5 +124,5 @@ class _Calibration:
             watch=self._watch,
             offload=offload_plan(config.offload, config.output),
         )
-        precision, rule = config.precision.mixed, config.optimizer.rule
-        return asdict(time_updates(self._repeated, self._device, precision, rule, settings, UPDATED))
+        plan, precision, rule = ZeroPlan.from_stage(0), config.precision.mixed, config.optimizer.rule
+        return asdict(time_updates(self._repeated, self._device, plan, precision, rule, settings, UPDATED))

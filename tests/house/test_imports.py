@@ -40,6 +40,11 @@ PURE = (
     "memory.caching_allocator",
     "memory.paper_formulas",
     "memory.peers",
+    "timing.costs",
+    "timing.segments",
+    "timing.step_clock",
+    "timing.step_time",
+    "timing.timed_unit",
     "offload.memory",
     "offload.scratch_settings",
     "optim.configs",
@@ -130,7 +135,8 @@ ROOMS = {
         "accounting": "collectives offload optim pure settings unit",
         "runtime": "accounting build collectives ledger module_hooks non_finite offload optim own_device "
         "phase_clock pure settings step_report unit whole_tensors world",
-        "memory": "accounting activations dtypes module_hooks offload pure runtime unit_planner",
+        "memory": "accounting activations dtypes guarded_parameter module_hooks offload pure runtime unit_planner",
+        "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",
         "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit",
         "deepspeed": "agreement checkpoint dtypes offload own_device pure runtime step_report watch world",
         "zero_runtime": "",  # imports lazily, by name

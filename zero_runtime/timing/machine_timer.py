@@ -119,7 +119,9 @@ def _less(both: CollectiveCost, replica: CollectiveCost, shards: int) -> Collect
     return CollectiveCost(both.start, Curve(rest))
 
 
-def _slowdowns(repeated: Repeated, collectives: Collectives, device: torch.device, alone: Curve) -> tuple[float, float]:
+def _slowdowns(
+    repeated: Repeated, collectives: Collectives, device: torch.device, alone: CollectiveCost
+) -> tuple[float, float]:
     """By how much computing, and collectives of a kind that takes so long `alone`, take longer at the same time.
 
     Collectives are begun that would take twice as long as the products that are then computed. When the products have
@@ -198,16 +200,17 @@ class _Matrices(nn.Module):
 def time_updates(
     repeated: Repeated,
     device: torch.device,
+    plan: ZeroPlan,
     precision: MixedPrecision,
     optimizer: OptimizerConfig,
     settings: RuntimeSettings,
     sizes: Sequence[int],
 ) -> Curve:
-    """Times `ZeroRuntime.step` without sharding, by the elements that a rank updates."""
+    """Times `ZeroRuntime.step` with a plan that shards nothing, by the elements that a rank updates."""
     points = []
     for numel in sizes:
         width = max(8, round((numel / MATRICES) ** 0.5))
-        runtime = ZeroRuntime(_Matrices(width), ZeroPlan.from_stage(0), precision, optimizer, settings, device)
+        runtime = ZeroRuntime(_Matrices(width), plan, precision, optimizer, settings, device)
         row = torch.ones(1, width, device=device)
         try:
             seconds = repeated.seconds(lambda r=runtime: r.step(1e-4), lambda r=runtime, x=row: r.backward(r(x)))  # type: ignore[misc]

@@ -9,7 +9,7 @@ EXHAUSTED_S = 1e-15  # less work than this is rounding
 
 
 @dataclass(eq=False)
-class Transfer:
+class InFlight:
     """A collective under way. left_s: its time when nothing else runs."""
 
     left_s: float
@@ -28,7 +28,7 @@ class StepClock:
     computing_s: float = 0.0
     plain_s: float = 0.0
     exposed_s: float = 0.0
-    _queue: deque[Transfer] = field(default_factory=deque)
+    _queue: deque[InFlight] = field(default_factory=deque)
 
     def compute(self, seconds: float) -> None:
         """Compute what takes this long when no transfer is under way."""
@@ -43,21 +43,21 @@ class StepClock:
             self._advance(first, both_s / (1 + self.link_slowdown))
             self.computing_s += both_s
 
-    def issue(self, seconds: float) -> Transfer:
+    def issue(self, seconds: float) -> InFlight:
         """Begin a transfer behind those under way."""
-        transfer = Transfer(seconds)
+        transfer = InFlight(seconds)
         if seconds > 0:
             self._queue.append(transfer)
         return transfer
 
-    def wait(self, transfer: Transfer) -> None:
+    def wait(self, transfer: InFlight) -> None:
         """Wait until the transfer has ended, and so have all issued before it."""
         while transfer in self._queue:
             first = self._queue[0]
             self.exposed_s += first.left_s
             self._advance(first, first.left_s)
 
-    def _advance(self, first: Transfer, seconds: float) -> None:
+    def _advance(self, first: InFlight, seconds: float) -> None:
         first.left_s -= seconds
         if first.left_s <= EXHAUSTED_S:
             self._queue.popleft()

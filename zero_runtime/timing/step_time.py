@@ -19,7 +19,7 @@ STEPS = 3  # the first records the order of the units; the gathers at the end of
 
 
 @dataclass(frozen=True)
-class StepTime:
+class StepSeconds:
     """Seconds of one step of a rank.
 
     model_s: the model's own forward, backward and recomputation; slowed_s: by how much more that took beside
@@ -49,7 +49,7 @@ def step_time(
     costs: StepCosts,
     *,
     prefetch: int,
-) -> StepTime:
+) -> StepSeconds:
     """The time of a steady step.
 
     trace: of one micro-batch. segments: seconds of the model's own work before each mark of the trace and after the
@@ -72,7 +72,7 @@ def step_time(
     model_s = sum(segments) * rules.micro_batches
     plain_s = clock.plain_s - plain_s
     numel = sum(size.padded_numel // rules.shard_count for size, _ in units if size.trainable)
-    return StepTime(
+    return StepSeconds(
         model_s=model_s,
         slowed_s=clock.computing_s - computed_s - plain_s,
         runtime_s=plain_s - model_s,

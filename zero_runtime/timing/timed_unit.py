@@ -11,9 +11,9 @@ from zero_runtime.memory.counted_unit import Book, Copying, CountedUnit, CountRu
 from zero_runtime.memory.model import UnitSize
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.timing.costs import CollectiveCost, StepCosts
-from zero_runtime.timing.step_clock import StepClock, Transfer
+from zero_runtime.timing.step_clock import InFlight, StepClock
 
-NOTHING = Transfer(0.0)
+NOTHING = InFlight(0.0)
 
 
 class TimedUnit(CountedUnit):
@@ -72,7 +72,7 @@ class TimedUnit(CountedUnit):
         if self._rules.replica_count > 1:
             self._reduce_sent = self._begin(self._costs.replica, self._shard * self._reduce)
 
-    def _begin(self, collective: CollectiveCost, nbytes: float) -> Transfer:
+    def _begin(self, collective: CollectiveCost, nbytes: float) -> InFlight:
         self._clock.compute(collective.start.at(nbytes))
         return self._clock.issue(collective.rest.at(nbytes))
 
