@@ -9,7 +9,6 @@ wire depend on the backend.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -28,12 +27,9 @@ class Volume:
         self.bytes += elements * element_bytes
 
 
-class Sent(NamedTuple):
-    """What messages are alike in: the collective, the unit, and the dtype of the tensor that is sent."""
-
-    kind: str
-    unit: str
-    dtype: torch.dtype
+# What messages are alike in: the collective, the unit, and the dtype of the tensor that is sent. A plain tuple, since
+# every collective makes one.
+Sent = tuple[str, str, torch.dtype]
 
 
 @dataclass
@@ -44,7 +40,7 @@ class Ledger:
     control: Volume = field(default_factory=Volume)
 
     def record(self, kind: str, unit: str, elements: int, dtype: torch.dtype) -> None:
-        sent = Sent(kind, unit, dtype)
+        sent = (kind, unit, dtype)
         volume = self.sent.get(sent) or self.sent.setdefault(sent, Volume())
         volume.add(elements, dtype.itemsize)
 
@@ -52,8 +48,8 @@ class Ledger:
     def data(self) -> dict[str, Volume]:
         """The volumes by kind of collective."""
         kinds: dict[str, Volume] = {}
-        for sent, volume in self.sent.items():
-            kinds.setdefault(sent.kind, Volume()).add(volume.elements, sent.dtype.itemsize, volume.calls)
+        for (kind, _, dtype), volume in self.sent.items():
+            kinds.setdefault(kind, Volume()).add(volume.elements, dtype.itemsize, volume.calls)
         return kinds
 
     @property

@@ -120,8 +120,8 @@ def _sums_now(units: Iterable[Unit]) -> Iterator[DTypeCount]:
 
 
 def _sent(ledger: Ledger) -> Iterator[DTypeCount]:
-    for sent, volume in ledger.sent.items():
-        yield DTypeCount(sent.kind, sent.unit, short_name(sent.dtype), volume.elements, volume.bytes)
+    for (kind, unit, dtype), volume in ledger.sent.items():
+        yield DTypeCount(kind, unit, short_name(dtype), volume.elements, volume.bytes)
 
 
 def _count(component: str, unit: Unit, stored: Stored) -> DTypeCount:
