@@ -123,7 +123,7 @@ class Collectives:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return Pending()
-        self.ledger.record("all_gather", (self.shard_count - 1) * shard.numel(), shard.element_size())
+        self.ledger.record("all_gather", unit, (self.shard_count - 1) * shard.numel(), shard.dtype)
         start = self._gathering(full, shard, self._groups.gather)
         return Pending(self._issue("all_gather", unit, full, start, polled=lasting))
 
@@ -151,7 +151,7 @@ class Collectives:
             if full.data_ptr() != shard.data_ptr():
                 shard.copy_(full)
             return self.all_reduce_replicas(shard, unit)
-        self.ledger.record("reduce_scatter", (self.shard_count - 1) * shard.numel(), full.element_size())
+        self.ledger.record("reduce_scatter", unit, (self.shard_count - 1) * shard.numel(), full.dtype)
         scatter = self._start("reduce_scatter", unit, full, self._summing(shard, full, self._groups.reduce))
         if self.replica_count == 1:
             return Pending(partial(self._blocking, *scatter))
@@ -173,7 +173,7 @@ class Collectives:
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream(shard.device)
         side_stream = self._side_stream
-        start = self._counted_all_reduce(shard)
+        start = self._counted_all_reduce(shard, unit)
 
         def start_behind() -> Started:
             with torch.cuda.stream(side_stream):
@@ -186,7 +186,7 @@ class Collectives:
         """Sum `shard` over its replicas, in place."""
         if self.replica_count == 1:
             return Pending()
-        start = self._counted_all_reduce(shard)
+        start = self._counted_all_reduce(shard, unit)
         group = self._groups.replica
         if group not in self._messages:
             return Pending(self._issue("all_reduce", unit, shard, start))
@@ -195,9 +195,9 @@ class Collectives:
         wait = self._issue("all_reduce", unit, shard, self._summing(own, shard, group))
         return Pending(wait, then=lambda: self._issue("all_reduce", unit, shard, self._gathering(shard, own, group))())
 
-    def _counted_all_reduce(self, shard: torch.Tensor) -> Start:
+    def _counted_all_reduce(self, shard: torch.Tensor, unit: str) -> Start:
         elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count
-        self.ledger.record("all_reduce", elements, shard.element_size())
+        self.ledger.record("all_reduce", unit, elements, shard.dtype)
         return _starting(dist.all_reduce, shard, op=dist.ReduceOp.SUM, group=self._groups.replica)
 
     def _gathering(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> Start:

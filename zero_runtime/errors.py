@@ -58,6 +58,10 @@ class NonFiniteError(ZeroError, RuntimeError):
     """The loss or the gradient norm is not finite; nothing was updated."""
 
 
+class DTypeError(ZeroError, RuntimeError):
+    """Tensors or messages had other dtypes than the configuration asks for."""
+
+
 class RankError(ZeroError, RuntimeError):
     """Ranks issued different collectives, or a rank died, failed or stopped.
 

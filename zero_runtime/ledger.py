@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 
 @dataclass
 class Volume:
@@ -19,29 +21,43 @@ class Volume:
     elements: int = 0
     bytes: int = 0
 
-    def add(self, elements: int, element_bytes: int) -> None:
-        self.calls += 1
+    def add(self, elements: int, element_bytes: int, calls: int = 1) -> None:
+        self.calls += calls
         self.elements += elements
         self.bytes += elements * element_bytes
 
 
+# What messages are alike in: the collective, the unit, and the dtype of the tensor that is sent. A plain tuple, since
+# every collective makes one.
+Sent = tuple[str, str, torch.dtype]
+
+
 @dataclass
 class Ledger:
-    """Volumes since the last `reset`, by kind of collective; control messages (norms, losses, counts) separately."""
+    """Volumes since the last `reset`; those of control messages (norms, losses, counts) separately."""
 
-    data: dict[str, Volume] = field(default_factory=dict)
+    sent: dict[Sent, Volume] = field(default_factory=dict)
     control: Volume = field(default_factory=Volume)
 
-    def record(self, kind: str, elements: int, element_bytes: int) -> None:
-        volume = self.data.get(kind) or self.data.setdefault(kind, Volume())
-        volume.add(elements, element_bytes)
+    def record(self, kind: str, unit: str, elements: int, dtype: torch.dtype) -> None:
+        sent = (kind, unit, dtype)
+        volume = self.sent.get(sent) or self.sent.setdefault(sent, Volume())
+        volume.add(elements, dtype.itemsize)
+
+    @property
+    def data(self) -> dict[str, Volume]:
+        """The volumes by kind of collective."""
+        kinds: dict[str, Volume] = {}
+        for (kind, _, dtype), volume in self.sent.items():
+            kinds.setdefault(kind, Volume()).add(volume.elements, dtype.itemsize, volume.calls)
+        return kinds
 
     @property
     def data_elements(self) -> int:
-        return sum(volume.elements for volume in self.data.values())
+        return sum(volume.elements for volume in self.sent.values())
 
     def reset(self) -> Ledger:
         """Restart from zero; returns the volumes counted before."""
-        counted = Ledger(self.data, self.control)
-        self.data, self.control = {}, Volume()
+        counted = Ledger(self.sent, self.control)
+        self.sent, self.control = {}, Volume()
         return counted

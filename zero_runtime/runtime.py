@@ -63,6 +63,8 @@ class ZeroRuntime:
         self.clock = PhaseClock(device)
         self.collectives = Collectives(plan.shard_count(world_size()), self.clock, settings.watch)
         self.collectives.journal.begin("start")
+        # As the model is given: its parameters are views of flat tensors from here on.
+        self.given_dtypes = {name: param.dtype for name, param in model.named_parameters()}
         try:
             builder = UnitBuilder(plan, precision, settings, self.collectives, device)
             self.units, self.optimizer, self.tier = builder.build(model, optimizer)

@@ -205,6 +205,11 @@ class Unit:
         """[S] grad_dtype: this rank's part of the gradient that is summed over the ranks."""
         return self._gradients.grad_shard
 
+    @property
+    def reduced_in(self) -> torch.dtype | None:
+        """The dtype in which the gradients were last summed over the ranks; None before the first time."""
+        return self._gradients.reduced_in
+
     def begin_backward(self) -> None:
         """Accept gradients again, after the reduction of an earlier backward."""
         self._gradients.begin_backward()

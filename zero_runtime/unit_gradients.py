@@ -65,6 +65,7 @@ class UnitGradients:
         self.state = GradState.EMPTY
         self.unsharded_grad: torch.Tensor | None = None
         self.grad_shard: torch.Tensor | None = None
+        self.reduced_in: torch.dtype | None = None  # of the last sum over the ranks, even if there is only one rank
         self._reduce_dtype = TORCH_DTYPE[spec.precision.reduce]
         self._collectives = collectives
         self._device = device
@@ -134,6 +135,7 @@ class UnitGradients:
         self._filled.clear()
         self._closed = True
         full = self.unsharded_grad.to(self._reduce_dtype)  # the same tensor if the dtypes agree
+        self.reduced_in = full.dtype
         if self._reduces_in_place:
             out = self._own_slice(full)
         else:

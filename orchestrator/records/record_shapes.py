@@ -61,6 +61,7 @@ RESULT = {
         "activations_bytes": NUMBER_OR_NULL,
         "other_tensors_bytes": NUMBER_OR_NULL,
     },
+    "dtypes": Maybe(Each(Each(NUMBER))),
     "communication": {
         "data": Each({"calls": NUMBER, "elements": NUMBER, "bytes": NUMBER}),
         "theory": str,

@@ -86,7 +86,7 @@ class Screen:
             self.console.print()
             self.console.print(_table(table))
         self.console.print()
-        talk = summary.communication_rows(result)
+        talk = [*summary.communication_rows(result), *summary.dtype_rows(result)]
         learned = summary.learning_rows(result)
         self.rows([*talk, *learned, *summary.checkpoint_rows(result), summary.machine_row(result)])
         for warning in filter(None, (note, ranking.load_text(result))):

@@ -19,6 +19,8 @@ PHASES = (
     ("optimizer", "optimizer"),
     ("data", "data"),
 )
+MESSAGES = ("all_gather", "reduce_scatter", "all_reduce")
+UNSHOWN = (*MESSAGES, "reduced", "accumulated", "autocast")  # of `dtypes`: sent, or for a moment in the dtype of others
 STATES = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer"}
 
 
@@ -185,6 +187,23 @@ def memory_table(result: Mapping[str, Any]) -> Table:
 
 def _memory_row(name: str, measured: float | None, predicted: float | None) -> tuple[str, ...]:
     return name, size(predicted), size(measured), difference(measured, predicted)
+
+
+def dtype_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Bytes by dtype of what was compared with the configuration; empty for a result of before the comparison."""
+    found = result.get("dtypes") or {}
+    if not found:
+        return []
+    kept = [f"{name} {_by_dtype(found[name])}" for name in found if name not in UNSHOWN]
+    sent: dict[str, float] = {}
+    for name in MESSAGES:
+        for dtype, size_bytes in found.get(name, {}).items():
+            sent[dtype] = sent.get(dtype, 0) + size_bytes
+    return [Row("dtypes", f"as configured: {', '.join([*kept, *([f'sent {_by_dtype(sent)}'] if sent else [])])}")]
+
+
+def _by_dtype(amounts: Mapping[str, float]) -> str:
+    return " and ".join(f"{dtype} {size(amount)}" for dtype, amount in amounts.items())
 
 
 def communication_rows(result: Mapping[str, Any]) -> list[Row]:

@@ -86,6 +86,8 @@ def summary_metrics(result: Mapping[str, Any]) -> dict[str, float]:
             total += state[f"{which}_bytes"] or 0
             values[f"{state['component']}_{which}_mib"] = _mib(state[f"{which}_bytes"])
         values[f"states_{which}_mib"] = _mib(total)
+    for component, amounts in (result.get("dtypes") or {}).items():
+        values |= {f"{component}_{dtype}_mib": _mib(count_bytes) for dtype, count_bytes in amounts.items()}
     return {f"summary/{name}": value for name, value in finite(values).items()}
 
 

@@ -31,6 +31,7 @@ class Readings:
     skipped: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     census: Census | None = None
+    dtypes: dict[str, dict[str, int]] = field(default_factory=dict)  # bytes by component and dtype, audited
     activations_bytes: int = 0
     validation_loss: float | None = None
 

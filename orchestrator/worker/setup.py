@@ -22,8 +22,10 @@ from orchestrator.workloads.tokenizer import load_tokenizer
 from orchestrator.workloads.weights import weights_of
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
+from zero_runtime.dtypes import short_name
 from zero_runtime.initial_values import Initialise
 from zero_runtime.kernels.registration import prepare
+from zero_runtime.memory.dtype_rules import AskedDTypes
 from zero_runtime.numa import bind_to_gpu
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.loss_scaler import UNSCALED
@@ -109,6 +111,18 @@ def build_runtime(
         )
     _compile_kernels(config, device)
     return TrainingSetup(runtime, recomputation)
+
+
+def asked_dtypes(config: RunConfig, runtime: ZeroRuntime) -> AskedDTypes:
+    """The dtypes that the configuration asks for in the runtime's units."""
+    assert config.batch.accumulation is not None
+    return AskedDTypes(
+        config.precision.mixed,
+        config.batch.accumulation,
+        config.optimizer.rule.held_states,
+        tuple(config.precision.keep_dtype),
+        {name: short_name(dtype) for name, dtype in runtime.given_dtypes.items()},
+    )
 
 
 def _compile_kernels(config: RunConfig, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.faults import Faults
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share
 from orchestrator.worker.saving import Progress, Saving
-from orchestrator.worker.setup import build_data, build_runtime, cpu_model, prepare_process
+from orchestrator.worker.setup import asked_dtypes, build_data, build_runtime, cpu_model, prepare_process
 from orchestrator.worker.stopping import StopSignals
 from orchestrator.workloads.data import TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
@@ -35,6 +35,7 @@ from zero_runtime.accounting import saving_trouble
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.errors import NonFiniteError
 from zero_runtime.memory.census import ActivationCensus, take_census
+from zero_runtime.memory.dtype_audit import DTypeAudit
 from zero_runtime.phase_clock import Lap
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
@@ -98,6 +99,7 @@ class RankRun:
         self._steps = config.measure.warmup_steps + config.measure.steps
         self._schedule = config.scheduler.curve.build(config.optimizer.lr, self._steps)
         self._readings = measure.Readings()
+        self._audit = DTypeAudit(runtime, asked_dtypes(config, runtime))
         self._load = LoadMeter()
         self._used: Used | None = None
         self._saving = Saving(attempt, config, runtime, self._data.hash, restarted=rank.restarts > 0)
@@ -137,6 +139,8 @@ class RankRun:
             self._faults.at_step(step + 1, self._rank.rank)
             report, lr = self._train_step(step)
             self._note_step(step, report, lr)
+            if step == self._census_step:  # before anything is saved that a later run could go on from
+                self._readings.dtypes = self._audit.conclude(self._readings.ledger)
             self._saving.after_step(self._progress)
             if report.stop and step + 1 < self._steps:
                 self._tell_all()
@@ -166,9 +170,11 @@ class RankRun:
         rates = self._schedule.rates(runtime.updates - self._saving.first_update)
         # Speculative optimizer steps run during the last backward, so they need the rate before it.
         runtime.expect_rate(rates)
-        self._backwards(batches, tokens, counting=step == self._census_step)
+        counts = step == self._census_step
+        with self._audit if counts else contextlib.nullcontext():
+            self._backwards(batches, tokens, counting=counts)
         self._read_last_step()
-        if step == self._census_step:
+        if counts:
             self._readings.census = take_census(runtime)
         assert isinstance(rates.lr, float)
         try:
@@ -389,6 +395,7 @@ class RankRun:
             "load": {"others_share": others},
             "phases_ms": measure.phases_ms(readings, warmup),
             "memory": measure.memory(runtime, memory),
+            "dtypes": readings.dtypes,
             "communication": measure.communication(
                 runtime, readings.ledger, reduces_at_boundary=config.zero.reduce_at_boundary
             ),

@@ -32,6 +32,7 @@ PURE = (
     "memory.activation_count",
     "memory.counted_unit",
     "memory.device_overhead",
+    "memory.dtype_rules",
     "memory.repeated_blocks",
     "memory.reserved",
     "memory.step_memory",
@@ -135,7 +136,8 @@ ROOMS = {
         "accounting": "collectives offload optim pure settings unit",
         "runtime": "accounting build collectives ledger module_hooks non_finite offload optim own_device "
         "phase_clock pure settings step_report unit whole_tensors world",
-        "memory": "accounting activations dtypes guarded_parameter module_hooks offload pure runtime unit_planner",
+        "memory": "accounting activations dtypes guarded_parameter ledger module_hooks offload pure runtime unit "
+        "unit_planner",
         "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",
         "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit",
         "deepspeed": "agreement checkpoint dtypes offload own_device pure runtime step_report watch world",

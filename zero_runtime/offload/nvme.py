@@ -22,7 +22,7 @@ from zero_runtime.offload.nvme_locations import NvmeLocation, NvmeSeparateLocati
 from zero_runtime.offload.pipeline import Waits, pipeline
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_file import ScratchFile, aligned_buffer
-from zero_runtime.offload.tier import MASTER, PARAM, StatesOf, StateTier, Update, tensors_of
+from zero_runtime.offload.tier import MASTER, PARAM, StatesOf, StateTier, Stored, Update, tensors_of
 from zero_runtime.unit import Unit
 
 
@@ -216,6 +216,11 @@ class NvmeTier(StateTier):
         tensors = tensors_of(self._locations.values())
         tensors["staging"] += self._slots.made()
         return tensors
+
+    def stored(self, unit: Unit) -> dict[str, Stored]:
+        record = self._records.get(unit.name)
+        regions = {} if record is None else record.regions
+        return {name: Stored(region.numel, region.dtype) for name, region in regions.items()}
 
     def close(self) -> None:
         """Release the file and the memory. Idempotent."""

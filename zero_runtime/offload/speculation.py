@@ -18,7 +18,7 @@ from threading import Thread
 
 import torch
 
-from zero_runtime.offload.tier import StateTier, Update
+from zero_runtime.offload.tier import StateTier, Stored, Update
 from zero_runtime.unit import Unit
 
 
@@ -129,3 +129,6 @@ class SpeculativeTier(StateTier):
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         return self._tier.tensors()
+
+    def stored(self, unit: Unit) -> dict[str, Stored]:
+        return self._tier.stored(unit)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,17 @@ from zero_runtime.shard_location import ShardLocation
 from zero_runtime.unit import Unit
 
 PARAM, MASTER = "param", "master"
+
+
+class Stored(NamedTuple):
+    """Size and dtype of a tensor that may be in a file."""
+
+    numel: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Stored:
+        return cls(tensor.numel(), tensor.dtype)
 
 
 @dataclass
@@ -93,6 +105,10 @@ class StateTier:
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Host tensors that this tier holds, by component (params, grads, optimizer, staging), for counting."""
+        return {}
+
+    def stored(self, unit: Unit) -> dict[str, Stored]:
+        """The unit's tensors that this tier stores and the unit does not hold, by name (PARAM, MASTER, a state)."""
         return {}
 
     def close(self) -> None:

@@ -163,6 +163,10 @@ class ShardedOptimizer:
         belong to the optimizer: filling them in place sets the states. Waits for an update that is under way."""
         unit.settle()
         self._make_states()
+        return self.tensors_of(unit)
+
+    def tensors_of(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """The same tensors as they are now, without waiting: empty ones if they are in a file. For counting."""
         held = self._by_unit.get(unit.name)
         return {} if held is None else held.states
 

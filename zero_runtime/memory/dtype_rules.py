@@ -1,0 +1,184 @@
+"""Which dtypes a configuration asks for in each unit, and in which words counted tensors differ from them.
+
+The rules are those of docs/runtime.md. They are written here apart from the code that allocates and sends, which would
+repeat its own mistake. Standard library only.
+
+[Note: what is counted]
+A tensor counts under each name that it serves: a master that is the parameter shard itself is in `master` and in
+`params`. So the bytes need no rule for aliases; the bytes of memory are counted in census.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from zero_runtime.errors import some
+from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, HeldState
+from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+
+# Components that exist between a step's last backward and its update, besides the optimizer's states.
+PARAMS, GATHERED, MASTER, GRADS, REDUCED = "params", "gathered", "master", "grads", "reduced"
+# Components of which there may be any number of elements: the rule is their dtype alone.
+ACCUMULATED, AUTOCAST = "accumulated", "autocast"
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+MESSAGES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+_SIZES = STATE_ITEMSIZE_BYTES | dict[str, int](ITEMSIZE_BYTES.items())
+_SETTINGS = {
+    **dict.fromkeys((PARAMS, ALL_GATHER), "precision.param"),
+    **dict.fromkeys((GATHERED, AUTOCAST), "precision.compute"),
+    **dict.fromkeys((REDUCED, REDUCE_SCATTER, ALL_REDUCE), "precision.reduce"),
+    **dict.fromkeys((GRADS, ACCUMULATED), "precision.accumulate"),
+    MASTER: "precision.master",
+}
+
+
+class DTypeCount(NamedTuple):
+    """Elements of one dtype that one unit has, or has sent, as one component."""
+
+    component: str
+    unit: str
+    dtype: str
+    elements: int
+    nbytes: int
+
+
+class Amount(NamedTuple):
+    elements: int
+    nbytes: int
+
+
+Key = tuple[str, str]  # component, unit
+Tally = dict[Key, dict[str, Amount]]  # by dtype
+
+
+@dataclass(frozen=True)
+class SizedUnit:
+    """A unit's parameters with their elements, and its elements P and S on this rank (see unit.py)."""
+
+    name: str
+    params: tuple[tuple[str, int], ...]
+    padded_numel: int
+    shard_numel: int
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class AskedDTypes:
+    """The settings that decide dtypes. states: of the optimizer. given: dtype of each parameter in the given model,
+    which those that match `keep_dtype` keep."""
+
+    precision: MixedPrecision
+    micro_batches: int
+    states: tuple[HeldState, ...]
+    keep_dtype: tuple[str, ...] = ()
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    def of_param(self, name: str) -> MixedPrecision:
+        """The dtypes of one parameter."""
+        own = next((one for one in ITEMSIZE_BYTES if one == self.given.get(name)), None)
+        if own is None or not any(fnmatchcase(name, pattern) for pattern in self.keep_dtype):
+            return self.precision
+        master = max(self.precision.master, own, key=ITEMSIZE_BYTES.__getitem__)
+        return replace(self.precision, param=own, compute=None, master=master)
+
+    def of_unit(self, unit: SizedUnit) -> Iterator[DTypeCount]:
+        """What the unit must hold between the last backward of a step and its update. Parameters of a unit are alike;
+        if a unit has some that must not be alike, `gathered` has several dtypes."""
+        for name, numel in unit.params:
+            one = self.of_param(name)
+            yield _count(GATHERED, unit, one.compute or one.param, numel)
+        kind = self.of_param(unit.params[0][0])
+        yield _count(PARAMS, unit, kind.param, unit.shard_numel)
+        if unit.trainable:
+            yield _count(MASTER, unit, kind.master, unit.shard_numel)
+            for state in self.states:
+                yield _count(state.name, unit, state.dtype, unit.shard_numel // state.per)
+            yield _count(GRADS, unit, kind.grad(self.micro_batches), unit.shard_numel)
+            yield _count(REDUCED, unit, kind.reduce, unit.padded_numel)
+
+    def in_passing(self, component: str, unit: SizedUnit) -> str | None:
+        """The dtype of elements of any number; None if the unit has no such component."""
+        kind = self.of_param(unit.params[0][0])
+        if component == ALL_GATHER:
+            return kind.param
+        if component == AUTOCAST:
+            return kind.compute or kind.param
+        if not unit.trainable:
+            return None
+        sums: dict[str, str] = {ACCUMULATED: kind.accumulate, REDUCE_SCATTER: kind.reduce, ALL_REDUCE: kind.reduce}
+        return sums.get(component)
+
+    def setting(self, component: str) -> str:
+        """The key that decides a component's dtype."""
+        if component == GRADS and self.micro_batches == 1:
+            return _SETTINGS[REDUCED]
+        return _SETTINGS.get(component, "optimizer")
+
+
+def differences(asked: AskedDTypes, units: Iterable[SizedUnit], found: Iterable[DTypeCount]) -> list[str]:
+    """For each component in which `found` is not what is asked for, what was expected and found in which units."""
+    by_name = {unit.name: unit for unit in units}
+    counted = tally(found)
+    wanted = tally(one for unit in by_name.values() for one in asked.of_unit(unit))
+    for key, amounts in counted.items():
+        if key not in wanted:
+            wanted[key] = _in_passing(asked, by_name.get(key[1]), key[0], amounts)
+    return _texts(
+        asked, {key: (wanted[key], counted.get(key, {})) for key in wanted if wanted[key] != counted.get(key)}
+    )
+
+
+def tally(counts: Iterable[DTypeCount]) -> Tally:
+    """The amounts by component and unit, then by dtype; without those of no elements."""
+    found: Tally = {}
+    for one in counts:
+        if one.elements:
+            amounts = found.setdefault((one.component, one.unit), {})
+            before = amounts.get(one.dtype, Amount(0, 0))
+            amounts[one.dtype] = Amount(before.elements + one.elements, before.nbytes + one.nbytes)
+    return found
+
+
+def bytes_by_dtype(counts: Iterable[DTypeCount]) -> dict[str, dict[str, int]]:
+    """Bytes of all units by component, then by dtype."""
+    found: dict[str, dict[str, int]] = {}
+    for one in counts:
+        amounts = found.setdefault(one.component, {})
+        amounts[one.dtype] = amounts.get(one.dtype, 0) + one.nbytes
+    return found
+
+
+def _count(component: str, unit: SizedUnit, dtype: str, elements: int) -> DTypeCount:
+    return DTypeCount(component, unit.name, dtype, elements, elements * _SIZES[dtype])
+
+
+def _in_passing(
+    asked: AskedDTypes, unit: SizedUnit | None, component: str, amounts: Mapping[str, Amount]
+) -> dict[str, Amount]:
+    dtype = None if unit is None else asked.in_passing(component, unit)
+    elements = sum(amount.elements for amount in amounts.values())
+    return {} if dtype is None else {dtype: Amount(elements, elements * _SIZES[dtype])}
+
+
+def _texts(asked: AskedDTypes, differing: Mapping[Key, tuple[dict[str, Amount], dict[str, Amount]]]) -> list[str]:
+    """One text for all units in which a component has the same wrong dtypes."""
+    alike: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[Key]] = {}
+    for key, (want, found) in differing.items():
+        alike.setdefault((key[0], tuple(want), tuple(found)), []).append(key)
+    texts = []
+    for (component, _, _), keys in alike.items():
+        wanted, counted = (_dtypes(differing[key][which] for key in keys) for which in (0, 1))
+        units = some(unit for _, unit in keys)
+        texts.append(f"{component} of unit {units}: expected {wanted} ({asked.setting(component)}), found {counted}")
+    return texts
+
+
+def _dtypes(amounts: Iterable[Mapping[str, Amount]]) -> str:
+    total: dict[str, int] = {}
+    for one in amounts:
+        for dtype, amount in one.items():
+            total[dtype] = total.get(dtype, 0) + amount.nbytes
+    return " and ".join(f"{dtype} ({nbytes:,} bytes)" for dtype, nbytes in total.items()) or "none"
