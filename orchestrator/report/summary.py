@@ -285,6 +285,14 @@ def next_after_run(overrides: Sequence[str]) -> str:
     return f"{program()} {shlex.join(['-m', 'zero=stage0,stage1,stage2,stage3', *others])}"
 
 
+def changed_command(overrides: Sequence[str], changes: str) -> str:
+    """The command that runs one point with other settings: overrides that the changes replace are left out."""
+    words = changes.split()
+    groups = [word.partition("=")[0] for word in words]
+    replaced = [f"{group}{key}" for group in groups for key in ("", ".stage", ".kind")]
+    return run_command([*without_key(overrides, *replaced), *words])
+
+
 def run_command(overrides: Sequence[str]) -> str:
     """The command that runs one point."""
     return " ".join([program(), shlex.join(without_key(overrides, "sweeps"))]).strip()
