@@ -102,8 +102,7 @@ def answers(
     """
     wanted = {units_key(config): config for config in units}
     counted = {activations_key(config): config for config in activations}
-    known = {key: answer for key in (*wanted, *counted) if (answer := stored(key)) is not None}
-    known |= _traces_of(known)
+    known = stored_answers([*wanted, *counted])
     # The child gets the configurations that differ only in the micro-batch as one group.
     families: dict[str, dict[str, Any]] = {}
     for key, config in counted.items():
@@ -121,6 +120,12 @@ def answers(
     return known
 
 
+def stored_answers(keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The stored answers by key, with the traces that they name."""
+    known = {key: answer for key in keys if (answer := stored(key)) is not None}
+    return known | _traces_of(known)
+
+
 def _traces_of(known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The stored traces that answers name. An answer without its trace is removed, so that it is computed again."""
     traces: dict[str, dict[str, Any]] = {}
@@ -136,7 +141,9 @@ def _traces_of(known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return traces
 
 
-def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None, within_s: float) -> Iterator[tuple[str, Any]]:
+def _ask_child(
+    asked: Mapping[str, Any], total: int, tell: Tell | None, within_s: float = math.inf
+) -> Iterator[tuple[str, Any]]:
     """The child's answers as they arrive. The child is killed if it is silent for SILENCE_S, or after `within_s`."""
     lines: SimpleQueue[str | None] = SimpleQueue()
     try:

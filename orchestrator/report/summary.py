@@ -104,6 +104,8 @@ def ready_text(event: Mapping[str, Any]) -> str:
     predicted = f", model states predicted {size(_sum(states, 'predicted_bytes'))} a rank" if states else ""
     kept = (event.get("predicted") or {}).get("activations_predicted_bytes")
     predicted += f", activations {size(kept)}" if kept is not None else ""
+    peak = (event.get("predicted") or {}).get("peak_predicted_bytes")
+    predicted += f", peak {size(peak)}" if peak is not None else ""
     return f"{count(event.get('parameters'))} parameters{predicted}, data hash {event.get('data_hash', ABSENT)}"
 
 
@@ -168,10 +170,10 @@ def memory_table(result: Mapping[str, Any]) -> Table:
     if memory.get("activations_host_bytes"):
         rows.append(_memory_row("  offloaded to host memory", memory["activations_host_bytes"], None))
     rows.append(_memory_row("other tensors", memory["other_tensors_bytes"], None))
-    if memory.get("floor_predicted_bytes") is not None:
-        rows.append(_memory_row("worst moment of a step, at least", None, memory["floor_predicted_bytes"]))
+    allocated, expected = memory.get("peak_allocated_bytes"), memory.get("peak_predicted_bytes")
+    if allocated is not None or expected is not None:
+        rows.append(_memory_row("peak allocated", allocated, expected))
     for key, name in (
-        ("peak_allocated_bytes", "peak allocated"),
         ("peak_reserved_bytes", "peak reserved"),
         ("peak_rss_bytes", "peak RSS of the process"),
     ):

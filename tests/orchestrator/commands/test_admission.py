@@ -24,8 +24,8 @@ from orchestrator.plan.decision import Prediction, Wishes
 from orchestrator.plan.point import Point
 from orchestrator.records.record_file import read_json
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.report import summary
 from orchestrator.report.screen import Screen
+from orchestrator.text import paths
 from zero_runtime.memory.device_overhead import DeviceOverhead
 from zero_runtime.memory.model import StateBytes
 from zero_runtime.memory.step_memory import Peak
@@ -86,7 +86,7 @@ def test_a_run_that_cannot_fit_starts_no_rank_and_is_recorded_in_the_words_of_a_
     assert "would fit: zero=stage3   or   batch.micro=2" in shown
     assert not list(attempt.root.glob("rank*"))
     # The next commands: with what would fit instead of what was typed, and as it was typed.
-    program = summary.program()
+    program = paths.program()
     assert f"{program} precision=bf16 zero=stage3\n" in shown
     assert f"{program} zero=stage2 precision=bf16 --prune off" in shown
 
