@@ -34,7 +34,11 @@ class Record:
 
 
 def run(*overrides: str) -> Record:
-    """Measures one configuration and blocks until it has ended. Other commands can watch it in the meantime."""
+    """Measures one configuration and blocks until it has ended. Other commands can watch it in the meantime.
+
+    A configuration that is predicted not to fit is not started: its state is `pruned`, and its message says what would
+    fit. The word "--prune" with "off" after it runs it anyway.
+    """
     (record,) = sweep(*overrides)
     return record
 

@@ -9,9 +9,11 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from orchestrator.commands.run import begin, tell
+from orchestrator.commands.admission import Admission
+from orchestrator.commands.run import begin, next_rows, tell, track
 from orchestrator.launch.environment import joined_settings
 from orchestrator.launch.local_run import record
 from orchestrator.launch.rank import ENTRY, RankInfo, Stopped, rank_in_world, run_recorded
@@ -27,7 +29,7 @@ from orchestrator.report.summary import Row, next_after_run
 from orchestrator.text.paths import shown
 from orchestrator.tracking.feed import Tracker
 
-MEET_S = 120.0
+MEET_S = 180.0  # longer than rank 0 may take to predict the run's memory
 KEYS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -84,8 +86,11 @@ def _pause(deadline: float, complaint: str) -> None:
     time.sleep(0.05)
 
 
-def join(point: Point, entry: str = ENTRY) -> int:
-    """Runs this process as one rank: 0, or 1 if it failed. Rank 0 records and shows it like a launched run."""
+def join(point: Point, entry: str = ENTRY, admission: Admission | None = None) -> int:
+    """Runs this process as one rank: 0, or 1 if it failed. Rank 0 records and shows it like a launched run.
+
+    `admission`: rank 0 predicts the run's memory. If it is refused, every rank ends with the same exit code.
+    """
     rank = rank_in_world(os.environ, "env://")
     assert rank is not None, "join asks for RANK and WORLD_SIZE"
     # torch reads these variables at import, and the entry imports torch.
@@ -96,13 +101,21 @@ def join(point: Point, entry: str = ENTRY) -> int:
             # torchrun sends SIGTERM to all ranks as soon as one has failed. Rank 0 still has to record the failure, and
             # it ends without the signal because its next collective fails.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return _lead(point, rank, meeting, entry)
-    return 0 if run_recorded(AttemptPaths(meeting.hear(rank.rank)), rank, entry) is None else 1
+        return _lead(point, rank, meeting, entry, admission)
+    paths = AttemptPaths(meeting.hear(rank.rank))
+    if (state := Attempt.reopen(paths).state) is RunState.pruned:
+        return comparison.exit_code_of({state})
+    return 0 if run_recorded(paths, rank, entry) is None else 1
 
 
-def _lead(point: Point, rank: RankInfo, meeting: Meeting, entry: str) -> int:
+def _lead(point: Point, rank: RankInfo, meeting: Meeting, entry: str, admission: Admission | None) -> int:
     screen = Screen()
     attempt, tracker = begin(point, screen)
+    if admission is not None and not admission.admits(point, attempt, screen):
+        with suppress(TimeoutError):  # of ranks that have not started: there is nothing for them to do
+            meeting.tell(attempt.paths.root)
+        return _refused(point, attempt, screen, tracker)
+    track(point, attempt, tracker)
     attempt.move(RunState.starting)
     try:
         meeting.tell(attempt.paths.root)
@@ -114,6 +127,12 @@ def _lead(point: Point, rank: RankInfo, meeting: Meeting, entry: str) -> int:
     verdict = record(attempt, verdict)
     _close(point, attempt, verdict, screen, tracker)
     return comparison.exit_code_of({verdict.state})
+
+
+def _refused(point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> int:
+    screen.closing([Row("records", shown(attempt.paths.root)), *next_rows(point, attempt)])
+    tracker.close()
+    return comparison.exit_code_of({attempt.state})
 
 
 def _run_shown(

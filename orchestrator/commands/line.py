@@ -26,6 +26,7 @@ from orchestrator.text.streams import complain, few
 from orchestrator.worker.faults import Faults
 
 if TYPE_CHECKING:
+    from orchestrator.commands.admission import Admission
     from orchestrator.commands.sweep import SweepRequest
     from orchestrator.compose.compose import Composition
 
@@ -52,7 +53,7 @@ def _run(composition: Composition, asked: Arguments) -> int:
         from orchestrator.commands.sweep import run_sweep
 
         return run_sweep(request, scene.hardware)
-    only_sweeps = ("--plan", "--fresh", "--detach", "--retry", "--prune", point_count.FLAG)
+    only_sweeps = ("--plan", "--fresh", "--detach", "--retry", point_count.FLAG)
     if sweeping := [flag for flag in only_sweeps if flag in asked.flags]:
         raise Refusal([f"{' and '.join(sweeping)} belongs to a sweep: add -m, or leave it out"])
     points, problems = checked_points(composition, scene)
@@ -66,17 +67,24 @@ def _run(composition: Composition, asked: Arguments) -> int:
             raise Refusal(["--json: ranks of torchrun or srun print none; the records have a result.json"])
         from orchestrator.commands import join
 
-        return join.join(points[0])
+        return join.join(points[0], admission=_admission(asked, scene))
     from orchestrator.commands.run import run_point
     from orchestrator.plan import prediction
     from orchestrator.plan.rules.output import place_problems
 
-    if wrong := prediction.problems(points):
+    admission = _admission(asked, scene)
+    if wrong := prediction.problems(points, counting_within_s=admission.within_s):
         raise Refusal(list(wrong.values()))
     if problems := place_problems(points[0].config.output):
         raise Refusal(problems)
 
-    return run_point(points[0], as_json=as_json)
+    return run_point(points[0], as_json=as_json, admission=admission)
+
+
+def _admission(asked: Arguments, scene: Scene) -> Admission:
+    from orchestrator.commands.admission import Admission
+
+    return Admission(prune=asked.flags.get("--prune") != "off", ranks_per_node=scene.local_world)
 
 
 def _join_step() -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from orchestrator.commands import admission
+from orchestrator.commands.admission import Admission
 from orchestrator.config.schema import TrackingKind, to_dict
 from orchestrator.exit_codes import INTERRUPTED
 from orchestrator.launch import verdict as watch
@@ -30,8 +32,16 @@ from orchestrator.tracking.feed import Tracker, complete_left_behind, experiment
 LOOK_S = 0.2
 
 
-def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None, as_json: bool = False) -> int:
+def run_point(
+    point: Point,
+    *,
+    entry: str = ENTRY,
+    screen: Screen | None = None,
+    as_json: bool = False,
+    admission: Admission | None = None,
+) -> int:
     """Runs one point. Call it from the main thread. `as_json`: prints its record to stdout and all else to stderr.
+    `admission`: None starts it without a prediction.
 
     Starts a new attempt even if the point has a result, because a user who types a single run wants to see it run. A
     sweep keeps results.
@@ -43,10 +53,16 @@ def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None,
         complete_left_behind(Path(point.config.output).absolute())
     attempt, tracker = begin(point, screen)
     try:
-        with signals_interrupt(), _slots(point, screen) as lease:
-            verdict = _followed(point, attempt, entry, screen, tracker, lease)
-        code = comparison.exit_code_of({verdict.state})
-        tell(screen, point, attempt, verdict)
+        with signals_interrupt():
+            verdict = None
+            # The memory is predicted while the tracker imports its libraries.
+            if admission is None or admission.admits(point, attempt, screen, quiet=as_json):
+                track(point, attempt, tracker)
+                with _slots(point, screen) as lease:
+                    verdict = _followed(point, attempt, entry, screen, tracker, lease)
+        code = comparison.exit_code_of({attempt.state})
+        if verdict is not None:
+            tell(screen, point, attempt, verdict)
     except KeyboardInterrupt:
         if not attempt.state.final:
             attempt.move(RunState.cancelled, message="the command was stopped")
@@ -61,16 +77,20 @@ def run_point(point: Point, *, entry: str = ENTRY, screen: Screen | None = None,
 
 
 def begin(point: Point, screen: Screen) -> tuple[Attempt, Tracker]:
-    """Creates the attempt, shows its configuration and starts tracking it."""
+    """Creates the attempt, shows its configuration and starts the tracker."""
     config = point.config
     output = Path(config.output).absolute()
     tracker = start_tracker(config, output)
     name = hardware.detect().name(config.resources.device)
     attempt = new_attempt(output, to_dict(config), point.label, name)
     screen.plan(point.label, config, shown(attempt.paths.root))
-    tracker.wait_for_store()
-    tracker.begin(attempt, experiment_name(config), "")
     return attempt, tracker
+
+
+def track(point: Point, attempt: Attempt, tracker: Tracker) -> None:
+    """Starts tracking the attempt."""
+    tracker.wait_for_store()
+    tracker.begin(attempt, experiment_name(point.config), "")
 
 
 def _document(point: Point, attempt: Attempt) -> str:
@@ -141,7 +161,7 @@ def tell(screen: Screen, point: Point, attempt: Attempt, verdict: Verdict) -> No
 def _close(point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> None:
     """Shows the paths of the records and the next command to type, and closes the tracker."""
     rows = [Row("records", shown(attempt.paths.root))]
-    if point.config.tracking.kind is not TrackingKind.none:
+    if attempt.state is not RunState.pruned and point.config.tracking.kind is not TrackingKind.none:
         rows.append(Row("dashboard", dashboard(Path(point.config.output))))
     screen.closing([*rows, *next_rows(point, attempt)])
     tracker.close()
@@ -153,6 +173,8 @@ def next_rows(point: Point, attempt: Attempt) -> list[Row]:
     """The next command to type. A cancelled run gets one only if the command would resume from its checkpoint."""
     if attempt.state.measured:
         return [Row("next", summary.next_after_run(point.overrides))]
+    if attempt.state is RunState.pruned:
+        return admission.next_rows(point, attempt)
     again = summary.run_command(point.overrides)
     if attempt.state is not RunState.cancelled:
         return [Row("next", again)]

@@ -189,6 +189,20 @@ def cannot_fit(prediction: Prediction) -> str:
     return f"{text}; {would}"
 
 
+def expected(prediction: Prediction | None) -> str:
+    """The prediction of a single run in one line; what it could not include is said."""
+    if prediction is None:
+        return "nothing: the process that builds the model without memory failed, or was not done in time"
+    peak, overhead, limit = prediction.peak, prediction.overhead, prediction.limit_bytes
+    libraries = f", CUDA, cuBLAS and NCCL {size(overhead.least)} to {size(overhead.most)}" if overhead.most else ""
+    shared = f" for {prediction.ranks_share} ranks" if prediction.ranks_share > 1 else ""
+    room = f"; the limit is {size(limit)}{shared}" if limit is not None else "; the limit is not known"
+    if peak is None:
+        unknown = f"activations are not predicted: {prediction.unknown}"
+        return f"{size(prediction.states.total)} of model states a rank{libraries}{room}; {unknown}"
+    return f"a peak of {size(peak.total)} of tensors a rank, {peak.when}{libraries}{room}"
+
+
 def _overhead_text(overhead: DeviceOverhead) -> str:
     if not overhead.most:
         return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import subprocess
 import threading
@@ -88,16 +89,20 @@ def store(key: str, answer: Any) -> None:
 
 
 def answers(
-    units: Sequence[RunConfig], activations: Sequence[RunConfig], tell: Tell | None = None
+    units: Sequence[RunConfig],
+    activations: Sequence[RunConfig],
+    tell: Tell | None = None,
+    *,
+    within_s: float = math.inf,
 ) -> dict[str, dict[str, Any]]:
     """The answer for each distinct configuration by its key, from the cache or from the child.
 
-    Configurations for which the child fails have none. `tell` is called at most every two seconds with its progress.
+    Configurations for which the child fails, or takes longer than `within_s` in all, have none. `tell` is called at
+    most every two seconds with its progress.
     """
     wanted = {units_key(config): config for config in units}
     counted = {activations_key(config): config for config in activations}
-    known = {key: answer for key in (*wanted, *counted) if (answer := stored(key)) is not None}
-    known |= _traces_of(known)
+    known = stored_answers([*wanted, *counted])
     # The child gets the configurations that differ only in the micro-batch as one group.
     families: dict[str, dict[str, Any]] = {}
     for key, config in counted.items():
@@ -108,11 +113,17 @@ def answers(
         "activations": list(families.values()),
     }
     total = len(asked["units"]) + sum(map(len, families.values()))
-    for key, answer in _ask_child(asked, total, tell) if total else ():
+    for key, answer in _ask_child(asked, total, tell, within_s) if total else ():
         if answer is not None:
             store(key, answer)
             known[key] = answer
     return known
+
+
+def stored_answers(keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The stored answers by key, with the traces that they name."""
+    known = {key: answer for key in keys if (answer := stored(key)) is not None}
+    return known | _traces_of(known)
 
 
 def _traces_of(known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -130,8 +141,10 @@ def _traces_of(known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return traces
 
 
-def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Iterator[tuple[str, Any]]:
-    """The child's answers as they arrive. The child is killed if it is silent for SILENCE_S."""
+def _ask_child(
+    asked: Mapping[str, Any], total: int, tell: Tell | None, within_s: float = math.inf
+) -> Iterator[tuple[str, Any]]:
+    """The child's answers as they arrive. The child is killed if it is silent for SILENCE_S, or after `within_s`."""
     lines: SimpleQueue[str | None] = SimpleQueue()
     try:
         child = _start_child()
@@ -140,13 +153,14 @@ def _ask_child(asked: Mapping[str, Any], total: int, tell: Tell | None) -> Itera
     # The thread blocks on the child's pipes, so that this one can check for silence.
     threading.Thread(target=_talk, args=(child, json.dumps(asked), lines), daemon=True).start()
     done, answered, reported = 0, time.monotonic(), (-1, time.monotonic())
+    end = answered + within_s
     try:
-        while time.monotonic() < answered + SILENCE_S:
+        while (now := time.monotonic()) < min(answered + SILENCE_S, end):
             if tell is not None and done > reported[0] and time.monotonic() >= reported[1] + TELL_S:
                 reported = done, time.monotonic()
                 tell(f"counting without running: {done} of {total} models and activations")
             try:
-                line = lines.get(timeout=TELL_S)
+                line = lines.get(timeout=min(TELL_S, end - now))
             except Empty:
                 continue
             if line is None:

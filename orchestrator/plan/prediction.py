@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,20 +25,21 @@ from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
 from zero_runtime.memory.model import total_state_bytes
 
-NOT_ASKED = "the process that counts them ended early"
+NOT_ASKED = "the process that counts them ended early, or was not done in time"
 ADVISED = 4  # most points for which remedies are searched: each needs further counts
 
 
-def predict(points: Sequence[Point], tell: Tell | None = None) -> dict[str, Prediction]:
+def predict(points: Sequence[Point], tell: Tell | None = None, *, within_s: float = math.inf) -> dict[str, Prediction]:
     """The predictions by label. A point whose model the child cannot build has none; its run reports the reason.
 
-    `tell` is called with messages about the progress.
+    `tell` is called with messages about the progress. within_s: the most time that the child may take for the points,
+    and again for the settings that would fit. What is not counted by then is not predicted.
     """
-    first = _predictions([point.config for point in points], tell)
+    first = _predictions([point.config for point in points], tell, within_s)
     named = {point.label: prediction for point, prediction in zip(points, first, strict=True) if prediction is not None}
     not_fitting = [point for point in points if point.label in named and named[point.label].cannot_fit][:ADVISED]
     neighbours = [remedies.neighbours(point.config) for point in not_fitting]
-    answers = iter(_predictions([neighbour.config for several in neighbours for neighbour in several], tell))
+    answers = iter(_predictions([neighbour.config for several in neighbours for neighbour in several], tell, within_s))
     for point, several in zip(not_fitting, neighbours, strict=True):
         then = [next(answers) for _ in several]
         fits = [
@@ -54,21 +56,27 @@ def predict(points: Sequence[Point], tell: Tell | None = None) -> dict[str, Pred
 
 def needs(configs: Sequence[RunConfig]) -> list[PredictedPeak | None]:
     """Lower bounds on the memory of a rank; None if the model cannot be built."""
-    predictions = _predictions(configs, None)
+    predictions = _predictions(configs)
     return [
         None if prediction is None else PredictedPeak(prediction.needed_bytes, prediction.activations is not None)
         for prediction in predictions
     ]
 
 
-def problems(points: Sequence[Point]) -> dict[str, str]:
+def problems(points: Sequence[Point], *, counting_within_s: float = 0.0) -> dict[str, str]:
     """By label, the problems of models that cannot be built, in the words that a job would use.
 
     Models that ship with zero-lab are known to be valid; if there are no others, no child process is started.
+    counting_within_s: if it is positive, the child also counts what a prediction will ask for, so that it imports its
+    libraries once, for at most this time.
     """
     if all(_ships(point.config) for point in points):
         return {}
-    answers = memory_cache.answers([point.config for point in points], [])
+    configs = [point.config for point in points]
+    if counting_within_s > 0:
+        answers = memory_cache.answers(configs, configs, within_s=counting_within_s)
+    else:
+        answers = memory_cache.answers(configs, [])
     texts = {point.label: answers.get(units_key(point.config), {}).get("problem") for point in points}
     return {label: text for label, text in texts.items() if text is not None}
 
@@ -83,10 +91,12 @@ def _shipped_models() -> list[Any]:
     return [yaml.safe_load(file.read_text(encoding="utf-8")) for file in (CONF / "model").glob("*.yaml")]
 
 
-def _predictions(configs: Sequence[RunConfig], tell: Tell | None) -> list[Prediction | None]:
+def _predictions(
+    configs: Sequence[RunConfig], tell: Tell | None = None, within_s: float = math.inf
+) -> list[Prediction | None]:
     if not configs:
         return []
-    answers = memory_cache.answers(configs, configs, tell)
+    answers = memory_cache.answers(configs, configs, tell, within_s=within_s)
     need_gpus = any(config.resources.device is Device.cuda and not config.hardware.is_described for config in configs)
     gpu_bytes = gpu_bytes_here() if need_gpus else None
     memories = Memories(answers)

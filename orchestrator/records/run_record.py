@@ -186,6 +186,11 @@ class Attempt:
         return str(self._facts.get("message") or "")
 
     @property
+    def facts(self) -> Mapping[str, object]:
+        """What is recorded about the state."""
+        return self._facts
+
+    @property
     def owner_is_gone(self) -> bool:
         """Whether the process that owns this attempt ran on this machine and has ended."""
         owner = self._facts.get("owner")

@@ -58,7 +58,8 @@ DECIDED = frozenset({RunState.refused, RunState.pruned, RunState.cached})
 ENDS_OF_A_RUN = frozenset(RunState) - DECIDED - {RunState.queued, RunState.starting, RunState.running}
 RETRIED = tuple(one.value for one in RunState if one in ENDS_OF_A_RUN and not one.measured)
 MOVES: dict[RunState, frozenset[RunState]] = {
-    RunState.queued: frozenset({RunState.starting, RunState.error, RunState.cancelled, RunState.lost}),
+    # A single run that cannot fit is pruned when its attempt exists; in a sweep such a point has none.
+    RunState.queued: frozenset({RunState.starting, RunState.error, RunState.cancelled, RunState.lost, RunState.pruned}),
     # A requeued job is queued again. A job that ended between two checks was never seen running.
     RunState.starting: ENDS_OF_A_RUN | {RunState.running, RunState.queued},
     RunState.running: ENDS_OF_A_RUN | {RunState.queued},

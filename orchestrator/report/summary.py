@@ -106,6 +106,8 @@ def ready_text(event: Mapping[str, Any]) -> str:
     predicted = f", model states predicted {size(_sum(states, 'predicted_bytes'))} a rank" if states else ""
     kept = (event.get("predicted") or {}).get("activations_predicted_bytes")
     predicted += f", activations {size(kept)}" if kept is not None else ""
+    peak = (event.get("predicted") or {}).get("peak_predicted_bytes")
+    predicted += f", peak {size(peak)}" if peak is not None else ""
     return f"{count(event.get('parameters'))} parameters{predicted}, data hash {event.get('data_hash', ABSENT)}"
 
 
@@ -170,10 +172,10 @@ def memory_table(result: Mapping[str, Any]) -> Table:
     if memory.get("activations_host_bytes"):
         rows.append(_memory_row("  offloaded to host memory", memory["activations_host_bytes"], None))
     rows.append(_memory_row("other tensors", memory["other_tensors_bytes"], None))
-    if memory.get("floor_predicted_bytes") is not None:
-        rows.append(_memory_row("worst moment of a step, at least", None, memory["floor_predicted_bytes"]))
+    allocated, expected = memory.get("peak_allocated_bytes"), memory.get("peak_predicted_bytes")
+    if allocated is not None or expected is not None:
+        rows.append(_memory_row("peak allocated", allocated, expected))
     for key, name in (
-        ("peak_allocated_bytes", "peak allocated"),
         ("peak_reserved_bytes", "peak reserved"),
         ("peak_rss_bytes", "peak RSS of the process"),
     ):
@@ -302,6 +304,14 @@ def next_after_run(overrides: Sequence[str]) -> str:
     """A useful next command after one run: the same run under every stage."""
     others = without_key(overrides, "zero", "zero.stage", "sweeps")
     return f"{program()} {shlex.join(['-m', 'zero=stage0,stage1,stage2,stage3', *others])}"
+
+
+def changed_command(overrides: Sequence[str], changes: str) -> str:
+    """The command that runs one point with other settings: overrides that the changes replace are left out."""
+    words = changes.split()
+    groups = [word.partition("=")[0] for word in words]
+    replaced = [f"{group}{key}" for group in groups for key in ("", ".stage", ".kind")]
+    return run_command([*without_key(overrides, *replaced), *words])
 
 
 def run_command(overrides: Sequence[str]) -> str:

@@ -74,6 +74,7 @@ def summary_metrics(result: Mapping[str, Any]) -> dict[str, float]:
         "loss_validation": losses.get("validation"),
         "activations_mib": _mib(memory["activations_bytes"]),
         "activations_predicted_mib": _mib(memory.get("activations_predicted_bytes")),
+        "peak_predicted_mib": _mib(memory.get("peak_predicted_bytes")),
         "other_tensors_mib": _mib(memory["other_tensors_bytes"]),
         "sent_mib_per_step": _mib(sum(volume["bytes"] for volume in result["communication"]["data"].values())),
     }

@@ -70,16 +70,15 @@ def _trace(config: RunConfig, model: nn.Module, rules: UnitRules) -> Trace:
     )
 
 
-def known(config: RunConfig) -> Answer:
-    """The answer from the cache that predictions fill; otherwise counted here and added to the cache."""
+def known(config: RunConfig) -> dict[str, Answer]:
+    """The answer and its trace by key, from the cache that predictions fill; otherwise counted here and added to it."""
     key = memory_cache.activations_key(config)
-    answer: Answer | None = memory_cache.stored(key)
-    if answer is not None:
-        return answer
+    if key in (found := memory_cache.stored_answers([key])):
+        return found
     counted = dict(answers([config]))
-    for found, one in counted.items():
-        memory_cache.store(found, one)
-    return counted[key]
+    for name, one in counted.items():
+        memory_cache.store(name, one)
+    return counted
 
 
 def answers(family: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:

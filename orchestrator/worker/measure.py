@@ -14,7 +14,6 @@ import torch
 from zero_runtime.accounting import predicted_offload_bytes, predicted_state_bytes, scratch_bytes, unit_sizes
 from zero_runtime.ledger import Ledger
 from zero_runtime.memory import model as memory_model
-from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.census import Census
 from zero_runtime.runtime import ZeroRuntime
 
@@ -87,16 +86,6 @@ def memory(runtime: ZeroRuntime, worst: Mapping[str, int | None]) -> dict[str, A
     others = {key: value for key, value in worst.items() if key not in components}
     other = (others.pop("other") or 0) + (others.pop("buffers") or 0)
     return {**states, "other_tensors_bytes": other, **others}
-
-
-def predicted_activations(runtime: ZeroRuntime, counted: Mapping[str, Any]) -> dict[str, Any]:
-    """From an answer of activations.py: the bytes that a forward keeps, and the least that a rank needs at its peak."""
-    if "bytes" not in counted:
-        return {"activations_unknown": counted["unknown"]}
-    activations = ActivationBytes(**counted["bytes"])
-    micro_batches = runtime.settings.micro_batches
-    floor = memory_model.step_floor_bytes(predicted_state_bytes(runtime), activations.peak, micro_batches=micro_batches)
-    return {"activations_predicted_bytes": activations.kept, "floor_predicted_bytes": floor}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

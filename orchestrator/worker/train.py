@@ -18,10 +18,9 @@ import torch
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord, Stopped
 from orchestrator.machine.processes import output_of
-from orchestrator.plan import memory_cache
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.worker import activations, measure
+from orchestrator.worker import measure, predicted
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.faults import Faults
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share
@@ -306,14 +305,12 @@ class RankRun:
             "ready",
             parameters=self._parameters(),
             data_hash=self._data.hash,
-            predicted=measure.model_states(self._runtime, {}) | self._planned_activations(),
+            predicted=measure.model_states(self._runtime, {}) | self._planned(),
             warning=saving_trouble(self._runtime),
         )
 
-    def _planned_activations(self) -> dict[str, Any]:
-        """Predicted activations, if an earlier plan or run counted them; counting now would affect the measurement."""
-        counted = memory_cache.stored(memory_cache.activations_key(self._config)) if self._rank.rank == 0 else None
-        return {} if counted is None else measure.predicted_activations(self._runtime, counted)
+    def _planned(self) -> dict[str, Any]:
+        return predicted.planned(self._config) if self._rank.rank == 0 else {}
 
     def _compare_data(self) -> None:
         """Raises ValueError if ranks read different data, which training would not reveal."""
@@ -344,7 +341,7 @@ class RankRun:
             self._tell("validation", step=self._steps, loss=self._readings.validation_loss)
         write_json_atomic(self._attempt.result, result)
         # Only after the peaks are measured: they would include the memory that counting takes.
-        result["memory"] |= measure.predicted_activations(self._runtime, activations.known(self._config))
+        result["memory"] |= predicted.known(self._config)
         write_json_atomic(self._attempt.result, result)
         self._tell("finish")
         self._events.flush()

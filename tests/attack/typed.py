@@ -207,7 +207,7 @@ def _restored() -> Iterator[None]:
         logging.root.setLevel(level)
 
 
-def _recorded(point: Point, *, as_json: bool) -> int:
+def _recorded(point: Point, *, as_json: bool, admission: object) -> int:
     """Does only what a run does first: shows its plan and writes out the configuration."""
     screen = Screen(make_console(on_stderr=as_json))
     screen.plan(point.label, point.config, "folder")
@@ -215,7 +215,7 @@ def _recorded(point: Point, *, as_json: bool) -> int:
     return 0
 
 
-def _counted(asked: Mapping[str, Any], total: int, tell: object) -> Iterator[tuple[str, Any]]:
+def _counted(asked: Mapping[str, Any], total: int, tell: object, within_s: float) -> Iterator[tuple[str, Any]]:
     """What the child process would answer for one small model."""
     yield from ((key, UNITS) for key in asked["units"])
     for family in asked["activations"]:

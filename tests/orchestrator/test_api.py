@@ -13,7 +13,10 @@ import orchestrator
 from orchestrator.api import Refusal
 from orchestrator.commands.sweep import SweepRequest
 from orchestrator.machine import hardware
+from orchestrator.plan import prediction
+from orchestrator.plan.decision import Prediction
 from orchestrator.records.run_state import RunState
+from zero_runtime.memory.model import StateBytes
 
 HERE = Path(__file__).parent
 
@@ -49,6 +52,16 @@ def test_a_sweep_returns_one_record_per_point_with_measured_points_first(stubbed
 def test_a_run_returns_one_record_and_is_cached_when_repeated(stubbed: list[list[str]]) -> None:
     assert orchestrator.run("zero=stage2").state is RunState.ok
     assert orchestrator.run("zero=stage2").state is RunState.cached
+
+
+def test_a_run_that_cannot_fit_is_a_pruned_record_with_what_would_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = Prediction(StateBytes(2, 2, 2, 0), 5, remedies=("zero=stage3",), advised=True)
+    monkeypatch.setattr(prediction, "predict", lambda points, *_: {point.label: large for point in points})
+    record = orchestrator.run("zero=stage1", "resources.device=cpu", "tracking=none", f"output={tmp_path}")
+    assert (record.state, record.result, record.folder) == (RunState.pruned, None, None)
+    assert record.message == "the model states alone, 6 B, are more than 5 B; would fit: zero=stage3"
 
 
 def test_files_are_private_to_the_user_and_the_callers_umask_is_restored(

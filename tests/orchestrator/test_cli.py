@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator import cli
+from orchestrator.commands.admission import Admission
 from orchestrator.commands.sweep import SweepRequest
 from orchestrator.compose import arguments
 from orchestrator.compose.arguments import VERBS
@@ -208,17 +209,18 @@ class Seam:
         self.sweeps: list[SweepRequest] = []
         self.joined: list[Point] = []
 
-    def run_point(self, point: Point, *, as_json: bool) -> int:
+    def run_point(self, point: Point, *, as_json: bool, admission: Admission) -> int:
         self.calls.append(point)
-        self.as_json = as_json
+        self.as_json, self.admission = as_json, admission
         return 7
 
     def run_sweep(self, request: SweepRequest, hardware: object) -> int:
         self.sweeps.append(request)
         return 9
 
-    def join(self, point: Point) -> int:
+    def join(self, point: Point, *, admission: Admission) -> int:
         self.joined.append(point)
+        self.admission = admission
         return 8
 
 
@@ -238,6 +240,13 @@ def test_a_single_run_is_started_with_its_resolved_configuration(seam: Seam, tmp
     [point] = seam.calls
     assert point.label == "stage3-bf16-ranks3-device_cpu"
     assert (point.config.output, point.config.batch.global_size) == (str(tmp_path), 12)
+
+
+def test_a_single_run_that_cannot_fit_is_refused_unless_pruning_is_off(seam: Seam) -> None:
+    assert cli.main(["zero=stage3"]) == 7
+    assert seam.admission == Admission(prune=True)
+    assert cli.main(["zero=stage3", "--prune", "off"]) == 7
+    assert seam.admission == Admission(prune=False)
 
 
 def test_json_works_for_runs_and_sweeps_and_is_refused_for_joined_ranks(

@@ -148,16 +148,6 @@ def total_state_bytes(
     return StateBytes(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
 
 
-def step_floor_bytes(states: StateBytes, activations_peak: int, *, micro_batches: int = 1) -> int:
-    """Lower bound on a rank's peak bytes in its second step, when optimizer states exist.
-
-    The larger of two sums: all model states, after the last backward; or the parameters, the optimizer's states and the
-    peak activations of a micro-batch, plus the gradients of earlier micro-batches if there are any.
-    """
-    during = states.params + states.optimizer + activations_peak + (states.grads if micro_batches > 1 else 0)
-    return max(states.total, during)
-
-
 @dataclass(frozen=True)
 class StepPeak:
     """Upper bound on a rank's bytes during a step: model states plus the units that are unsharded at the same time.

@@ -47,6 +47,17 @@ def test_the_summary_says_which_steps_were_counted_and_which_were_left_out() -> 
         assert phase in text
 
 
+def test_the_predicted_peak_is_shown_beside_the_allocators_and_records_from_before_it_are_readable() -> None:
+    result = make_result(CONFIG)
+    result["memory"] |= {"peak_predicted_bytes": 100 << 20}
+    assert "peak allocated 100 MiB - -" in summary_of(result)
+    result["memory"] |= {"peak_allocated_bytes": 101 << 20}
+    assert "peak allocated 100 MiB 101 MiB +1.0 %" in summary_of(result)
+    del result["memory"]["peak_predicted_bytes"]
+    result["memory"] |= {"floor_predicted_bytes": 90 << 20}
+    assert "peak allocated - 101 MiB -" in summary_of(result)
+
+
 def test_predicted_and_measured_states_are_shown_together_in_powers_of_1024() -> None:
     text = summary_of(make_result(CONFIG))
     assert "parameters 2.29 MiB 2.29 MiB exact" in text

@@ -1,0 +1,39 @@
+"""What was predicted of the memory of the run that a rank measures, to be shown beside what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.config.schema import RunConfig
+from orchestrator.plan import memory_cache
+from orchestrator.plan.step import Memories
+from orchestrator.worker import activations, shapes
+
+Numbers = dict[str, Any]
+
+
+def planned(config: RunConfig) -> Numbers:
+    """Predicted bytes, if an earlier plan or run counted them: counting now would affect the measurement."""
+    counted = memory_cache.stored_answers([memory_cache.units_key(config), memory_cache.activations_key(config)])
+    return _numbers(config, counted) if memory_cache.activations_key(config) in counted else {}
+
+
+def known(config: RunConfig) -> Numbers:
+    """Predicted bytes, from the cache that plans fill; otherwise counted here and added to the cache."""
+    key = memory_cache.units_key(config)
+    counted = activations.known(config)
+    if key not in counted:
+        counted[key] = memory_cache.stored(key) or shapes.units_of(config)
+    return _numbers(config, counted)
+
+
+def _numbers(config: RunConfig, counted: Mapping[str, dict[str, Any]]) -> Numbers:
+    """The activations that a forward keeps and the peak of a step, on a rank; or why they are unknown."""
+    answer = counted[memory_cache.activations_key(config)]
+    if "bytes" not in answer:
+        return {"activations_unknown": answer["unknown"]}
+    memory = Memories(counted).of(config)
+    peak = None if memory is None else memory.peak(config.batch.micro)
+    numbers = {"activations_predicted_bytes": answer["bytes"]["kept"]}
+    return numbers if peak is None else {**numbers, "peak_predicted_bytes": peak.total}
