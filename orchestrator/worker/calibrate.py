@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -43,7 +44,9 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
         watch=WatchSettings(stuck_s=config.resources.stuck_s), on_end=RankRecord(attempt, rank.rank).write_error
     )
     with join_world(rank.meeting, rank.rank, rank.world, device, settings) as watch:
-        answers = _Calibration(attempt, device, watch, asked["budget_s"]).answers(asked["jobs"])
+        events = EventWriter(attempt.metrics, in_background=False)
+        calibration = Calibration(device, watch, lambda job: events.write("measured", key=job["key"], kind=job["kind"]))
+        answers = calibration.answers(asked["jobs"], asked["budget_s"])
         if rank.rank == 0:
             write_json_atomic(attempt.result, {"answers": answers})
     leave_world()
@@ -68,25 +71,25 @@ def timer_of(config: RunConfig, device: torch.device) -> tuple[SegmentTimer, Sho
     return timer, short
 
 
-class _Calibration:
-    def __init__(self, attempt: AttemptPaths, device: torch.device, watch: RankWatch, budget_s: float) -> None:
-        self._device, self._watch, self._budget_s = device, watch, budget_s
+class Calibration:
+    """The measurements of one rank, each together with all other ranks. told: called on rank 0 after each job."""
+
+    def __init__(self, device: torch.device, watch: RankWatch | None, told: Callable[[dict[str, Any]], None]) -> None:
+        self._device, self._watch, self._told = device, watch, told
         self._collectives = Collectives(1, PhaseClock(device), watch)
         self._repeated = Repeated(self._collectives, device)
-        self._events = EventWriter(attempt.metrics, in_background=False)
 
-    def answers(self, jobs: list[dict[str, Any]]) -> dict[str, Answer]:
-        """By key, in the order of the jobs, as far as the time allows."""
+    def answers(self, jobs: Sequence[dict[str, Any]], budget_s: float) -> dict[str, Answer]:
+        """By key, in the order of the jobs, as far as the time allows; a job that has begun is completed."""
+        measures = {"segments": self._segments, "links": self._links, "copies": self._copies, "update": self._update}
         began, found = time.monotonic(), {}
         for job in jobs:
-            if self._repeated.mean(time.monotonic() - began) > self._budget_s:
+            if self._repeated.mean(time.monotonic() - began) > budget_s:
                 break
-            self._watch.journal.begin("start")  # in which ranks may be slow
-            measure = {"segments": self._segments, "links": self._links, "copies": self._copies, "update": self._update}
-            found[job["key"]] = measure[job["kind"]](from_dict(job["config"]))
+            self._collectives.journal.begin("start")  # in which ranks may be slow
+            found[job["key"]] = measures[job["kind"]](from_dict(job["config"]))
             if self._collectives.rank == 0:
-                self._events.write("measured", key=job["key"], kind=job["kind"])
-        self._events.flush()
+                self._told(job)
         self._collectives.free()
         return found
 

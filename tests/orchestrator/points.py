@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from orchestrator.compose import arguments, compose
 from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.schema import (
     Batch,
@@ -20,7 +21,10 @@ from orchestrator.config.schema import (
     TrackingKind,
 )
 from orchestrator.config.state_groups import Precision, Zero
+from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.point import Point
+from orchestrator.plan.points import checked_points
+from orchestrator.plan.rules.scene import Scene
 from zero_runtime.precision import MixedPrecision
 
 STUB = "stub_worker:run_rank"
@@ -72,3 +76,10 @@ def config_of(steps: int, *, every: int | None, stage: int = 2, resume: str = "a
         optimizer=Optimizer(),
         checkpoint=Checkpoint(CheckpointKind.sharded, every=every, resume=resume),
     )
+
+
+def config_of_line(line: str) -> RunConfig:
+    """The resolved configuration of a command line, on a machine with four cores."""
+    found, problems = checked_points(compose.compose(arguments.split(line.split())), Scene(Hardware(4, "cpu")))
+    assert problems == []
+    return found[0].config

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-from orchestrator.compose import arguments, compose
-from orchestrator.config.schema import Device, RunConfig
-from orchestrator.machine.hardware import Hardware
+from points import config_of_line
+
+from orchestrator.config.schema import Device
 from orchestrator.plan.memory_cache import trace_key, units_key
-from orchestrator.plan.points import checked_points
-from orchestrator.plan.rules.scene import Scene
 from orchestrator.plan.step import ConfigMemory, Memories, rules_of
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
 from zero_runtime.memory.model import UnitSize
@@ -18,14 +16,8 @@ from zero_runtime.precision import MixedPrecision
 NUMEL = 64
 
 
-def config(line: str) -> RunConfig:
-    found, problems = checked_points(compose.compose(arguments.split(line.split())), Scene(Hardware(4, "cpu")))
-    assert problems == []
-    return found[0].config
-
-
 def test_states_that_leave_a_gpu_stay_on_a_cpu_of_the_same_settings() -> None:
-    cpu = config("zero=stage2 precision=fp32 offload=optimizer_cpu resources.device=cpu resources.ranks=1")
+    cpu = config_of_line("zero=stage2 precision=fp32 offload=optimizer_cpu resources.device=cpu resources.ranks=1")
     gpu = replace(cpu, resources=replace(cpu.resources, device=Device.cuda))
     unit = {"name": "h.0", "shapes": [["weight", [NUMEL]]], "trainable": True, "is_root": True, "offloaded": True}
     shapes = {"units": [unit | {"precision": asdict(MixedPrecision())}], "state_bytes": 8.0, "block_numel": 1}
@@ -44,6 +36,6 @@ def test_the_bytes_sent_in_a_step_are_those_of_the_paper_and_of_the_replicas() -
 
 
 def sent(line: str) -> int:
-    found = config(f"{line} precision=fp32 resources.device=cpu resources.ranks=4")
+    found = config_of_line(f"{line} precision=fp32 resources.device=cpu resources.ranks=4")
     units = [(UnitSize(NUMEL, NUMEL, trainable=True), MixedPrecision())]
     return ConfigMemory(found, units, rules_of(found, {"state_bytes": 8.0}), ()).sent_bytes()

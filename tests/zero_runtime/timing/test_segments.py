@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from points import config_of_line
 
-from orchestrator.compose import arguments
-from orchestrator.compose.line import composed
-from orchestrator.config.schema import RunConfig
-from orchestrator.plan.point import Point
-from orchestrator.plan.points import judged
-from orchestrator.plan.rules.scene import here
 from orchestrator.worker.activations import trace_of
 from orchestrator.worker.calibrate import timer_of
 from zero_runtime.memory.activation_count import Mark
@@ -64,7 +59,7 @@ LINES = [
 
 @pytest.mark.parametrize("line", LINES)
 def test_a_timed_step_reports_the_marks_of_the_traced_one(line: str) -> None:
-    config = config_of(line)
+    config = config_of_line(f"{line} batch.micro=2 batch.seq=16 resources.ranks=1 resources.device=cpu")
     timer, short = timer_of(config, torch.device("cpu"))
     steps = [timer.step(), timer.step()]
     table = typical(steps)
@@ -76,11 +71,3 @@ def test_a_timed_step_reports_the_marks_of_the_traced_one(line: str) -> None:
     assert len(segments) == len(traced) + 1
     assert all(seconds >= 0 for seconds in segments)
     assert sum(segments) > 0
-
-
-def config_of(line: str) -> RunConfig:
-    words = [*line.split(), "batch.micro=2", "batch.seq=16", "resources.ranks=1", "resources.device=cpu"]
-    points, problems = judged(composed(arguments.split(words)), here())
-    assert not problems
-    assert isinstance(points[0], Point)
-    return points[0].config

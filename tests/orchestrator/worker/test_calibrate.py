@@ -1,0 +1,68 @@
+"""Ranks measure all that a prediction needs, equally on all of them, and stop when the time is over."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from harness.ranks import run_ranks
+from points import config_of_line
+
+from orchestrator.plan import memory_cache, speed
+from orchestrator.plan.step import Memories
+from orchestrator.worker import activations, calibrate, shapes
+from zero_runtime.timing import machine_timer
+
+LINE = (
+    "model=llama_tiny model.config.num_hidden_layers=2 model.config.hidden_size=32 model.config.intermediate_size=48 "
+    "model.config.num_attention_heads=2 model.config.num_key_value_heads=2 precision=fp32 zero=stage2 batch.micro=2 "
+    "batch.seq=16 resources.ranks=2 resources.threads=1 resources.device=cpu tracking=none"
+)
+
+
+def quick() -> None:
+    """Few sizes and repetitions: what is tested is not how long something takes."""
+    calibrate.SIZES[:] = [1 << 10, 1 << 16]
+    calibrate.UPDATED[:] = [256, 4096]
+    machine_timer.BUDGET_S = machine_timer.BESIDE_S = 0.01
+    machine_timer.BUFFERS_BYTES = 1 << 18
+
+
+def answered(jobs: list[dict[str, Any]], budget_s: float) -> tuple[dict[str, Any], list[str]]:
+    quick()
+    told: list[str] = []
+    calibration = calibrate.Calibration(torch.device("cpu"), None, lambda job: told.append(job["kind"]))
+    return calibration.answers(jobs, budget_s), told
+
+
+def test_what_was_measured_predicts_the_step(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of_line(LINE)
+    jobs = speed.jobs(config)
+    first, second = run_ranks(answered, 2, [job.plain() for job in jobs], 600.0)
+    assert first[0] == second[0]
+    assert first[1] == ["copies", "links", "update", "segments"]
+    assert second[1] == []  # rank 0 tells
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    answers = dict(activations.answers([config])) | {memory_cache.units_key(config): shapes.units_of(config)}
+    memory = Memories(answers).of(config)
+    assert memory is not None
+    assert speed.speed_of(memory, "here") is None  # nothing is known yet
+    speed.store("here", [(job, first[0][job.key]) for job in jobs])
+    found = speed.speed_of(memory, "here")
+    assert found is not None
+    parts = found.to_dict()
+    assert all(math.isfinite(value) and value >= 0 for value in parts.values())
+    assert found.time.model_s > 0
+    assert found.time.update_s > 0
+    assert found.tokens_per_second == pytest.approx(2 * 2 * 16 / found.time.total_s)
+    assert speed.missing([config], "here") == []
+    assert speed.missing([config], "elsewhere") == jobs
+
+
+def test_no_job_begins_after_the_time_is_over() -> None:
+    config = config_of_line(LINE)
+    jobs = [job.plain() for job in speed.jobs(config)]
+    first, _ = run_ranks(answered, 2, jobs, -1.0)
+    assert first == ({}, [])
