@@ -17,7 +17,7 @@ from orchestrator.text.units import ABSENT, count, digits, many, size
 from zero_runtime.memory.caching_allocator import AllocatorSettings
 
 # Columns in the order in which a narrow terminal leaves them out.
-DROPPED = ("tokens", "activations", "states", "largest part", "closed form")
+DROPPED = ("tokens", "activations", "states", "reserved", "largest part", "closed form")
 MACHINES = ("resources.ranks=", "resources.nodes=")
 GAP = 2  # characters between columns
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -167,8 +167,8 @@ def _unit(largest: int) -> tuple[str, int]:
 
 
 def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
-    header: tuple[str, ...] = ("row", "micro", "tokens", "peak", "states", "activations", "host", "scratch", "sent")
-    header += ("largest part",)
+    header: tuple[str, ...] = ("row", "micro", "tokens", "peak", "states", "activations", "reserved")
+    header += ("host", "scratch", "sent", "largest part")
 
     def sized(nbytes: int) -> str:
         return digits(nbytes / unit[1]) if nbytes else ABSENT
@@ -181,6 +181,7 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
             sized(one.peak.total),
             sized(sum(one.peak.states.values())),
             sized(one.peak.activations),
+            ABSENT if one.reserved is None else sized(one.reserved.reserved),
             sized(one.host_bytes),
             sized(one.scratch_bytes),
             sized(one.sent_bytes),
@@ -188,7 +189,7 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
         )
         for one in fits
     ]
-    for name in ("scratch", "host"):  # without offload they are empty
+    for name in ("scratch", "host", "reserved"):  # without offload, or on CPU ranks, they are empty
         at = header.index(name)
         if all(row[at] == ABSENT for row in rows):
             header = (*header[:at], *header[at + 1 :])
@@ -248,11 +249,9 @@ def _after(one: Fit) -> list[Row]:
 
 def _reserved(one: Fit) -> str:
     """What torch's allocator takes from CUDA for the tensors, if no limit makes it return what it caches."""
-    if one.config.resources.device is not Device.cuda:
+    if (grown := one.reserved) is None:
         return ""
-    micro = max(one.micro, 1)
-    grown, plain = (one.memory.reserved(micro, AllocatorSettings(expandable=is_on)) for is_on in (True, False))
-    if grown is None or plain is None:
-        return ""
+    plain = one.memory.reserved(max(one.micro, 1), AllocatorSettings(expandable=False))
+    assert plain is not None
     text = f"{size(grown.reserved)} by torch's allocator with expandable segments, as in runs"
     return f"{text}; {size(plain.reserved)} without"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from orchestrator.config.schema import Device, LossKind, RunConfig
 from orchestrator.plan.step import ConfigMemory
 from orchestrator.plan.target import Target
 from orchestrator.text.units import size
+from zero_runtime.memory.caching_allocator import AllocatorSettings
 from zero_runtime.memory.counted_unit import COMPONENTS, GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
 from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
+from zero_runtime.memory.reserved import Reserved
 from zero_runtime.memory.step_memory import Peak
 
 STATES = {
@@ -59,6 +62,14 @@ class Fit:
     @property
     def config(self) -> RunConfig:
         return self.memory.config
+
+    @cached_property
+    def reserved(self) -> Reserved | None:
+        """What torch's allocator, with expandable segments as in runs, reserves on a GPU; None on a CPU. It replays
+        every tensor of three steps, so that only rows that are shown should ask."""
+        if self.config.resources.device is not Device.cuda:
+            return None
+        return self.memory.reserved(max(self.micro, 1), AllocatorSettings(expandable=True))
 
     @property
     def used_bytes(self) -> tuple[int, int]:

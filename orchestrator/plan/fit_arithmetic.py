@@ -135,4 +135,7 @@ def sent(fit: Fit) -> str:
     )
     closed = collective_formula(counts, world=config.resources.ranks or 1, shard_count=shard_count(fit))
     gathers = f"{counts.gathers} x gathered in {kind.param}, " if counts.gathers and shard_count(fit) > 1 else ""
-    return f"{closed} elements: {gathers}{counts.reductions} x reduced in {kind.reduce}"
+    text = f"{closed} elements: {gathers}{counts.reductions} x reduced in {kind.reduce}"
+    frozen_elements = fit.memory.frozen_gathers() if shard_count(fit) > 1 else 0
+    also = f"; {count(frozen_elements)} frozen elements gathered, each as often as the schedule does"
+    return text + also if frozen_elements else text

@@ -119,20 +119,32 @@ class ConfigMemory:
         return self.away().host
 
     def sent_bytes(self) -> int:
-        """The bytes of data that a rank sends in one steady step (arXiv 1910.02054, section 7, in the dtypes used)."""
+        """The bytes of data that a rank sends in one steady step (arXiv 1910.02054, section 7, in the dtypes used).
+
+        How often frozen parameters are gathered depends on where a backward needs them: it is read from the replayed
+        schedule, and they are left out if no micro-batch was traced.
+        """
         config, ranks = self.config, self.config.resources.ranks or 1
         shard_count = config.zero.plan.shard_count(ranks)
         counts = CollectiveCounts.of(
             config.zero.plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
         )
         total = 0
-        for size, kind in self.units:
-            if size.trainable:
-                gathered = counts.gathers * ITEMSIZE_BYTES[kind.param]
-                reduced = counts.reductions * ITEMSIZE_BYTES[kind.reduce]
-                total += (gathered + reduced) * size.padded_numel * (shard_count - 1) // shard_count
-                total += reduced * 2 * size.padded_numel * (ranks // shard_count - 1) // ranks
+        for (size, kind), replayed in zip(self.units, self._gathers(), strict=True):
+            gathered = (counts.gathers if size.trainable else replayed) * ITEMSIZE_BYTES[kind.param]
+            reduced = counts.reductions * ITEMSIZE_BYTES[kind.reduce] if size.trainable else 0
+            total += (gathered + reduced) * size.padded_numel * (shard_count - 1) // shard_count
+            total += reduced * 2 * size.padded_numel * (ranks // shard_count - 1) // ranks
         return total
+
+    def frozen_gathers(self) -> int:
+        """The elements of frozen parameters that are gathered in a step, each as often as it is."""
+        units = zip(self.units, self._gathers(), strict=True)
+        return sum(gathers * size.numel for (size, _), gathers in units if not size.trainable)
+
+    def _gathers(self) -> Sequence[int]:
+        """How often the replayed schedule gathers each unit in a step."""
+        return self.parts[0].states.gathers if self.parts else [0] * len(self.units)
 
 
 class Memories:

@@ -128,7 +128,7 @@ class CountedReduction(NamedTuple):
 
 
 class CountedUnit:
-    """The blocks of one unit on one rank."""
+    """The blocks of one unit on one rank. gathers: how often its full parameters were gathered."""
 
     def __init__(
         self, size: UnitSize, precision: MixedPrecision, rules: CountRules, book: Book, copying: Copying
@@ -142,6 +142,7 @@ class CountedUnit:
         self._reduce = ITEMSIZE_BYTES[precision.reduce]
         self._grad = ITEMSIZE_BYTES[precision.grad(rules.micro_batches)]
         self._casts = not precision.computes_as_param
+        self.gathers = 0
         self._current = False  # the full parameters are
         self._gathering: Block | None = None  # the gathered parameters before their cast
         self._in_gather = False
@@ -183,6 +184,7 @@ class CountedUnit:
         if self._current or self._in_gather:
             return
         self._in_gather = True
+        self.gathers += 1
         self._bring()
         if self._full is None:
             self._full = self._book.allocate(GATHERED, self._numel * self._compute)

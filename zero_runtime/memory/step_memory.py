@@ -39,12 +39,14 @@ class Level:
 @dataclass(frozen=True)
 class StatesReplay:
     """The runtime's half of a step: a level for each mark of the trace (the worst of the micro-batches), the levels at
-    the start of a micro-batch and in the optimizer's step, and the bytes between two steps."""
+    the start of a micro-batch and in the optimizer's step, the bytes between two steps, and how often each unit is
+    gathered in a step."""
 
     start: Level
     marks: list[Level]
     step: Level
     between_steps: int
+    gathers: tuple[int, ...] = ()
 
 
 def replay_states(
@@ -55,7 +57,7 @@ def replay_states(
     for _ in range(STEPS):
         levels, step = replay.step()
     start, *marks = [_worse(of_place) for of_place in zip(*levels, strict=True)]
-    return StatesReplay(start, marks, step, replay.book.total)
+    return StatesReplay(start, marks, step, replay.book.total, replay.gathers)
 
 
 MakeUnit = Callable[[UnitSize, MixedPrecision, CountRules, Book, Copying], CountedUnit]
@@ -66,6 +68,7 @@ class StepReplay:
 
     reached: called before each mark, with its place among the trace's marks, and at the end of a micro-batch, with
     their number. make_unit: a CountedUnit or a subclass of it. at_most: micro-batches of a step that are replayed.
+    gathers: of each unit in the last step.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class StepReplay:
         at_most: int = DISTINCT,
     ) -> None:
         self.book = book or Book()
+        self.gathers: tuple[int, ...] = ()
         self._trace, self._rules, self._reached, self._at_most = trace, rules, reached, at_most
         self._copying = Copying(self.book)
         self._units = [make_unit(size, precision, rules, self.book, self._copying) for size, precision in units]
@@ -94,7 +98,10 @@ class StepReplay:
         """One step: for each micro-batch that differs, the levels at its start, at each mark and when its backward has
         ended; and the level in the optimizer's step."""
         count = min(self._rules.micro_batches, self._at_most)
-        levels = [self._micro_batch(boundary=micro == count - 1) for micro in range(count)]
+        levels, gathered = [], [self._gathered()]
+        for micro in range(count):
+            levels.append(self._micro_batch(boundary=micro == count - 1))
+            gathered.append(self._gathered())
         self.book.begin()
         self._copying.release()
         for unit in self._units:
@@ -104,7 +111,22 @@ class StepReplay:
             unit.free_grads()
         self._schedule.after_step()
         self._renew()
+        self._count_gathers(gathered)
         return levels, _level(self.book)
+
+    def _gathered(self) -> list[int]:
+        return [unit.gathers for unit in self._units]
+
+    def _count_gathers(self, gathered: Sequence[Sequence[int]]) -> None:
+        """gathered: the counts before the step and after each micro-batch that was replayed. The second micro-batch
+        stands for those that were left out."""
+        found = [now - before for now, before in zip(self._gathered(), gathered[0], strict=True)]
+        if left_out := self._rules.micro_batches - len(gathered) + 1:
+            found = [
+                count + left_out * (after - before)
+                for count, before, after in zip(found, gathered[1], gathered[2], strict=True)
+            ]
+        self.gathers = tuple(found)
 
     def _renew(self) -> None:
         for unit in self._renewal:

@@ -214,6 +214,14 @@ def test_other_lists_are_part_of_the_label() -> None:
     assert [point.label for point in points][:3] == ["stage2-fp32-seq64", "stage2-fp32-seq128", "stage2-bf16-seq64"]
 
 
+def test_what_the_allocator_reserves_is_a_column_for_gpus_and_none_for_cpu_ranks(say: Say) -> None:
+    header, row = [line.split() for line in say(*TWO).out.splitlines() if line.startswith(("row", "stage"))]
+    peak, reserved = (float(row[header.index(name)]) for name in ("peak", "reserved"))
+    assert peak <= reserved < 1.2 * peak
+    explained = say(*TWO, "--explain", row[0]).out
+    assert f"reserved   {row[header.index('reserved')]} " in explained
+
+
 def test_ranks_on_a_cpu_have_no_offload_to_host_memory() -> None:
     points = command._points(["model=llama_tiny", "resources.device=cpu", "loss=full", "recompute=none"], ())
     assert [point.label for point in points] == ["stage0", "stage1", "stage2", "stage3"]
