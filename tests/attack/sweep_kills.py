@@ -32,6 +32,7 @@ from harness.patience import wait_until  # noqa: E402
 from points import STUB, make_config  # noqa: E402
 
 from orchestrator import cli  # noqa: E402
+from orchestrator.commands import run, watch_sweep  # noqa: E402
 from orchestrator.commands.run import run_point  # noqa: E402
 from orchestrator.commands.sweep import SweepRequest, run_sweep  # noqa: E402
 from orchestrator.config.schema import TrackingKind  # noqa: E402
@@ -49,6 +50,7 @@ PRELOADED = (stub_worker, controller, local_executor, tracking)
 POINTS = 3
 # 0: all points measured. 1: a point or the disk failed. 3: not all points run. Also -9: the command was killed.
 CODES = {0, 1, 3}
+LOOK_S = 0.02  # between two looks of a command: less than the program's, so that more kills hit it at work
 LEFTOVERS = (".*.tmp", "*.partial", ".trash-*", "zero_rank_*")
 
 
@@ -206,6 +208,8 @@ def chain(scene: Scene, aims: Iterator[Aim], lasts_s: float, chance: random.Rand
 def main(argv: list[str]) -> None:
     folder, kills, seed, share, of = Path(argv[0]), *map(int, argv[1:5])
     store = _make_store(folder) if "tracked" in argv else None
+    for module in (run, watch_sweep):  # forks inherit it
+        module.LOOK_S = LOOK_S
     counts: Counter[str] = Counter()
     chance = random.Random(seed)
     lasts_s, aims = {}, {}

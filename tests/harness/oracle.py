@@ -103,7 +103,7 @@ def oracle(
     trace = Trace([], [], masters)
     scaler = case.loss_scale.start()
     for step in range(first, first + case.steps):
-        parts, loss = rank_gradients(case, masters, step, scaler.scale)
+        parts, loss = _rank_gradients(case, model, masters, step, scaler.scale)
         order = range(case.world)[::-1] if nudge.reversed_ranks else range(case.world)
         grads = {name: _sum(case, parts, name, order, reduces_every_backward) for name in masters}
         for name, master in masters.items():
@@ -142,14 +142,16 @@ def _go_on(plain: torch.optim.Optimizer, masters: dict[str, torch.Tensor], start
 Parts = dict[tuple[int, int], dict[str, torch.Tensor]]  # gradients by (rank, micro-batch), by name
 
 
-def rank_gradients(case: Case, masters: dict[str, torch.Tensor], step: int, scale: float = 1.0) -> tuple[Parts, float]:
+def _rank_gradients(
+    case: Case, model: TinyTransformer, masters: dict[str, torch.Tensor], step: int, scale: float
+) -> tuple[Parts, float]:
     """The gradients of each rank and micro-batch in compute dtype, times the loss scale; and the global loss."""
     tokens = torch.tensor(step_tokens(case, step))
     parts: Parts = {}
     loss_sum = 0.0
+    _take_values(case, model, masters)
     for rank in range(case.world):
         for micro in range(case.micro_batches):
-            model = _working_copy(case, masters)
             ids, labels = batch(case.model, step, rank, micro)
             loss = token_loss_sum(model, ids, labels) / tokens
             (loss * scale).backward()
@@ -159,6 +161,7 @@ def rank_gradients(case: Case, masters: dict[str, torch.Tensor], step: int, scal
                 for name, p in model.named_parameters()
                 if p.requires_grad
             }
+            model.zero_grad(set_to_none=True)
     return parts, loss_sum
 
 
@@ -167,13 +170,12 @@ def _abs_sum(parts: Parts) -> dict[str, torch.Tensor]:
     return {name: torch.stack([part[name].double().abs() for part in parts.values()]).sum(0) for name in names}
 
 
-def _working_copy(case: Case, masters: dict[str, torch.Tensor]) -> TinyTransformer:
-    model = TinyTransformer(case.model)
+def _take_values(case: Case, model: TinyTransformer, masters: dict[str, torch.Tensor]) -> None:
+    """Gives the model the values of the masters in compute dtype; frozen parameters keep theirs, rounded the same."""
     with torch.no_grad():
         for name, param in model.named_parameters():
             kept = masters.get(name, param).detach().to(TORCH_DTYPE[case.precision.param], copy=True)
             param.data = kept.to(TORCH_DTYPE[case.precision.compute or case.precision.param])
-    return model
 
 
 def _sum(case: Case, parts: Parts, name: str, ranks: range, reduces_every_backward: bool) -> torch.Tensor:

@@ -55,13 +55,14 @@ def values_of(cell: Cell, axes: int) -> set[Cell]:
 def covering_cut(cells: list[Cell], axes: int = 2, covered: Sequence[Cell] = ()) -> list[Cell]:
     """A small, greedily chosen part of the cells that, with those `covered` already, covers all values of any `axes`
     axes that occur in a cell."""
-    wanted = set().union(*(values_of(cell, axes) for cell in cells))
+    values = {cell: values_of(cell, axes) for cell in cells}
+    wanted = set().union(*values.values())
     wanted -= set().union(*(values_of(cell, axes) for cell in covered))
     cut = []
     while wanted:
-        best = max(cells, key=lambda cell: len(values_of(cell, axes) & wanted))
+        best = max(cells, key=lambda cell: len(values[cell] & wanted))
         cut.append(best)
-        wanted -= values_of(best, axes)
+        wanted -= values[best]
     return cut
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from harness.warm_shapes import WarmShapes
 
 from orchestrator import cli
 from orchestrator.commands import fit as command
@@ -35,6 +36,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setattr(memory_cache, "_start_child", WarmShapes)
         assert cli.main(["fit", *TWO, "--json"]) == 0
     return folder
 
