@@ -58,10 +58,15 @@ class DTypeAudit:
 
         DTypeError on every rank if what was counted on one of them is not what was asked for.
         """
-        found = [*self._found, *self._accumulated.values(), *self._autocast.values(), *_sent(ledger)]
-        texts = dtype_rules.differences(self._asked, self._units, found)
-        refuse(self._runtime.collectives.gather_objects(texts))
-        return dtype_rules.bytes_by_dtype(found)
+        refuse(self._runtime.collectives.gather_objects(self.differences(ledger)))
+        return dtype_rules.bytes_by_dtype(self._counted(ledger))
+
+    def differences(self, ledger: Ledger) -> list[str]:
+        """What on this rank is not what was asked for."""
+        return dtype_rules.differences(self._asked, self._units, self._counted(ledger))
+
+    def _counted(self, ledger: Ledger) -> list[DTypeCount]:
+        return [*self._found, *self._accumulated.values(), *self._autocast.values(), *_sent(ledger)]
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
         if module is self._runtime.model:  # a micro-batch begins

@@ -24,6 +24,7 @@ def troubles(row: Row, found: Result) -> dict[str, list[str]]:
         "events that are kept": kept_events(found),
         "order of destruction": destruction(found),
         "memory of the device": memory(row, found),
+        "other dtypes than asked for": found["dtypes"],
     }
     return {rule: lines for rule, lines in every.items() if lines}
 

@@ -12,7 +12,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from zero_runtime.activations.rule import RecomputeRule
 from zero_runtime.memory.activation_count import LinearTrace, Trace
 from zero_runtime.memory.activation_trace import trace_step
 from zero_runtime.memory.counted_unit import CountRules
+from zero_runtime.memory.dtype_audit import DTypeAudit
+from zero_runtime.memory.dtype_rules import AskedDTypes
 from zero_runtime.memory.step_memory import StepMemory, replay_states
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_file import ScratchFile
@@ -156,11 +158,14 @@ def run(guard: ctypes.CDLL, row: Row, without: Collection[str] = ()) -> dict[str
         for step in range(row.steps):
             last = step == row.steps - 1
             bench.overflows = row.skips and step == 1
+            audit = DTypeAudit(runtime, _asked(row)) if last else None
             if last:
+                runtime.reset_ledger()
                 found = _begin(bench)
-            _step(bench, row, runtime)
-            if last:
+            _step(bench, row, runtime, audit or nullcontext())
+            if audit is not None:
                 _end(bench, runtime, found)
+                found["dtypes"] = audit.differences(runtime.reset_ledger())
                 found["predicted"] = None if trace is None else _predicted(row, trace, runtime)
         if recomputation is not None:
             recomputation.remove()
@@ -235,17 +240,23 @@ def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomput
     return ZeroRuntime(model, plan, precision, OPTIMIZERS[row.optimizer], settings, bench.device), recomputation
 
 
-def _step(bench: Bench, row: Row, runtime: ZeroRuntime) -> None:
+def _step(bench: Bench, row: Row, runtime: ZeroRuntime, around: AbstractContextManager[Any]) -> None:
+    """around: a context for all forwards and backwards."""
     runtime.expect_rate(LR)
-    for micro in range(row.micro_batches):
-        ids = torch.zeros((SEQUENCES, row.tokens), dtype=torch.int64, device=bench.device)
-        tokens = runtime.sum_over_ranks(ids.numel())
-        loss = token_loss_sum(runtime.model, ids, ids) / tokens
-        is_last = micro == row.micro_batches - 1
-        with runtime.no_sync() if row.no_sync and not is_last else nullcontext():
-            runtime.backward(loss)
-        del loss
+    with around:
+        for micro in range(row.micro_batches):
+            ids = torch.zeros((SEQUENCES, row.tokens), dtype=torch.int64, device=bench.device)
+            tokens = runtime.sum_over_ranks(ids.numel())
+            loss = token_loss_sum(runtime.model, ids, ids) / tokens
+            is_last = micro == row.micro_batches - 1
+            with runtime.no_sync() if row.no_sync and not is_last else nullcontext():
+                runtime.backward(loss)
+            del loss
     runtime.step(LR)
+
+
+def _asked(row: Row) -> AskedDTypes:
+    return AskedDTypes(MixedPrecision(row.precision), row.micro_batches, OPTIMIZERS[row.optimizer].held_states)
 
 
 def _begin(bench: Bench) -> dict[str, Any]:
