@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-READ_NUMEL = 4 << 20  # elements read from a source at a time: bounds the memory needed in addition to the shards
+from zero_runtime.memory.outside_step import READ_NUMEL
 
 # Fills a 1-D tensor with elements of a parameter: `read_into(name, start, target)`.
 ReadInto = Callable[[str, int, torch.Tensor], object]

@@ -17,9 +17,10 @@ from orchestrator.text.units import ABSENT, count, digits, many, size
 from zero_runtime.memory.caching_allocator import AllocatorSettings
 
 # Columns in the order in which a narrow terminal leaves them out.
-DROPPED = ("tokens", "activations", "states", "reserved", "largest part", "closed form")
+DROPPED = ("tokens", "activations", "states", "reserved", "largest part", "closed form", "what exists")
 MACHINES = ("resources.ranks=", "resources.nodes=")
 GAP = 2  # characters between columns
+OFFLOADED = " is not predicted with offload"
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -73,6 +74,9 @@ class FitPage:
         self._screen.table(narrowed(Table(header, (*parts, total), names=2), self._width))
         self._screen.console.print()
         self._screen.rows(_after(one))
+        self._say(f"outside a step: the most bytes of one rank{'' if one.memory.outside_step() else OFFLOADED}")
+        if moments := _outside(one):
+            self._screen.table(narrowed(moments, self._width))
         self._propose_run([one] if one.micro else [])
 
     @property
@@ -245,6 +249,20 @@ def _after(one: Fit) -> list[Row]:
     if one.reason:
         rows.append(Row("does not fit", one.reason))
     return rows
+
+
+def _outside(one: Fit) -> Table | None:
+    """The moments outside of steps. The host's bytes are in addition to the device's, also on a CPU."""
+    header = ("moment", "what exists", "device", "host", "host of a node")
+    rows = []
+    for moment in one.memory.outside_step():
+        of_node = moment.host * one.ranks_per_node
+        too_much = [f"more than {size(one.limit_bytes)}"] * (moment.device + one.overhead.most > one.limit_bytes)
+        if one.host_limit_bytes is not None and of_node > one.host_limit_bytes:
+            too_much.append(f"more than the node's {size(one.host_limit_bytes)}")
+        cells = [size(count) if count else ABSENT for count in (moment.device, moment.host, of_node)]
+        rows.append((moment.name, "; ".join([moment.why, *too_much]), *cells))
+    return Table(header, tuple(rows), names=2) if rows else None
 
 
 def _reserved(one: Fit) -> str:

@@ -126,6 +126,9 @@ class Fit:
             "host_limit_bytes_per_node": self.host_limit_bytes,
             "scratch_bytes_per_rank": self.scratch_bytes,
             "sent_bytes_per_step": self.sent_bytes,
+            "outside_step_bytes": {
+                moment.name: {"device": moment.device, "host": moment.host} for moment in self.memory.outside_step()
+            },
         }
 
 

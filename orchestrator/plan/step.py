@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator.config.schema import Device, RunConfig
+from orchestrator.config.state_groups import Offload
 from orchestrator.plan.memory_cache import activations_key, trace_key, units_key
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.memory.activation_count import LinearTrace
 from zero_runtime.memory.caching_allocator import AllocatorSettings
 from zero_runtime.memory.counted_unit import CountRules
 from zero_runtime.memory.model import CollectiveCounts, UnitSize
+from zero_runtime.memory.outside_step import MomentBytes, OutsideStep, UnitParts
 from zero_runtime.memory.reserved import Reserved, reserved_peak
 from zero_runtime.memory.step_memory import TOKEN_BYTES, Peak, StatesReplay, StepMemory, replay_states
 from zero_runtime.offload.memory import Moves, OffloadBytes, host_bytes, nvme_bytes
@@ -20,6 +23,7 @@ from zero_runtime.offload.plan import Tier
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 
+EXPORTED_BYTES = 2  # of an element of exported weights, in bf16
 Answers = Mapping[str, Mapping[str, Any]]
 Units = list[tuple[UnitSize, MixedPrecision]]
 
@@ -57,12 +61,14 @@ def units_of(config: RunConfig, shapes: Mapping[str, Any]) -> Units:
 
 @dataclass(frozen=True)
 class ConfigMemory:
-    """The memory of one configuration's step on a rank. parts: for the micro-batches of each trace, in their order."""
+    """The memory of one configuration's step on a rank. parts: for the micro-batches of each trace, in their order.
+    largest_numels: elements of the largest parameter of each unit."""
 
     config: RunConfig
     units: Units
     rules: CountRules
     parts: tuple[StepMemory, ...]
+    largest_numels: tuple[int, ...] = field(default=(), kw_only=True)
 
     def peak(self, micro: int) -> Peak | None:
         """The worst moment of a step; None for a micro-batch that was not traced."""
@@ -118,6 +124,24 @@ class ConfigMemory:
                 return self.away().host + part.linear.at(micro).total().host
         return self.away().host
 
+    def outside_step(self) -> list[MomentBytes]:
+        """The moments outside of steps; none with offload, or if no micro-batch was traced."""
+        if not self.parts or self.config.offload != Offload():
+            return []
+        moments, reads = self.moments(), self.config.model.path is not None
+        return [moments.building(reads=reads), moments.saving(), moments.exporting(EXPORTED_BYTES)]
+
+    def moments(self) -> OutsideStep:
+        """What the moments outside of steps are counted from. At least one micro-batch must have been traced."""
+        pairs = zip(self.units, self.largest_numels, strict=True)
+        return OutsideStep(
+            [UnitParts(size, kind, largest) for (size, kind), largest in pairs],
+            self.rules,
+            self.parts[0].states.between_steps,
+            len(self.config.optimizer.rule.state_names),
+            on_cpu=self.config.resources.device is not Device.cuda,
+        )
+
     def sent_bytes(self) -> int:
         """The bytes of data that a rank sends in one steady step (arXiv 1910.02054, section 7, in the dtypes used).
 
@@ -168,7 +192,8 @@ class Memories:
             StepMemory(linear, self._replay(config, linear, units, rules, key), tokens, shapes["buffer_bytes"], names)
             for linear in self._traces(config)
         ]
-        return ConfigMemory(config, units, rules, tuple(parts))
+        largest = (max(math.prod(shape) for _, shape in unit["shapes"]) for unit in shapes["units"])
+        return ConfigMemory(config, units, rules, tuple(parts), largest_numels=tuple(largest))
 
     def _units_of(self, config: RunConfig, key: str, shapes: Mapping[str, Any]) -> Units:
         ranks, offload = config.resources.ranks or 1, config.offload

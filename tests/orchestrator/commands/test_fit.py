@@ -224,6 +224,18 @@ def test_what_the_allocator_reserves_is_a_column_for_gpus_and_none_for_cpu_ranks
     assert f"reserved   {row[header.index('reserved')]} " in explained
 
 
+def test_one_row_also_shows_what_building_saving_and_exporting_take(say: Say) -> None:
+    out = say(*TWO, "--explain", "stage3").out
+    for moment in ("drawing initial values", "saving a state", "exporting weights"):
+        assert f"\n{moment} " in out
+    (row,) = [one for one in say.json(*TWO) if one["label"] == "stage3"]
+    # A state is half of the parameters and of two moments, in fp32; what is bf16 has an fp32 master.
+    assert row["outside_step_bytes"]["saving a state"]["host"] == 3 * 4 * 1_869_504 // 2
+    tight = say(*TWO, "hardware.memory_mib=40", "hardware.host_memory_gib=0.01", "--explain", "stage3").out
+    assert "kept for the next save; more than 40.0 MiB; more than the node's 10" in tight
+    assert "is not predicted with offload" in say(*TWO, "--explain", "stage3-optimizer_cpu").out
+
+
 def test_ranks_on_a_cpu_have_no_offload_to_host_memory() -> None:
     points = command._points(["model=llama_tiny", "resources.device=cpu", "loss=full", "recompute=none"], ())
     assert [point.label for point in points] == ["stage0", "stage1", "stage2", "stage3"]

@@ -40,6 +40,7 @@ def save_gathered_weights(
         nonlocal written
         trouble: CheckpointError | None = None
         for unit in runtime.units:
+            whole: dict[str, torch.Tensor] = {}  # frees the last unit before this one is gathered
             with runtime.resident(unit):
                 whole = unit.full_of(unit.weights_shard)
             if writer is None or trouble is not None:
