@@ -121,7 +121,7 @@ def test_offload_that_exceeds_the_host_s_memory_does_not_fit(say: Say) -> None:
 
 @pytest.mark.parametrize("label", ["stage0", "stage1", "stage2", "stage3-full", "stage3-optimizer_param_cpu"])
 def test_the_arithmetic_adds_up_to_the_peak_and_states_equal_their_closed_form(counted: Path, label: str) -> None:
-    (one,) = [row for row in command._fits(command._points(TWO, ()), quiet=True) if row.label == label]
+    (one,) = [row for row in command.fits_of(command._points(TWO, ()), quiet=True) if row.label == label]
     parts = fit_arithmetic.walk(one)
     assert sum(part.counted for part in parts) == one.peak.total
     for part in parts[:2]:  # parameters and the optimizer's states exist for the complete step
