@@ -126,7 +126,7 @@ def _row(label: str, found: Prediction | None) -> tuple[str, ...]:
     step = found.speed.time
     parts = (
         step.model_s,
-        step.exposed_s + step.slowed_s + step.imbalance_s,
+        step.exposed_s + step.slowed_s + step.meetings_s,
         step.runtime_s,
         step.update_s,
         step.control_s,

@@ -18,7 +18,7 @@ PARTS = {
     "slowed_s": "computing beside collectives",
     "runtime_s": "copies",
     "exposed_s": "waiting for collectives",
-    "imbalance_s": "waiting for the slowest rank",
+    "meetings_s": "what collectives take besides",
     "update_s": "the optimizer's step",
     "control_s": "sums over the ranks",
 }

@@ -6,18 +6,24 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestrator.config.parts import plain
-from orchestrator.config.schema import RunConfig, to_dict
+from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.plan import memory_cache
 from orchestrator.plan.step import ConfigMemory, with_micro
 from orchestrator.records.cache import read_cached, write_cached
+from zero_runtime.memory.activation_count import Mark, Trace
+from zero_runtime.memory.counted_unit import CountRules
+from zero_runtime.memory.model import UnitSize
 from zero_runtime.offload.plan import Tier
+from zero_runtime.precision import MixedPrecision
 from zero_runtime.timing.costs import FREE, CollectiveCost, Curve, StepCosts
 from zero_runtime.timing.segments import SegmentTable
-from zero_runtime.timing.step_time import StepSeconds, step_time
+from zero_runtime.timing.step_time import StepSeconds, meeting_s, step_time
+
+ANCHOR_STAGE = 2  # of the real step that is measured next to the segments: each unit is gathered and reduced once
 
 
 @dataclass(frozen=True)
@@ -55,10 +61,14 @@ def store(hardware: str, measured: Iterable[tuple[TimingJob, Any]]) -> None:
 
 def jobs(config: RunConfig) -> list[TimingJob]:
     """What has to be measured for a prediction of this configuration's step, the cheapest first."""
-    found = [TimingJob("copies", _key("copies", place_of(config)), config)]
+    found = [_copies(config)]
     if (config.resources.ranks or 1) > 1:
-        found.append(_links(config))
+        found += {job.key: job for job in (_links(config), _links(_anchored(config)))}.values()
     return [*found, _update(config), _segments(config)]
+
+
+def _copies(config: RunConfig) -> TimingJob:
+    return TimingJob("copies", _key("copies", place_of(config)), config)
 
 
 def _segments(config: RunConfig, micro: int | None = None) -> TimingJob:
@@ -78,6 +88,11 @@ def _of_model(config: RunConfig, activations: str) -> dict[str, Any]:
 def _links(config: RunConfig) -> TimingJob:
     shards = config.zero.plan.shard_count(config.resources.ranks or 1)
     return TimingJob("links", _key("links", {"shards": shards, **place_of(config)}), config)
+
+
+def _anchored(config: RunConfig) -> RunConfig:
+    """The configuration of the real step that is measured next to the segments, as far as collectives are concerned."""
+    return replace(config, zero=replace(config.zero, stage=ANCHOR_STAGE, shard_ranks=None))
 
 
 def _update(config: RunConfig) -> TimingJob:
@@ -131,48 +146,70 @@ def speed_of(memory: ConfigMemory, hardware: str) -> Speed | None:
     part = next((part for part in memory.parts if part.linear.low <= micro <= part.linear.high), None)
     if part is None or config.offload.params is Tier.NVME or config.hardware.is_described:
         return None
-    answers = {job.kind: stored(hardware, job.key) for job in jobs(config) if job.kind != "segments"}
-    measured = _segments_at(config, hardware)
-    if measured is None or any(answer is None for answer in answers.values()):
+    answers = {job.key: stored(hardware, job.key) for job in jobs(config) if job.kind != "segments"}
+    if any(answer is None for answer in answers.values()):
         return None
-    table, imbalance_s = measured
+    costs, of_anchor = (_costs(one, answers) for one in (config, _anchored(config)))
+    measured = _segments_at(config, hardware, of_anchor)
+    if measured is None:
+        return None
+    table, costs = measured[0], replace(costs, meeting_s=measured[1])
     trace = part.linear.trace
     segments = table.in_order([(kind, unit) for _, kind, unit in trace.marks])
     if segments is None:
         return None
-    time = step_time(
-        trace, memory.units, memory.rules, segments, _costs(answers, imbalance_s), prefetch=config.zero.prefetch
-    )
+    time = step_time(trace, memory.units, memory.rules, segments, costs, prefetch=config.zero.prefetch)
     tokens = (config.batch.global_size or 0) * config.batch.seq
     return Speed(time, tokens / time.total_s)
 
 
-def _segments_at(config: RunConfig, hardware: str) -> tuple[SegmentTable[float], float] | None:
-    """The seconds of the segments, and by how much the slowest rank takes longer than the mean of the ranks: measured
-    at this micro-batch, or on a straight line between two others."""
+def _segments_at(config: RunConfig, hardware: str, of_anchor: StepCosts) -> tuple[SegmentTable[float], float] | None:
+    """The seconds of the segments, and `StepCosts.meeting_s`: measured at this micro-batch, or on a straight line
+    between two others. of_anchor: the costs of the anchor's step."""
 
     def measured(micro: int) -> tuple[SegmentTable[float], float] | None:
         found = stored(hardware, _segments(config, micro).key)
-        return None if found is None else (SegmentTable.of_plain(found["table"]), found["imbalance_s"])
+        return None if found is None else (SegmentTable.of_plain(found["table"]), _meeting_s(config, found, of_anchor))
 
     micro = config.batch.micro
     exact = measured(micro)
+    if exact is not None:
+        return exact
     known = stored(hardware, _micros_key(config)) or []
     below, above = [one for one in known if one < micro], [one for one in known if one > micro]
-    if exact is not None or not below or not above:
-        return exact
-    low, high = measured(below[-1]), measured(above[0])
+    low, high = (measured(below[-1]), measured(above[0])) if below and above else (None, None)
+    if low is None or high is None:
+        return None
     share = (micro - below[-1]) / (above[0] - below[-1])
 
     def between(first: float, second: float) -> float:
         return first + (second - first) * float(share)
 
-    table = None if low is None or high is None else low[0].combined(high[0], between)
-    return None if table is None or low is None or high is None else (table, between(low[1], high[1]))
+    table = low[0].combined(high[0], between)
+    return None if table is None else (table, between(low[1], high[1]))
 
 
-def _costs(answers: Mapping[str, Any], imbalance_s: float) -> StepCosts:
-    links: Mapping[str, Any] = answers.get("links") or {}
+def _meeting_s(config: RunConfig, measured: Mapping[str, Any], costs: StepCosts) -> float:
+    """From the real step that was measured next to the segments; see calibrate.py."""
+    anchor = measured["anchor"]
+    if anchor is None:
+        return 0.0
+    ranks, plan = config.resources.ranks or 1, _anchored(config).zero.plan
+    on_cuda = config.resources.device is Device.cuda
+    return meeting_s(
+        anchor["seconds"],
+        Trace(marks=[(0, Mark(kind), unit) for kind, unit in anchor["marks"]]),
+        [(UnitSize(**size), MixedPrecision(**precision)) for size, precision in anchor["units"]],
+        CountRules(plan, ranks, 1, 1, anchor["state_bytes"], by_messages=not on_cuda),
+        anchor["segments"],
+        costs,
+        prefetch=config.zero.prefetch,
+    )
+
+
+def _costs(config: RunConfig, answers: Mapping[str, Any]) -> StepCosts:
+    """The costs of a configuration's step from the answers by key."""
+    links: Mapping[str, Any] = answers.get(_links(config).key) or {}
 
     def curve(data: Mapping[str, Any] | None) -> Curve:
         return FREE if data is None else Curve(data["points"])
@@ -185,10 +222,9 @@ def _costs(answers: Mapping[str, Any], imbalance_s: float) -> StepCosts:
         gather=collective("gather"),
         reduce=collective("reduce"),
         replica=collective("replica"),
-        imbalance_s=imbalance_s,
         control_s=links.get("control_s", 0.0),
-        copy=curve(answers["copies"]),
-        update=curve(answers["update"]),
+        copy=curve(answers[_copies(config).key]),
+        update=curve(answers[_update(config).key]),
         compute_slowdown=links.get("compute_slowdown", 0.0),
         link_slowdown=links.get("link_slowdown", 0.0),
     )

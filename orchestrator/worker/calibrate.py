@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -12,24 +11,29 @@ import torch
 
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord
+from orchestrator.plan.speed import ANCHOR_STAGE
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.setup import build_deferred, offload_plan, prepare_process
 from orchestrator.workloads.models import token_losses
+from zero_runtime.accounting import unit_sizes
+from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.collectives import Collectives
 from zero_runtime.memory.short_model import Shortened, shorten
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
+from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.settings import RuntimeSettings
 from zero_runtime.timing.machine_timer import Repeated, time_copies, time_links, time_updates
 from zero_runtime.timing.segment_timer import SegmentTimer, typical
-from zero_runtime.timing.segments import SegmentTable
+from zero_runtime.timing.segments import Key, SegmentTable
 from zero_runtime.unit_planner import UnitRules
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 from zero_runtime.world import WorldSettings, join_world, leave_world
 
 STEPS = 8  # timed micro-batches of a model
+ANCHOR_STEPS = 8  # timed real steps of it
 SIZES = [1 << power for power in (14, 18, 20, 22, 24, 26)]  # bytes of the tensors of collectives and copies
 UPDATED = [1 << power for power in (14, 18, 20, 22)]  # elements of the shards that are updated
 Answer = Any
@@ -59,16 +63,51 @@ def timer_of(config: RunConfig, device: torch.device) -> tuple[SegmentTimer, Sho
     short = shorten(model, rules, config.recompute)
     if short is None:
         model, _ = build_deferred(config)  # it may have lost blocks
-    shape = (config.batch.micro, config.batch.seq)
-    ids = torch.randint(int(config.model.config["vocab_size"]), shape, device=device)
     timer = SegmentTimer(
         model,
         rules,
         config.recompute,
-        [ids, ids.roll(-1, 1)],
+        _tokens(config, device),
         lambda built, ids, labels: token_losses(built, ids, labels, config.loss.tile_tokens) / labels.numel(),
     )
     return timer, short
+
+
+def short_runtime(config: RunConfig, plan: ZeroPlan, device: torch.device, watch: RankWatch | None) -> ZeroRuntime:
+    """The runtime of the configuration's model, of whose equal blocks at most five are built."""
+    model, initialise = build_deferred(config)
+    rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
+    if shorten(model, rules, config.recompute) is None:
+        model, initialise = build_deferred(config)
+    Recomputation(model, config.recompute, device)
+    settings = RuntimeSettings(
+        clip_norm=config.optimizer.clip_norm,
+        prefetch=config.zero.prefetch,
+        unit_numel=config.zero.unit_numel,
+        keep_dtype=tuple(config.precision.keep_dtype),
+        initialise=initialise,
+        watch=watch,
+    )
+    return ZeroRuntime(model, plan, config.precision.mixed, config.optimizer.rule, settings, device)
+
+
+def step_of(config: RunConfig, runtime: ZeroRuntime, device: torch.device) -> Callable[[], None]:
+    """A step of one micro-batch, as training makes it."""
+    ids, labels = _tokens(config, device)
+
+    def step() -> None:
+        tokens = runtime.sum_over_ranks(labels.numel())
+        runtime.backward(token_losses(runtime.model, ids, labels, config.loss.tile_tokens) / tokens)
+        runtime.step(0.0)
+
+    return step
+
+
+def _tokens(config: RunConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random ids and labels, [micro, seq] int64."""
+    shape = (config.batch.micro, config.batch.seq)
+    ids = torch.randint(int(config.model.config["vocab_size"]), shape, device=device)
+    return ids, ids.roll(-1, 1)
 
 
 class Calibration:
@@ -97,18 +136,32 @@ class Calibration:
         """Seconds of the model's segments at the configured micro-batch."""
         timer, short = timer_of(config, self._device)
         timer.step()  # which may compile and allocate
-        steps, totals = [], []
+        steps = []
         for _ in range(STEPS):
             self._repeated.mean(0.0)  # ranks begin together, as in a step
             steps.append(timer.step())
-            totals.append(self._collectives.gather_objects(sum(steps[-1][1])))
         own = typical(steps)
         table = SegmentTable({key: [self._repeated.mean(one) for one in of_key] for key, of_key in own.values.items()})
         whole = table if short is None else table.with_blocks(short.units, short.blocks)
-        ratio = sum(map(sum, whole.values.values())) / sum(map(sum, table.values.values()))
-        late_s = statistics.median(max(of_ranks) - statistics.mean(of_ranks) for of_ranks in totals)
-        # Of a model that is `ratio` times as long the variance grows with the time.
-        return {"table": whole.plain(), "imbalance_s": late_s * ratio**0.5}
+        anchor = None if self._collectives.world == 1 else self._anchor(config, steps[0][0], table)
+        return {"table": whole.plain(), "anchor": anchor}
+
+    def _anchor(self, config: RunConfig, marks: Sequence[Key], table: SegmentTable[float]) -> Answer:
+        """A real step of the same blocks in which each unit is gathered and reduced once, and what predicts it."""
+        plan = ZeroPlan.from_stage(ANCHOR_STAGE)
+        runtime = short_runtime(config, plan, self._device, self._watch)
+        try:
+            seconds = self._repeated.seconds(step_of(config, runtime, self._device), count=ANCHOR_STEPS)
+            units = list(zip(unit_sizes(runtime), (unit.precision for unit in runtime.units), strict=True))
+            return {
+                "seconds": seconds,
+                "marks": [[int(kind), unit] for kind, unit in marks],
+                "segments": table.in_order(marks),
+                "units": [[asdict(size), asdict(precision)] for size, precision in units],
+                "state_bytes": config.optimizer.rule.state_bytes,
+            }
+        finally:
+            runtime.close()
 
     def _links(self, config: RunConfig) -> Answer:
         world = config.resources.ranks or 1

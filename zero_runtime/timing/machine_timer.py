@@ -44,11 +44,16 @@ class Repeated:
         total = torch.full((), value, dtype=torch.float64, device=self._device)
         return float(self._collectives.sum_over_ranks_(total)) / self._collectives.world
 
-    def seconds(self, action: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-        """The median time of an action, each after an untimed call of `before`."""
+    def seconds(
+        self, action: Callable[[], object], before: Callable[[], object] = lambda: None, *, count: int | None = None
+    ) -> float:
+        """The median time of an action, each after an untimed call of `before`.
+
+        count: of the repetitions; None: as many as BUDGET_S allows.
+        """
         once = self.mean(self._one(action, before))  # the first call, which may compile or allocate
         once = min(once, self.mean(self._one(action, before)))
-        count = min(max(int(BUDGET_S / max(once, 1e-9)), LEAST), MOST)
+        count = count or min(max(int(BUDGET_S / max(once, 1e-9)), LEAST), MOST)
         return self.mean(statistics.median(self._one(action, before) for _ in range(count)))
 
     def in_two(self, start: Callable[[], Pending]) -> tuple[float, float]:

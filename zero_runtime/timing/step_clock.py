@@ -20,7 +20,7 @@ class StepClock:
     """Time of one rank. Transfers run one after the other, in the order of their issue.
 
     computing_s: the time that computing took so far, and plain_s: that it would have taken alone; exposed_s: waiting
-    for transfers.
+    for transfers; meetings: how often ranks have exchanged messages.
     """
 
     compute_slowdown: float = 0.0
@@ -28,6 +28,7 @@ class StepClock:
     computing_s: float = 0.0
     plain_s: float = 0.0
     exposed_s: float = 0.0
+    meetings: int = 0
     _queue: deque[InFlight] = field(default_factory=deque)
 
     def compute(self, seconds: float) -> None:
@@ -43,8 +44,9 @@ class StepClock:
             self._advance(first, both_s / (1 + self.link_slowdown))
             self.computing_s += both_s
 
-    def issue(self, seconds: float) -> InFlight:
+    def issue(self, seconds: float, meetings: int = 1) -> InFlight:
         """Begin a transfer behind those under way."""
+        self.meetings += meetings
         transfer = InFlight(seconds)
         if seconds > 0:
             self._queue.append(transfer)

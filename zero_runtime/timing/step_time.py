@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from zero_runtime.memory.activation_count import Trace
 from zero_runtime.memory.counted_unit import CountRules
@@ -24,15 +23,15 @@ class StepSeconds:
 
     model_s: the model's own forward, backward and recomputation; slowed_s: by how much more that took beside
     collectives; runtime_s: copies, casts and the beginning of collectives; exposed_s: waiting for collectives;
-    imbalance_s: waiting for the slowest rank; update_s: the optimizer's step; control_s: sums over the ranks, which
-    block.
+    meetings_s: what collectives take in addition to their own time (`StepCosts.meeting_s`); update_s: the optimizer's
+    step; control_s: sums over the ranks, which block.
     """
 
     model_s: float
     slowed_s: float
     runtime_s: float
     exposed_s: float
-    imbalance_s: float
+    meetings_s: float
     update_s: float
     control_s: float
 
@@ -67,7 +66,7 @@ def step_time(
     )
     for _ in range(STEPS - 1):
         replay.step()
-    computed_s, exposed_s, plain_s = clock.computing_s, clock.exposed_s, clock.plain_s
+    computed_s, exposed_s, plain_s, meetings = clock.computing_s, clock.exposed_s, clock.plain_s, clock.meetings
     replay.step()
     model_s = sum(segments) * rules.micro_batches
     plain_s = clock.plain_s - plain_s
@@ -77,16 +76,23 @@ def step_time(
         slowed_s=clock.computing_s - computed_s - plain_s,
         runtime_s=plain_s - model_s,
         exposed_s=clock.exposed_s - exposed_s,
-        imbalance_s=costs.imbalance_s * _meetings(rules),
+        meetings_s=costs.meeting_s * (clock.meetings - meetings),
         update_s=costs.update.at(numel) if numel else 0.0,
         control_s=2 * costs.control_s,  # the number of tokens, and the norm
     )
 
 
-def _meetings(rules: CountRules) -> float:
-    """How often the ranks of a step wait for the slowest, in units of one micro-batch.
-
-    They meet in each backward that reduces. Of micro-batches between two meetings the variances add up, not the times.
-    """
-    every = rules.plan.reduces_every_backward and not rules.reduces_at_boundary
-    return rules.micro_batches if every else math.sqrt(rules.micro_batches)
+def meeting_s(
+    step_s: float,
+    trace: Trace,
+    units: Sequence[tuple[UnitSize, MixedPrecision]],
+    rules: CountRules,
+    segments: Sequence[float],
+    costs: StepCosts,
+    *,
+    prefetch: int,
+) -> float:
+    """`StepCosts.meeting_s` from a real step that took step_s, and its prediction without it; never negative."""
+    alone = step_time(trace, units, rules, segments, replace(costs, meeting_s=1.0), prefetch=prefetch)
+    meetings = alone.meetings_s
+    return max(step_s - (alone.total_s - meetings), 0.0) / meetings if meetings else 0.0

@@ -70,11 +70,13 @@ class TimedUnit(CountedUnit):
         if self._rules.shard_count > 1:
             self._reduce_sent = self._begin(self._costs.reduce, self._numel * self._reduce)
         if self._rules.replica_count > 1:
-            self._reduce_sent = self._begin(self._costs.replica, self._shard * self._reduce)
+            # Between CPUs an all-reduce is a reduce-scatter and an all-gather: see collectives.py.
+            meetings = 2 if self._rules.by_messages else 1
+            self._reduce_sent = self._begin(self._costs.replica, self._shard * self._reduce, meetings)
 
-    def _begin(self, collective: CollectiveCost, nbytes: float) -> InFlight:
+    def _begin(self, collective: CollectiveCost, nbytes: float, meetings: int = 1) -> InFlight:
         self._clock.compute(collective.start.at(nbytes))
-        return self._clock.issue(collective.rest.at(nbytes))
+        return self._clock.issue(collective.rest.at(nbytes), meetings)
 
     def wait_reduce(self) -> None:
         if self._reducing is None:
