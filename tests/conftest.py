@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import shutil
 import signal
@@ -19,6 +21,11 @@ def pytest_configure(config: pytest.Config) -> None:
     ranks.prepare_fork_server()
     # Separate slots: other work on this machine neither waits for the tests nor makes them wait.
     os.environ["ZLAB_LOCKS"] = tempfile.mkdtemp(prefix="zlab-locks-")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # a collection visits what tests make, not a million objects of the libraries, which stay anyway
+    atexit.register(gc.unfreeze)  # nanobind would report the frozen objects as leaked
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
