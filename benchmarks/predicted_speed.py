@@ -1,8 +1,13 @@
 """Compares predicted step times with measured ones on CPU ranks, and what `choose` takes with the best of all.
 
 `python benchmarks/predicted_speed.py [--rounds N] [--spaces N] [--write]`. Each space is a set of points that differ in
-some settings. Its parts of a step are measured first, as `calibrate` does, and then each point in several rounds, in
-rotated order, by the same code as a run's. A point's time is the median of its rounds, its range their least and most.
+some settings. Its parts of a step are measured first, by the code of `calibrate`, and then each point in several
+rounds, in rotated order. A point's time is the median of its rounds, its range their least and most.
+
+[Note: the same processes]
+The parts and the points of a space are measured by the same processes. On a virtual machine with two cores the same
+step of the same code differed by up to 40 % between two starts of processes that were alone on it, and by 4 % within
+one: such a difference would be counted as an error of the prediction.
 
 [Note: choose in hindsight]
 For each space, the candidates are those that `choose` would confirm (`plan/choice.py`), and their short runs are the
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pickle
 import platform
@@ -37,7 +43,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from benchmarks.stages_report import cpu_name  # noqa: E402
-from orchestrator.commands import calibrate  # noqa: E402
 from orchestrator.compose import arguments  # noqa: E402
 from orchestrator.compose.line import composed  # noqa: E402
 from orchestrator.config.schema import RunConfig  # noqa: E402
@@ -48,14 +53,14 @@ from orchestrator.plan.point import Point  # noqa: E402
 from orchestrator.plan.points import judged  # noqa: E402
 from orchestrator.plan.prediction import hardware_name  # noqa: E402
 from orchestrator.plan.rules.scene import here  # noqa: E402
-from orchestrator.plan.speed import Speed, speed_of  # noqa: E402
+from orchestrator.plan.speed import Speed, TimingJob, speed_of  # noqa: E402
 from orchestrator.plan.step import Memories  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = 4  # as in `choose`
 WARM_UP = 3
-ROUND_S = 1.5  # time of one point in one round
-LEAST, MOST = 5, 40  # steps of one point in one round
+ROUND_S = 0.8  # time of one point in one round
+LEAST, MOST = 4, 40  # steps of one point in one round
 ALLOWED_MEDIAN, ALLOWED_WORST, ALLOWED_TAU, ALLOWED_REGRET = 0.10, 0.25, 0.8, 0.03
 
 
@@ -125,8 +130,12 @@ class Compared:
 # ---- measurement -----------------------------------------------------------------------------------------------------
 
 
-def rank_main(rank: int, world: int, folder: str, configs: Sequence[RunConfig], rounds: int) -> None:
-    """All rounds of the points, on this rank. Rank 0 writes the seconds of a step, by round and point."""
+def rank_main(
+    rank: int, world: int, folder: str, jobs: Sequence[TimingJob], configs: Sequence[RunConfig], rounds: int
+) -> None:
+    """The parts of a step and all rounds of the points, on this rank. Rank 0 writes the answers of the jobs, and the
+    seconds of a step by round and point."""
+    from orchestrator.worker.calibrate import Calibration
     from orchestrator.worker.setup import build_data, build_runtime, prepare_process
     from orchestrator.workloads.data import slice_for_rank
     from orchestrator.workloads.models import token_losses
@@ -136,6 +145,8 @@ def rank_main(rank: int, world: int, folder: str, configs: Sequence[RunConfig], 
     device = prepare_process(configs[0], rank)
     found = [[0.0] * len(configs) for _ in range(rounds)]
     with join_world(Path(folder, "store"), rank, world, device, WorldSettings(watch=WatchSettings(300))) as watch:
+        plain = [job.plain() for job in jobs]
+        answers = Calibration(device, watch, lambda _job: None).answers(plain, budget_s=math.inf)
         for number in range(rounds):
             for place in [(place + number) % len(configs) for place in range(len(configs))]:
                 config = configs[place]
@@ -171,19 +182,21 @@ def rank_main(rank: int, world: int, folder: str, configs: Sequence[RunConfig], 
                 found[number][place] = statistics.median(seconds)
                 runtime.close()
     if rank == 0:
-        Path(folder, "seconds").write_bytes(pickle.dumps(found))
+        Path(folder, "seconds").write_bytes(pickle.dumps((answers, found)))
     leave_world()
 
 
-def measured(configs: Sequence[RunConfig], rounds: int) -> list[list[float]]:
-    """By point, the seconds of its rounds."""
+def measured(
+    jobs: Sequence[TimingJob], configs: Sequence[RunConfig], rounds: int
+) -> tuple[dict[str, Any], list[list[float]]]:
+    """The answers of the jobs by key, and by point the seconds of its rounds."""
     world = configs[0].resources.ranks or 1
     os.environ |= {TUNABLES: GLIBC, "OMP_NUM_THREADS": str(configs[0].resources.threads)}
     with tempfile.TemporaryDirectory() as folder:
-        args = (world, folder, configs, rounds)
+        args = (world, folder, jobs, configs, rounds)
         torch.multiprocessing.start_processes(rank_main, args, nprocs=world, start_method="spawn")
-        by_round = pickle.loads(Path(folder, "seconds").read_bytes())
-    return [[found[place] for found in by_round] for place in range(len(configs))]
+        answers, by_round = pickle.loads(Path(folder, "seconds").read_bytes())
+    return answers, [[found[place] for found in by_round] for place in range(len(configs))]
 
 
 def compared(name: str, line: str, rounds: int) -> list[Compared]:
@@ -195,10 +208,11 @@ def compared(name: str, line: str, rounds: int) -> list[Compared]:
     configs = [point.config for point in found]
     hardware = hardware_name(configs[0])
     jobs = speed.missing(configs, hardware, fresh=True)
-    calibrate.measure(jobs, hardware, lambda _text: None, budget_s=600.0)
+    answers, rounds_s = measured(jobs, configs, rounds)
+    speed.store(hardware, [(job, answers[job.key]) for job in jobs])
     memories = Memories(memory_cache.answers(configs, configs))
     rows = []
-    for point, seconds in zip(found, measured(configs, rounds), strict=True):
+    for point, seconds in zip(found, rounds_s, strict=True):
         memory = memories.of(point.config)
         predicted = None if memory is None else speed_of(memory, hardware)
         assert predicted is not None, f"{point.label} was not predicted"
