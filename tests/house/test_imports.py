@@ -36,6 +36,13 @@ PURE = (
     "memory.reserved",
     "memory.step_memory",
     "schedule",
+    "timing.costs",
+    "timing.data_sheet",
+    "timing.segments",
+    "timing.step_clock",
+    "timing.step_time",
+    "timing.timed_unit",
+    "timing.work",
     "memory.allocator_blocks",
     "memory.caching_allocator",
     "memory.paper_formulas",
@@ -130,7 +137,8 @@ ROOMS = {
         "accounting": "collectives offload optim pure settings unit",
         "runtime": "accounting build collectives ledger module_hooks non_finite offload optim own_device "
         "phase_clock pure settings step_report unit whole_tensors world",
-        "memory": "accounting activations dtypes module_hooks offload pure runtime unit_planner",
+        "memory": "accounting activations dtypes guarded_parameter module_hooks offload pure runtime unit_planner",
+        "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",
         "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit",
         "deepspeed": "agreement checkpoint dtypes offload own_device pure runtime step_report watch world",
         "zero_runtime": "",  # imports lazily, by name
