@@ -30,7 +30,7 @@ DECIDING = ("model", "adapter", "optimizer", "precision")
 SILENCE_S = 120.0  # that the child may take for one answer
 TELL_S = 2.0
 LIBRARIES = ("torch", "transformers", "peft")  # whose code affects the answers
-TRACE = "trace-"  # the start of the keys of traces
+TRACE, WORK = "trace-", "work-"  # the starts of the keys of traces, and of the work of their segments
 Tell = Callable[[str], None]
 
 
@@ -55,6 +55,11 @@ def trace_key(config: RunConfig, *micros: int) -> str:
     """The key of the trace of all micro-batches from the first to the second; without them the start of all such
     keys."""
     return f"{TRACE}{activations_key(config, any_micro=True)}-{'-'.join(map(str, micros))}"
+
+
+def work_key(config: RunConfig, *micros: int) -> str:
+    """The key of the work of the trace with these micro-batches."""
+    return WORK + trace_key(config, *micros).removeprefix(TRACE)
 
 
 def _hash(parts: Mapping[str, Any]) -> str:
@@ -167,7 +172,7 @@ def _ask_child(
                 return
             answered = time.monotonic()
             if (answer := _answer_in(line)) is not None:
-                done += not answer[0].startswith(TRACE)
+                done += not answer[0].startswith((TRACE, WORK))
                 yield answer
     finally:
         child.kill()

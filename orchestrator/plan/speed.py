@@ -1,4 +1,5 @@
-"""The predicted time of a configuration's step, from what `zlab calibrate` measured on this machine."""
+"""The predicted time of a configuration's step: from what `zlab calibrate` measured on this machine, or, for described
+hardware, from its data sheet."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 from orchestrator.config.parts import plain
 from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.plan import memory_cache
+from orchestrator.plan.rough_time import peak_flops_per_s, rough_time
 from orchestrator.plan.step import ConfigMemory, with_micro
 from orchestrator.records.cache import read_cached, write_cached
 from zero_runtime.memory.activation_count import Mark, Trace
@@ -116,8 +118,11 @@ def _key(kind: str, parts: Mapping[str, Any]) -> str:
 
 
 def missing(configs: Iterable[RunConfig], hardware: str, *, fresh: bool = False) -> list[TimingJob]:
-    """What was not measured yet for these configurations, each once, the cheapest kinds first. fresh: all of it."""
-    wanted = {job.key: job for config in configs for job in jobs(config)}
+    """What was not measured yet for these configurations, each once, the cheapest kinds first. fresh: all of it.
+
+    Nothing is measured for described hardware.
+    """
+    wanted = {job.key: job for config in configs if not config.hardware.is_described for job in jobs(config)}
     order = ("copies", "links", "update", "segments")
     left = [job for job in wanted.values() if fresh or stored(hardware, job.key) is None]
     return sorted(left, key=lambda job: order.index(job.kind))
@@ -125,26 +130,55 @@ def missing(configs: Iterable[RunConfig], hardware: str, *, fresh: bool = False)
 
 @dataclass(frozen=True)
 class Speed:
-    """The predicted time of a step, and tokens per second of all ranks."""
+    """The predicted time of a step, and tokens per second of all ranks.
+
+    rough: estimated from a data sheet. mfu: model FLOPs utilization, see `model_flops`, of the peak on the data sheet;
+    None without one.
+    """
 
     time: StepSeconds
     tokens_per_second: float
+    rough: bool = False
+    mfu: float | None = None
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, Any]:
         """As plain data, for records and other programs."""
-        return {"tokens_per_second": self.tokens_per_second, "step_s": self.time.total_s, **asdict(self.time)}
+        known = {"tokens_per_second": self.tokens_per_second, "step_s": self.time.total_s, "rough": self.rough}
+        return {**known, "mfu": self.mfu, **asdict(self.time)}
 
 
 def speed_of(memory: ConfigMemory, hardware: str) -> Speed | None:
-    """The predicted speed of a configuration on this machine.
+    """The predicted speed of a configuration, on this machine or on its described hardware.
 
-    None if something that it needs was not measured, or is not predicted: parameters in a scratch file, and described
-    hardware.
+    None if something that it needs was not measured or is not on the data sheet, or is not predicted: parameters in a
+    scratch file, and any offload on described hardware.
     """
     config = memory.config
-    micro = config.batch.micro
-    part = next((part for part in memory.parts if part.linear.low <= micro <= part.linear.high), None)
-    if part is None or config.offload.params is Tier.NVME or config.hardware.is_described:
+    if not config.hardware.is_described:
+        time = _measured_time(memory, hardware)
+        return None if time is None else Speed(time, _tokens(config) / time.total_s)
+    time, peak = rough_time(memory), peak_flops_per_s(config)
+    if time is None or peak is None:
+        return None
+    per_second = (config.resources.ranks or 1) * peak * time.total_s
+    return Speed(time, _tokens(config) / time.total_s, rough=True, mfu=model_flops(memory) / per_second)
+
+
+def _tokens(config: RunConfig) -> int:
+    """Tokens of a step of all ranks."""
+    return (config.batch.global_size or 0) * config.batch.seq
+
+
+def model_flops(memory: ConfigMemory) -> int:
+    """Operations that a step needs by the usual convention: 6 for each trained parameter and token, 4 for each frozen
+    one, whatever attention and recomputation add."""
+    return sum((6 if size.trainable else 4) * size.numel for size, _ in memory.units) * _tokens(memory.config)
+
+
+def _measured_time(memory: ConfigMemory, hardware: str) -> StepSeconds | None:
+    config = memory.config
+    part = memory.part(config.batch.micro)
+    if part is None or config.offload.params is Tier.NVME:
         return None
     answers = {job.key: stored(hardware, job.key) for job in jobs(config) if job.kind != "segments"}
     if any(answer is None for answer in answers.values()):
@@ -158,9 +192,7 @@ def speed_of(memory: ConfigMemory, hardware: str) -> Speed | None:
     segments = table.in_order([(kind, unit) for _, kind, unit in trace.marks])
     if segments is None:
         return None
-    time = step_time(trace, memory.units, memory.rules, segments, costs, prefetch=config.zero.prefetch)
-    tokens = (config.batch.global_size or 0) * config.batch.seq
-    return Speed(time, tokens / time.total_s)
+    return step_time(trace, memory.units, memory.rules, segments, costs, prefetch=config.zero.prefetch)
 
 
 def _segments_at(config: RunConfig, hardware: str, of_anchor: StepCosts) -> tuple[SegmentTable[float], float] | None:

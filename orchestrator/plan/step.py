@@ -70,12 +70,14 @@ class ConfigMemory:
     parts: tuple[StepMemory, ...]
     largest_numels: tuple[int, ...] = field(default=(), kw_only=True)
 
+    def part(self, micro: int) -> StepMemory | None:
+        """The memory of the trace that has this micro-batch; None if none has."""
+        return next((part for part in self.parts if part.linear.low <= micro <= part.linear.high), None)
+
     def peak(self, micro: int) -> Peak | None:
         """The worst moment of a step; None for a micro-batch that was not traced."""
-        for part in self.parts:
-            if part.linear.low <= micro <= part.linear.high:
-                return part.peak(micro)
-        return None
+        part = self.part(micro)
+        return None if part is None else part.peak(micro)
 
     def reserved(self, micro: int, settings: AllocatorSettings | None = None) -> Reserved | None:
         """What torch's caching allocator reserves at the peak on a GPU; None for a micro-batch that was not traced."""

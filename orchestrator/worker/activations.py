@@ -2,7 +2,7 @@
 
 An answer is plain data: {"bytes": the fields of ActivationBytes, "trace": the key of the trace}, or {"unknown": why
 they cannot be counted}. A trace is a LinearTrace as plain data, for all micro-batches from the smallest to the largest
-that were asked for.
+that were asked for. Beside each trace is the work of its segments, a LinearWork as plain data.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from zero_runtime.memory.activation_count import LinearTrace, Trace
 from zero_runtime.memory.activation_trace import trace_step
 from zero_runtime.memory.repeated_blocks import with_blocks
 from zero_runtime.memory.short_model import shorten
+from zero_runtime.timing.segments import SegmentTable
+from zero_runtime.timing.work import LinearWork, Work
+from zero_runtime.timing.work_counter import WorkCounter
 from zero_runtime.unit_planner import UnitRules
 
 Answer = dict[str, Any]
@@ -32,8 +35,20 @@ REASON_LENGTH = 200
 SMALLEST = 2  # torch treats a batch of one differently: dimensions of one count as contiguous and broadcast
 
 
+class CountedStep(NamedTuple):
+    """The storages of one micro-batch, and the work of its segments."""
+
+    trace: Trace
+    work: SegmentTable[Work]
+
+
 def trace_of(config: RunConfig, *, whole: bool = False) -> Trace:
-    """Traces one micro-batch with the configured model, precision, recomputation and loss.
+    """Traces one micro-batch with the configured model, precision, recomputation and loss."""
+    return counted_step(config, whole=whole).trace
+
+
+def counted_step(config: RunConfig, *, whole: bool = False) -> CountedStep:
+    """Traces one micro-batch and counts its work.
 
     Of many equal blocks five are traced, unless `whole` is asked for: see zero_runtime/memory/repeated_blocks.py.
     """
@@ -41,12 +56,13 @@ def trace_of(config: RunConfig, *, whole: bool = False) -> Trace:
     rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
     short = None if whole else shorten(model, rules, config.recompute)
     if short is not None:
-        trace = with_blocks(_trace(config, model, rules), short.units, short.blocks)
+        counted = _counted(config, model, rules)
+        trace = with_blocks(counted.trace, short.units, short.blocks)
         if trace is not None:
-            return trace
+            return CountedStep(trace, counted.work.with_blocks(short.units, short.blocks))
     if not whole:
         model = _built(config)  # the tracing has used it up, or it has lost blocks
-    return _trace(config, model, rules)
+    return _counted(config, model, rules)
 
 
 def _built(config: RunConfig) -> nn.Module:
@@ -58,16 +74,19 @@ def _built(config: RunConfig) -> nn.Module:
     return copy.deepcopy(_last_built[key])
 
 
-def _trace(config: RunConfig, model: nn.Module, rules: UnitRules) -> Trace:
+def _counted(config: RunConfig, model: nn.Module, rules: UnitRules) -> CountedStep:
     ids = torch.zeros((config.batch.micro, config.batch.seq), dtype=torch.int64)
-    return trace_step(
+    work = WorkCounter()
+    trace = trace_step(
         model,
         rules,
         config.recompute,
         [ids, ids.clone(), torch.ones((), dtype=torch.int64)],
         lambda built, ids, labels, tokens: token_losses(built, ids, labels, config.loss.tile_tokens) / tokens,
         on_cuda=config.resources.device is Device.cuda,
+        observe=work,
     )
+    return CountedStep(trace, work.table(trace))
 
 
 def known(config: RunConfig) -> dict[str, Answer]:
@@ -89,29 +108,30 @@ def answers(family: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
     """
     by_micro = {config.batch.micro: config for config in family}
     several = sorted(micro for micro in by_micro if micro >= SMALLEST)
-    left = set(by_micro)
-    for linear in _Tracing(family[0]).linears(several[0], several[-1]) if len(several) > 1 else ():
+    left, tracing = set(by_micro), _Tracing(family[0])
+    for linear in tracing.linears(several[0], several[-1]) if len(several) > 1 else ():
         inside = [micro for micro in several if linear.low <= micro <= linear.high and micro in left]
         left -= set(inside)
-        yield from _told(linear, family[0], [by_micro[micro] for micro in inside])
+        yield from _told(linear, tracing.work(linear), family[0], [by_micro[micro] for micro in inside])
     for micro in sorted(left):
-        trace, config = _traced(by_micro[micro]), by_micro[micro]
-        if isinstance(trace, Trace):
-            yield from _told(LinearTrace.of_one(micro, trace), config, [config])
+        counted, config = _traced(by_micro[micro]), by_micro[micro]
+        if isinstance(counted, CountedStep):
+            linear, work = LinearTrace.of_one(micro, counted.trace), counted.work
+            yield from _told(linear, LinearWork(micro, micro, work, work), config, [config])
         else:
-            yield memory_cache.activations_key(config), trace
+            yield memory_cache.activations_key(config), counted
 
 
 class _Tracing:
-    """The traces of one family that have been made. MOST bounds their number."""
+    """The steps of one family that have been traced. MOST bounds their number."""
 
     MOST = 10
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._found: dict[int, Trace | Answer] = {}
+        self._found: dict[int, CountedStep | Answer] = {}
 
-    def _at(self, micro: int) -> Trace | Answer:
+    def _at(self, micro: int) -> CountedStep | Answer:
         if micro not in self._found:
             self._found[micro] = _traced(replace(self._config, batch=replace(self._config.batch, micro=micro)))
         return self._found[micro]
@@ -120,9 +140,9 @@ class _Tracing:
         """Linear traces between two sizes, halved where one does not cover both ends, as around the size from which the
         loss has several tiles."""
         small, large = self._at(low), self._at(high)
-        if not (isinstance(small, Trace) and isinstance(large, Trace)):
+        if not (isinstance(small, CountedStep) and isinstance(large, CountedStep)):
             return
-        linear = LinearTrace.between((low, small), (high, large))
+        linear = LinearTrace.between((low, small.trace), (high, large.trace))
         if linear is not None:
             yield linear
         elif high - low > 1 and len(self._found) < self.MOST:
@@ -130,19 +150,29 @@ class _Tracing:
             yield from self.linears(low, middle)
             yield from self.linears(middle, high)
 
+    def work(self, linear: LinearTrace) -> LinearWork:
+        """The work of a linear trace."""
+        small, large = self._at(linear.low), self._at(linear.high)
+        assert isinstance(small, CountedStep)
+        assert isinstance(large, CountedStep)
+        return LinearWork(linear.low, linear.high, small.work, large.work)
 
-def _told(linear: LinearTrace, of: RunConfig, configs: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
+
+def _told(
+    linear: LinearTrace, work: LinearWork, of: RunConfig, configs: Sequence[RunConfig]
+) -> Iterator[tuple[str, Answer]]:
     place = memory_cache.trace_key(of, linear.low, linear.high)
     yield place, linear.plain()
+    yield memory_cache.work_key(of, linear.low, linear.high), work.plain()
     for config in configs:
         counted = asdict(linear.at(config.batch.micro).total())
         yield memory_cache.activations_key(config), {"bytes": counted, "trace": place}
 
 
-def _traced(config: RunConfig) -> Trace | Answer:
-    """The trace, or why there is none."""
+def _traced(config: RunConfig) -> CountedStep | Answer:
+    """The traced step, or why there is none."""
     try:
-        return trace_of(config)
+        return counted_step(config)
     except Exception as error:  # a model's code may raise anything, and the run itself does not need this
         first = (str(error).strip().splitlines() or [""])[0]
         return {"unknown": f"{type(error).__name__}: {first[:REASON_LENGTH]}"}

@@ -46,12 +46,14 @@ FLASH_HEAD_DIM, MASK_ALIGNMENT = 256, 8
 class Counter(TorchDispatchMode):
     """Mode that traces every storage that an operation creates, from its first tensor to the end of its last user.
 
-    `existing`: tensors whose storages existed before and are not traced.
+    `existing`: tensors whose storages existed before and are not traced. observe: called after each operation with the
+    number of marks before it, the operation, its arguments and its result.
     """
 
-    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor], observe: Callable[..., None] | None = None) -> None:
         super().__init__()
         self.trace = Trace()
+        self._observe = observe
         self.in_block = self.on_host = False
         self._known: dict[int, weakref.ref[torch.UntypedStorage] | None] = {_key(one): None for one in existing}
 
@@ -60,6 +62,8 @@ class Counter(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor)
+        if self._observe is not None:
+            self._observe(len(self.trace.marks), func, args, kwargs or {}, result)
         return result
 
     def _see(self, tensor: torch.Tensor) -> None:
@@ -84,17 +88,18 @@ def trace_step(
     loss_of: Callable[..., torch.Tensor],
     *,
     on_cuda: bool = False,
+    observe: Callable[..., None] | None = None,
 ) -> Trace:
     """Trace the storages that `loss_of(model, *inputs)` and its backward create and free.
 
     The runtime's own hooks mark in the trace when units are used. The model must be on the meta device and cannot be
-    used afterwards.
+    used afterwards. observe: called for each operation, see `Counter`.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = recompute.offload == "none"  # its keys would keep offloaded storages alive
     with fake:
         params = give_parameters(model, rules, torch.empty)
-    counter = Counter([*params, *model.buffers(), *inputs])
+    counter = Counter([*params, *model.buffers(), *inputs], observe)
     marking = MarkingSchedule(counter.trace)
     if on_cuda:  # before Recomputation wraps the blocks, so that the recomputation uses it too
         for module in _covering(model):

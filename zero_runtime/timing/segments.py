@@ -17,6 +17,7 @@ from zero_runtime.memory.activation_count import Mark
 from zero_runtime.memory.repeated_blocks import MIDDLE, SHORT, BlockUnits
 
 Value = TypeVar("Value")
+Other = TypeVar("Other")
 Key = tuple[Mark, int]  # a mark and the position of its unit
 END = (Mark.AFTER_BACKWARD, -1)  # the end of the backward, which has no mark
 
@@ -62,6 +63,10 @@ class SegmentTable(Generic[Value]):
                 is_behind = unit >= units.first + MIDDLE * units.count
                 found[kind, unit + is_behind * more * units.count] = values
         return SegmentTable(found)
+
+    def map(self, change: Callable[[Value], Other]) -> SegmentTable[Other]:
+        """The same table with other values."""
+        return SegmentTable({key: [change(value) for value in values] for key, values in self.values.items()})
 
     def combined(
         self, other: SegmentTable[Value], combine: Callable[[Value, Value], Value]

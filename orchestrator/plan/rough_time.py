@@ -1,0 +1,64 @@
+"""A rough estimate of the time of a configuration's step on described hardware, from the hardware's data sheet."""
+
+from __future__ import annotations
+
+from orchestrator.config.schema import RunConfig
+from orchestrator.plan import memory_cache
+from orchestrator.plan.step import ConfigMemory
+from zero_runtime.offload.plan import Tier
+from zero_runtime.timing.data_sheet import Layout, Peaks, segment_s, step_costs, update_bytes
+from zero_runtime.timing.step_time import StepSeconds, step_time
+from zero_runtime.timing.work import LinearWork
+
+TERA, GIGA = 1e12, 1e9
+
+
+def rough_time(memory: ConfigMemory) -> StepSeconds | None:
+    """The time of a step; None if it was not traced, offloads, or needs a number that the data sheet lacks."""
+    config, part = memory.config, memory.part(memory.config.batch.micro)
+    peaks = peaks_of(config)
+    if part is None or peaks is None or _offloads(config):
+        return None
+    linear = part.linear
+    stored = memory_cache.stored(memory_cache.work_key(config, linear.low, linear.high))
+    if stored is None:
+        return None
+    work = LinearWork.of_plain(stored).at(config.batch.micro).map(lambda one: segment_s(one, peaks))
+    segments = work.in_order([(kind, unit) for _, kind, unit in linear.trace.marks])
+    if segments is None:
+        return None
+    rules, ranks, optimizer = memory.rules, config.resources.ranks or 1, config.optimizer
+    element_bytes = update_bytes(
+        config.precision.mixed,
+        optimizer.rule.state_bytes,
+        config.batch.accumulation or 1,
+        clips=optimizer.clip_norm is not None,
+    )
+    costs = step_costs(peaks, Layout(ranks, config.resources.nodes, rules.shard_count), element_bytes)
+    return step_time(linear.trace, memory.units, rules, segments, costs, prefetch=config.zero.prefetch)
+
+
+def peak_flops_per_s(config: RunConfig) -> float | None:
+    """The dense peak of the dtype that is computed in; None if the data sheet has none."""
+    dtype: str = config.precision.mixed.compute or config.precision.mixed.param
+    if dtype == "fp32" and config.precision.tf32:
+        dtype = "tf32"
+    tflops = config.hardware.tflops(dtype)
+    return None if tflops is None else tflops * TERA
+
+
+def peaks_of(config: RunConfig) -> Peaks | None:
+    """The peaks of the described GPU; None if one that the ranks use is not known."""
+    node, resources = config.hardware, config.resources
+    flops, link, network = peak_flops_per_s(config), node.link_gb_per_s, node.network_gb_per_s
+    lacks_link = link is None and (resources.ranks or 1) > resources.nodes
+    if flops is None or node.memory_gb_per_s is None or lacks_link or (network is None and resources.nodes > 1):
+        return None
+    return Peaks(flops, node.memory_gb_per_s * GIGA, (link or network or 0.0) * GIGA, (network or link or 0.0) * GIGA)
+
+
+def _offloads(config: RunConfig) -> bool:
+    offload = config.offload
+    return (
+        offload.params is not Tier.DEVICE or offload.optimizer is not Tier.DEVICE or config.recompute.offload != "none"
+    )
