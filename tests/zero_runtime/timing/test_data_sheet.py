@@ -88,8 +88,8 @@ def test_an_update_reads_the_gradient_and_moves_weights_and_states() -> None:
 
 def test_the_costs_of_a_step_are_those_of_its_groups_and_of_memory() -> None:
     costs = step_costs(PEAKS, Layout(16, 2, 8), 28.0, ALL)
-    assert costs.gather == costs.reduce == Ring(8, 1).curve(PEAKS, ALL)
-    assert costs.replica == Ring(2, 2).curve(PEAKS, ALL, rounds=2)
+    assert costs.gather.rest == costs.reduce.rest == Ring(8, 1).curve(PEAKS, ALL)
+    assert costs.replica.rest == Ring(2, 2).curve(PEAKS, ALL, rounds=2)
     assert costs.copy.at(2e12) == pytest.approx(1.0)
     assert costs.update.at(2e12 / 28) == pytest.approx(1.0)
     assert step_costs(PEAKS, Layout(16, 2, 8), 28.0).compute_slowdown == 0.189
