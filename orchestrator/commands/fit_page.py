@@ -10,6 +10,8 @@ from orchestrator.config import pretrained
 from orchestrator.config.schema import Device
 from orchestrator.plan import fit, fit_arithmetic
 from orchestrator.plan.fit import Fit
+from orchestrator.plan.prediction import hardware_name
+from orchestrator.plan.speed import Speed
 from orchestrator.report.screen import Screen
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
@@ -19,6 +21,7 @@ from zero_runtime.memory.caching_allocator import AllocatorSettings
 # Columns in the order in which a narrow terminal leaves them out.
 DROPPED = ("tokens", "activations", "states", "reserved", "largest part", "closed form", "what exists")
 MACHINES = ("resources.ranks=", "resources.nodes=")
+ROUGH = "~"
 GAP = 2  # characters between columns
 OFFLOADED = " is not predicted with offload"
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -40,7 +43,10 @@ class FitPage:
             unit = _unit(max(one.peak.total for one in shown))
             or_one = ", or at 1" if any(not one.micro for one in shown) else ""
             self._say(f"bytes of one rank in {unit[0]}, at the largest micro-batch that fits{or_one}")
-            self._screen.table(narrowed(_table(shown, unit), self._width))
+            table = _table(shown, unit)
+            self._screen.table(narrowed(table, self._width))
+            if any(ROUGH in cell for row in table.rows for cell in row):
+                self._screen.say(f"tokens/s: of all ranks; {ROUGH} roughly, from the data sheet, see docs/speed.md")
         self._close(fits, best, shown)
 
     def by_ranks(self, fits: Sequence[Fit], ranks: Sequence[int], *, show_all: bool) -> None:
@@ -171,8 +177,9 @@ def _unit(largest: int) -> tuple[str, int]:
 
 
 def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
-    header: tuple[str, ...] = ("row", "micro", "tokens", "peak", "states", "activations", "reserved")
+    header: tuple[str, ...] = ("row", "micro", "tokens", "tokens/s", "peak", "states", "activations", "reserved")
     header += ("host", "scratch", "sent", "largest part")
+    hardware = hardware_name(fits[0].config)
 
     def sized(nbytes: int) -> str:
         return digits(nbytes / unit[1]) if nbytes else ABSENT
@@ -182,6 +189,7 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
             one.label,
             _micro(one),
             f"{one.tokens:,}" if one.micro else ABSENT,
+            _per_second(one.speed(hardware)),
             sized(one.peak.total),
             sized(sum(one.peak.states.values())),
             sized(one.peak.activations),
@@ -193,12 +201,19 @@ def _table(fits: Sequence[Fit], unit: tuple[str, int]) -> Table:
         )
         for one in fits
     ]
-    for name in ("scratch", "host", "reserved"):  # without offload, or on CPU ranks, they are empty
+    for name in ("scratch", "host", "reserved", "tokens/s"):  # without offload, on CPU ranks, or not measured
         at = header.index(name)
         if all(row[at] == ABSENT for row in rows):
             header = (*header[:at], *header[at + 1 :])
             rows = [(*row[:at], *row[at + 1 :]) for row in rows]
     return Table(header, tuple(rows))
+
+
+def _per_second(speed: Speed | None) -> str:
+    """Tokens of all ranks per second; marked if they are a rough estimate."""
+    if speed is None:
+        return ABSENT
+    return f"{ROUGH if speed.rough else ''}{speed.tokens_per_second:,.0f}"
 
 
 def _micro(one: Fit) -> str:

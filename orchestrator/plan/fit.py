@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from orchestrator.config.schema import Device, LossKind, RunConfig
-from orchestrator.plan.step import ConfigMemory
+from orchestrator.plan.speed import Speed, speed_of
+from orchestrator.plan.step import ConfigMemory, with_micro
 from orchestrator.plan.target import Target
 from orchestrator.text.units import size
 from zero_runtime.memory.caching_allocator import AllocatorSettings
@@ -62,6 +63,11 @@ class Fit:
     @property
     def config(self) -> RunConfig:
         return self.memory.config
+
+    def speed(self, hardware: str) -> Speed | None:
+        """The predicted speed at the largest micro-batch, on this machine (`hardware`) or on described hardware."""
+        memory = replace(self.memory, config=with_micro(self.config, self.micro))
+        return speed_of(memory, hardware) if self.micro else None
 
     @cached_property
     def reserved(self) -> Reserved | None:
