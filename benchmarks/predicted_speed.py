@@ -288,7 +288,7 @@ def report(rows: Sequence[Compared], seconds: float) -> list[str]:
         f"- choose, with at most {RUNS} runs: no point is faster in all rounds in {unbeaten} of {len(regrets)} spaces; "
         f"by medians within {ALLOWED_REGRET:.0%} of the best in {within}",
         "",
-        "| space | points | chosen | slower than the best | beaten | spread of the rounds | median error | tau (pairs) |",
+        "| space | points | chosen | slower than the best | beaten | spread of the rounds | error | tau (pairs) |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for space, of_space in spaces.items():

@@ -108,21 +108,38 @@ def answers(
     wanted = {units_key(config): config for config in units}
     counted = {activations_key(config): config for config in activations}
     known = stored_answers([*wanted, *counted])
-    # The child gets the configurations that differ only in the micro-batch as one group.
-    families: dict[str, dict[str, Any]] = {}
-    for key, config in counted.items():
-        if key not in known:
-            families.setdefault(activations_key(config, any_micro=True), {})[key] = to_dict(config)
+    families = _unanswered(counted, known)
     asked = {
         "units": {key: to_dict(config) for key, config in wanted.items() if key not in known},
-        "activations": list(families.values()),
+        "activations": [{key: to_dict(config) for key, config in family.items()} for family in families.values()],
     }
     total = len(asked["units"]) + sum(map(len, families.values()))
     for key, answer in _ask_child(asked, total, tell, within_s) if total else ():
         if answer is not None:
             store(key, answer)
             known[key] = answer
+    for line, family in families.items():
+        if known.keys() >= family.keys():
+            store(line, {"asked": True})
     return known
+
+
+def _unanswered(counted: Mapping[str, RunConfig], known: Mapping[str, Any]) -> dict[str, dict[str, RunConfig]]:
+    """The groups of configurations for the child, which differ only in the micro-batch, with their keys.
+
+    A group was asked for together, or it is asked for again as a whole: answers that were found one by one have traces
+    of one micro-batch each, which do not determine those between.
+    """
+    families: dict[str, dict[str, RunConfig]] = {}
+    for key, config in counted.items():
+        families.setdefault(activations_key(config, any_micro=True), {})[key] = config
+    found = {}
+    for name, family in families.items():
+        micros = [config.batch.micro for config in family.values()]
+        line = f"{name}-asked-{min(micros)}-{max(micros)}"
+        if not known.keys() >= family.keys() or (len(family) > 1 and stored(line) is None):
+            found[line] = family
+    return found
 
 
 def stored_answers(keys: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -216,7 +216,7 @@ class Memories:
             if key.startswith(family) and key not in self._linear:
                 self._linear[key] = LinearTrace.of_plain(self._answers[key])
         found = [linear for key, linear in self._linear.items() if key.startswith(family)]
-        return sorted(found, key=lambda linear: linear.low)
+        return sorted(found, key=lambda linear: (linear.low, linear.high))
 
     def _replay(
         self, config: RunConfig, linear: LinearTrace, units: Units, rules: CountRules, units_name: str
