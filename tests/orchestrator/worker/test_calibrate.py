@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -52,8 +53,8 @@ def test_what_was_measured_predicts_the_step(tmp_path: Any, monkeypatch: pytest.
     speed.store("here", [(job, first[0][job.key]) for job in jobs])
     found = speed.speed_of(memory, "here")
     assert found is not None
-    parts = found.to_dict()
-    assert all(math.isfinite(value) and value >= 0 for value in parts.values())
+    assert not found.rough
+    assert all(math.isfinite(value) and value >= 0 for value in asdict(found.time).values())
     assert found.time.model_s > 0
     assert found.time.update_s > 0
     assert found.tokens_per_second == pytest.approx(2 * 2 * 16 / found.time.total_s)
