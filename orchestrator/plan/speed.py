@@ -146,7 +146,7 @@ def _measured_time(memory: ConfigMemory, hardware: str) -> StepTime | None:
     part = memory.part(config.batch.micro)
     if part is None or config.offload.params is Tier.NVME:
         return None
-    answers = {job.kind: stored(hardware, job.key) for job in jobs(config)}
+    answers: dict[str, Any] = {job.kind: stored(hardware, job.key) for job in jobs(config)}
     if any(answer is None for answer in answers.values()):
         return None
     trace = part.linear.trace
