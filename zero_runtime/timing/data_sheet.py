@@ -3,8 +3,8 @@
 [Note: shares of a data sheet]
 A data sheet has peaks; large operations reach a share of them. The shares below are from published measurements, and
 are the same for every GPU, model and setting. What a data sheet does not tell is left out: the time in which the host
-starts kernels, products too small to fill the GPU, waiting for other ranks. So the estimates are optimistic, the more
-so the smaller the work of a rank.
+starts kernels, products too small to fill the GPU, waiting for other ranks. Each operation is taken as a kernel that
+reads and writes memory, although caches keep what is small. docs/published.md has the errors on published runs.
 """
 
 from __future__ import annotations

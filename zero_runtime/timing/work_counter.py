@@ -35,28 +35,14 @@ class _Moves(Enum):
     ALL = "all"
 
 
-_NOTHING: tuple[str, ...] = (
-    "_unsafe_view",
-    "_reshape_alias",
-    "detach",
-    "lift_fresh",
-    "empty",
-    "empty_like",
-    "empty_strided",
+_NOTHING = (
+    *("_unsafe_view", "_reshape_alias", "detach", "lift_fresh", "_local_scalar_dense", "record_stream"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
 )
-_NOTHING += ("new_empty", "new_empty_strided", "_local_scalar_dense", "record_stream")
-_RESULT: tuple[str, ...] = (
-    "zeros",
-    "zeros_like",
-    "ones",
-    "ones_like",
-    "full",
-    "full_like",
-    "new_zeros",
-    "new_ones",
-    "new_full",
+_RESULT = (
+    *("zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "new_zeros", "new_ones", "new_full"),
+    *("zero_", "fill_", "arange", "scalar_tensor"),
 )
-_RESULT += ("zero_", "fill_", "arange", "scalar_tensor")
 _PICKED = ("embedding", "index", "index_select", "gather", "nll_loss_forward")
 _RULES = dict.fromkeys(_NOTHING, _Moves.NOTHING) | dict.fromkeys(_RESULT, _Moves.RESULT)
 _RULES |= dict.fromkeys(_PICKED, _Moves.PICKED) | {"copy_": _Moves.COPY}
