@@ -10,7 +10,7 @@ from benchmarks.published_cases import LeftOut, table
 from benchmarks.published_peak import config_of, peer_model
 from benchmarks.published_speed import Predicted, config_of_row, kendall_tau, predictions
 from orchestrator.plan.speed import Speed
-from zero_runtime.timing.step_time import StepTime
+from zero_runtime.timing.step_time import StepSeconds
 
 ROWS = table("speeds.csv")
 CUT = ["1B 1 node(s) micro 1", "1B 32 node(s) micro 1"]
@@ -56,7 +56,7 @@ def test_tau_counts_pairs_within_a_group_only() -> None:
 
 
 def _speed(seconds: float) -> Speed:
-    return Speed(StepTime(seconds, 0, 0, 0, 0, 0), 0.0, rough=True, mfu=0.0)
+    return Speed(StepSeconds(seconds, 0, 0, 0, 0, 0, 0), 0.0, rough=True, mfu=0.0)
 
 
 def test_rows_that_are_not_predicted_have_a_reason() -> None:
