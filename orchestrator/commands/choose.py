@@ -35,8 +35,8 @@ from orchestrator.text.units import ABSENT, digits, many, size
 RUNS = 4  # most real runs
 FIRST = (1, 4, 16)  # micro-batches that are predicted first
 GROWTH = 4
-GAIN = 1.02  # of tokens per second, for which a larger micro-batch is looked at
-LONGEST_S = 20.0  # of a predicted step that is still measured
+GAIN = 1.05  # of tokens per second, for which a larger micro-batch is looked at
+LONGEST_S = 2.0  # of a predicted step that a short run makes
 SHOWN = 12
 HEADER = ("row", "micro", "tokens/s, predicted", "tokens/s, measured", "needs/rank", "because")
 MICRO = "batch.micro"

@@ -7,13 +7,15 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from orchestrator.commands import fit_peers
 from orchestrator.commands.fit_page import FitPage
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.pretrained import CONFIG
-from orchestrator.config.schema import Device
+from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal, nearest
 from orchestrator.plan import fit, memory_cache, step
 from orchestrator.plan.fit import Fit
@@ -50,6 +52,12 @@ def main(argv: Sequence[str]) -> int:
     asked, words = parser().parse_known_args(argv)
     overrides = [one for word in words for one in _with_folder(word)]
     ranks = _ranks(asked.table)
+    if asked.engine is not None:
+        if ranks:
+            raise Refusal(["--table and --as cannot be asked for together"])
+        points = _points(overrides, ())
+        found = fit_peers.rows_as(asked.engine, points, answers_for(points, quiet=asked.json))
+        return fit_peers.show(asked.engine, found, overrides, asked.explain, as_json=asked.json)
     fits = fits_of(_points(overrides, ranks), quiet=asked.json)
     if asked.explain is not None:
         fits = [_named(fits, asked.explain)]
@@ -82,6 +90,9 @@ def parser() -> VerbParser:
     parser.add_argument("--all", action="store_true", help="every row, also those that another row makes needless")
     parser.add_argument("--explain", metavar="ROW", help="the arithmetic of one row of the table, by its label")
     parser.add_argument("--table", metavar="ranks=N,N,...", help="the largest micro-batch for several numbers of ranks")
+    parser.add_argument(
+        "--as", dest="engine", choices=fit_peers.engine_names(), help="by the byte rules of another engine"
+    )
     add_json(parser)
     return parser
 
@@ -175,18 +186,28 @@ def _given(words: Sequence[str]) -> dict[str, str]:
     return {key: value for key, value in pairs.items() if AXES.get(key) != value}
 
 
-def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
-    """How large a micro-batch of each point fits, in the order of `fit.order`. Refusal if none can be predicted."""
+def answers_for(points: Sequence[Point], *, quiet: bool) -> dict[str, dict[str, Any]]:
+    """The shapes and traces of the points, by key. Refusal if a model cannot be built."""
     configs = [point.config for point in points]
-    wanted = [
-        one
-        for config in step.families(configs)
-        for one in step.traced([config], (1, SMALLEST, max(TRACED_TOKENS // config.batch.seq, 2 * SMALLEST)))
-    ]
-    answers = memory_cache.answers(configs, wanted, None if quiet else complain)
+    answers = memory_cache.answers(configs, _traced_for(points), None if quiet else complain)
     problems = dict.fromkeys(answer["problem"] for answer in answers.values() if "problem" in answer)
     if problems:
         raise Refusal(list(problems))
+    return answers
+
+
+def _traced_for(points: Sequence[Point]) -> list[RunConfig]:
+    """The smallest and the largest micro-batch that are traced of each family."""
+    return [
+        one
+        for config in step.families([point.config for point in points])
+        for one in step.traced([config], (1, SMALLEST, max(TRACED_TOKENS // config.batch.seq, 2 * SMALLEST)))
+    ]
+
+
+def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
+    """How large a micro-batch of each point fits, in the order of `fit.order`. Refusal if none can be predicted."""
+    answers = answers_for(points, quiet=quiet)
     fits, gpu_bytes, memories = [], gpu_bytes_here(), step.Memories(answers)
     for point in points:
         memory = memories.of(point.config)
@@ -201,7 +222,7 @@ def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
         if found is not None:
             fits.append(found)
     if not fits:
-        reasons = dict.fromkeys(memories.unknown(config) for config in wanted)
+        reasons = dict.fromkeys(memories.unknown(config) for config in _traced_for(points))
         reasons.pop("", None)
         raise Refusal([f"the activations cannot be counted: {reason}" for reason in reasons or [NOT_ASKED]])
     return fit.order(fits)
