@@ -97,7 +97,7 @@ def reason(one: Candidate, best: Candidate) -> str:
     if one.speed is None or best.speed is None:
         return "not predicted"
     if one is best:
-        return "the fastest"
+        return "the fastest by prediction"
     slower = 1 - one.tokens_per_second / best.tokens_per_second
     mine, theirs = (_per_token(each) for each in (one, best))
     name = max(PARTS, key=lambda part: mine[part] - theirs[part])
