@@ -11,7 +11,8 @@ from dataclasses import dataclass
 class Curve:
     """Seconds by size, through measured points in the order of their sizes, with straight lines between them.
 
-    Below the first point it is constant, and above the last one it continues the last line.
+    Below the first point it is constant, and above the last one it continues the last line, unless that falls: measured
+    points scatter, and a larger size does not take less time.
     """
 
     points: Sequence[tuple[float, float]]
@@ -27,6 +28,8 @@ class Curve:
             return points[0][1]
         place = min(max(bisect_left(points, size, key=lambda point: point[0]), 1), len(points) - 1)
         (left, low), (right, high) = points[place - 1], points[place]
+        if size > right:
+            return high + max(high - low, 0.0) * (size - right) / (right - left)
         return low + (high - low) * (size - left) / (right - left)
 
 

@@ -96,6 +96,7 @@ def test_a_curve_is_straight_between_its_points_and_goes_on_behind_them() -> Non
     curve = Curve([(10.0, 1.0), (20.0, 3.0), (40.0, 4.0)])
     assert [curve.at(size) for size in (0, 10, 15, 20, 30, 40, 60)] == [1.0, 1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
     assert FREE.at(1e9) == 0.0
+    assert Curve([(10.0, 1.0), (20.0, 0.5)]).at(1000.0) == 0.5  # points that scatter predict no negative times
     assert Curve.of_rate(0.5, 100.0).at(200.0) == pytest.approx(2.5)
 
 
