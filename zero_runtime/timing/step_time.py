@@ -73,8 +73,8 @@ def step_time(
     numel = sum(size.padded_numel // rules.shard_count for size, _ in units if size.trainable)
     return StepSeconds(
         model_s=model_s,
-        slowed_s=clock.computing_s - computed_s - plain_s,
-        runtime_s=plain_s - model_s,
+        slowed_s=max(clock.computing_s - computed_s - plain_s, 0.0),  # differences of sums, which are rounded
+        runtime_s=max(plain_s - model_s, 0.0),
         exposed_s=clock.exposed_s - exposed_s,
         meetings_s=costs.meeting_s * (clock.meetings - meetings),
         update_s=costs.update.at(numel) if numel else 0.0,
