@@ -84,7 +84,8 @@ def parser() -> VerbParser:
         "without a GPU, and without a run. A group or setting that is given is kept, the others are tried.",
     )
     parser.usage = (
-        f"{program()} fit [-h] [group=option | key=value ...] [--all] [--explain ROW] [--table ranks=1,2,4,8] [--json]"
+        f"{program()} fit [-h] [group=option | key=value ...] [--all] [--explain ROW] [--table ranks=1,2,4,8] "
+        "[--as ENGINE] [--json]"
     )
     parser.epilog = f"example: {program()} fit model=llama2_7b hardware=a100_80gb resources.ranks=8 batch.seq=4096"
     parser.add_argument("--all", action="store_true", help="every row, also those that another row makes needless")
