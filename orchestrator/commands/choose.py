@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
     if is_here and asked.runs and not measured:
         complain("error: none of the short runs ended with a result")
         return FAILED
-    _show(ranked, finalists, measured, best, screen, as_json=asked.json)
+    largest = max(fitting, key=lambda one: one.micro)
+    _show(ranked, finalists, measured, best, largest, screen, as_json=asked.json)
     return OK
 
 
@@ -76,7 +77,7 @@ def parser() -> VerbParser:
         "choose",
         "Finds the fastest stage, offload, recomputation, loss and micro-batch that fit: predicts all combinations of "
         "what the line leaves open, measures parts of a step here (as calibrate does), and confirms the best by short "
-        f"runs. For hardware={'...'} that is not here, from its data sheet, and without runs.",
+        "runs. For hardware=NAME, which need not be here, from its data sheet and without runs.",
     )
     parser.usage = f"{program()} choose [-h] [group=option | key=value ...] [--runs N] [--json]"
     parser.epilog = f"example: {program()} choose model=llama_tiny precision=fp32"
@@ -133,8 +134,8 @@ def _gains(ranked: Sequence[Candidate], micros: Sequence[int]) -> bool:
 
 
 def _measured(found: Sequence[Candidate], name: str, screen: Screen) -> list[Candidate]:
-    here_ = [one.config for one in found if not one.config.hardware.is_described]
-    jobs = sorted(speed.missing(here_, name), key=lambda job: job.config.batch.micro if job.kind == "segments" else 0)
+    local = [one.config for one in found if not one.config.hardware.is_described]
+    jobs = sorted(speed.missing(local, name), key=lambda job: job.config.batch.micro if job.kind == "segments" else 0)
     if jobs:
         calibrate.measure(jobs, name, lambda text: screen.say(text, "dim"))
     return choice.with_speeds(found, name)
@@ -160,6 +161,7 @@ def _show(
     finalists: Sequence[Candidate],
     measured: dict[str, float],
     best: Candidate,
+    largest: Fit,
     screen: Screen,
     *,
     as_json: bool,
@@ -175,7 +177,6 @@ def _show(
     screen.table(Table(HEADER, tuple(_row(one, ranked[0], measured, best) for one in shown_rows), names=1))
     left = len(rows) - len({one.fit.label for one in shown_rows})
     notes = [Row("not shown", f"{many(left, 'row')} that {'are' if left > 1 else 'is'} slower")] if left > 0 else []
-    largest = max((one.fit for one in rows), key=lambda found: found.micro)
     capped = "at least " if largest.capped else ""
     notes.append(Row("largest", f"micro-batch {capped}{largest.micro} fits with {largest.label}"))
     notes.append(Row("chosen", f"{best.label}: {_because(best, measured)}"))

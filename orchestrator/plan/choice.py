@@ -12,6 +12,7 @@ from orchestrator.plan.step import with_micro
 from zero_runtime.timing.step_time import StepSeconds
 
 NEAR = 0.75  # of the highest predicted speed: what a prediction may be wrong by
+EQUAL = 0.0005  # a smaller difference is shown as none
 # The parts of a step's time in the words of a reason.
 PARTS = {
     "model_s": "forward and backward",
@@ -99,6 +100,8 @@ def reason(one: Candidate, best: Candidate) -> str:
     if one is best:
         return "the fastest by prediction"
     slower = 1 - one.tokens_per_second / best.tokens_per_second
+    if slower < EQUAL:
+        return "as fast by prediction"
     mine, theirs = (_per_token(each) for each in (one, best))
     name = max(PARTS, key=lambda part: mine[part] - theirs[part])
     return f"{slower:.1%} slower: {PARTS[name]}"
