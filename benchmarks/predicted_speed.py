@@ -6,8 +6,8 @@ rounds, in rotated order. A point's time is the median of its rounds, its range 
 
 [Note: the same processes]
 The parts and the points of a space are measured by the same processes. On a virtual machine with two cores the same
-step of the same code differed by up to 40 % between two starts of processes that were alone on it, and by 4 % within
-one: such a difference would be counted as an error of the prediction.
+step of the same code differed more between two starts of processes than between two rounds of one start, and such a
+difference would be counted as an error of the prediction.
 
 [Note: choose in hindsight]
 For each space, the candidates are those that `choose` would confirm (`plan/choice.py`), and their short runs are the

@@ -45,6 +45,8 @@ MICRO = "batch.micro"
 def main(argv: Sequence[str]) -> int:
     """Prints the ranking and writes the file of the chosen setting. Returns 0, or 1 if nothing fits or ran."""
     asked, words = parser().parse_known_args(argv)
+    if asked.runs < 0:
+        raise Refusal([f"--runs {asked.runs}: expected 0 or more      fix: --runs {RUNS}"])
     screen = Screen(make_console(on_stderr=asked.json))
     fits, micro = _rows(words)
     fitting = [one for one in fits if one.micro]
@@ -58,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         complain(f"error: nothing was measured: {error}")
         return FAILED
     if not ranked or ranked[0].speed is None:
-        complain("error: the speed of no combination could be predicted      see: docs/fit.md")
+        complain("error: the speed of no combination could be predicted      see: docs/speed.md")
         return FAILED
     finalists = choice.shortlist(ranked, asked.runs)
     is_here = not ranked[0].config.hardware.is_described

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrator.commands import fit_peers
-from orchestrator.commands.fit_page import FitPage
+from orchestrator.commands.fit_page import FitPage, named
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.pretrained import CONFIG
 from orchestrator.config.schema import Device, RunConfig
-from orchestrator.config.strict import Refusal, nearest
+from orchestrator.config.strict import Refusal
 from orchestrator.plan import fit, memory_cache, step
 from orchestrator.plan.fit import Fit
 from orchestrator.plan.point import Point
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         return fit_peers.show(asked.engine, found, overrides, asked.explain, as_json=asked.json)
     fits = fits_of(_points(overrides, ranks), quiet=asked.json)
     if asked.explain is not None:
-        fits = [_named(fits, asked.explain)]
+        fits = [named(fits, asked.explain)]
     if asked.json:
         print(json.dumps([one.to_dict() for one in fits], ensure_ascii=False))
     else:
@@ -231,12 +231,3 @@ def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
 
 def _group(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for word in overrides if word.partition("=")[0] not in AXES)
-
-
-def _named(fits: Sequence[Fit], label: str) -> Fit:
-    for one in fits:
-        if one.label == label:
-            return one
-    near = nearest(label, [one.label for one in fits])
-    hint = f" Did you mean '{near}'?" if near else ""
-    raise Refusal([f"there is no row '{label}'.{hint}      rows: {' '.join(one.label for one in fits)}"])

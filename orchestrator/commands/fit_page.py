@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
 from orchestrator.config import pretrained
 from orchestrator.config.schema import Device
+from orchestrator.config.strict import Refusal, nearest
 from orchestrator.plan import fit, fit_arithmetic
 from orchestrator.plan.fit import Fit
 from orchestrator.plan.prediction import hardware_name
@@ -129,6 +131,26 @@ class FitPage:
 
     def _line(self, *more: str) -> str:
         return shlex.join(["fit", *self._words, *self._flags, *more])
+
+
+class Labelled(Protocol):
+    """A row of a table that `--explain` names."""
+
+    @property
+    def label(self) -> str: ...
+
+
+AnyRow = TypeVar("AnyRow", bound=Labelled)
+
+
+def named(rows: Sequence[AnyRow], label: str) -> AnyRow:
+    """The row with this label. Refusal, with the nearest label, if there is none."""
+    for one in rows:
+        if one.label == label:
+            return one
+    near = nearest(label, [one.label for one in rows])
+    hint = f" Did you mean '{near}'?" if near else ""
+    raise Refusal([f"there is no row '{label}'.{hint}      rows: {' '.join(one.label for one in rows)}"])
 
 
 def narrowed(table: Table, width: int | None) -> Table:

@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.config.strict import Refusal, nearest
+from orchestrator.commands.fit_page import named
+from orchestrator.config.strict import Refusal
 from orchestrator.plan.memory_cache import units_key
 from orchestrator.plan.peer_fit import ENGINES, PeerFit, peer_fit
 from orchestrator.plan.point import Point
@@ -46,7 +47,7 @@ def rows_as(engine: str, points: Sequence[Point], answers: Mapping[str, Mapping[
 def show(engine: str, found: Sequence[PeerFit], words: Sequence[str], explain: str | None, *, as_json: bool) -> int:
     """Prints the rows, or the terms of one. Returns 0 if something fits, else 1."""
     screen = Screen(make_console(on_stderr=as_json))
-    chosen = found if explain is None else [_named(found, explain)]
+    chosen = found if explain is None else [named(found, explain)]
     if as_json:
         print(json.dumps([one.to_dict() for one in chosen], ensure_ascii=False))
     elif explain is None:
@@ -87,15 +88,6 @@ def _terms(screen: Screen, one: PeerFit) -> None:
     rows = [(term.what, term.moment.value, size(term.nbytes)) for term in one.memory.terms]
     rows += [("activations, at most", "compute", size(one.activations)), ("allocated at the peak", "", size(one.peak))]
     screen.table(Table(("term", "exists", "bytes"), tuple(rows), names=2))
-
-
-def _named(found: Sequence[PeerFit], label: str) -> PeerFit:
-    for one in found:
-        if one.label == label:
-            return one
-    near = nearest(label, [one.label for one in found])
-    hint = f" Did you mean '{near}'?" if near else ""
-    raise Refusal([f"there is no row '{label}'.{hint}      rows: {' '.join(one.label for one in found)}"])
 
 
 def engine_names() -> tuple[str, ...]:

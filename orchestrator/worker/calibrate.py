@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord
@@ -20,6 +21,7 @@ from orchestrator.workloads.models import token_losses
 from zero_runtime.accounting import unit_sizes
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.collectives import Collectives
+from zero_runtime.initial_values import Initialise
 from zero_runtime.memory.short_model import Shortened, shorten
 from zero_runtime.phase_clock import PhaseClock
 from zero_runtime.plan import ZeroPlan
@@ -56,13 +58,28 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
     leave_world()
 
 
-def timer_of(config: RunConfig, device: torch.device) -> tuple[SegmentTimer, Shortened | None]:
-    """The timer of a configuration's model. Of many equal blocks five are built, if the second value is not None."""
-    model, _ = build_deferred(config)
+class ShortModel(NamedTuple):
+    """A deferred model, the rule of its initial values and of its units, and what was removed; None if nothing was."""
+
+    model: nn.Module
+    initialise: Initialise | None
+    rules: UnitRules
+    short: Shortened | None
+
+
+def _short_model(config: RunConfig) -> ShortModel:
+    """The configured model, of whose equal blocks at most five are left."""
+    model, initialise = build_deferred(config)
     rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
     short = shorten(model, rules, config.recompute)
     if short is None:
-        model, _ = build_deferred(config)  # it may have lost blocks
+        model, initialise = build_deferred(config)  # it may have lost blocks
+    return ShortModel(model, initialise, rules, short)
+
+
+def timer_of(config: RunConfig, device: torch.device) -> tuple[SegmentTimer, Shortened | None]:
+    """The timer of a configuration's model. Of many equal blocks five are built, if the second value is not None."""
+    model, _, rules, short = _short_model(config)
     timer = SegmentTimer(
         model,
         rules,
@@ -75,10 +92,7 @@ def timer_of(config: RunConfig, device: torch.device) -> tuple[SegmentTimer, Sho
 
 def short_runtime(config: RunConfig, plan: ZeroPlan, device: torch.device, watch: RankWatch | None) -> ZeroRuntime:
     """The runtime of the configuration's model, of whose equal blocks at most five are built."""
-    model, initialise = build_deferred(config)
-    rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
-    if shorten(model, rules, config.recompute) is None:
-        model, initialise = build_deferred(config)
+    model, initialise, _, _ = _short_model(config)
     Recomputation(model, config.recompute, device)
     settings = RuntimeSettings(
         clip_norm=config.optimizer.clip_norm,

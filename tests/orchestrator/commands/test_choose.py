@@ -160,6 +160,7 @@ def test_choose_fails_if_no_run_ends_with_a_result(
     ("words", "why"),
     [
         (("calibrate", "--plan"), "calibrate has no --plan"),
+        (("choose", "--runs", "-1"), "expected 0 or more"),
         (("choose", "--detach"), "choose has no --detach"),
         (("choose", "batch.micro=1,2"), "expected one number"),
         (("choose", "batch.micro=0"), "expected one number"),
