@@ -130,6 +130,16 @@ def test_times_between_two_measured_micro_batches_are_on_a_straight_line(cache: 
     assert total(config, 3) is None
 
 
+def test_the_real_step_is_predicted_with_its_own_collectives(cache: None) -> None:
+    """A row of stage 0 sends no gathers; the real step that is measured next to its segments does."""
+    config = config_of_line(f"{LINE} zero=stage0")
+    know(config, micro4=(1.0, 5 * 1.0 + 0.3 + 2 * 0.2))
+    start = {"points": [[0.0, 0.3]]}
+    links = [job for job in speed.jobs(config) if job.kind == "links" and job.config.zero.stage == speed.ANCHOR_STAGE]
+    speed.store("here", [(job, {"gather": {"start": start, "rest": {"points": [[0.0, 0.0]]}}}) for job in links])
+    assert total(config, 4) == pytest.approx(5 * 1.0 + 2 * 0.2)  # two exchanges, 0.2 s each
+
+
 @pytest.mark.parametrize("kind", ["copies", "links", "update"])
 def test_without_one_of_its_costs_nothing_is_predicted(cache: None, kind: str) -> None:
     config = config_of_line(f"{LINE} zero=stage0")

@@ -172,6 +172,14 @@ def test_gradients_are_copied_once_and_added_in_later_micro_batches() -> None:
     assert three == pytest.approx(UNITS * (8 + 2 * 12) * NUMEL)
 
 
+def test_gathered_parameters_are_cast_to_the_dtype_of_the_computation() -> None:
+    """bf16 parameters that compute in fp32, stage 3: two gathers, each cast reads 2 and writes 4 bytes an element; the
+    gradient is copied from fp32 to fp32."""
+    per_byte = Curve([(0.0, 0.0), (1.0, 1.0)])
+    time = timed(3, StepCosts(copy=per_byte), kind=MixedPrecision("bf16", compute="fp32"))
+    assert time.runtime_s == pytest.approx(UNITS * NUMEL * (2 * 6 + 8))
+
+
 def test_reduced_shards_of_later_micro_batches_are_added() -> None:
     """Stage 2: each backward copies its gradients, and the second adds its shard of fp32 sums, 12 bytes an element."""
     per_byte = Curve([(0.0, 0.0), (1.0, 1.0)])
