@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections import Counter
@@ -342,7 +343,12 @@ def _start_controller(sweep: SweepPaths, request: SweepRequest) -> subprocess.Po
         line += ["--viewer", str(os.getpid())]
     process = children.start(line, os.environ, sweep.log)
     # The controller records itself a moment later. Until then this claim shows that the sweep has a controller.
-    write_json_atomic(sweep.claim, {"pid": process.pid, "started": started(process.pid)})
+    try:
+        write_json_atomic(sweep.claim, {"pid": process.pid, "started": started(process.pid)})
+    except OSError:  # a full disk: this command ends with the error, and the controller would run on without a viewer
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
     return process
 
 
