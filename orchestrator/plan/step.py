@@ -157,9 +157,9 @@ class ConfigMemory:
         )
         total = 0
         for (size, kind), replayed in zip(self.units, self._gathers(), strict=True):
-            gathered = (counts.gathers if size.trainable else replayed) * ITEMSIZE_BYTES[kind.param]
+            gathered = (counts.gathers if size.trainable else replayed) * kind.stored_bytes
             reduced = counts.reductions * ITEMSIZE_BYTES[kind.reduce] if size.trainable else 0
-            total += (gathered + reduced) * size.padded_numel * (shard_count - 1) // shard_count
+            total += int((gathered + reduced) * size.padded_numel * (shard_count - 1) // shard_count)
             total += reduced * 2 * size.padded_numel * (ranks // shard_count - 1) // ranks
         return total
 
