@@ -101,7 +101,7 @@ class ZeroRuntime:
         self._synced = True
         self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its backward freed its graph
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        trouble = accounting.saving_trouble(self)
+        trouble = accounting.saving_trouble(self) if self.trains else None
         if trouble is not None:
             warnings.warn(trouble, stacklevel=2)
 

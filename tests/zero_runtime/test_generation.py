@@ -53,7 +53,7 @@ def without_context(architecture: str, synced: bool) -> tuple[bool, int]:
     mask = torch.ones_like(prompt)
     found = [model.generate(prompt, attention_mask=mask, **settings, **options).tolist() for _ in range(2)]
     expected = plain.generate(prompt, attention_mask=mask, **settings).tolist()
-    gathers = runtime.reset_ledger().data["all_gather"].count
+    gathers = runtime.reset_ledger().data["all_gather"].calls
     return found == [expected, expected], gathers
 
 
