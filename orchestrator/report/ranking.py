@@ -352,6 +352,9 @@ def next_after_sweep(ranked: Sequence[Ranked]) -> str:
     entry = ranked[0].entry
     if entry.result is None:
         return run_command(entry.overrides)
+    if "perplexity" in entry.result["loss"]:  # text from the same weights; measure=standard would train them
+        kept = without_key(entry.overrides, "measure", "data", "batch")
+        return f"{program()} generate {shlex.join([*kept, 'prompt=Once'])}"
     # Steps given on the command line would override those of measure=standard.
     others = without_key(entry.overrides, "measure", "measure.steps", "measure.warmup_steps")
     return run_command([*others, "measure=standard"])
