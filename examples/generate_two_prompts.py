@@ -46,19 +46,19 @@ def main() -> None:
     tokenizer = None if asked.model is None else AutoTokenizer.from_pretrained(asked.model)
     if asked.plain:
         for rank in range(len(PROMPTS)):
-            answer(rank, model.eval(), tokenizer, torch.device("cpu"))
+            answer(rank, model.eval(), tokenizer, torch.device("cpu"), synced=False)
         return
     deepspeed.init_distributed()
     model.requires_grad_(False)  # frozen parameters: the engine has weights, no masters, gradients and states
     engine = deepspeed.initialize(model=model, config_params=CONFIG)[0]
     engine.module.eval()  # inference
-    answer(engine.global_rank, engine.module, tokenizer, engine.device)
+    answer(engine.global_rank, engine.module, tokenizer, engine.device, synced=True)
     torch.distributed.barrier()  # so that no rank leaves while another still prints
     engine.destroy()
     torch.distributed.destroy_process_group()
 
 
-def answer(rank, model, tokenizer, device) -> None:
+def answer(rank, model, tokenizer, device, *, synced) -> None:
     """Print the greedy answer to the prompt of this rank."""
     prompt = PROMPTS[rank % len(PROMPTS)]
     ids = [FIRST_BYTE + byte for byte in prompt.encode()] if tokenizer is None else tokenizer.encode(prompt)
@@ -69,7 +69,7 @@ def answer(rank, model, tokenizer, device) -> None:
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=NEW_TOKENS[rank % len(PROMPTS)],
             do_sample=False,
-            synced_gpus=True,  # as the documentation asks for; here it may be left out
+            synced_gpus=synced,  # as the documentation asks for; here it may be left out
         )
     tokens = outputs[0].tolist()
     text = tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer is not None else f"tokens {tokens}"

@@ -29,7 +29,7 @@ LIMIT_S = 24 * 3600.0  # a rank that hangs is found by the watch (resources.stuc
 USUAL = {"measure": "eval", "zero": "stage3", "data": "synthetic"}
 
 
-class Asked(NamedTuple):
+class GenerationLine(NamedTuple):
     """A line: the prompts in order, the most new tokens of each, and the other words."""
 
     prompts: list[dict[str, Any]]
@@ -87,7 +87,7 @@ def parser() -> VerbParser:
     return parser
 
 
-def read(words: Sequence[str]) -> Asked:
+def read(words: Sequence[str]) -> GenerationLine:
     """Separates the words of this verb from settings. Refusal if there is no prompt, or one that cannot be read."""
     prompts: list[dict[str, Any]] = []
     new_tokens, rest = NEW_TOKENS, []
@@ -109,7 +109,7 @@ def read(words: Sequence[str]) -> Asked:
         raise Refusal(["prompt: expected a text, found an empty one      fix: prompt='Once upon a time'"])
     if not prompts:
         raise Refusal([f"generate: expected a prompt, found none      fix: {program()} generate ... prompt='Once'"])
-    return Asked(prompts, new_tokens, rest)
+    return GenerationLine(prompts, new_tokens, rest)
 
 
 def _lines(name: str) -> list[str]:
@@ -129,7 +129,7 @@ def _whole(text: str, key: str, least: int, wanted: str) -> int:
     return int(text)
 
 
-def _check_length(config: RunConfig, asked: Asked) -> None:
+def _check_length(config: RunConfig, asked: GenerationLine) -> None:
     """Token ids must be in the vocabulary, and sequences within the positions of the model."""
     vocabulary = int(config.model.config.get("vocab_size", 0))
     most = next(
@@ -168,7 +168,7 @@ def _done(config: RunConfig, found: dict[str, Any]) -> str:
     )
 
 
-def _next(config: RunConfig, asked: Asked) -> str:
+def _next(config: RunConfig, asked: GenerationLine) -> str:
     words = ["measure=eval", "precision.weights=null,int8,int4"]
     model = ["model=pretrained"] if config.model.path is not None else []
     kept = [word for word in asked.words if not word.startswith(("precision.weights=", "measure", "data"))]
