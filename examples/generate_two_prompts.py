@@ -34,7 +34,11 @@ def small_t5() -> T5ForConditionalGeneration:
     torch.manual_seed(5)
     config = T5Config(vocab_size=FIRST_BYTE + 256, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4)
     config.decoder_start_token_id = config.pad_token_id
-    return T5ForConditionalGeneration(config)
+    config.tie_word_embeddings = False
+    model = T5ForConditionalGeneration(config)
+    for param in model.parameters():  # initial weights are so small that every answer would repeat the first token
+        param.data.mul_(2)
+    return model
 
 
 def main() -> None:
