@@ -21,7 +21,7 @@ from zero_runtime.offload.tier import StateTier, residence
 from zero_runtime.optim.configs import OptimizerConfig
 from zero_runtime.optim.sharded import ShardedOptimizer
 from zero_runtime.plan import ZeroPlan
-from zero_runtime.precision import MixedPrecision
+from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
 from zero_runtime.settings import RuntimeSettings, moves_of
 from zero_runtime.shard_location import OffloadedShards
 from zero_runtime.tensor_source import TensorSource
@@ -56,6 +56,13 @@ def check_kernels(found: Sequence[Chosen | None]) -> None:
         f"kernels: expected the same implementation on every rank, found {' and '.join(parts)}; repair the machines of "
         f"the ranks that use the reference, or set {VARIABLE}=reference on all ranks"
     )
+
+
+def _block_numel(spec: UnitSpec, config: OptimizerConfig) -> int:
+    """Elements of the blocks that must not be split between shards: of codes of the states or of the weights."""
+    if spec.precision.weights is not None:
+        return WEIGHT_BLOCK_NUMEL
+    return config.block_numel if spec.trainable else 1
 
 
 class UnitBuilder:
@@ -96,7 +103,7 @@ class UnitBuilder:
                 self._device,
                 micro_batches=settings.micro_batches,
                 offloaded=shards,
-                block_numel=config.block_numel if spec.trainable else 1,
+                block_numel=_block_numel(spec, config),
             )
             for spec, shards in zip(specs, offloaded, strict=True)
         ]
@@ -189,7 +196,7 @@ class UnitBuilder:
             [(name, tuple(param.shape)) for name, param in spec.params],
             shard_count=self._collectives.shard_count,
             world=self._collectives.world,
-            block_numel=config.block_numel if spec.trainable else 1,
+            block_numel=_block_numel(spec, config),
         )
         return UnitSize.of(
             layout,

@@ -140,7 +140,8 @@ class ModuleHooks:
             if not unit.uses and not self._schedule.in_backward:
                 self._release_if_done(unit, module)
         if not self._running and module is self._model and not self._schedule.in_backward:
-            self._end_forward()
+            self._schedule.end_forward()
+            self.release_unused()
         # The first gradient of any output marks the start of this call's backward.
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -157,7 +158,7 @@ class ModuleHooks:
             called.clear()
         self._schedule.after_forward(unit)
 
-    def _end_forward(self) -> None:
+    def release_unused(self) -> None:
         """Release the units that were gathered ahead but not used, or not used by all of their modules."""
         if self._lent is not None and not self._lent.in_graph:
             self._return_lent()
@@ -193,7 +194,7 @@ class ModuleHooks:
 
     def _lend(self, unit: Unit, part: nn.Module) -> None:
         if self._lent is not None and self._part is not part and not self._lent.in_graph:
-            self._end_forward()  # the previous part has no graph, so its loans end with the call of another part
+            self.release_unused()  # the previous part has no graph, so its loans end with the call of another part
         if self._lent is None:
             self._part, self._lent = part, Call([])
         self._lent.in_graph |= torch.is_grad_enabled()

@@ -86,6 +86,23 @@ class ZeroPlan:
             raise PlanError(f"zero.shard_ranks={count}: expected a divisor of the {world} ranks")
         return count
 
+    def check_inference(self) -> None:
+        """ConfigError if this plan shards only what inference does not have: gradients and optimizer states."""
+        if self.params is R and self.optimizer is S:
+            rule = (
+                "inference has no gradients and no optimizer states, which are all that stages 1 and 2 shard: expected "
+                "zero.stage=3, which shards the parameters, or zero.stage=0"
+            )
+            found = "zero.stage=1" if self.grads is R else "zero.stage=2"
+            raise ConfigError([Broken(rule, found, ("zero.stage=3", "zero.stage=0"))])
+
+    def freeing_params(self) -> ZeroPlan:
+        """This plan, or one that keeps all shards of the parameters on every rank and frees full copies after use.
+
+        For parameters that are stored in another form than they are computed with.
+        """
+        return self if self.params is S else ZeroPlan(S, S, S, shard_ranks=1)
+
     @property
     def keeps_full_params(self) -> bool:
         """Whether every rank keeps the full parameters in memory throughout; else they are freed between uses."""

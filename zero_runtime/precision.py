@@ -10,11 +10,15 @@ from zero_runtime.limits import NO_KEY, Limits
 DType = Literal["fp32", "bf16", "fp16"]
 ITEMSIZE_BYTES: dict[DType, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 _KNOWN = f"one of {', '.join(ITEMSIZE_BYTES)}"
+WeightCode = Literal["int8", "int4"]
+CODE_BITS: dict[WeightCode, int] = {"int8": 8, "int4": 4}
+WEIGHT_BLOCK_NUMEL = 64  # elements of a quantised weight with one scale
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Five dtypes by short name; all but `compute` are settings of the group `precision` (see limits.py).
+    """Dtypes by short name; all but `compute` are settings of the group `precision` (see limits.py).
 
     param: parameter shards are stored and gathered in this dtype.
     reduce: gradients are reduced over the ranks in this dtype.
@@ -23,6 +27,8 @@ class MixedPrecision:
         tensor unless only the masters are offloaded.
     compute: forward and backward run in this dtype; None means `param`. fp32 with a 16-bit `param` is for processors
         without 16-bit matrix instructions: parameters are stored and sent in 16 bits and converted for computing.
+    weights: for inference only, matrices are stored and gathered as codes of 8 or 4 bits, in blocks of 64 elements with
+        an fp32 scale each, and are decoded into `compute` while they are in use. None means not quantised.
     """
 
     param: DType = "fp32"
@@ -30,11 +36,14 @@ class MixedPrecision:
     accumulate: DType = "fp32"
     master: DType = "fp32"
     compute: DType | None = field(default=None, metadata=NO_KEY)
+    weights: WeightCode | None = None
 
     def __post_init__(self) -> None:
-        limits = Limits(vars(self), "precision", dict.fromkeys(vars(self), "fp32"), ["compute"])
+        limits = Limits(vars(self), "precision", dict.fromkeys(vars(self), "fp32"), ["compute", "weights"])
         for name in vars(self):
-            limits.must(name, ITEMSIZE_BYTES.__contains__, _KNOWN)
+            if name != "weights":
+                limits.must(name, ITEMSIZE_BYTES.__contains__, _KNOWN)
+        limits.must("weights", CODE_BITS.__contains__, "int8, int4 or null", None)
         limits.conclude()
         if ITEMSIZE_BYTES[self.master] < ITEMSIZE_BYTES[self.param]:
             fix = f"precision.master={self.param}"
@@ -48,6 +57,18 @@ class MixedPrecision:
     def computes_as_param(self) -> bool:
         """Whether modules use the gathered parameters themselves, not a copy in another dtype."""
         return self.compute in (None, self.param)
+
+    @property
+    def stored_bytes(self) -> float:
+        """Bytes of one element of a parameter shard. Quantised shards are a multiple of WEIGHT_BLOCK_NUMEL long."""
+        if self.weights is None:
+            return ITEMSIZE_BYTES[self.param]
+        return CODE_BITS[self.weights] / 8 + _SCALE_BYTES / WEIGHT_BLOCK_NUMEL
+
+    @property
+    def stores_as_computed(self) -> bool:
+        """Whether a gather writes the full parameters themselves, which need no conversion."""
+        return self.computes_as_param and self.weights is None
 
     def grad(self, micro_batches: int) -> DType:
         """The dtype in which a gradient is stored between the last backward and the step."""

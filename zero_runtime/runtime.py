@@ -6,7 +6,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from zero_runtime import accounting, non_finite, whole_tensors
 from zero_runtime.build import UnitBuilder
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CallOrderError, NonFiniteError, PlanError
+from zero_runtime.gather_turns import GatherTurns
+from zero_runtime.generation import unwrap_generate, wrap_generate
+from zero_runtime.inference import NO_OPTIMIZER, begin_inference, check_training, refuse_training
 from zero_runtime.kernels.reference import root64
 from zero_runtime.ledger import Ledger
 from zero_runtime.module_hooks import ModuleHooks
@@ -44,6 +47,9 @@ class ZeroRuntime:
     they are in use. Gradients are **summed** over the ranks, so the loss passed to `backward` must be this rank's and
     micro-batch's share of the objective. For a mean over all tokens, that is the sum of the local token losses divided
     by `sum_over_ranks(local tokens)`.
+
+    Without an optimizer it is for inference: the parameters are frozen, there are no gradients, masters and states, and
+    the plan shards the parameters or nothing (ConfigError otherwise).
     """
 
     def __init__(
@@ -51,10 +57,15 @@ class ZeroRuntime:
         model: nn.Module,
         plan: ZeroPlan,
         precision: MixedPrecision,
-        optimizer: OptimizerConfig,
+        optimizer: OptimizerConfig | None,
         settings: RuntimeSettings,
         device: torch.device,
     ) -> None:
+        if optimizer is None:
+            plan = begin_inference(model, plan, precision, settings.offload)
+        else:
+            check_training(precision)
+        self.trains = optimizer is not None
         self.model = model
         self.plan = plan
         self.precision = precision
@@ -67,13 +78,18 @@ class ZeroRuntime:
         self.given_dtypes = {name: param.dtype for name, param in model.named_parameters()}
         try:
             builder = UnitBuilder(plan, precision, settings, self.collectives, device)
-            self.units, self.optimizer, self.tier = builder.build(model, optimizer)
+            self.units, self.optimizer, self.tier = builder.build(model, optimizer or NO_OPTIMIZER)
         except BaseException:
             self.collectives.free()  # the caller gets no runtime to close
             raise
         self.scaler: LossScaler = settings.loss_scale.start()
-        self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch)
+        self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch, has_backward=self.trains)
         self._hooks = ModuleHooks(model, self.units, self._schedule)
+        self._turns: GatherTurns | None = None
+        self._wrapped: list[nn.Module] = []
+        if not plan.keeps_full_params and self.collectives.shard_count > 1:
+            self._turns = GatherTurns(self.units, self._schedule, self.collectives, device, self._hooks.release_unused)
+            self._wrapped = wrap_generate(model, self.uneven_forwards)
         # The order of the gathers in `renew`: the same on all ranks and close to that of the forward, which needs the
         # root's unit first.
         self._renewal = sorted(self.units, key=lambda unit: model not in unit.modules)
@@ -85,7 +101,7 @@ class ZeroRuntime:
         self._synced = True
         self._spent: weakref.ref[torch.Tensor] | None = None  # the last loss, if its backward freed its graph
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        trouble = accounting.saving_trouble(self)
+        trouble = accounting.saving_trouble(self) if self.trains else None
         if trouble is not None:
             warnings.warn(trouble, stacklevel=2)
 
@@ -108,6 +124,32 @@ class ZeroRuntime:
         # Not torch.tensor, which copies from the host and waits for the copy on a GPU.
         return self.collectives.sum_over_ranks_(torch.full((), count, dtype=torch.int64, device=self.device))
 
+    # ---- forwards without gradients ------------------------------------------------------------------------------
+
+    @contextmanager
+    def uneven_forwards(self) -> Iterator[None]:
+        """Context without gradients in which each rank may call the model as often as it needs, with any inputs.
+
+        Every rank must enter it, also one that makes no call, and must issue no collective inside but those of the
+        model's calls. Ranks that have left it take part in the gathers of the others, and it ends on all together
+        (see [Note: gather turns] in gather_turns.py). `generate` of the model is inside it already. An error of one
+        rank is raised there, and as RankError on the others.
+        """
+        with torch.no_grad(), nullcontext() if self._turns is None else self._turns.running():
+            yield
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's `generate` (that of transformers) with its arguments and result, on every rank.
+
+        Prompts, lengths and the number of tokens may differ between the ranks; see `uneven_forwards`.
+        """
+        if not callable(getattr(self.model, "generate", None)):
+            raise PlanError(
+                f"generate: expected a model with a method generate, found {type(self.model).__name__}; call the model "
+                "in a loop inside `with runtime.uneven_forwards():`"
+            )
+        return self.model.generate(*args, **kwargs)  # type: ignore[operator]
+
     # ---- training step -------------------------------------------------------------------------------------------
 
     @property
@@ -117,6 +159,8 @@ class ZeroRuntime:
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Accumulate the gradients of `loss`, a 0-dim tensor: this rank's share of the objective."""
+        if not self.trains:
+            refuse_training("backward")
         if self._backwards == self.settings.micro_batches:
             raise CallOrderError(
                 f"backward: call number {self._backwards + 1} of this step, expected step() after "
@@ -201,6 +245,8 @@ class ZeroRuntime:
         May return while the host still updates offloaded states, so that the update overlaps with the next forward.
         Everything that reads a shard (a gather, `weights_shard`, `states_of`) waits for its update.
         """
+        if not self.trains:
+            refuse_training("step")
         self._check_step()
         self.collectives.journal.begin("step")
         self.optimizer.begin_step()
@@ -311,6 +357,7 @@ class ZeroRuntime:
 
     def close(self) -> None:
         """Remove the hooks and free every flat tensor; the model's parameters are empty afterwards. Idempotent."""
+        unwrap_generate(self._wrapped)
         self._hooks.remove()
         self.tier.close()  # first: it waits for updates under way, which use the units and the optimizer
         for unit in self.units:

@@ -17,7 +17,7 @@ because they may fall between different gathers on different ranks. Standard lib
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from zero_runtime.plan import Phase, ZeroPlan
@@ -52,10 +52,15 @@ NONE_AHEAD = Ahead([], [])
 class Schedule:
     """Turns the events of a step (from `ModuleHooks` and the runtime) into calls of the units' methods."""
 
-    def __init__(self, units: Sequence[ScheduledUnit], plan: ZeroPlan, *, prefetch: int) -> None:
+    def __init__(
+        self, units: Sequence[ScheduledUnit], plan: ZeroPlan, *, prefetch: int, has_backward: bool = True
+    ) -> None:
+        """`has_backward`: if False, the order of the forward is known at the end of the first one."""
         self._units = units
         self._plan = plan
         self._prefetch = prefetch
+        self._has_backward = has_backward
+        self._gather_one: Callable[[ScheduledUnit], None] | None = None  # see `gather_by`
         self._order: dict[Phase, list[ScheduledUnit]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
         self._ahead: dict[Phase, dict[ScheduledUnit, Ahead]] = {}  # by phase, once its order is recorded
         self._reducing: ScheduledUnit | None = None
@@ -79,6 +84,15 @@ class Schedule:
         """Called when the unit's parameters have been read: release them, except in a recomputation during backward."""
         if not self.in_backward:
             unit.reshard(Phase.FORWARD)
+
+    def end_forward(self) -> None:
+        """Called when a forward of the full model has ended."""
+        if not self._has_backward and self._gather_one is None and self._order[Phase.FORWARD]:
+            self._end_record(Phase.FORWARD)
+
+    def gather_by(self, gather: Callable[[ScheduledUnit], None] | None) -> None:
+        """Gather every unit by this function from now on, and none ahead; None restores the schedule's own way."""
+        self._gather_one = gather
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
@@ -149,6 +163,9 @@ class Schedule:
     # ---- gathers and reductions --------------------------------------------------------------------------------
 
     def _gather(self, unit: ScheduledUnit) -> None:
+        if self._gather_one is not None:
+            self._gather_one(unit)
+            return
         unit.unshard()
         gathered, fetched = self._following(unit)
         for one in gathered:

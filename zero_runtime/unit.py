@@ -69,6 +69,7 @@ class Unit:
         # Fixed properties of the tensors, as they were allocated.
         self.params: list[nn.Parameter] = parameters.params
         self.param_dtype = parameters.param_dtype
+        self.stored_numel = parameters.stored_numel  # elements of param_shard: S, or bytes if it is quantised
         self.master_dtype = parameters.master_dtype
         self.grad_dtype = self._gradients.grad_dtype
         self.params_offloaded = parameters.params_offloaded  # param_shard has no memory on the device between its uses
@@ -133,6 +134,10 @@ class Unit:
         self.unshard()
         self._parameters.end_gather()
         self._parameters.open_guard()
+
+    def join_gather(self) -> None:
+        """Take part in a gather that other ranks need; the result is dropped and this rank's full copy unchanged."""
+        self._parameters.join_gather()
 
     def renew(self) -> None:
         """Start gathering a full copy that is kept between steps, after the shards have changed.
@@ -277,9 +282,11 @@ class Unit:
     def weights_shard(self) -> torch.Tensor:
         """[S]: the shard that holds the weights: the master, or param_shard for frozen parameters.
 
-        Waits for an update that is under way.
+        Waits for an update that is under way. A copy in fp32 if the unit is quantised.
         """
         self.settle()
+        if self._parameters.is_quantized:
+            return self._parameters.decoded_shard()
         master = self._parameters.master_shard
         return self._parameters.param_shard if master is None else master
 
@@ -334,6 +341,10 @@ class Unit:
             return
         self.drop_full()  # first, because a gather under way reads the shard
         with torch.no_grad():
+            if self._parameters.is_quantized:
+                self.settle()
+                self._parameters.fill_codes(names, read_into)
+                return
             self.fill(self.weights_shard, names, read_into)
             self.refresh_param_shard()
 

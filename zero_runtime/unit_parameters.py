@@ -21,7 +21,9 @@ from zero_runtime.flat_layout import FlatLayout, Piece, Segment
 from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.initial_values import InitialValues, swap_content
 from zero_runtime.kernels import ops
+from zero_runtime.kernels.weight_codes import decode_weights, encode_weights
 from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import CODE_BITS, WEIGHT_BLOCK_NUMEL
 from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
 from zero_runtime.tensor_source import ReadInto
 from zero_runtime.unit_planner import UnitSpec
@@ -60,7 +62,8 @@ class UnitParameters:
     """The parameter tensors of one unit on one rank. Only this class allocates, fills and frees them.
 
     unsharded_param [P] compute_dtype: the full copy; the modules' parameters are views of it. param_shard [S]
-    param_dtype: the shard that is gathered. master_shard [S] master_dtype: the shard that is updated; None if frozen.
+    param_dtype: the shard that is gathered; bytes of codes [stored_numel] uint8 if the unit is quantised.
+    master_shard [S] master_dtype: the shard that is updated; None if frozen.
     """
 
     unsharded_param: torch.Tensor
@@ -82,7 +85,9 @@ class UnitParameters:
         self.trainable = spec.trainable
         self.layout = layout
         self.pieces: dict[str, Piece] = {piece.name: piece for piece in layout.pieces(collectives.shard_rank)}
-        self.param_dtype = TORCH_DTYPE[precision.param]
+        self._bits = 0 if precision.weights is None else CODE_BITS[precision.weights]  # 0: not quantised
+        self.stored_numel = layout.shard_numel if not self._bits else int(layout.shard_numel * precision.stored_bytes)
+        self.param_dtype = torch.uint8 if self._bits else TORCH_DTYPE[precision.param]
         self.master_dtype = TORCH_DTYPE[precision.master]
         self.state = DataState.UNSHARDED
         self.location: ShardLocation = ON_DEVICE
@@ -105,7 +110,7 @@ class UnitParameters:
         the gathered tensor.
         master_shard is param_shard itself if both have the same dtype and are stored in the same memory.
         """
-        self.casts = self._compute_dtype != self.param_dtype
+        self.casts = self._compute_dtype != self.param_dtype  # also if the unit is quantised: uint8 computes nothing
         self.param_is_slice = self._keeps_full and not self.casts
         separate = offloaded.separate_memory and offloaded.optimizer and not offloaded.params
         self.master_is_param = self.trainable and self.master_dtype == self.param_dtype and not separate
@@ -119,7 +124,7 @@ class UnitParameters:
         if self.param_is_slice:
             self.param_shard = self._own_slice()
         else:
-            self.param_shard = self._empty(0 if self.params_offloaded else self.layout.shard_numel, self.param_dtype)
+            self.param_shard = self._empty(0 if self.params_offloaded else self.stored_numel, self.param_dtype)
         if not self._keeps_full:
             self.unsharded_param.untyped_storage().resize_(0)  # `materialize` allocates it, one unit at a time
         if not self.trainable:
@@ -136,6 +141,10 @@ class UnitParameters:
             self.master_shard = param if self.master_is_param else self.master_shard
         if master is not None:
             self.master_shard = master
+
+    @property
+    def is_quantized(self) -> bool:
+        return self._bits > 0
 
     # ---- initial values ----------------------------------------------------------------------------------------------
 
@@ -156,6 +165,9 @@ class UnitParameters:
                 if segment.name not in given:
                     self._take_values(segment, param, initial)
                 self._bind(segment, param)
+            if self._bits:
+                encode_weights(self._own_slice(), self.param_shard, bits=self._bits)
+                return  # the full copy is freed now, and a gathered one is decoded
             if not self.param_is_slice:
                 self.param_shard.copy_(self._own_slice())
             if self.casts:  # a gathered copy would be rounded to param_dtype too
@@ -211,6 +223,27 @@ class UnitParameters:
             if piece is not None:
                 read_into(name, piece.start, piece.of(shard))
 
+    def fill_codes(self, names: Iterable[str], read_into: ReadInto) -> None:
+        """Like `fill` for a quantised param_shard: each piece is read as fp32 values and encoded."""
+        for name in names:
+            piece = self.pieces.get(name)
+            if piece is None:
+                continue
+            # Pieces begin at a block's first element; the rest of the last block is padding, or of the next shard.
+            values = torch.zeros(-(-piece.numel // WEIGHT_BLOCK_NUMEL) * WEIGHT_BLOCK_NUMEL, device=self._device)
+            read_into(name, piece.start, values[: piece.numel])
+            start, stop = (self._code_offset(piece.shard_offset + at) for at in (0, values.numel()))
+            encode_weights(values, self.param_shard[start:stop], bits=self._bits)
+
+    def _code_offset(self, element: int) -> int:
+        return element * self.stored_numel // self.layout.shard_numel
+
+    def decoded_shard(self) -> torch.Tensor:
+        """[S] fp32: the values of a quantised param_shard, a copy."""
+        values = self._empty(self.layout.shard_numel, torch.float32)
+        decode_weights(self.param_shard, values, bits=self._bits)
+        return values
+
     def refresh_param_shard(self) -> None:
         """Round the updated master into param_shard; a no-op if they are the same tensor."""
         if self.master_shard is None or self.master_is_param:
@@ -229,7 +262,7 @@ class UnitParameters:
             fetched = self.location.fetch()
             shard = self.param_shard if fetched is None else fetched
             self._fill_storage()
-            full = self._empty(self.layout.padded_numel, self.param_dtype) if self.casts else self.unsharded_param
+            full = self._gathered() if self.casts else self.unsharded_param
             pending = self._collectives.all_gather(full, shard, self.name, lasting=not self.casts)
             self._gather = Gather(pending, shard, full)
 
@@ -238,11 +271,24 @@ class UnitParameters:
         if self._gather is None:
             return
         self._gather.pending.wait()
-        if self.casts:
+        if self._bits:
+            with torch.no_grad():
+                decode_weights(self._gather.full, self.unsharded_param, bits=self._bits)
+        elif self.casts:
             self.unsharded_param.copy_(self._gather.full)
         self._gather = None
         self.location.drop()
         self.move(DataState.UNSHARDED)
+
+    def join_gather(self) -> None:
+        """Gather the full copy into a buffer that is dropped, whatever the state of this rank's own. Blocks."""
+        self.end_gather()
+        with torch.no_grad():
+            fetched = self.location.fetch()
+            shard = self.param_shard if fetched is None else fetched
+            full = self._gathered()
+            self._collectives.all_gather(full, shard, self.name, lasting=False).wait()
+            self.location.drop()
 
     def make_stale(self) -> None:
         """Make a current full copy STALE, and free its memory if the plan shards parameters."""
@@ -286,6 +332,10 @@ class UnitParameters:
         storage = self.unsharded_param.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.layout.padded_numel * self.unsharded_param.element_size())
+
+    def _gathered(self) -> torch.Tensor:
+        """A buffer for the shards of all ranks, in the dtype in which they are stored."""
+        return self._empty(self.stored_numel * self.layout.shard_count, self.param_dtype)
 
     def _own_slice(self) -> torch.Tensor:
         return self.layout.shard_of(self.unsharded_param, self._collectives.shard_rank)

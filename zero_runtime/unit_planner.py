@@ -151,16 +151,18 @@ def _keeps_dtype(name: str, rules: UnitRules) -> bool:
 
 def _precision_of(name: str, param: nn.Parameter, rules: UnitRules) -> MixedPrecision:
     """The run's precision. For a parameter that keeps its dtype, that dtype replaces the param and compute dtypes, and
-    the master dtype if the run's master dtype is narrower."""
+    the master dtype if the run's master dtype is narrower. Only matrices are quantised: norms and biases are small."""
     if not _keeps_dtype(name, rules):
-        return rules.precision
+        codes = rules.precision.weights is not None and param.dim() > 1
+        return rules.precision if codes else replace(rules.precision, weights=None)
     own = _NAME_OF_DTYPE.get(param.dtype)
     if own is None:
         raise PlanError(
             f"precision.keep_dtype: parameter {name!r} has dtype {param.dtype}; expected one of {sorted(TORCH_DTYPE)}"
         )
     wide = ITEMSIZE_BYTES[rules.precision.master] >= ITEMSIZE_BYTES[own]
-    return replace(rules.precision, param=own, compute=None, master=rules.precision.master if wide else own)
+    master = rules.precision.master if wide else own
+    return replace(rules.precision, param=own, compute=None, master=master, weights=None)
 
 
 def _unit_name(owner: str, precision: MixedPrecision, rules: UnitRules, *, trainable: bool) -> str:

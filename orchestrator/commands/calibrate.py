@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from orchestrator.commands import rank_job
 from orchestrator.commands.fit import names
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterKind
-from orchestrator.config.schema import RunConfig, to_dict
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, OK
-from orchestrator.launch import local_executor
-from orchestrator.launch import verdict as watching
-from orchestrator.machine import slots
-from orchestrator.machine.processes import signals_interrupt
 from orchestrator.plan import prediction, speed
 from orchestrator.plan.decision import Prediction
 from orchestrator.plan.point import Point
@@ -31,9 +24,6 @@ from orchestrator.plan.points import judged
 from orchestrator.plan.prediction import hardware_name
 from orchestrator.plan.rules.scene import here
 from orchestrator.plan.speed import TimingJob
-from orchestrator.records.record_file import EventTail, require_json, write_json_atomic
-from orchestrator.records.run_record import AttemptPaths
-from orchestrator.records.run_state import RunState
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
@@ -46,7 +36,6 @@ FLAGS = ("--multirun", "--config-dir", "--max-points")  # that a line of calibra
 HEADER = ("point", "tokens/s", "step ms", "model", "waiting", "copies", "update", "other")
 ENTRY = "orchestrator.worker.calibrate:run_rank"
 BUDGET_S = 100.0  # of measuring; the start of the ranks takes the rest of two minutes
-LOOK_S = 0.2
 LIMIT_S = 600.0
 
 
@@ -156,51 +145,18 @@ def measure(jobs: Sequence[TimingJob], hardware: str, told: Callable[[str], None
 
 
 def _measured(group: Sequence[TimingJob], told: Callable[[str], None], budget_s: float) -> dict[str, Any]:
-    config = group[0].config
-    folder = Path(tempfile.mkdtemp(prefix="zlab-calibrate-"))
-    try:
-        paths = AttemptPaths(folder / "attempt")
-        paths.root.mkdir()
-        write_json_atomic(paths.config, to_dict(config))
-        write_json_atomic(
-            paths.root / "calibration.json", {"budget_s": budget_s, "jobs": [job.plain() for job in group]}
-        )
-        with signals_interrupt(), _slots(config, told) as lease:
-            return _answers(paths, config, lease.gpus, len(group), told)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    count, measured = len(group), 0
 
+    def on_events(events: int) -> None:
+        nonlocal measured
+        measured += events
+        told(f"measured {measured} of {count}")
 
-def _answers(
-    paths: AttemptPaths, config: RunConfig, gpus: Sequence[str] | None, count: int, told: Callable[[str], None]
-) -> dict[str, Any]:
-    """Starts the ranks and waits for their answers. However it ends, none of their processes is left."""
-    job = local_executor.submit(paths, config, ENTRY, gpus)
+    asked = {"budget_s": budget_s, "jobs": [job.plain() for job in group]}
     try:
-        watch = watching.Watch(paths, config.resources.ranks or 1, LIMIT_S, job.controller_alive)
-        tail, measured = EventTail(paths.metrics), 0
-        while True:
-            verdict = watch.look()
-            if new := len(tail.read_new()):
-                measured += new
-                told(f"measured {measured} of {count}")
-            if verdict is not None:
-                break
-            time.sleep(LOOK_S)
-    finally:
-        job.end()
-    if verdict.state is not RunState.ok:
-        raise CalibrationError(verdict.message)
-    answers: dict[str, Any] = require_json(paths.result)["answers"]
+        answers: dict[str, Any] = rank_job.run(
+            group[0].config, ENTRY, {"calibration.json": asked}, told, on_events, limit_s=LIMIT_S
+        )["answers"]
+    except rank_job.RanksFailed as error:
+        raise CalibrationError(str(error)) from None
     return answers
-
-
-def _slots(config: RunConfig, told: Callable[[str], None]) -> slots.Lease:
-    pool, wanted = slots.pool_of(config.resources.device), slots.wanted(config.resources)
-    lease = pool.take(wanted)
-    if lease is None:
-        told(f"waiting for slots that another command holds: {'; '.join(pool.holders())}")
-    while lease is None:
-        time.sleep(LOOK_S)
-        lease = pool.take(wanted)
-    return lease

@@ -19,6 +19,7 @@ VERBS = {
     "fit": "fit",
     "calibrate": "calibrate",
     "choose": "choose",
+    "generate": "generate",
     "ui": "ui",
     **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), "verbs"),
 }

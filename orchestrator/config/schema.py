@@ -48,6 +48,11 @@ class WeightsExport(Word):
     fp16 = "fp16"
 
 
+class MeasureKind(Word):
+    train = "train"
+    eval = "eval"
+
+
 class Device(Word):
     auto = "auto"
     cpu = "cpu"
@@ -198,9 +203,12 @@ class Resources:
 
 @dataclass(frozen=True)
 class Measure:
-    """`warmup_steps`: steps left out of the measurements. `steps`: the measured steps after them. `validation_batches`:
-    batches of the validation that follows."""
+    """`kind`: train, or eval, which holds weights alone and reports loss and perplexity over held-out data.
+    `warmup_steps`: steps left out of the measurements. `steps`: the measured steps after them. `validation_batches`:
+    batches of the validation that follows. With kind eval a step is the forward of one batch of each rank, `steps` is
+    their largest number, and the warm-up repeats the first of them."""
 
+    kind: MeasureKind = MeasureKind.train
     warmup_steps: int = 5
     steps: int = 25
     validation_batches: int = 2

@@ -59,7 +59,8 @@ class Precision:
     and of the computation.
 
     `compute`: auto is the dtype of `param`, or fp32 on a CPU without matrix instructions for that dtype. `keep_dtype`:
-    parameters whose names match one of these patterns keep the dtype that they are built with (fp32).
+    parameters whose names match one of these patterns keep the dtype that they are built with (fp32). `weights`: int8
+    or int4 stores and gathers matrices as codes of 8 or 4 bits, for evaluation and generation only; null does not.
 
     The loss scale is for fp16 only. `loss_scale`: a number is a fixed scale; null scales the losses dynamically, as set
     by `initial_scale_power`, `loss_scale_window`, `hysteresis`, `consecutive_hysteresis` and `min_loss_scale`.

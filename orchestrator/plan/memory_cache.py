@@ -36,8 +36,9 @@ Tell = Callable[[str], None]
 
 def units_key(config: RunConfig) -> str:
     """The key of the units of a model and the costs of its optimizer."""
-    parts = {name: plain(getattr(config, name)) for name in DECIDING}
-    return _hash(parts | {"unit_numel": config.zero.unit_numel, "ratio": config.offload.ratio})
+    parts: dict[str, Any] = {name: plain(getattr(config, name)) for name in DECIDING}
+    parts |= {"unit_numel": config.zero.unit_numel, "ratio": config.offload.ratio, "kind": str(config.measure.kind)}
+    return _hash(parts)
 
 
 def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
@@ -47,6 +48,7 @@ def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
     parts: dict[str, Any] = {name: plain(getattr(config, name)) for name in ("model", "adapter", "recompute", "loss")}
     parts |= {"compute": precision.compute, "keep": precision.keep_dtype, "seq": config.batch.seq}
     parts |= {"unit_numel": config.zero.unit_numel}  # the trace has marks by unit
+    parts |= {"kind": str(config.measure.kind)}
     parts |= {"cuda": config.resources.device is Device.cuda, "micro": None if any_micro else config.batch.micro}
     return "activations-" + _hash(parts)
 

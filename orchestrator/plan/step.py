@@ -21,7 +21,8 @@ from zero_runtime.memory.step_memory import TOKEN_BYTES, Peak, StatesReplay, Ste
 from zero_runtime.offload.memory import Moves, OffloadBytes, host_bytes, nvme_bytes
 from zero_runtime.offload.plan import Tier
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES
-from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import ITEMSIZE_BYTES, WEIGHT_BLOCK_NUMEL, MixedPrecision
 
 EXPORTED_BYTES = 2  # of an element of exported weights, in bf16
 Answers = Mapping[str, Mapping[str, Any]]
@@ -37,7 +38,7 @@ def with_micro(config: RunConfig, micro: int) -> RunConfig:
 
 def units_of(config: RunConfig, shapes: Mapping[str, Any]) -> Units:
     """The sizes of the units on a rank, with their dtypes, from the shapes that a child process has found."""
-    on_cuda, ranks, plan = config.resources.device is Device.cuda, config.resources.ranks or 1, config.zero.plan
+    on_cuda, ranks, plan = config.resources.device is Device.cuda, config.resources.ranks or 1, held_plan(config)
     away = (Tier.HOST, Tier.NVME) if on_cuda else (Tier.NVME,)
     units = []
     for unit in shapes["units"]:
@@ -45,7 +46,7 @@ def units_of(config: RunConfig, shapes: Mapping[str, Any]) -> Units:
             [(name, tuple(shape)) for name, shape in unit["shapes"]],
             shard_count=plan.shard_count(ranks),
             world=ranks,
-            block_numel=shapes["block_numel"] if unit["trainable"] else 1,
+            block_numel=_block_numel(unit, shapes),
         )
         size = UnitSize.of(
             layout,
@@ -57,6 +58,17 @@ def units_of(config: RunConfig, shapes: Mapping[str, Any]) -> Units:
         )
         units.append((size, MixedPrecision(**unit["precision"])))
     return units
+
+
+def held_plan(config: RunConfig) -> ZeroPlan:
+    """The plan by which a rank holds its parameters: quantised ones are never kept in full."""
+    return config.zero.plan if config.precision.dtypes.weights is None else config.zero.plan.freeing_params()
+
+
+def _block_numel(unit: Mapping[str, Any], shapes: Mapping[str, Any]) -> int:
+    if unit["precision"].get("weights") is not None:
+        return WEIGHT_BLOCK_NUMEL
+    return int(shapes["block_numel"]) if unit["trainable"] else 1
 
 
 @dataclass(frozen=True)
@@ -157,9 +169,9 @@ class ConfigMemory:
         )
         total = 0
         for (size, kind), replayed in zip(self.units, self._gathers(), strict=True):
-            gathered = (counts.gathers if size.trainable else replayed) * ITEMSIZE_BYTES[kind.param]
+            gathered = (counts.gathers if size.trainable else replayed) * kind.stored_bytes
             reduced = counts.reductions * ITEMSIZE_BYTES[kind.reduce] if size.trainable else 0
-            total += (gathered + reduced) * size.padded_numel * (shard_count - 1) // shard_count
+            total += int((gathered + reduced) * size.padded_numel * (shard_count - 1) // shard_count)
             total += reduced * 2 * size.padded_numel * (ranks // shard_count - 1) // ranks
         return total
 

@@ -43,6 +43,9 @@ IGNORED_KEYS = (
     "checkpoint.keep_last",
     "checkpoint.keep_every",
 )
+# Settings that are younger than the first records, with the value that those runs had: they are part of an identity
+# only if they have another value, so that the ids of earlier points stay.
+YOUNGER_KEYS: Mapping[str, object] = {"measure.kind": "train", "precision.weights": None}
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,11 @@ def joins_path(output: str | Path) -> Path:
 
 
 def without_ignored(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The configuration without IGNORED_KEYS."""
+    """The configuration without IGNORED_KEYS, and without YOUNGER_KEYS that have the value of earlier runs."""
     kept: dict[str, Any] = {}
     for key, value in config.items():
-        if prefix + key not in IGNORED_KEYS:
+        name = prefix + key
+        if name not in IGNORED_KEYS and not (name in YOUNGER_KEYS and value == YOUNGER_KEYS[name]):
             kept[key] = without_ignored(value, f"{prefix}{key}.") if isinstance(value, dict) else value
     return kept
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ METRICS = {
     "states_bytes": Metric("model states of a rank", False, _exact(lambda result: states_bytes(result))),
     "loss_last": Metric("last training loss", False, _exact(lambda result: result["loss"]["last"])),
     "loss_validation": Metric("validation loss", False, _exact(lambda result: result["loss"]["validation"])),
+    "perplexity": Metric("perplexity", False, _exact(lambda result: result["loss"].get("perplexity"))),
 }
 
 
@@ -174,11 +176,33 @@ def table(ranked: Sequence[Ranked]) -> Table:
     """The comparison, one row per point. A failed point's row has its state; the reason is under the table."""
     speeds = [_speed(row.entry)["median"] for row in ranked if row.entry.result]
     best = max(speeds, default=0.0)
+    header: tuple[str, ...] = HEADER
     rows = tuple(_cells(row, best) for row in ranked)
+    if perplexities := _perplexities(ranked):
+        header = (*header, "perplexity")
+        rows = tuple((*cells, perplexities[row.entry.label]) for cells, row in zip(rows, ranked, strict=True))
     if not any(row.entry.is_reused for row in ranked):
-        return Table(HEADER, rows, names=2)
+        return Table(header, rows, names=2)
     marked = tuple((*cells, _reused_from(row.entry)) for cells, row in zip(rows, ranked, strict=True))
-    return Table((*HEADER, "reused from"), marked, names=2)
+    return Table((*header, "reused from"), marked, names=2)
+
+
+def _perplexities(ranked: Sequence[Ranked]) -> dict[str, str]:
+    """The column of evaluations by label; empty if there are none.
+
+    Where the weights of some rows are quantised and those of one are not, with the change against that row. (With
+    several such rows, as of two models, nobody says which is the one to compare with.)
+    """
+    found = {row.entry.label: row.entry.result["loss"] for row in ranked if row.entry.result}
+    known = {label: losses for label, losses in found.items() if losses.get("perplexity") is not None}
+    plain = {losses["perplexity"] for losses in known.values() if losses.get("weights") is None}
+    texts = dict.fromkeys((row.entry.label for row in ranked), ABSENT) if known else {}
+    for label, losses in known.items():
+        value, change = losses["perplexity"], ""
+        if len(plain) == 1 and losses.get("weights") is not None:
+            change = f" ({100 * (value / next(iter(plain)) - 1):+.2f} %)"
+        texts[label] = f"{value:.4f}{change}"
+    return texts
 
 
 def _reused_from(entry: Entry) -> str:
@@ -329,6 +353,9 @@ def next_after_sweep(ranked: Sequence[Ranked]) -> str:
     entry = ranked[0].entry
     if entry.result is None:
         return run_command(entry.overrides)
+    if "perplexity" in entry.result["loss"]:  # text from the same weights; measure=standard would train them
+        kept = without_key(entry.overrides, "measure", "data", "batch")
+        return f"{program()} generate {shlex.join([*kept, 'prompt=Once'])}"
     # Steps given on the command line would override those of measure=standard.
     others = without_key(entry.overrides, "measure", "measure.steps", "measure.warmup_steps")
     return run_command([*others, "measure=standard"])
@@ -397,6 +424,7 @@ def _csv_row(ranked: Ranked) -> dict[str, object]:
         "loss_first": result["loss"]["first"] if result else None,
         "loss_last": result["loss"]["last"] if result else None,
         "loss_validation": result["loss"]["validation"] if result else None,
+        "perplexity": result["loss"].get("perplexity") if result else None,
         "data_hash": result["data"]["hash"] if result else None,
         "world": result["world"] if result else None,
         "folder": entry.folder,

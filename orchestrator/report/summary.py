@@ -237,6 +237,8 @@ def learning_rows(result: Mapping[str, Any]) -> list[Row]:
     """Loss and data set."""
     losses, data = result["loss"], result["data"]
     missing = f"; {missing_text(losses['missing_steps'])}" if losses.get("missing_steps") else ""
+    if losses.get("tokens") is not None:
+        return [_evaluated(losses), _data_row(data)]
     validation = f", validation {loss(losses['validation'])}" if losses.get("validation") is not None else ""
     return [
         Row(
@@ -244,12 +246,25 @@ def learning_rows(result: Mapping[str, Any]) -> list[Row]:
             f"{loss(losses['first'])} first, {loss(losses['last'])} last ({result['steps']} steps)"
             f"{validation}{missing}",
         ),
-        Row(
-            "data",
-            f"{data['name']}, hash {data['hash']}, {count(data['train_samples'])} training and "
-            f"{count(data['validation_samples'])} validation sequences",
-        ),
+        _data_row(data),
     ]
+
+
+def _evaluated(losses: Mapping[str, Any]) -> Row:
+    exact = losses.get("perplexity")
+    perplexity = "too large for a number" if exact is None else f"{exact:.4f}"
+    coded = f", weights in {losses['weights']}" if losses.get("weights") else ""
+    return Row(
+        "loss", f"{loss(losses['last'])}, perplexity {perplexity} over {losses['tokens']:,} held-out tokens{coded}"
+    )
+
+
+def _data_row(data: Mapping[str, Any]) -> Row:
+    return Row(
+        "data",
+        f"{data['name']}, hash {data['hash']}, {count(data['train_samples'])} training and "
+        f"{count(data['validation_samples'])} validation sequences",
+    )
 
 
 def missing_text(missing_steps: Sequence[Sequence[int]]) -> str:

@@ -72,6 +72,7 @@ def summary_metrics(result: Mapping[str, Any]) -> dict[str, float]:
         "loss_first": losses["first"],
         "loss_last": losses["last"],
         "loss_validation": losses.get("validation"),
+        "perplexity": losses.get("perplexity"),
         "activations_mib": _mib(memory["activations_bytes"]),
         "activations_predicted_mib": _mib(memory.get("activations_predicted_bytes")),
         "peak_predicted_mib": _mib(memory.get("peak_predicted_bytes")),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from orchestrator.config.schema import Device, RunConfig, to_dict
+from orchestrator.config.schema import Device, MeasureKind, RunConfig, to_dict
 from orchestrator.plan import memory_cache
 from orchestrator.worker.setup import build_deferred
 from orchestrator.workloads.models import token_losses
@@ -32,6 +32,7 @@ from zero_runtime.unit_planner import UnitRules
 Answer = dict[str, Any]
 _last_built: dict[str, nn.Module] = {}  # the last model, by its settings
 REASON_LENGTH = 200
+NO_BACKWARD = "an evaluation keeps no activations for a backward, and the peak of a forward is not predicted"
 SMALLEST = 2  # torch treats a batch of one differently: dimensions of one count as contiguous and broadcast
 
 
@@ -106,6 +107,9 @@ def answers(family: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
     The smallest and the largest are traced. Those between are interpolated where these two allow it (see
     `LinearTrace`), else from the traces of some sizes between.
     """
+    if family[0].measure.kind is MeasureKind.eval:
+        yield from ((memory_cache.activations_key(config), {"unknown": NO_BACKWARD}) for config in family)
+        return
     by_micro = {config.batch.micro: config for config in family}
     several = sorted(micro for micro in by_micro if micro >= SMALLEST)
     left, tracing = set(by_micro), _Tracing(family[0])

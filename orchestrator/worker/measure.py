@@ -127,10 +127,13 @@ def phases_ms(readings: Readings, warmup_steps: int) -> dict[str, float]:
 def communication(runtime: ZeroRuntime, ledger: Ledger, *, reduces_at_boundary: bool) -> dict[str, Any]:
     """Communication volumes of one steady step on one rank, with the theoretical ones."""
     world, shard_count = runtime.collectives.world, runtime.collectives.shard_count
-    counts = memory_model.CollectiveCounts.of(
-        runtime.plan, runtime.settings.micro_batches, reduces_at_boundary=reduces_at_boundary
-    )
-    sizes = [unit for unit in unit_sizes(runtime) if unit.trainable]
+    if runtime.trains:
+        counts = memory_model.CollectiveCounts.of(
+            runtime.plan, runtime.settings.micro_batches, reduces_at_boundary=reduces_at_boundary
+        )
+    else:  # one gather in a forward
+        counts = memory_model.CollectiveCounts(int(not runtime.plan.keeps_full_params), 0)
+    sizes = [unit for unit in unit_sizes(runtime) if unit.trainable == runtime.trains]
 
     def elements(numel: int) -> int:
         return memory_model.collective_elements(counts, numel, world=world, shard_count=shard_count)

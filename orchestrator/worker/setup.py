@@ -74,11 +74,16 @@ class TrainingSetup(NamedTuple):
 
 
 def build_runtime(
-    config: RunConfig, device: torch.device, watch: RankWatch, stop_asked: Callable[[], bool] | None = None
+    config: RunConfig,
+    device: torch.device,
+    watch: RankWatch,
+    stop_asked: Callable[[], bool] | None = None,
+    *,
+    trains: bool = True,
 ) -> TrainingSetup:
     """Builds the model without weights and the runtime, which initializes or reads the weights unit by unit.
 
-    Needs the process group.
+    Needs the process group. `trains`: if False, the runtime is for inference, without an optimizer.
     """
     assert config.batch.accumulation is not None
     model, initialise = build_deferred(config)
@@ -105,7 +110,7 @@ def build_runtime(
             model,
             config.zero.plan,
             precision.mixed,
-            config.optimizer.rule,
+            config.optimizer.rule if trains else None,
             settings,
             device,
         )

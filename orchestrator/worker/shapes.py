@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from orchestrator.config.schema import RunConfig, from_dict
+from orchestrator.config.schema import MeasureKind, RunConfig, from_dict
 from orchestrator.worker.activations import answers
 from orchestrator.worker.setup import build_deferred
 from zero_runtime.offload.plan import offloaded_units
@@ -25,6 +25,8 @@ def units_of(config: RunConfig) -> dict[str, Any]:
     """Shapes by unit in the order of registration, the bytes of optimizer state per element, the number of elements per
     block of that state, and the bytes of the model's buffers."""
     model, _ = build_deferred(config)
+    if config.measure.kind is MeasureKind.eval:
+        model.requires_grad_(False)
     rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
     specs = plan_units(model, rules)
     optimizer = config.optimizer.rule

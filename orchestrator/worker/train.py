@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import platform
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from orchestrator.config.schema import RunConfig, from_dict
+from orchestrator.config.schema import MeasureKind, RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord, Stopped
-from orchestrator.machine.processes import output_of
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
-from orchestrator.worker import measure, predicted
+from orchestrator.worker import evaluate, measure, predicted
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.faults import Faults
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share
+from orchestrator.worker.result import RunFacts, combined
 from orchestrator.worker.saving import Progress, Saving
-from orchestrator.worker.setup import asked_dtypes, build_data, build_runtime, cpu_model, prepare_process
+from orchestrator.worker.setup import asked_dtypes, build_data, build_runtime, prepare_process
 from orchestrator.worker.stopping import StopSignals
 from orchestrator.workloads.data import TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
@@ -38,8 +34,7 @@ from zero_runtime.memory.dtype_audit import DTypeAudit
 from zero_runtime.phase_clock import Lap
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
-from zero_runtime.watch.failure import is_out_of_memory, memory_error
-from zero_runtime.watch.watch import RankWatch, WatchSettings
+from zero_runtime.watch.watch import WatchSettings
 from zero_runtime.world import WorldSettings, join_world, leave_world
 
 IGNORED = -100
@@ -48,6 +43,9 @@ IGNORED = -100
 def run_rank(attempt: AttemptPaths, rank: RankInfo) -> Stopped | None:
     """Trains the attempt's configuration as one of its ranks. Rank 0 writes result.json on success."""
     config = from_dict(require_json(attempt.config))
+    if config.measure.kind is MeasureKind.eval:
+        evaluate.run_rank(attempt, config, rank)
+        return None
     device = prepare_process(config, rank.local_rank)
     signals = StopSignals.of(config)
     settings = WorldSettings(
@@ -56,22 +54,10 @@ def run_rank(attempt: AttemptPaths, rank: RankInfo) -> Stopped | None:
     )
     with join_world(rank.meeting, rank.rank, rank.world, device, settings) as watch:
         built = build_runtime(config, device, watch, signals.asked if signals else None)
-        with _with_memory(built.runtime, watch, rank.rank):
+        with evaluate.with_memory(built.runtime, watch, rank.rank):
             stopped = RankRun(attempt, config, rank, *built).run()
     leave_world()  # a rank that failed must not: it could wait here forever and never record its error
     return stopped
-
-
-@contextlib.contextmanager
-def _with_memory(runtime: ZeroRuntime, watch: RankWatch, rank: int) -> Iterator[None]:
-    """Adds the memory held at the time to an out of memory error."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        position, _ = watch.journal.read()
-        raise memory_error(rank, error, position, asdict(take_census(runtime))) from error
 
 
 class RankRun:
@@ -361,40 +347,13 @@ class RankRun:
         return self._combined(memory, share) if self._rank.rank == 0 else {}
 
     def _combined(self, memory: dict[str, Any], others: float | None) -> dict[str, Any]:
-        config, readings, runtime = self._config, self._readings, self._runtime
-        warmup = self._warmup_steps
-        tokens = self._tokens_per_step()
+        readings, runtime = self._readings, self._runtime
         finite = [loss for loss in readings.losses if math.isfinite(loss)]
         missing = self._saving.missing_steps
-        return {
-            "schema": 1,
-            "measured_at": time.time(),
-            "world": self._rank.world,
-            "device": self._device.type,
-            "backend": "nccl" if self._device.type == "cuda" else "gloo",
-            "stage": config.zero.stage,
-            "precision": config.precision.dtypes.param,
-            "model": {"name": config.model.name, "parameters": self._parameters()},
-            "data": {
-                "name": self._data.name,
-                "hash": self._data.hash,
-                "train_samples": self._data.train_samples,
-                "validation_samples": self._data.validation_samples,
-            },
-            "batch": {
-                "micro": config.batch.micro,
-                "accumulation": config.batch.accumulation,
-                "global_size": config.batch.global_size,
-                "seq": config.batch.seq,
-                "tokens_per_step": tokens,
-            },
-            "throughput": measure.throughput(readings, tokens, self._rank.world, warmup),
-            "load": {"others_share": others},
-            "phases_ms": measure.phases_ms(readings, warmup),
-            "memory": measure.memory(runtime, memory),
-            "dtypes": readings.dtypes,
+        facts = RunFacts(self._config, runtime, self._data, self._rank.world, self._steps)
+        return combined(facts, readings, memory, others, self._warmup_steps) | {
             "communication": measure.communication(
-                runtime, readings.ledger, reduces_at_boundary=config.zero.reduce_at_boundary
+                runtime, readings.ledger, reduces_at_boundary=self._config.zero.reduce_at_boundary
             ),
             "loss": {
                 "first": None if missing and missing[0][0] == 1 else finite[0],
@@ -402,34 +361,9 @@ class RankRun:
                 "validation": readings.validation_loss,
                 "missing_steps": missing,
             },
-            "steps": self._steps,
-            "skipped_steps": readings.skipped,
-            "loss_scale": runtime.scaler.scale,
             "checkpoints": self._saving.facts(self._first),
-            "environment": environment(self._device),
         }
 
 
 def _count(labels: IntArray) -> int:
     return int((labels != IGNORED).sum())
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """The facts about the machine and the code that a reader of the numbers needs."""
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "host": platform.node(),
-        "cpu": cpu_model(),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "threads_per_rank": torch.get_num_threads(),
-        "git": _git_commit(),
-        "variables": {name: os.environ[name] for name in ("GLIBC_TUNABLES", "OMP_NUM_THREADS") if name in os.environ},
-    }
-
-
-def _git_commit() -> str | None:
-    """The commit of this code, with "+" if files differ from it; None outside a checkout."""
-    words = ("git", "describe", "--always", "--dirty=+", "--abbrev=10")
-    description = output_of(*words, timeout_s=10, folder=Path(__file__).parent)
-    return None if description is None else description.strip()

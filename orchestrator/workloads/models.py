@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     masking_utils,
@@ -58,6 +60,23 @@ def build_deferred_model(model_type: str, config: Mapping[str, Any], *, as_saved
 def build_meta_model(model_type: str, config: Mapping[str, Any]) -> nn.Module:
     """The same model without memory: shapes, names and ties of `build_model`, all on the meta device."""
     return _build(model_type, config, torch.device("meta"))
+
+
+def prepare_to_generate(model: nn.Module, folder: str | None) -> None:
+    """Set evaluation mode, a cache of keys and values, and the end tokens of the folder's generation_config.json."""
+    known = cast(PreTrainedModel, model)
+    known.eval()
+    known.config.use_cache = True
+    if folder is not None and (Path(folder) / "generation_config.json").exists():
+        known.generation_config = GenerationConfig.from_pretrained(folder)
+    settings = known.generation_config
+    assert settings is not None
+    settings.use_cache = True
+    # Sampling settings of the folder would only cause warnings: all generation here is greedy.
+    settings.temperature = settings.top_p = settings.top_k = None
+    if settings.pad_token_id is None:
+        ends = settings.eos_token_id
+        settings.pad_token_id = ends[0] if isinstance(ends, list) else ends if ends is not None else 0
 
 
 def token_losses(

@@ -23,6 +23,7 @@ PRELOAD = [
     *("torch", "torch.distributed", "numpy", "pytest", "safetensors.torch"),
     *("orchestrator.workloads.models", "orchestrator.worker.train", "zero_runtime.checkpoint.background"),
     *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+    "transformers.models.t5.modeling_t5",
 ]
 RANK_THREADS = 1
 _fault: str | None = None  # the fault of harness.faults for ranks that are started from now on

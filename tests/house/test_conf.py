@@ -51,7 +51,11 @@ NOT_FOR: dict[str, Collection[str]] = {
     "hardware/auto": {*hints_of(GpuNode)} - {"name"},
 }
 # Settings that an option needs in addition: for example, data=text and model=pretrained alone have no path.
-NEEDS = {"data/text.yaml": [f"data.path={ROOT / 'run.py'}"], "model/pretrained.yaml": ["model.path={weights}"]}
+NEEDS = {
+    "measure/eval.yaml": ["zero=stage3"],
+    "data/text.yaml": [f"data.path={ROOT / 'run.py'}"],
+    "model/pretrained.yaml": ["model.path={weights}"],
+}
 NEEDS |= {"cluster/slurm.yaml": ["resources.device=cpu", "resources.ranks=2"]}
 NEEDS |= {f"hardware/{name}.yaml": ["precision=fp16"] for name in ("v100_16gb", "v100_32gb", "t4")}
 NEEDS |= {

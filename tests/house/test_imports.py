@@ -136,14 +136,17 @@ ROOMS = {
         "offload": "agreement collectives process_identity pure shard_location unit",
         "optim": "collectives dtypes offload pure unit",
         "activations": "offload pure unit_planner",
+        "gather_turns": "collectives pure unit unit_parameters",
+        "generation": "",
+        "inference": "offload pure",
         "settings": "initial_values offload pure tensor_source watch",
         "build": "agreement collectives initial_values offload optim pure settings shard_location tensor_source unit "
         "unit_planner",
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives offload optim pure unit",
         "accounting": "collectives offload optim pure settings unit",
-        "runtime": "accounting build collectives ledger module_hooks non_finite offload optim own_device "
-        "phase_clock pure settings step_report unit whole_tensors world",
+        "runtime": "accounting build collectives gather_turns generation inference ledger module_hooks non_finite "
+        "offload optim own_device phase_clock pure settings step_report unit whole_tensors world",
         "memory": "accounting activations dtypes guarded_parameter ledger module_hooks offload pure runtime unit "
         "unit_planner",
         "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",

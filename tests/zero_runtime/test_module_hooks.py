@@ -109,6 +109,9 @@ class FakeSchedule:
         self.in_backward = False
         self.backwards = 1
 
+    def end_forward(self) -> None:
+        """Not an event of a unit."""
+
     def __getattr__(self, event: str) -> Any:
         return lambda unit: self.events.append((event, unit.name))
 

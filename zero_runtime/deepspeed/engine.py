@@ -158,6 +158,10 @@ class Engine:
                 "engine.step drops them at the boundary, so leave it out"
             )
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `generate`, on every rank; prompts and lengths may differ. `synced_gpus` is not needed."""
+        return self.runtime.generate(*args, **kwargs)
+
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def save_checkpoint(

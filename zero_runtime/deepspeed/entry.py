@@ -100,7 +100,8 @@ def initialize(
     schedule = _schedule(lr_scheduler, view, optimizer, read)
     _warn(read, notes)
     is_named = optimizer is not None or read.optimizer is not None
-    engine = _compose(model, view, schedule, read, trained, lazy_states=not is_named)
+    is_frozen = not is_named and not any(param.requires_grad for param in model.parameters())
+    engine = _compose(model, view, schedule, read, None if is_frozen else trained, lazy_states=not is_named)
     loader = None if training_data is None else _loader(training_data, collate_fn, read)
     return engine, view, loader, schedule
 
@@ -178,11 +179,12 @@ def _compose(
     view: EngineOptimizer,
     schedule: Schedule | None,
     read: DropinConfig,
-    trained: Trained,
+    trained: Trained | None,
     *,
     lazy_states: bool,
 ) -> Engine:
-    """Build the engine. `lazy_states`: no optimizer was named, so the engine may be used only for inference."""
+    """Build the engine. `lazy_states`: no optimizer was named, so the engine may be used only for inference. `trained`:
+    None if that is certain, because all parameters are frozen."""
     watch = watch_world()
     settings = RuntimeSettings(
         micro_batches=read.batch.accumulation,
@@ -193,7 +195,9 @@ def _compose(
         lazy_states=lazy_states,
     )
     try:
-        runtime = ZeroRuntime(model, read.plan, read.precision, trained.config, settings, own_device())
+        runtime = ZeroRuntime(
+            model, read.plan, read.precision, None if trained is None else trained.config, settings, own_device()
+        )
     except BaseException as error:
         if watch is not None:
             watch.close(error)  # reports the error to the other ranks

@@ -96,8 +96,8 @@ class BytesPerElement:
 
 
 def _param_terms(plan: ZeroPlan, precision: MixedPrecision) -> tuple[Term, ...]:
-    size = ITEMSIZE_BYTES[precision.param]
-    if precision.computes_as_param or plan.params is Partition.SHARDED:
+    size = precision.stored_bytes
+    if precision.stores_as_computed or plan.params is Partition.SHARDED:
         return ((size, plan.params),)
     # The full copy is a cast of the gathered parameters, so the shard that is gathered cannot be a slice of it.
     return ((ITEMSIZE_BYTES[precision.compute or precision.param], plan.params), (size, plan.optimizer))
@@ -189,13 +189,11 @@ def step_peak_bytes(
     # Gradients that go to the host are on the device before that: count them as if they stayed.
     states = [states_of(replace(size, separate_memory=False), kind) for size, kind in units]
     leaving = sum(one.total for one in states) - sum(away)
-    params = [size.padded_numel * _whole_param_bytes(kind) for size, kind in units]
+    params = [int(size.padded_numel * _whole_param_bytes(kind)) for size, kind in units]
     grads = [size.padded_numel * ITEMSIZE_BYTES[kind.reduce] * size.trainable for size, kind in units]
     roots = [size.is_root for size, _ in units]
     shards = [
-        size.padded_numel
-        // plan.shard_count(world)
-        * ITEMSIZE_BYTES[kind.param]
+        int(size.padded_numel // plan.shard_count(world) * kind.stored_bytes)
         * (size.params_offloaded and size.separate_memory)
         for size, kind in units
     ]
@@ -226,8 +224,8 @@ def _backward_peak(whole: list[int], shards: list[int], roots: list[bool]) -> in
     return max(peak - sum(shards), 0)
 
 
-def _whole_param_bytes(precision: MixedPrecision) -> int:
-    gathered = 0 if precision.computes_as_param else ITEMSIZE_BYTES[precision.param]
+def _whole_param_bytes(precision: MixedPrecision) -> float:
+    gathered = 0 if precision.stores_as_computed else precision.stored_bytes
     return ITEMSIZE_BYTES[precision.compute or precision.param] + gathered
 
 

@@ -71,7 +71,7 @@ class OffloadedUnit:
             add(name, state.dtype, state.numel())
         param_at = end
         if unit.params_offloaded and holds_params:
-            add(PARAM, unit.param_dtype)
+            add(PARAM, unit.param_dtype, unit.stored_numel)
         return cls(unit, states, regions, param_at, end)
 
     @property

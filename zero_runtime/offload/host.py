@@ -106,7 +106,7 @@ class HostLocation(Crossing):
             for name, state in self._states.items():
                 found[name] = self._copies.on_host(state.numel(), state.dtype)
         if unit.params_offloaded:
-            found[PARAM] = self._copies.on_host(unit.layout.shard_numel, unit.param_dtype)
+            found[PARAM] = self._copies.on_host(unit.stored_numel, unit.param_dtype)
         return found
 
     def _bind(self, shards: dict[str, torch.Tensor]) -> None:

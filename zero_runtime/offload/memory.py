@@ -65,7 +65,7 @@ def host_bytes(units: Units, moves: Moves) -> OffloadBytes:
     params = grads = optimizer = staging = 0
     for size, kind in units:
         shard = size.padded_numel // moves.shard_count
-        param = buffer_bytes(shard * ITEMSIZE_BYTES[kind.param]) if size.params_offloaded else 0
+        param = buffer_bytes(int(shard * kind.stored_bytes)) if size.params_offloaded else 0
         params += param
         if not (size.trainable and size.optimizer_offloaded):
             continue
@@ -88,7 +88,7 @@ def nvme_bytes(units: Units, moves: Moves) -> OffloadBytes:
     for size, kind in units:
         shard = size.padded_numel // moves.shard_count
         offloaded = size.trainable and size.optimizer_offloaded
-        param = aligned(shard * ITEMSIZE_BYTES[kind.param]) if size.params_offloaded else 0
+        param = aligned(int(shard * kind.stored_bytes)) if size.params_offloaded else 0
         in_file = param if moves.params_in_file else 0
         record = in_file + (_record(shard, size, kind, moves.state_bytes) if offloaded else 0)
         records.append(record)

@@ -73,7 +73,7 @@ class NvmeSeparateLocation(Crossing):
         self._after: CopyEvent | None = None
         self._home: torch.Tensor | None = None
         if unit.params_offloaded and not record.holds_params:
-            self._home = copies.on_host(unit.layout.shard_numel, unit.param_dtype)
+            self._home = copies.on_host(unit.stored_numel, unit.param_dtype)
             unit.bind_shards(self._home, None)
 
     def offloaded_params(self) -> torch.Tensor | None:

@@ -29,6 +29,7 @@ from orchestrator.plan.rules import checkpoint as saving_rules
 from orchestrator.plan.rules import cluster as cluster_rules
 from orchestrator.plan.rules import data as data_rules
 from orchestrator.plan.rules import hardware as hardware_rules
+from orchestrator.plan.rules import inference as inference_rules
 from orchestrator.plan.rules import offload as offload_rules
 from orchestrator.plan.rules import optimizer as optimizer_rules
 from orchestrator.plan.rules import output as output_rules
@@ -256,6 +257,13 @@ RULES = (
     Rule(data_rules.vocabulary_holds_bytes, ("model", "data")),
     Rule(data_rules.model_holds_the_sequence, ("model", "batch")),
     Rule(data_rules.validation_has_data, ("data", "measure")),
+    Rule(inference_rules.inference_shards_weights, ("zero", "measure")),
+    Rule(inference_rules.inference_offloads_weights, ("offload", "measure")),
+    Rule(inference_rules.evaluation_has_data, ("data", "measure")),
+    Rule(inference_rules.evaluation_saves_nothing, ("checkpoint", "measure")),
+    Rule(inference_rules.evaluation_has_no_new_adapters, ("adapter", "measure")),
+    Rule(inference_rules.evaluation_accumulates_nothing, ("batch", "measure")),
+    Rule(inference_rules.only_inference_is_quantised, ("precision", "measure")),
     Rule(precision_rules.compute_is_param_or_fp32, ("precision",)),
     Rule(precision_rules.scale_keys_are_used, ("precision",)),
     Rule(precision_rules.tf32_is_used, ("precision", "resources")),

@@ -1,0 +1,70 @@
+"""One rank of `zlab generate`: its share of the prompts, with weights that are sharded over the ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orchestrator.config.schema import RunConfig, from_dict
+from orchestrator.launch.rank import RankInfo, RankRecord
+from orchestrator.records.record_file import require_json, write_json_atomic
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.worker.setup import build_runtime, prepare_process
+from orchestrator.workloads.models import prepare_to_generate
+from orchestrator.workloads.tokenizer import texts_of
+from zero_runtime.memory.census import take_census
+from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.watch.watch import WatchSettings
+from zero_runtime.world import WorldSettings, join_world, leave_world
+
+
+def run_rank(attempt: AttemptPaths, rank: RankInfo) -> None:
+    """Answers the prompts of generation.json in turn with the other ranks; rank 0 writes all answers to result.json."""
+    asked = require_json(attempt.root / "generation.json")
+    config = from_dict(require_json(attempt.config))
+    device = prepare_process(config, rank.local_rank)
+    settings = WorldSettings(
+        watch=WatchSettings(stuck_s=config.resources.stuck_s), on_end=RankRecord(attempt, rank.rank).write_error
+    )
+    with join_world(rank.meeting, rank.rank, rank.world, device, settings) as watch:
+        runtime = build_runtime(config, device, watch, trains=False).runtime
+        prepare_to_generate(runtime.model, config.model.path)
+        runtime.collectives.journal.end_start()
+        census = take_census(runtime)
+        began = time.perf_counter()
+        with runtime.uneven_forwards():
+            own = [_answer(runtime, config, one, asked, rank) for one in asked["prompts"][rank.rank :: rank.world]]
+        seconds = time.perf_counter() - began
+        answers = runtime.collectives.gather_objects(own)
+        if rank.rank == 0:
+            in_turn = [answers[at % rank.world][at // rank.world] for at in range(len(asked["prompts"]))]
+            parameters = sum(unit.layout.numel for unit in runtime.units)
+            facts = {"seconds": seconds, "parameters": parameters, "memory": asdict(census)}
+            write_json_atomic(attempt.result, {"answers": in_turn, **facts})
+    leave_world()
+
+
+def _answer(
+    runtime: ZeroRuntime, config: RunConfig, prompt: dict[str, Any], asked: dict[str, Any], rank: RankInfo
+) -> dict[str, Any]:
+    """Greedy tokens for a prompt, given as text or as token ids."""
+    texts = None
+    ids = prompt.get("tokens")
+    if ids is None:
+        folder = None if config.model.path is None else Path(config.model.path)
+        texts = texts_of(folder, int(config.model.config["vocab_size"]))
+        ids = texts.encode(prompt["text"])
+    tokens = torch.tensor([ids], dtype=torch.int64, device=runtime.device)
+    out = runtime.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=asked["new_tokens"],
+        do_sample=False,
+        num_beams=1,
+    )
+    new = [int(one) for one in out[0, len(ids) :]]
+    return {**prompt, "rank": rank.rank, "new": new, "answer": None if texts is None else texts.decode(new)}
