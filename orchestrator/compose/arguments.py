@@ -19,6 +19,8 @@ VERBS = {
     "fit": "fit",
     "calibrate": "calibrate",
     "choose": "choose",
+    "import": "import_config",
+    "export": "export_config",
     "ui": "ui",
     **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), "verbs"),
 }
