@@ -20,7 +20,7 @@ from orchestrator.exit_codes import OK
 from orchestrator.foreign.accelerate_file import is_accelerate, read_accelerate
 from orchestrator.foreign.findings import Fate, Finding, Foreign
 from orchestrator.foreign.fsdp import read_fsdp, trainer_words
-from orchestrator.foreign.importing import Imported, Line, imported, left_out
+from orchestrator.foreign.importing import DEFAULT, Imported, Line, imported, left_out
 from orchestrator.foreign.training_arguments import TypedArguments, read_arguments
 from orchestrator.plan.points import judged
 from orchestrator.plan.rules.scene import Scene, here
@@ -64,7 +64,9 @@ def parser() -> VerbParser:
         'became of each key, what "auto" stands for and what DeepSpeed does in silence; writes the point as an '
         "experiment file.",
     )
-    parser.usage = f"{program()} import [-h] [FILE] [--args LINE] [--without KEY] [group=option | key=value ...] [--json]"
+    parser.usage = (
+        f"{program()} import [-h] [FILE] [--args LINE] [--without KEY] [group=option | key=value ...] [--json]"
+    )
     parser.epilog = f"example: {program()} import ds_config.json --args '--per_device_train_batch_size 4 --bf16'"
     parser.add_argument("file", metavar="FILE", nargs="?", help="ds_config.json, or Accelerate's YAML file")
     parser.add_argument("--args", metavar="LINE", help="TrainingArguments, or the whole command of the script")
@@ -195,10 +197,13 @@ def _show(
         print(json.dumps(document, ensure_ascii=False))
     screen = Screen(make_console(on_stderr=as_json))
     acting = [one for one in result.keys if one.fate is not Fate.idle]
+    idle_keys = [one for one in result.keys if one.fate is Fate.idle]
     screen.table(Table(("key", "value", "here", "because"), tuple(map(_cells, acting)), names=4))
-    idle = [one.key for one in result.keys if one.fate is Fate.idle]
+    idle = [f"{one.key} ({one.value})" if one.value.startswith("auto =") else one.key for one in idle_keys]
     if idle:
         screen.say(f"without effect here: {', '.join(idle)}")
+    if any(one.note.endswith(DEFAULT) for one in acting):
+        screen.say(f"{DEFAULT}: the default of TrainingArguments; --args gives the arguments of your script")
     for note in result.notes:
         screen.say(f"note: {note}")
     for text in result.silent:

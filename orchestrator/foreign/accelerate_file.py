@@ -12,11 +12,33 @@ from orchestrator.foreign.fsdp import read_fsdp
 from zero_runtime.deepspeed.json_text import load
 
 _IDLE = frozenset(
-    """
-    compute_environment debug downcast_bf16 dynamo_backend dynamo_config enable_cpu_affinity gpu_ids machine_rank
-    main_process_ip main_process_port main_training_function rdzv_backend rdzv_conf same_network tpu_env
-    tpu_use_cluster tpu_use_sudo tpu_name tpu_zone tpu_vm commands command_file mpirun_config use_cpu num_machines
-    """.split()
+    [
+        "compute_environment",
+        "debug",
+        "downcast_bf16",
+        "dynamo_backend",
+        "dynamo_config",
+        "enable_cpu_affinity",
+        "gpu_ids",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "main_training_function",
+        "rdzv_backend",
+        "rdzv_conf",
+        "same_network",
+        "tpu_env",
+        "tpu_use_cluster",
+        "tpu_use_sudo",
+        "tpu_name",
+        "tpu_zone",
+        "tpu_vm",
+        "commands",
+        "command_file",
+        "mpirun_config",
+        "use_cpu",
+        "num_machines",
+    ]
 )
 _ACTING = ("distributed_type", "mixed_precision", "fp16", "num_processes", "deepspeed_config", "fsdp_config")
 _OTHERS = {

@@ -69,24 +69,107 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "optim_target_modules": (("None", "none"), "GaLore's projections are not here"),
 }
 IDLE = frozenset(
-    """
-    output_dir overwrite_output_dir optim_args average_tokens_across_devices activation_checkpointing_kwargs
-    gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode use_liger_kernel
-    liger_kernel_config use_cache torch_empty_cache_steps logging_strategy logging_steps logging_first_step logging_dir
-    log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica disable_tqdm
-    report_to run_name project trackio_space_id eval_strategy evaluation_strategy eval_steps eval_delay
-    per_device_eval_batch_size per_gpu_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches
-    eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics save_only_model save_strategy
-    save_steps save_on_each_node save_total_limit save_safetensors enable_jit_checkpoint push_to_hub hub_token
-    hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end
-    metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint full_determinism
-    data_seed use_cpu no_cuda use_mps_device accelerator_config parallelism_config dataloader_drop_last
-    dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-    dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names train_sampling_strategy
-    group_by_length length_column_name ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
-    ddp_static_graph ddp_backend ddp_timeout debug skip_memory_metrics do_train do_eval do_predict
-    resume_from_checkpoint local_rank fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap half_precision_backend
-    fp16_opt_level fp16_backend include_inputs_for_metrics include_tokens_per_second torchdynamo jit_mode_eval
-    """.split()
+    [
+        "output_dir",
+        "overwrite_output_dir",
+        "optim_args",
+        "average_tokens_across_devices",
+        "activation_checkpointing_kwargs",
+        "gradient_checkpointing_kwargs",
+        "torch_compile",
+        "torch_compile_backend",
+        "torch_compile_mode",
+        "use_liger_kernel",
+        "liger_kernel_config",
+        "use_cache",
+        "torch_empty_cache_steps",
+        "logging_strategy",
+        "logging_steps",
+        "logging_first_step",
+        "logging_dir",
+        "log_on_each_node",
+        "logging_nan_inf_filter",
+        "include_num_input_tokens_seen",
+        "log_level",
+        "log_level_replica",
+        "disable_tqdm",
+        "report_to",
+        "run_name",
+        "project",
+        "trackio_space_id",
+        "eval_strategy",
+        "evaluation_strategy",
+        "eval_steps",
+        "eval_delay",
+        "per_device_eval_batch_size",
+        "per_gpu_eval_batch_size",
+        "prediction_loss_only",
+        "eval_on_start",
+        "eval_do_concat_batches",
+        "eval_use_gather_object",
+        "eval_accumulation_steps",
+        "include_for_metrics",
+        "batch_eval_metrics",
+        "save_only_model",
+        "save_strategy",
+        "save_steps",
+        "save_on_each_node",
+        "save_total_limit",
+        "save_safetensors",
+        "enable_jit_checkpoint",
+        "push_to_hub",
+        "hub_token",
+        "hub_private_repo",
+        "hub_model_id",
+        "hub_strategy",
+        "hub_always_push",
+        "hub_revision",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "ignore_data_skip",
+        "restore_callback_states_from_checkpoint",
+        "full_determinism",
+        "data_seed",
+        "use_cpu",
+        "no_cuda",
+        "use_mps_device",
+        "accelerator_config",
+        "parallelism_config",
+        "dataloader_drop_last",
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+        "dataloader_multiprocessing_context",
+        "dataloader_in_order",
+        "remove_unused_columns",
+        "label_names",
+        "train_sampling_strategy",
+        "group_by_length",
+        "length_column_name",
+        "ddp_find_unused_parameters",
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_static_graph",
+        "ddp_backend",
+        "ddp_timeout",
+        "debug",
+        "skip_memory_metrics",
+        "do_train",
+        "do_eval",
+        "do_predict",
+        "resume_from_checkpoint",
+        "local_rank",
+        "fsdp_min_num_params",
+        "fsdp_transformer_layer_cls_to_wrap",
+        "half_precision_backend",
+        "fp16_opt_level",
+        "fp16_backend",
+        "include_inputs_for_metrics",
+        "include_tokens_per_second",
+        "torchdynamo",
+        "jit_mode_eval",
+    ]
 )
 LAUNCHER_RANKS = ("num_gpus", "nproc_per_node", "num_processes")

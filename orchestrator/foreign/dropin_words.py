@@ -47,9 +47,12 @@ def inexpressible(config: DropinConfig) -> list[str]:
     """What the drop-in runs and the settings of conf/ cannot say, one problem each."""
     schedule, found = _schedule_of(config), []
     if isinstance(schedule, OneCycle):
-        for name in ("cycle_first_stair_count", "cycle_second_stair_count", "decay_mom_rate"):
-            if getattr(schedule, name):
-                found.append(f"scheduler.params.{name}: one_cycle of conf/scheduler has none; leave it out")
+        absent = ("cycle_first_stair_count", "cycle_second_stair_count", "decay_mom_rate")
+        found += [
+            f"scheduler.params.{name}: one_cycle of conf/scheduler has none; leave it out"
+            for name in absent
+            if getattr(schedule, name)
+        ]
     if isinstance(schedule, WarmupLR) and schedule.warmup_min_lr > schedule.warmup_max_lr:
         found.append("scheduler.params.warmup_min_lr: expected at most warmup_max_lr, as a rise begins low")
     return found
@@ -68,7 +71,7 @@ def _zero(plan: ZeroPlan) -> dict[str, str]:
 def _precision(precision: MixedPrecision, scale: LossScaleRule) -> dict[str, str]:
     pure = precision.param == precision.master == "bf16"
     usual = "bf16" if pure else "fp32"
-    words = {"precision": "bf16_pure" if pure else precision.param}
+    words: dict[str, str] = {"precision": "bf16_pure" if pure else precision.param}
     for key in ("reduce", "accumulate"):
         if getattr(precision, key) != usual:
             words[f"precision.{key}"] = getattr(precision, key)
@@ -171,4 +174,3 @@ def _ratio(low: float, high: float) -> float:
 
 def _differing(group: str, values: dict[str, Any], usual: dict[str, Any]) -> dict[str, str]:
     return {f"{group}.{key}": as_word(value) for key, value in values.items() if value != usual[key]}
-

@@ -13,14 +13,15 @@ from orchestrator.foreign.findings import Fate, Finding, Foreign
 from orchestrator.foreign.meanings import UNSAID, settings_of
 from orchestrator.foreign.silently import silent_effects
 from orchestrator.foreign.training_arguments import TypedArguments
+from orchestrator.text.units import many
 from zero_runtime.deepspeed.auto import AutoValue, AutoValues, auto_values, mismatches, with_values
 from zero_runtime.deepspeed.config import DropinConfig, examine
 from zero_runtime.deepspeed.keys import HOMES
 from zero_runtime.deepspeed.schema import Reader
 
 OURS = "_zero_lab"  # the section of an exported file with the words that DeepSpeed has no keys for
-_DEFAULT = "the default of TrainingArguments"
-_CLIPPING_BY_DEFAULT = "the Trainer clips at 1.0 unless --max_grad_norm says otherwise (0: no clipping)"
+DEFAULT = "by default"
+_CLIPPED = '"auto" clips at 1.0, the default of max_grad_norm, unless --max_grad_norm says otherwise (0: no clipping)'
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ def imported(found: Foreign, line: Line) -> Imported:
     known = with_values(config, filled)
     if args is not None:
         found.problems += args.problems
-        found.problems += [f"{one}: the Trainer refuses this; write \"auto\"" for one in mismatches(config, values, ranks)]
+        found.problems += [
+            f'{one}: the Trainer refuses this; write "auto"' for one in mismatches(config, values, ranks)
+        ]
     reader = Reader(HOMES)
     read = examine(known, ranks, "cpu", reader)
     found.problems += [_with_consequence(problem) for problem in reader.problems]
@@ -68,14 +71,18 @@ def imported(found: Foreign, line: Line) -> Imported:
     words["resources.ranks"] = str(ranks)
     keys = [*found.keys, *([] if args is None else args.keys), *_findings(config, filled, reader, words, args)]
     notes += [] if args is None else args.notes
-    notes.append(f"{ranks} ranks: {from_where}")
-    return Imported(found.source, words, tuple(keys), tuple(notes), tuple(silent_effects(known)), ranks)
+    notes.append(f"{many(ranks, 'rank')}: {from_where}")
+    silent = silent_effects(known)
+    clips = filled.get("gradient_clipping")
+    if clips is not None and clips.value == 1.0 and (args is None or "max_grad_norm" not in args.given):
+        silent.insert(0, _CLIPPED)
+    return Imported(found.source, words, tuple(keys), tuple(notes), tuple(silent), ranks)
 
 
 def _ranks(found: Foreign, line: Line) -> tuple[int, str]:
-    typed = line.settings.get("resources.ranks", "")
-    if typed.isdigit() and int(typed):
-        return int(typed), "given"
+    typed = _whole(line.settings.get("resources.ranks", ""))
+    if typed is not None:
+        return typed, "given"
     if found.ranks is not None:
         return found.ranks, f"num_processes of {found.source}"
     if line.args is not None and line.args.ranks is not None:
@@ -97,13 +104,18 @@ def _without_ours(config: Mapping[str, Any], problems: list[str]) -> tuple[dict[
 def _auto(found: Foreign, line: Line) -> AutoValues:
     """What "auto" is filled in from: the arguments or their defaults, and batch sizes that the user types."""
     values = (line.args or TypedArguments()).auto(line.hidden_size)
-    typed = {"per_device_train_batch_size": "batch.micro", "gradient_accumulation_steps": "batch.accumulation"}
     given = {} if line.args is None else line.args.given
-    for name, key in typed.items():
-        size = line.settings.get(key, "")
-        if size.isdigit() and int(size) and name not in given:
-            values = replace(values, **{name: int(size)})
+    if "per_device_train_batch_size" not in given:
+        micro = _whole(line.settings.get("batch.micro", ""))
+        values = values if micro is None else replace(values, per_device_train_batch_size=micro)
+    if "gradient_accumulation_steps" not in given:
+        steps = _whole(line.settings.get("batch.accumulation", ""))
+        values = values if steps is None else replace(values, gradient_accumulation_steps=steps)
     return values
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isdigit() and int(text) else None
 
 
 def _words(
@@ -153,8 +165,12 @@ def _findings(
     for path, value in _leaves(config):
         text = _shown(value)
         here = tuple(f"{key}={words[key]}" for key in settings_of(path) if key in words)
+        section = path.partition(".")[0]
         if any(path == one or path.startswith(f"{one}.") for one in reader.idle):
-            found.append(Finding(path, text, Fate.idle))
+            found.append(Finding(path, f"auto = {_shown(filled[path].value)}" if path in filled else text, Fate.idle))
+        elif section in ("fp16", "bf16", "bfloat16") and words["precision"].partition("_")[0] not in section:
+            off = f"auto = {_shown(filled[path].value)}" if path in filled else text
+            found.append(Finding(path, off, Fate.mapped, (), f"{section} is off"))
         elif path in filled:
             text = f"auto = {_shown(filled[path].value)}"
             found.append(Finding(path, text, Fate.filled, here, _source(path, filled[path], args)))
@@ -168,18 +184,15 @@ def _findings(
 def _source(path: str, one: AutoValue, args: TypedArguments | None) -> str:
     names = one.source.split(", ")
     given = {} if args is None else args.given
-    if path in HOMES.get("train_batch_size", ()) or one.source == "always" or "hidden_size" in one.source:
+    if path == "train_batch_size" or one.source == "always" or "hidden_size" in one.source:
         return one.source
     if any(name in given for name in names):
         return f"--{names[0]}"
-    clipped = f"; {_CLIPPING_BY_DEFAULT}" if path == "gradient_clipping" else ""
-    return f"{one.source}: {_DEFAULT}{clipped}"
+    return f"{one.source} {DEFAULT}"
 
 
 def _newer(path: str, reader: Reader) -> str:
-    new = next(
-        new for old, new in reader.older.items() if path == old.partition(":")[0] or path.startswith(f"{old}.")
-    )
+    new = next(new for old, new in reader.older.items() if path == old.partition(":")[0] or path.startswith(f"{old}."))
     return f"an older name of {new}"
 
 
@@ -203,4 +216,3 @@ def left_out(config: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
     if absent:
         raise Refusal(absent)
     return left
-

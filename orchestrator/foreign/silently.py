@@ -73,7 +73,9 @@ _CASES = (
         "type Adam is AdamW in DeepSpeed, unless adam_w_mode is false",
     ),
     _Case(
-        lambda config: _kind(config, "optimizer") == "adamw" and _value(config, "optimizer.params.adam_w_mode") is False,
+        lambda config: (
+            _kind(config, "optimizer") == "adamw" and _value(config, "optimizer.params.adam_w_mode") is False
+        ),
         "type AdamW is AdamW, whatever adam_w_mode says",
     ),
     _Case(

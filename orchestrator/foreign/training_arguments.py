@@ -205,11 +205,13 @@ def _lowest_ratio(args: TypedArguments, name: str, problems: list[str]) -> float
         return 0.0
     try:
         given: Mapping[str, Any] = json.loads(str(args.value("lr_scheduler_kwargs")))
-        rate = float(given["min_lr"]) / float(args.value("learning_rate")) if "min_lr" in given else given["min_lr_rate"]
+        rate = (
+            float(given["min_lr"]) / float(args.value("learning_rate")) if "min_lr" in given else given["min_lr_rate"]
+        )
         return float(f"{rate:.12g}")
     except (ValueError, TypeError, KeyError, ZeroDivisionError):
         problems.append(
-            f'--lr_scheduler_type {name}: expected --lr_scheduler_kwargs \'{{"min_lr_rate": 0.1}}\' or min_lr, found '
+            f"--lr_scheduler_type {name}: expected --lr_scheduler_kwargs '{{\"min_lr_rate\": 0.1}}' or min_lr, found "
             f"{args.value('lr_scheduler_kwargs')}"
         )
         return 0.0

@@ -163,7 +163,9 @@ def mismatches(config: Mapping[str, Any], values: AutoValues, world: int | None 
     if isinstance(total, int) and None not in sizes:
         product = math.prod(size for size in sizes if size is not None)
         if total != product:
-            lines.append(f"{_BATCH}: {total} in the file, {' x '.join(map(str, sizes))} ranks = {product} in the arguments")
+            lines.append(
+                f"{_BATCH}: {total} in the file, {' x '.join(map(str, sizes))} ranks = {product} in the arguments"
+            )
     return lines
 
 

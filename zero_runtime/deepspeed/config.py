@@ -159,7 +159,8 @@ def _check_tensor_parallel(values: Mapping[str, Any], reader: Reader) -> None:
         )
     size = max((values[name] for name in names), default=1)
     if values.get("enabled", True) and size > 1:
-        reader.problems.append(
-            f"tensor_parallel.{max(names, key=values.__getitem__)}: found {size}: tensor parallelism is not here yet; set it to 1, and shard the "
-            "model by zero_optimization instead (3 shards the parameters too)"
+        reader.refuse(
+            f"tensor_parallel.{max(names, key=values.__getitem__)}",
+            f"found {size}: tensor parallelism is not here yet; set it to 1, and shard the model by zero_optimization "
+            "instead (3 shards the parameters too)",
         )

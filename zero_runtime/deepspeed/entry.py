@@ -84,9 +84,9 @@ def initialize(
 
     config: a dict or the path of a DeepSpeed JSON file; `args.deepspeed_config` if it is not given. Its values "auto"
     are filled in from `args`, an object with the names of TrainingArguments, and from the model's hidden size. Joins
-    the process group first if this process is in none. The dataloader is None without training_data, the scheduler without a
-    schedule. Before the model is changed, raises PlanError for invalid settings, and OffloadError if the disk or the
-    host has no room for the offloaded state. One warning names the settings that have no effect.
+    the process group first if this process is in none. The dataloader is None without training_data, the scheduler
+    without a schedule. Before the model is changed, raises PlanError for invalid settings, and OffloadError if the disk
+    or the host has no room for the offloaded state. One warning names the settings that have no effect.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"initialize: expected model to be a torch.nn.Module, found {type(model).__name__}")

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from zero_runtime.deepspeed.schedule_section import ScheduleOf
 from zero_runtime.errors import PlanError
 
+
 class JsonSchedule:
     """Applies a schedule of the section scheduler to an optimizer's groups; the engine steps it after each update."""
 

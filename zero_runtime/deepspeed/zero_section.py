@@ -168,7 +168,8 @@ def _check_offload(values: Mapping[str, Any], stage: int, reader: Reader) -> Non
     device, ratio = optimizer.get("device", "none"), optimizer.get("ratio", 1)
     if device != "none" and stage < 1:
         reader.refuse(
-            f"{where}.device", f"{device!r} needs stage 1 or more, found stage {stage}; set it, or leave the section out"
+            f"{where}.device",
+            f"{device!r} needs stage 1 or more, found stage {stage}; set it, or leave the section out",
         )
     if ratio != 1 and stage < 3:
         reader.refuse(
