@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     settings = _settings(words)
     args = None if asked.args is None else read_arguments(asked.args)
     try:
-        found = _read(path, args, asked.without)
+        found = source_of(path, args, asked.without)
     except PlanError as error:
         raise Refusal(str(error).splitlines()) from None
     scene = here()
@@ -92,7 +92,8 @@ def _settings(words: Sequence[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def _read(path: Path | None, args: TypedArguments | None, without: Sequence[str]) -> Foreign:
+def source_of(path: Path | None, args: TypedArguments | None, without: Sequence[str]) -> Foreign:
+    """What the file and the arguments say. Refusal and PlanError if they cannot be read."""
     named = None if args is None else args.given.get("deepspeed")
     if path is None and args is None:
         raise Refusal([f"expected FILE or --args      example: {program()} import ds_config.json"])
@@ -106,7 +107,7 @@ def _read(path: Path | None, args: TypedArguments | None, without: Sequence[str]
     if is_accelerate(content):
         found = read_accelerate(content, str(path), path.parent)
     else:
-        found = Foreign(str(path), config=content)
+        found = Foreign(str(path), config=content, must_match=True)
     found.config = left_out(found.config, without) if without else found.config
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from orchestrator.foreign.findings import as_word
@@ -63,7 +64,7 @@ def _groups_first(words: dict[str, str]) -> dict[str, str]:
 
 
 def _zero(plan: ZeroPlan) -> dict[str, str]:
-    level = next(one for one in range(4) if ZeroPlan.from_stage(one, shard_ranks=plan.shard_ranks) == plan)
+    level = next(one for one in range(4) if ZeroPlan.from_stage(one) == replace(plan, shard_ranks=None))
     shard = {} if plan.shard_ranks is None else {"zero.shard_ranks": as_word(plan.shard_ranks)}
     return {"zero": f"stage{level}"} | shard
 

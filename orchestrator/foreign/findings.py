@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from orchestrator.config.strict import Word
-from zero_runtime.deepspeed.auto import AutoValues
 
 
 class Fate(Word):
@@ -32,8 +31,8 @@ class Foreign:
 
     config: in DeepSpeed's form, with "auto" where a source comes later. words: settings that DeepSpeed's form cannot
     say, by key. keys: findings about keys of the source that have no place in `config`. notes: sentences for the user.
-    problems: what is refused. ranks: the number of processes that the source names. auto: what "auto" is filled in
-    from, beyond which come the defaults of TrainingArguments.
+    problems: what is refused. ranks: the number of processes that the source names. must_match: whether the Trainer
+    refuses values that differ from its arguments.
     """
 
     source: str
@@ -43,7 +42,7 @@ class Foreign:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     ranks: int | None = None
-    auto: AutoValues | None = None
+    must_match: bool = False
 
 
 def as_word(value: object) -> str:

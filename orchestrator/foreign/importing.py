@@ -56,17 +56,19 @@ def imported(found: Foreign, line: Line) -> Imported:
     known = with_values(config, filled)
     if args is not None:
         found.problems += args.problems
-        found.problems += [
-            f'{one}: the Trainer refuses this; write "auto"' for one in mismatches(config, values, ranks)
-        ]
+        differing = mismatches(config, values, ranks) if found.must_match else []
+        found.problems += [f'{one}: the Trainer refuses this; write "auto"' for one in differing]
+    if found.problems and not config:
+        raise Refusal(found.problems)
     reader = Reader(HOMES)
     read = examine(known, ranks, "cpu", reader)
     found.problems += [_with_consequence(problem) for problem in reader.problems]
     found.problems += [] if reader.problems else dropin_words.inexpressible(read)
     notes = [*found.notes, *(note for note in read.notes if not note.startswith(("auto:", "gradient_clipping")))]
-    words = {} if found.problems else _words(read, found, args, known, notes)
+    script = _script_words(read, args, notes, found.problems)
     if found.problems:
         raise Refusal(found.problems)
+    words = {**dropin_words.words_of(read), **found.words, **script}
     words |= own
     words["resources.ranks"] = str(ranks)
     keys = [*found.keys, *([] if args is None else args.keys), *_findings(config, filled, reader, words, args)]
@@ -118,15 +120,16 @@ def _whole(text: str) -> int | None:
     return int(text) if text.isdigit() and int(text) else None
 
 
-def _words(
-    read: DropinConfig, found: Foreign, args: TypedArguments | None, known: Mapping[str, Any], notes: list[str]
+def _script_words(
+    read: DropinConfig, args: TypedArguments | None, notes: list[str], problems: list[str]
 ) -> dict[str, str]:
-    words = {**dropin_words.words_of(read), **found.words}
+    """The words that the script's arguments say, beside the configuration; notes if there are none."""
+    words: dict[str, str] = {}
     if args is not None:
         if read.optimizer is None:
-            words |= training_arguments.optimizer_words(args, found.problems)
+            words |= training_arguments.optimizer_words(args, problems)
         if read.schedule is None:
-            words |= training_arguments.schedule_words(args, notes, found.problems)
+            words |= training_arguments.schedule_words(args, notes, problems)
         return words | training_arguments.other_words(args)
     if read.optimizer is None:
         notes.append("no optimizer is named, so the script makes it: optimizer and lr are those of conf/; give --args")

@@ -53,6 +53,25 @@ _TENSOR_PARALLEL = {
     "verbose": idle(BOOL),
     "tp": section({"tp_size": mapped(WHOLE), "tp_grain_size": idle(WHOLE)}),
 }
+_NO_COMPILATION = "compilation by the engine is not here; call torch.compile on your model, or set it to false"
+_COMPILE = {
+    "enabled": only(False, kind=BOOL, reason=_NO_COMPILATION),
+    "deepcompile": only(False, kind=BOOL, reason=_NO_COMPILATION),
+    "disable": only(True, kind=BOOL, reason="compilation by the engine is not here; set it to true"),
+    "backend": idle(TEXT),
+    "kwargs": idle(OBJECT),
+    "passes": idle(LIST),
+    "free_activation_threshold": idle(WHOLE),
+    **dict.fromkeys(
+        (
+            *("free_activation", "offload_activation", "offload_activation_pin_memory", "offload_opt_states"),
+            *("offload_parameters", "double_buffer", "symmetric_memory", "debug_log", "keep_int_input_tensors"),
+            *("keep_all_input_tensors", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather"),
+            "sync_after_allgather",
+        ),
+        idle(BOOL),
+    ),
+}
 _FLOPS_PROFILER = {
     "enabled": idle(BOOL),
     "recompute_fwd_factor": idle(NUMBER),
@@ -165,11 +184,7 @@ _REFUSED: dict[str, Key] = {
     "torch_autocast": _absent("autocast by the engine (wrap your forward, or use fp16 or bf16)"),
     "elasticity": _absent("elastic training"),
     "autotuning": _absent("autotuning"),
-    "compile": feature(
-        "compilation by the engine is not here; set deepcompile to false or leave the section out",
-        switch="deepcompile",
-        on=False,
-    ),
+    "compile": section(_COMPILE),
     "compression_training": _absent("compression"),
     "quantize_training": _absent("quantised training"),
     "sparse_attention": _absent("sparse attention"),

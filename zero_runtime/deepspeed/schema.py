@@ -53,16 +53,13 @@ BOOL, WHOLE, NUMBER, NUMBER_OR_INF, TEXT, PAIR, LIST, OBJECT, ANY = KINDS
 @dataclass(frozen=True)
 class Key:
     """One key. `acts`: its value is returned to the caller; otherwise the key is idle. `only`: the allowed values; any
-    other value is refused, with `reason`. `table`: the keys of a value that is an object. `switch`: the key in the
-    value of a feature that switches it on; `on`: whether the feature is on if that key is missing."""
+    other value is refused, with `reason`. `table`: the keys of a value that is an object."""
 
     kind: str = ANY
     acts: bool = False
     only: tuple[Any, ...] | None = None
     reason: str = ""
     table: Mapping[str, Key] | None = None
-    switch: str = "enabled"
-    on: bool = True
 
 
 def mapped(kind: str) -> Key:
@@ -90,16 +87,13 @@ def section(table: Mapping[str, Key]) -> Key:
     return Key(OBJECT, acts=True, table=table)
 
 
-def feature(reason: str, *, switch: str = "enabled", on: bool = True) -> Key:
-    """A section for a feature that does not exist here: refused if it is switched on, idle if its switch is false.
-
-    `on`: whether the section without its switch means that the feature is on.
-    """
-    return Key(ANY, only=(), reason=reason, switch=switch, on=on)
+def feature(reason: str) -> Key:
+    """A section for a feature that does not exist here: refused if it is switched on, idle if "enabled" is false."""
+    return Key(ANY, only=(), reason=reason)
 
 
-def _is_off(key: Key, value: Any) -> bool:
-    return value in (False, {}, None) or (isinstance(value, Mapping) and value.get(key.switch, key.on) is False)
+def _is_off(value: Any) -> bool:
+    return value in (False, {}, None) or (isinstance(value, Mapping) and value.get("enabled") is False)
 
 
 def is_comment(name: object) -> bool:
@@ -151,7 +145,7 @@ class Reader:
             problem = _auto_problem(key)
         elif not KINDS[key.kind](value):
             problem = f"expected {key.kind}, found {shown(value)}"
-        elif key.only == () and not _is_off(key, value):
+        elif key.only == () and not _is_off(value):
             problem = key.reason
         elif key.only and value not in key.only:
             problem = f"expected {' or '.join(map(repr, key.only))}, found {shown(value)}: {key.reason}"

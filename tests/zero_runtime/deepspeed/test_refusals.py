@@ -154,7 +154,10 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "compilation that is on",
         config(compile={"deepcompile": True}),
-        ["compile: compilation by the engine is not here; set deepcompile to false or leave the section out"],
+        [
+            "compile.deepcompile: expected False, found True: compilation by the engine is not here; call "
+            "torch.compile on your model, or set it to false"
+        ],
     ),
     (
         "quantised communication",
