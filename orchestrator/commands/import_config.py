@@ -18,7 +18,7 @@ from orchestrator.config.schema import Resources
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import OK
 from orchestrator.foreign.accelerate_file import is_accelerate, read_accelerate
-from orchestrator.foreign.findings import Fate, Finding, Foreign
+from orchestrator.foreign.findings import Fate, KeyFinding, Foreign
 from orchestrator.foreign.fsdp import read_fsdp, trainer_words
 from orchestrator.foreign.importing import DEFAULT, Imported, Line, imported, left_out
 from orchestrator.foreign.training_arguments import TypedArguments, read_arguments
@@ -214,7 +214,7 @@ def _show(
     screen.closing([Row("file", shown(folder / "experiment" / f"{name}.yaml")), Row("next", line)])
 
 
-def _cells(one: Finding) -> tuple[str, str, str, str]:
+def _cells(one: KeyFinding) -> tuple[str, str, str, str]:
     value = one.value if len(one.value) <= VALUE_SHOWN else f"{one.value[: VALUE_SHOWN - 3]}..."
     because = one.note if one.note else ("" if one.words else "as it is here")
     return (one.key, value, " ".join(one.words), because)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.strict import nearest
-from orchestrator.foreign.findings import Fate, Finding, Foreign
+from orchestrator.foreign.findings import Fate, KeyFinding, Foreign
 from orchestrator.foreign.fsdp import read_fsdp
 from zero_runtime.deepspeed.json_text import load
 
@@ -82,7 +82,7 @@ def read_accelerate(content: Mapping[str, Any], source: str, folder: Path) -> Fo
             near = nearest(str(key), [*_IDLE, *_ACTING])
             found.problems.append(f"{key}: unknown key of Accelerate{f'; did you mean {near}?' if near else ''}")
         elif key in _IDLE:
-            found.keys.append(Finding(key, str(content[key]), Fate.idle))
+            found.keys.append(KeyFinding(key, str(content[key]), Fate.idle))
         elif key in _OTHERS and content[key]:
             found.problems.append(f"{key}: {_OTHERS[key]}; leave it out")
     kind = str(content.get("distributed_type", "NO")).upper()
@@ -90,7 +90,7 @@ def read_accelerate(content: Mapping[str, Any], source: str, folder: Path) -> Fo
     ranks = content.get("num_processes")
     if isinstance(ranks, int) and ranks > 0:
         found.ranks = ranks
-        found.keys.append(Finding("num_processes", str(ranks), Fate.mapped, ("resources.ranks",)))
+        found.keys.append(KeyFinding("num_processes", str(ranks), Fate.mapped, ("resources.ranks",)))
     readers: dict[str, Callable[[], None]] = {
         "DEEPSPEED": lambda: _deepspeed(content, mixed, folder, found),
         "FSDP": lambda: _fsdp(content, mixed, found),
@@ -113,7 +113,7 @@ def _mixed(content: Mapping[str, Any], found: Foreign) -> str:
         found.problems.append(f"mixed_precision: expected no, fp16 or bf16, found {given}")
         return "no"
     if given is not None:
-        found.keys.append(Finding("mixed_precision", mixed, Fate.mapped, ("precision", "precision.reduce")))
+        found.keys.append(KeyFinding("mixed_precision", mixed, Fate.mapped, ("precision", "precision.reduce")))
     return mixed
 
 
@@ -121,7 +121,7 @@ def _deepspeed(content: Mapping[str, Any], mixed: str, folder: Path, found: Fore
     section = content.get("deepspeed_config") or {}
     for key, value in section.items():
         if key in _DEEPSPEED_IDLE:
-            found.keys.append(Finding(f"deepspeed_config.{key}", str(value), Fate.idle))
+            found.keys.append(KeyFinding(f"deepspeed_config.{key}", str(value), Fate.idle))
         elif key not in _DEEPSPEED and key != _FILE:
             near = nearest(str(key), [*_DEEPSPEED, *_DEEPSPEED_IDLE, _FILE])
             hint = f"; did you mean {near}?" if near else ""
@@ -192,7 +192,7 @@ def _fsdp(content: Mapping[str, Any], mixed: str, found: Foreign) -> None:
 
 
 def _data_parallel(content: Mapping[str, Any], kind: str, mixed: str, found: Foreign) -> None:
-    found.keys.append(Finding("distributed_type", kind, Fate.mapped, ("zero",)))
+    found.keys.append(KeyFinding("distributed_type", kind, Fate.mapped, ("zero",)))
     found.config = {"zero_optimization": {"stage": 0}}
     if mixed != "no":
         found.config[mixed] = {"enabled": True}

@@ -15,7 +15,7 @@ class Fate(Word):
     idle = "idle"
 
 
-class Finding(NamedTuple):
+class KeyFinding(NamedTuple):
     """One key: its path, its value as text, what became of it, our words for it, and what else there is to know."""
 
     key: str
@@ -38,7 +38,7 @@ class Foreign:
     source: str
     config: dict[str, Any] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
-    keys: list[Finding] = field(default_factory=list)
+    keys: list[KeyFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     ranks: int | None = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.config.strict import nearest
-from orchestrator.foreign.findings import Fate, Finding, Foreign
+from orchestrator.foreign.findings import Fate, KeyFinding, Foreign
 
 # By strategy, its number in FSDP 1 and its name: the stage, and whether shards are replicated over the machines.
 _STRATEGIES = {
@@ -48,7 +48,7 @@ def read_fsdp(settings: Mapping[str, Any], mixed: str, ranks_per_machine: int | 
         if name in _ACTING:
             plain[name] = str(value)
         elif name in _IDLE:
-            found.keys.append(Finding(str(key), str(value), Fate.idle))
+            found.keys.append(KeyFinding(str(key), str(value), Fate.idle))
         else:
             near = nearest(name, [*_ACTING, *_IDLE])
             hint = f"; did you mean {'fsdp_' if str(key).startswith('fsdp_') else ''}{near}?" if near else ""
@@ -61,7 +61,7 @@ def read_fsdp(settings: Mapping[str, Any], mixed: str, ranks_per_machine: int | 
         zero |= _offload(level, found)
     if _is_true(plain.get("activation_checkpointing")):
         found.words["recompute"] = "full"
-    found.keys += [Finding(f"fsdp_{name}", value, Fate.mapped, _words_of(name)) for name, value in plain.items()]
+    found.keys += [KeyFinding(f"fsdp_{name}", value, Fate.mapped, _words_of(name)) for name, value in plain.items()]
     found.config["zero_optimization"] = zero
     if mixed in ("bf16", "fp16"):
         found.config[mixed] = {"enabled": True}

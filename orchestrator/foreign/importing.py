@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.config.strict import Refusal
 from orchestrator.foreign import dropin_words, training_arguments
-from orchestrator.foreign.findings import Fate, Finding, Foreign
+from orchestrator.foreign.findings import Fate, KeyFinding, Foreign
 from orchestrator.foreign.meanings import UNSAID, settings_of
 from orchestrator.foreign.silently import silent_effects
 from orchestrator.foreign.training_arguments import TypedArguments
@@ -30,7 +30,7 @@ class Imported:
 
     source: str
     words: dict[str, str]
-    keys: tuple[Finding, ...]
+    keys: tuple[KeyFinding, ...]
     notes: tuple[str, ...]
     silent: tuple[str, ...]
     ranks: int
@@ -163,24 +163,26 @@ def _findings(
     reader: Reader,
     words: Mapping[str, str],
     args: TypedArguments | None,
-) -> list[Finding]:
+) -> list[KeyFinding]:
     found = []
     for path, value in _leaves(config):
         text = _shown(value)
         here = tuple(f"{key}={words[key]}" for key in settings_of(path) if key in words)
         section = path.partition(".")[0]
         if any(path == one or path.startswith(f"{one}.") for one in reader.idle):
-            found.append(Finding(path, f"auto = {_shown(filled[path].value)}" if path in filled else text, Fate.idle))
+            found.append(
+                KeyFinding(path, f"auto = {_shown(filled[path].value)}" if path in filled else text, Fate.idle)
+            )
         elif section in ("fp16", "bf16", "bfloat16") and words["precision"].partition("_")[0] not in section:
             off = f"auto = {_shown(filled[path].value)}" if path in filled else text
-            found.append(Finding(path, off, Fate.mapped, (), f"{section} is off"))
+            found.append(KeyFinding(path, off, Fate.mapped, (), f"{section} is off"))
         elif path in filled:
             text = f"auto = {_shown(filled[path].value)}"
-            found.append(Finding(path, text, Fate.filled, here, _source(path, filled[path], args)))
+            found.append(KeyFinding(path, text, Fate.filled, here, _source(path, filled[path], args)))
         elif any(path == one.partition(":")[0] or path.startswith(f"{one}.") for one in reader.older):
-            found.append(Finding(path, text, Fate.older, here, _newer(path, reader)))
+            found.append(KeyFinding(path, text, Fate.older, here, _newer(path, reader)))
         else:
-            found.append(Finding(path, text, Fate.mapped, here, UNSAID.get(path, "")))
+            found.append(KeyFinding(path, text, Fate.mapped, here, UNSAID.get(path, "")))
     return found
 
 

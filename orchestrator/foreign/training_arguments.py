@@ -23,7 +23,7 @@ from orchestrator.foreign.argument_names import (
     TEXT,
     WHOLE,
 )
-from orchestrator.foreign.findings import Fate, Finding, as_word
+from orchestrator.foreign.findings import Fate, KeyFinding, as_word
 from zero_runtime.deepspeed.auto import AutoValues
 
 NEAR = 0.8  # a name this similar to one of TrainingArguments is a typo, another one is the script's own
@@ -34,7 +34,7 @@ class TypedArguments:
     """The arguments that a line gives: `given` by name, with their types; `ranks` of its launcher."""
 
     given: dict[str, Any] = field(default_factory=dict)
-    keys: list[Finding] = field(default_factory=list)
+    keys: list[KeyFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     ranks: int | None = None
@@ -74,7 +74,7 @@ def _after_launcher(words: Sequence[str], found: TypedArguments) -> list[str]:
     for name, values in _pairs(words[:script]):
         if name in LAUNCHER_RANKS and values and values[0].isdigit() and int(values[0]):
             found.ranks = int(values[0])
-            found.keys.append(Finding(name, values[0], Fate.mapped, ("resources.ranks",)))
+            found.keys.append(KeyFinding(name, values[0], Fate.mapped, ("resources.ranks",)))
     return list(words[script + 1 :])
 
 
@@ -105,7 +105,7 @@ def _take(name: str, values: list[str], found: TypedArguments, own: list[str]) -
         if text not in off:
             found.problems.append(f"--{name} {text}: {reason}; leave it out")
     elif name in IDLE:
-        found.keys.append(Finding(f"--{name}", text, Fate.idle))
+        found.keys.append(KeyFinding(f"--{name}", text, Fate.idle))
     else:
         near = _near(name)
         if near:
