@@ -14,10 +14,10 @@ from orchestrator.compose import folders
 FOLDER = "experiment"
 
 
-def write_experiment(folder: Path, words: Sequence[str], why: str) -> str:
+def write_experiment(folder: Path, words: Sequence[str], why: str, prefix: str = "chosen") -> str:
     """Writes `folder`/experiment/NAME.yaml, which `--config-dir FOLDER experiment=NAME` runs. Returns NAME.
 
-    The name is of the words: the same words give the same file.
+    The name is `prefix` and a hash of the words: the same words give the same file.
     """
     pairs = [word.lstrip("+").partition("=")[::2] for word in words]
     groups = {key: value for key, value in pairs if (folders.CONF / key).is_dir()}
@@ -29,7 +29,7 @@ def write_experiment(folder: Path, words: Sequence[str], why: str) -> str:
             for part in outer:
                 inner = inner.setdefault(part, {})
             inner[last] = yaml.safe_load(value)
-    name = f"chosen_{hashlib.sha256(' '.join(sorted(words)).encode()).hexdigest()[:8]}"
+    name = f"{prefix}_{hashlib.sha256(' '.join(sorted(words)).encode()).hexdigest()[:8]}"
     content: dict[str, Any] = {"defaults": [{f"override /{group}": option} for group, option in groups.items()]}
     text = f"# @package _global_\n# {why}\n{yaml.safe_dump({**content, **settings}, sort_keys=False)}"
     path = folder / FOLDER / f"{name}.yaml"

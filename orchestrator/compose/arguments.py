@@ -20,6 +20,8 @@ VERBS = {
     "calibrate": "calibrate",
     "choose": "choose",
     "generate": "generate",
+    "import": "import_config",
+    "export": "export_config",
     "ui": "ui",
     **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), "verbs"),
 }

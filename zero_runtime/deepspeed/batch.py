@@ -31,6 +31,8 @@ def read_batch(values: Mapping[str, Any], world: int, reader: Reader) -> BatchSi
         reader.problems += low
         return BatchSizes()
     train, micro, steps = (given.get(name) for name in (TRAIN, MICRO, STEPS))
+    if reader.refused & {TRAIN, MICRO}:  # a value that could not be read is the only problem
+        return BatchSizes()
     if train is None and micro is None:
         reader.problems.append(f"{TRAIN}: expected it or {MICRO}, found neither; set one of them")
         return BatchSizes()

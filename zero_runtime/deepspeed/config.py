@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_runtime.deepspeed.auto import AutoValues, auto_values, with_values
 from zero_runtime.deepspeed.batch import BatchSizes, read_batch
 from zero_runtime.deepspeed.json_text import load, shown
 from zero_runtime.deepspeed.keys import HOMES, TOP
 from zero_runtime.deepspeed.offload_section import read_offload
 from zero_runtime.deepspeed.optimizer_section import ChosenOptimizer, choose_optimizer
-from zero_runtime.deepspeed.schedules import ScheduleOf, choose_schedule
+from zero_runtime.deepspeed.schedule_section import ScheduleOf, choose_schedule
 from zero_runtime.deepspeed.schema import Reader
-from zero_runtime.deepspeed.zero_section import read_plan, with_new_names
+from zero_runtime.deepspeed.zero_section import ZERO_LEVEL, read_plan, with_new_names
 from zero_runtime.limits import ConfigError, keys_of
 from zero_runtime.offload.plan import OffloadPlan
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
@@ -26,8 +27,8 @@ from zero_runtime.precision import ITEMSIZE_BYTES, DType, MixedPrecision
 class DropinConfig:
     """The settings that a configuration describes.
 
-    idle: keys without effect. notes: sentences for the user on how the engine differs from DeepSpeed. `optimizer` and
-    `schedule` are None if the configuration has no such section.
+    idle: keys without effect. notes: sentences for the user on how the engine differs from DeepSpeed. older: older
+    names of keys, with the newer ones. `optimizer` and `schedule` are None if the configuration has no such section.
     """
 
     plan: ZeroPlan
@@ -42,17 +43,34 @@ class DropinConfig:
     drop_last: bool
     idle: tuple[str, ...]
     notes: tuple[str, ...]
+    older: Mapping[str, str]
 
 
-def read_config(source: Mapping[str, Any] | str | Path, world: int, device: str = "cpu") -> DropinConfig:
-    """Read a dict or a file, for `world` ranks with a device of this type. One PlanError reports all problems."""
-    reader = Reader(HOMES)
-    values = reader.read(TOP, load(source))
+def read_config(
+    source: Mapping[str, Any] | str | Path, world: int, device: str = "cpu", auto: AutoValues | None = None
+) -> DropinConfig:
+    """Read a dict or a file, for `world` ranks with a device of this type. One PlanError reports all problems.
+
+    auto: what keys that are "auto" are filled in from; each that was filled is a note.
+    """
+    given, reader = load(source), Reader(HOMES)
+    if auto is not None:
+        found = auto_values(given, auto, world)
+        given = with_values(given, found)
+        reader.notes += [f"auto: {', '.join(f'{path}={one.value}' for path, one in found.items())}"] if found else []
+    config = examine(given, world, device, reader)
+    reader.finish()
+    return config
+
+
+def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader) -> DropinConfig:
+    """Read a configuration; all problems are added to the reader's, and the result is of use if there are none."""
+    values = reader.read(TOP, _in_new_form(given, reader))
     _check_tensor_parallel(values.get("tensor_parallel", {}), reader)
     precision = _precision(values, reader)
     zero = with_new_names(values.get("zero_optimization", {}), reader)
     plan = read_plan(zero, reader)
-    config = DropinConfig(
+    return DropinConfig(
         plan=plan,
         offload=read_offload(zero, values.get("aio", {}), plan, device, reader),
         precision=precision,
@@ -65,9 +83,22 @@ def read_config(source: Mapping[str, Any] | str | Path, world: int, device: str 
         drop_last=values.get("dataloader_drop_last", False),
         idle=tuple(reader.idle),
         notes=tuple(reader.notes),
+        older=dict(reader.older),
     )
-    reader.finish()
-    return config
+
+
+def _in_new_form(given: Mapping[str, Any], reader: Reader) -> Mapping[str, Any]:
+    """The configuration with the sections that early versions of DeepSpeed had in their present form."""
+    section = given.get("zero_optimization")
+    if isinstance(section, bool):
+        reader.older[f"zero_optimization: {str(section).lower()}"] = f"zero_optimization.{ZERO_LEVEL}: {int(section)}"
+        given = {**given, "zero_optimization": {ZERO_LEVEL: int(section)}}
+    if "bfloat16" in given:
+        if "bf16" in given:
+            reader.refuse("bfloat16", "expected it or bf16, which replaced it, found both; keep bf16")
+        reader.older["bfloat16"] = "bf16"
+        given = {"bf16": given["bfloat16"], **{name: value for name, value in given.items() if name != "bfloat16"}}
+    return given
 
 
 def _precision(values: Mapping[str, Any], reader: Reader) -> MixedPrecision:
@@ -76,15 +107,17 @@ def _precision(values: Mapping[str, Any], reader: Reader) -> MixedPrecision:
     enabled = [name for name in names if values.get(name, {}).get("enabled", False)]
     if len(enabled) == 2:
         reader.problems.append("fp16.enabled, bf16.enabled: expected at most one of them, found both; disable one")
-    reduce = _dtype(values.get("communication_data_type"), "communication_data_type", reader)
+    pure = enabled == ["bf16"] and values["bf16"].get("bf16_master_weights_and_grads", False)
+    usual: DType = "bf16" if pure else "fp32"
+    reduce = _dtype(values.get("communication_data_type"), usual, "communication_data_type", reader)
     grad = values.get("data_types", {}).get("grad_accum_dtype")
-    accumulate = _dtype(grad, "data_types.grad_accum_dtype", reader)
-    return MixedPrecision(param=enabled[0] if enabled else "fp32", reduce=reduce, accumulate=accumulate)
+    accumulate = _dtype(grad, usual, "data_types.grad_accum_dtype", reader)
+    return MixedPrecision(enabled[0] if enabled else "fp32", reduce, accumulate, master=usual)
 
 
-def _dtype(name: str | None, where: str, reader: Reader) -> DType:
+def _dtype(name: str | None, usual: DType, where: str, reader: Reader) -> DType:
     for dtype in ITEMSIZE_BYTES:
-        if dtype == (name or "fp32").lower():
+        if dtype == (name or usual).lower():
             return dtype
     reader.problems.append(f"{where}: expected one of {', '.join(sorted(ITEMSIZE_BYTES))}, found {shown(name)}")
     return "fp32"
@@ -118,14 +151,16 @@ def _clip_norm(values: Mapping[str, Any], reader: Reader) -> float | None:
 
 
 def _check_tensor_parallel(values: Mapping[str, Any], reader: Reader) -> None:
-    names = [name for name in ("tp_size", "autotp_size") if name in values]
-    if len(names) == 2:
+    values = {**values, **{f"tp.{name}": value for name, value in values.get("tp", {}).items()}}
+    names = [name for name in ("tp_size", "autotp_size", "tp.tp_size") if name in values]
+    if {"tp_size", "autotp_size"} <= {*names}:
         reader.problems.append(
             "tensor_parallel: tp_size and autotp_size are two names of one number, found both; keep one"
         )
     size = max((values[name] for name in names), default=1)
     if values.get("enabled", True) and size > 1:
-        reader.problems.append(
-            f"tensor_parallel.{names[0]}: found {size}: tensor parallelism is not here yet; set it to 1, and shard the "
-            "model by zero_optimization instead (3 shards the parameters too)"
+        reader.refuse(
+            f"tensor_parallel.{max(names, key=values.__getitem__)}",
+            f"found {size}: tensor parallelism is not here yet; set it to 1, and shard the model by zero_optimization "
+            "instead (3 shards the parameters too)",
         )

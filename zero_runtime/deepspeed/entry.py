@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from zero_runtime.deepspeed.auto import AutoValues
 from zero_runtime.deepspeed.config import DropinConfig, read_config
 from zero_runtime.deepspeed.engine import Engine, EngineParts
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
@@ -81,10 +82,11 @@ def initialize(
 ) -> tuple[Engine, EngineOptimizer, DataLoader[Any] | None, Schedule | None]:
     """Build (engine, optimizer, dataloader, scheduler) for `model`, whose parameters the runtime takes over.
 
-    config: a dict or the path of a DeepSpeed JSON file; `args.deepspeed_config` if it is not given. Joins the process
-    group first if this process is in none. The dataloader is None without training_data, the scheduler without a
-    schedule. Before the model is changed, raises PlanError for invalid settings, and OffloadError if the disk or the
-    host has no room for the offloaded state. One warning names the settings that have no effect.
+    config: a dict or the path of a DeepSpeed JSON file; `args.deepspeed_config` if it is not given. Its values "auto"
+    are filled in from `args`, an object with the names of TrainingArguments, and from the model's hidden size. Joins
+    the process group first if this process is in none. The dataloader is None without training_data, the scheduler
+    without a schedule. Before the model is changed, raises PlanError for invalid settings, and OffloadError if the disk
+    or the host has no room for the offloaded state. One warning names the settings that have no effect.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"initialize: expected model to be a torch.nn.Module, found {type(model).__name__}")
@@ -94,7 +96,8 @@ def initialize(
     init_distributed(dist_init_required=dist_init_required)
     if not is_joined():
         raise PlanError("initialize: expected a process group with dist_init_required=False, found none; make one")
-    read = read_config(_source(args, config, config_params), world_size(), own_device().type)
+    values = AutoValues.of(args, model)
+    read = read_config(_source(args, config, config_params), world_size(), own_device().type, values)
     trained, notes = _train_with(model, optimizer, model_parameters, read)
     view = EngineOptimizer(trained)
     schedule = _schedule(lr_scheduler, view, optimizer, read)

@@ -10,6 +10,7 @@ from zero_runtime.deepspeed.schema import (
     BOOL,
     LIST,
     NUMBER,
+    NUMBER_OR_INF,
     OBJECT,
     TEXT,
     WHOLE,
@@ -40,9 +41,7 @@ _BF16 = {
     "enabled": mapped(BOOL),
     "immediate_grad_update": idle(BOOL),
     "check_grad_overflow": idle(BOOL),
-    "bf16_master_weights_and_grads": only(
-        False, kind=BOOL, reason="the masters are fp32 here; pure bf16 is MixedPrecision(master='bf16') of ZeroRuntime"
-    ),
+    "bf16_master_weights_and_grads": mapped(BOOL),
     "bf16_optimizer_states": only(False, kind=BOOL, reason="optimizer states are fp32 here"),
 }
 _TENSOR_PARALLEL = {
@@ -52,6 +51,26 @@ _TENSOR_PARALLEL = {
     "tp_group_size": idle(WHOLE),
     "tp_overlap_comm": idle(BOOL),
     "verbose": idle(BOOL),
+    "tp": section({"tp_size": mapped(WHOLE), "tp_grain_size": idle(WHOLE)}),
+}
+_NO_COMPILATION = "compilation by the engine is not here; call torch.compile on your model, or set it to false"
+_COMPILE = {
+    "enabled": only(False, kind=BOOL, reason=_NO_COMPILATION),
+    "deepcompile": only(False, kind=BOOL, reason=_NO_COMPILATION),
+    "disable": only(True, kind=BOOL, reason="compilation by the engine is not here; set it to true"),
+    "backend": idle(TEXT),
+    "kwargs": idle(OBJECT),
+    "passes": idle(LIST),
+    "free_activation_threshold": idle(WHOLE),
+    **dict.fromkeys(
+        (
+            *("free_activation", "offload_activation", "offload_activation_pin_memory", "offload_opt_states"),
+            *("offload_parameters", "double_buffer", "symmetric_memory", "debug_log", "keep_int_input_tensors"),
+            *("keep_all_input_tensors", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather"),
+            "sync_after_allgather",
+        ),
+        idle(BOOL),
+    ),
 }
 _FLOPS_PROFILER = {
     "enabled": idle(BOOL),
@@ -131,7 +150,7 @@ _IDLE: dict[str, Key] = {
     "gradient_predivide_factor": idle(NUMBER),
     "seq_parallel_comm_data_type": idle(TEXT),
     "seq_parallel_communication_data_type": idle(TEXT),
-    "steps_per_print": idle(NUMBER),
+    "steps_per_print": idle(NUMBER_OR_INF),
     "wall_clock_breakdown": idle(BOOL),
     "memory_breakdown": idle(BOOL),
     "dump_state": idle(BOOL),
@@ -165,7 +184,7 @@ _REFUSED: dict[str, Key] = {
     "torch_autocast": _absent("autocast by the engine (wrap your forward, or use fp16 or bf16)"),
     "elasticity": _absent("elastic training"),
     "autotuning": _absent("autotuning"),
-    "compile": _absent("compilation by the engine"),
+    "compile": section(_COMPILE),
     "compression_training": _absent("compression"),
     "quantize_training": _absent("quantised training"),
     "sparse_attention": _absent("sparse attention"),

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from zero_runtime.deepspeed.json_text import shown
 from zero_runtime.deepspeed.schema import ANY, BOOL, NUMBER, PAIR, Key, Reader, idle, mapped, only
 from zero_runtime.errors import PlanError
@@ -200,4 +198,6 @@ def torch_default(name: str, argument: str) -> Any:
 
 
 def _signature(name: str) -> Mapping[str, inspect.Parameter]:
+    import torch  # imported here: a command that only reads a configuration of Adam needs no torch
+
     return inspect.signature(getattr(torch.optim, name).__init__).parameters

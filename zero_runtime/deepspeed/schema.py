@@ -40,13 +40,14 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "true or false": lambda value: isinstance(value, bool),
     "a whole number": _is_whole,
     "a number": _is_number,
+    "a number or inf": lambda value: value == math.inf or _is_number(value),
     "a text": lambda value: isinstance(value, str),
     "two numbers": _is_pair,
     "a list": lambda value: isinstance(value, (list, tuple)),
     "an object": lambda value: isinstance(value, Mapping),
     "any value": lambda value: True,
 }
-BOOL, WHOLE, NUMBER, TEXT, PAIR, LIST, OBJECT, ANY = KINDS
+BOOL, WHOLE, NUMBER, NUMBER_OR_INF, TEXT, PAIR, LIST, OBJECT, ANY = KINDS
 
 
 @dataclass(frozen=True)
@@ -95,21 +96,34 @@ def _is_off(value: Any) -> bool:
     return value in (False, {}, None) or (isinstance(value, Mapping) and value.get("enabled") is False)
 
 
+def is_comment(name: object) -> bool:
+    """Whether a key is a comment: its name starts with an underscore, as "_comment"."""
+    return isinstance(name, str) and name.startswith("_")
+
+
 @dataclass
 class Reader:
-    """Reads objects by their tables; collects problems and idle keys. `homes`: the full paths of each key name."""
+    """Reads objects by their tables; collects problems and idle keys. `homes`: the full paths of each key name.
+
+    `refused`: the paths of keys whose own value is a problem. `older`: older names that were read, with the newer ones.
+    """
 
     homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
+    older: dict[str, str] = field(default_factory=dict)
 
     def read(self, table: Mapping[str, Key], found: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         """The values of the keys that have an effect, integers as int. A key with the value null counts as missing."""
         values: dict[str, Any] = {}
         for name, value in found.items():
             where = path + shown_key(name)
-            if name not in table:
+            if is_comment(name):
+                self.idle.append(where)
+            elif name not in table:
+                self.refused.add(where)
                 self.problems.append(f"{where}: unknown key{self._hint(str(name), table, path)}")
             elif value is not None and self._fits(table[name], value, where):
                 key = table[name]
@@ -128,8 +142,7 @@ class Reader:
     def _fits(self, key: Key, value: Any, where: str) -> bool:
         problem = ""
         if isinstance(value, str) and value == AUTO:
-            expected = f"write {key.kind}" if key.acts else "leave the key out"
-            problem = f'"auto" is for a trainer that fills it in, and there is none here; {expected}'
+            problem = _auto_problem(key)
         elif not KINDS[key.kind](value):
             problem = f"expected {key.kind}, found {shown(value)}"
         elif key.only == () and not _is_off(value):
@@ -137,8 +150,13 @@ class Reader:
         elif key.only and value not in key.only:
             problem = f"expected {' or '.join(map(repr, key.only))}, found {shown(value)}: {key.reason}"
         if problem:
-            self.problems.append(f"{where}: {problem}")
+            self.refuse(where, problem)
         return not problem
+
+    def refuse(self, where: str, problem: str) -> None:
+        """Add a problem of the key at this path."""
+        self.problems.append(f"{where}: {problem}")
+        self.refused.add(where)
 
     def _hint(self, name: str, table: Mapping[str, Key], path: str) -> str:
         homes = [home for home in self.homes.get(name, ()) if home != path + name]
@@ -157,6 +175,14 @@ class Reader:
             raise PlanError(
                 f"config: {count} problem{'s' * (count > 1)}:\n" + "\n".join(f"  {text}" for text in self.problems)
             )
+
+
+def _auto_problem(key: Key) -> str:
+    """Why "auto" cannot stand here; empty for a key without effect, whose value does not matter."""
+    if not key.acts and key.only is None:
+        return ""
+    expected = f"write {key.kind}" if key.acts else "leave the key out"
+    return f'"auto" is filled in from TrainingArguments, and none that say it were given as args; {expected}'
 
 
 def homes_of(table: Mapping[str, Key], path: str = "") -> dict[str, tuple[str, ...]]:

@@ -5,7 +5,7 @@ Outside plan.py, names and strings do not contain the word "stage", except in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from zero_runtime.deepspeed.schema import (
@@ -51,6 +51,18 @@ OFFLOAD_OPTIMIZER = {
     "convert_grad_on_cpu": idle(BOOL),
     "cpuadam_cores_perc": idle(NUMBER),
 }
+# DeepSpeed accepts these keys with the prefix stage3_ and without it.
+_OF_STAGE_3 = {
+    "prefetch_bucket_size": idle(WHOLE),
+    "param_persistence_threshold": idle(WHOLE),
+    "model_persistence_threshold": idle(WHOLE),
+    "max_live_parameters": idle(WHOLE),
+    "max_reuse_distance": idle(WHOLE),
+    "gather_16bit_weights_on_model_save": idle(BOOL),
+    "module_granularity_threshold": idle(WHOLE),
+    "use_all_reduce_for_fetch_params": idle(BOOL),
+    "allgather_sequential": idle(BOOL),
+}
 ZERO = {
     "stage": mapped(WHOLE),
     "mics_shard_size": mapped(WHOLE),
@@ -66,16 +78,9 @@ ZERO = {
     "load_from_fp32_weights": idle(BOOL),
     "elastic_checkpoint": idle(BOOL),
     "sub_group_size": idle(WHOLE),
-    "stage3_prefetch_bucket_size": idle(WHOLE),
-    "stage3_param_persistence_threshold": idle(WHOLE),
-    "stage3_model_persistence_threshold": idle(WHOLE),
-    "stage3_max_live_parameters": idle(WHOLE),
-    "stage3_max_reuse_distance": idle(WHOLE),
-    "stage3_gather_16bit_weights_on_model_save": idle(BOOL),
+    **_OF_STAGE_3,
+    **{f"stage3_{name}": key for name, key in _OF_STAGE_3.items()},
     "stage3_gather_fp16_weights_on_model_save": idle(BOOL),
-    "stage3_module_granularity_threshold": idle(WHOLE),
-    "stage3_use_all_reduce_for_fetch_params": idle(BOOL),
-    "stage3_allgather_sequential": idle(BOOL),
     "stage3_partition_stream_chunk_size": idle(WHOLE),
     "ignore_unused_parameters": only(
         True, kind=BOOL, reason="unused parameters count as zero gradients here, and are no error"
@@ -100,9 +105,16 @@ ZERO = {
     "cpu_offload_param": mapped(BOOL),
     "cpu_offload_use_pin_memory": idle(BOOL),
 }
-# In early versions of DeepSpeed the section was true or false; the table above reads only objects.
 SECTION = section(ZERO)
-__all__ = ["SECTION", "ZERO", "read_plan", "with_new_names"]
+ZERO_LEVEL = "stage"
+# What a Trainer fills in for "auto", from the model's hidden size.
+SIZES_BY_HIDDEN: dict[str, Callable[[int], int]] = {
+    "zero_optimization.reduce_bucket_size": lambda hidden: hidden * hidden,
+    "zero_optimization.stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "zero_optimization.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+STAGES = (0, 1, 2, 3)
+__all__ = ["SECTION", "SIZES_BY_HIDDEN", "STAGES", "ZERO", "ZERO_LEVEL", "read_plan", "with_new_names"]
 
 
 def with_new_names(values: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
@@ -113,15 +125,19 @@ def with_new_names(values: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
             reader.problems.append(
                 f"zero_optimization.{old}: expected it or {new}, which replaced it, found both; keep {new}"
             )
-        elif values.get(old, False):
-            renamed[new] = {"device": "cpu"}
+        elif old in values:
+            reader.older[f"zero_optimization.{old}"] = f"zero_optimization.{new}"
+            renamed |= {new: {"device": "cpu"}} if values[old] else {}
     return renamed
 
 
 def read_plan(values: Mapping[str, Any], reader: Reader) -> ZeroPlan:
     """The plan for a section that `with_new_names` returned; invalid values are added to the reader's problems."""
     stage = values.get("stage", 0)
-    _check_offload(values.get("offload_optimizer", {}), stage, reader)
+    if stage not in STAGES:
+        reader.refuse("zero_optimization.stage", f"expected 0, 1, 2 or 3, found {stage}")
+        return ZeroPlan.from_stage(3)  # this plan allows every offload, so it adds no further problem
+    _check_offload(values, stage, reader)
     shard_ranks = values.get("mics_shard_size", -1)
     if shard_ranks > 0 and stage != 3:
         reader.problems.append(
@@ -135,20 +151,29 @@ def read_plan(values: Mapping[str, Any], reader: Reader) -> ZeroPlan:
         return ZeroPlan.from_stage(3)  # already refused; this plan is valid, so it adds no further problem
 
 
-def _check_offload(optimizer: Mapping[str, Any], stage: int, reader: Reader) -> None:
+def _check_offload(values: Mapping[str, Any], stage: int, reader: Reader) -> None:
     """Refuse values that DeepSpeed cannot run at these stages, so no script can intend them; the runtime could.
 
     nvme at stages 1 and 2 is accepted: DeepSpeed documents it for stage 3 only, but its engine takes it there and keeps
     the states in memory, so scripts contain it. Here the states are stored on the disk.
     """
+    params, optimizer = values.get("offload_param", {}), values.get("offload_optimizer", {})
+    if stage < 3 and params.get("device", "none") != "none":
+        reader.refuse(
+            "zero_optimization.offload_param.device",
+            f"{params['device']!r} needs stage 3, found stage {stage}, where every rank holds all parameters and "
+            "DeepSpeed ignores the section; set stage to 3, or leave the section out",
+        )
     where = "zero_optimization.offload_optimizer"
     device, ratio = optimizer.get("device", "none"), optimizer.get("ratio", 1)
     if device != "none" and stage < 1:
-        reader.problems.append(
-            f"{where}.device: {device!r} needs stage 1 or more, found stage {stage}; set it, or leave the section out"
+        reader.refuse(
+            f"{where}.device",
+            f"{device!r} needs stage 1 or more, found stage {stage}; set it, or leave the section out",
         )
     if ratio != 1 and stage < 3:
-        reader.problems.append(
-            f"{where}.ratio: {ratio!r}, a part of the optimizer's states, needs stage 3, found stage {stage}; set it, "
-            "or leave the ratio out"
+        reader.refuse(
+            f"{where}.ratio",
+            f"{ratio!r}, a part of the optimizer's states, needs stage 3, found stage {stage}; set it, or leave the "
+            "ratio out",
         )

@@ -192,7 +192,7 @@ BOTH = {"offload_optimizer": NVME, "offload_param": NVME}
             "zero_optimization.offload_optimizer.super_offload: expected False, found True: SuperOffload is not here; "
             "set it to false",
         ),
-        (4, {}, BOTH, "zero_optimization: zero.stage must be 0, 1, 2 or 3, found 4"),
+        (4, {}, BOTH, "zero_optimization.stage: expected 0, 1, 2 or 3, found 4"),
     ],
 )
 def test_each_invalid_setting_is_refused_with_one_message(

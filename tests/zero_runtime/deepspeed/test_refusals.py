@@ -26,7 +26,7 @@ def problems(source: Any, world: int = 2) -> list[str]:
     return str(caught.value).splitlines()[1:]
 
 
-AUTO = "is for a trainer that fills it in, and there is none here; "
+AUTO = "is filled in from TrainingArguments, and none that say it were given as args; "
 TENSOR_PARALLEL = (
     "tensor_parallel.tp_size: found 4: tensor parallelism is not here yet; set it to 1, and shard the model by "
     "zero_optimization instead (3 shards the parameters too)"
@@ -61,7 +61,6 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         [
             f'train_micro_batch_size_per_gpu: "auto" {AUTO}write a whole number',
             f'fp16.enabled: "auto" {AUTO}write true or false',
-            f'zero_optimization.reduce_bucket_size: "auto" {AUTO}leave the key out',
             f'optimizer.params.lr: "auto" {AUTO}write a number',
         ],
     ),
@@ -122,12 +121,43 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "a level that is none",
         zero(4),
-        ["zero_optimization: zero.stage must be 0, 1, 2 or 3, found 4"],
+        ["zero_optimization.stage: expected 0, 1, 2 or 3, found 4"],
     ),
     (
-        "the old form of the section",
-        config(zero_optimization=True),
-        ["zero_optimization: expected an object, found True"],
+        "a section that is no object",
+        config(zero_optimization=3),
+        ["zero_optimization: expected an object, found 3"],
+    ),
+    (
+        "a section under its older and its newer name",
+        config(bfloat16={"enabled": True}, bf16={"enabled": True}),
+        ["bfloat16: expected it or bf16, which replaced it, found both; keep bf16"],
+    ),
+    (
+        "auto batch sizes that nothing fills in: one line each",
+        {"gradient_clipping": 0.0, "train_batch_size": "auto"},
+        [f'train_batch_size: "auto" {AUTO}write a whole number'],
+    ),
+    (
+        "tensor parallelism in a nested section",
+        config(tensor_parallel={"tp": {"tp_size": 4}}),
+        [TENSOR_PARALLEL.replace("tp_size", "tp.tp_size")],
+    ),
+    (
+        "parameters on the host where every rank holds all of them",
+        zero(2, offload_param={"device": "cpu"}),
+        [
+            "zero_optimization.offload_param.device: 'cpu' needs stage 3, found stage 2, where every rank holds all "
+            "parameters and DeepSpeed ignores the section; set stage to 3, or leave the section out"
+        ],
+    ),
+    (
+        "compilation that is on",
+        config(compile={"deepcompile": True}),
+        [
+            "compile.deepcompile: expected False, found True: compilation by the engine is not here; call "
+            "torch.compile on your model, or set it to false"
+        ],
     ),
     (
         "quantised communication",

@@ -1,0 +1,220 @@
+"""`zlab import FILE`: a configuration of DeepSpeed, Accelerate or the Trainer as an experiment file that runs here."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrator.commands.experiment_file import write_experiment
+from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.compose import arguments, folders, yaml_bounds
+from orchestrator.compose.line import composed
+from orchestrator.config.schema import Resources
+from orchestrator.config.strict import Refusal
+from orchestrator.exit_codes import OK
+from orchestrator.foreign.accelerate_file import is_accelerate, read_accelerate
+from orchestrator.foreign.findings import Fate, KeyFinding, Foreign
+from orchestrator.foreign.fsdp import read_fsdp, trainer_words
+from orchestrator.foreign.importing import DEFAULT, Imported, Line, imported, left_out
+from orchestrator.foreign.training_arguments import TypedArguments, read_arguments
+from orchestrator.plan.points import judged
+from orchestrator.plan.rules.scene import Scene, here
+from orchestrator.report.screen import Screen, make_console
+from orchestrator.report.summary import Row, Table
+from orchestrator.text.paths import DEFAULT_OUTPUT, program, shown
+from orchestrator.text.streams import complain
+from zero_runtime.deepspeed.auto import hidden_size_of
+from zero_runtime.deepspeed.json_text import load
+from zero_runtime.errors import PlanError
+
+FOLDER = "imported"
+VALUE_SHOWN = 34
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints what became of each key and writes the experiment file. Refusal: the file or the words are wrong."""
+    asked, words = parser().parse_known_args(argv)
+    path, words = _path(asked.file, words)
+    settings = _settings(words)
+    args = None if asked.args is None else read_arguments(asked.args)
+    try:
+        found = source_of(path, args, asked.without)
+    except PlanError as error:
+        raise Refusal(str(error).splitlines()) from None
+    scene = here()
+    result = imported(found, Line(args, settings, _ranks_here(scene), _hidden_size(settings, args)))
+    merged = {**result.words, **settings}
+    typed = [f"{key}={value}" for key, value in sorted(merged.items(), key=lambda item: "." in item[0])]
+    problems = _problems_here(typed, scene)
+    folder = Path(settings.get("output", DEFAULT_OUTPUT)).absolute() / FOLDER
+    name = write_experiment(folder, typed, f"imported from {found.source}", prefix=FOLDER)
+    _show(result, typed, problems, folder, name, as_json=asked.json)
+    return OK
+
+
+def parser() -> VerbParser:
+    parser = verb_parser(
+        "import",
+        "Reads a DeepSpeed JSON file, an Accelerate YAML file or a command line of TrainingArguments; says what "
+        'became of each key, what "auto" stands for and what DeepSpeed does in silence; writes the point as an '
+        "experiment file.",
+    )
+    parser.usage = (
+        f"{program()} import [-h] [FILE] [--args LINE] [--without KEY] [group=option | key=value ...] [--json]"
+    )
+    parser.epilog = f"example: {program()} import ds_config.json --args '--per_device_train_batch_size 4 --bf16'"
+    parser.add_argument("file", metavar="FILE", nargs="?", help="ds_config.json, or Accelerate's YAML file")
+    parser.add_argument("--args", metavar="LINE", help="TrainingArguments, or the whole command of the script")
+    parser.add_argument("--without", metavar="KEY", action="append", default=[], help="read the file without this key")
+    add_json(parser)
+    return parser
+
+
+def _path(file: str | None, words: list[str]) -> tuple[Path | None, list[str]]:
+    """The file, and the settings; a setting may stand where the file is expected."""
+    if file is not None and "=" in file and not Path(file).exists():
+        return None, [file, *words]
+    return (None if file is None else Path(file)), words
+
+
+def _settings(words: Sequence[str]) -> dict[str, str]:
+    """The typed settings by key. Refusal names words that are none."""
+    wrong = [word for word in words if word.startswith("-") or "=" not in word]
+    if wrong:
+        raise Refusal(
+            [f"{word}: expected a setting, such as batch.seq=512      see: {program()} import --help" for word in wrong]
+        )
+    return dict(word.split("=", 1) for word in words)
+
+
+def source_of(path: Path | None, args: TypedArguments | None, without: Sequence[str]) -> Foreign:
+    """What the file and the arguments say. Refusal and PlanError if they cannot be read."""
+    named = None if args is None else args.given.get("deepspeed")
+    if path is None and args is None:
+        raise Refusal([f"expected FILE or --args      example: {program()} import ds_config.json"])
+    if path is not None and named is not None and not _same(path, Path(named)):
+        raise Refusal([f"FILE is {path} and --args names --deepspeed {named}: expected one file; leave one out"])
+    path = path if named is None else Path(named)
+    if path is None:
+        assert args is not None
+        return _of_arguments(args)
+    content = _content(path)
+    if is_accelerate(content):
+        found = read_accelerate(content, str(path), path.parent)
+    else:
+        found = Foreign(str(path), config=content, must_match=True)
+    found.config = left_out(found.config, without) if without else found.config
+    return found
+
+
+def _same(first: Path, second: Path) -> bool:
+    return first.absolute() == second.absolute()
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """The content of a JSON or YAML file. PlanError and Refusal say what is wrong with it."""
+    if path.suffix not in (".yaml", ".yml"):
+        return load(path)
+    try:
+        yaml_bounds.check(path)
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        told = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise Refusal([f"{path}: expected a YAML file of Accelerate, found: {told}"]) from None
+    if not isinstance(content, dict):
+        raise Refusal([f"{path}: expected a YAML file of Accelerate, found a {type(content).__name__}"])
+    return content
+
+
+def _of_arguments(args: TypedArguments) -> Foreign:
+    """A line without a file of DeepSpeed: FSDP by the Trainer, or plain data parallelism."""
+    found = Foreign("--args")
+    mixed = next((name for name in ("bf16", "fp16") if args.given.get(name)), "no")
+    found.config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    found.config["gradient_clipping"] = "auto"
+    if "fsdp" in args.given:
+        file = args.given.get("fsdp_config")
+        settings: Mapping[str, Any] = _content(Path(file)) if file else {}
+        read_fsdp({**settings, **trainer_words(args.given["fsdp"])}, mixed, args.ranks, found)
+        return found
+    found.config["zero_optimization"] = {"stage": 0}
+    if mixed != "no":
+        found.config[mixed] = {"enabled": True}
+        found.notes.append(
+            f"--{mixed} without DeepSpeed is autocast in the Trainer: fp32 parameters and norms, {mixed} products; "
+            f"precision={mixed} computes all of them in {mixed}, with fp32 masters"
+        )
+    return found
+
+
+def _ranks_here(scene: Scene) -> int:
+    return scene.ranks(Resources())
+
+
+def _hidden_size(settings: Mapping[str, str], args: TypedArguments | None) -> int | None:
+    """The hidden size of the model that is named, without loading it; None if none is named."""
+    folder = settings.get("model.path") or (None if args is None else args.given.get("model_name_or_path"))
+    size = settings.get("model.config.hidden_size")
+    if size is not None and size.isdigit():
+        return int(size)
+    try:
+        if folder is not None:
+            return hidden_size_of(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+        if "model" in settings:
+            file = folders.CONF / "model" / f"{settings['model']}.yaml"
+            return hidden_size_of(yaml.safe_load(file.read_text(encoding="utf-8"))["config"])
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return None  # what is wrong with the model is reported when the point is composed
+    return None
+
+
+def _problems_here(words: Sequence[str], scene: Scene) -> list[str]:
+    """What keeps the point from running on this machine. Refusal: the words are no point anywhere."""
+    _, problems = judged(composed(arguments.split([*words])), scene)
+    return problems
+
+
+def _show(
+    result: Imported, words: Sequence[str], problems: Sequence[str], folder: Path, name: str, *, as_json: bool
+) -> None:
+    line = f"{program()} {shlex.join(['--config-dir', shown(folder), f'experiment={name}'])}"
+    if as_json:
+        document = {
+            "source": result.source,
+            "config_dir": str(folder),
+            "experiment": name,
+            "words": list(words),
+            "ranks": result.ranks,
+            "keys": [one._asdict() | {"fate": one.fate.value} for one in result.keys],
+            "notes": list(result.notes),
+            "silently": list(result.silent),
+            "problems_here": list(problems),
+        }
+        print(json.dumps(document, ensure_ascii=False))
+    screen = Screen(make_console(on_stderr=as_json))
+    acting = [one for one in result.keys if one.fate is not Fate.idle]
+    idle_keys = [one for one in result.keys if one.fate is Fate.idle]
+    screen.table(Table(("key", "value", "here", "because"), tuple(map(_cells, acting)), names=4))
+    idle = [f"{one.key} ({one.value})" if one.value.startswith("auto =") else one.key for one in idle_keys]
+    if idle:
+        screen.say(f"without effect here: {', '.join(idle)}")
+    if any(one.note.endswith(DEFAULT) for one in acting):
+        screen.say(f"{DEFAULT}: the default of TrainingArguments; --args gives the arguments of your script")
+    for note in result.notes:
+        screen.say(f"note: {note}")
+    for text in result.silent:
+        screen.say(f"in silence: {text}")
+    for problem in problems:
+        complain(f"warning: not on this machine: {problem}")
+    screen.closing([Row("file", shown(folder / "experiment" / f"{name}.yaml")), Row("next", line)])
+
+
+def _cells(one: KeyFinding) -> tuple[str, str, str, str]:
+    value = one.value if len(one.value) <= VALUE_SHOWN else f"{one.value[: VALUE_SHOWN - 3]}..."
+    because = one.note if one.note else ("" if one.words else "as it is here")
+    return (one.key, value, " ".join(one.words), because)
