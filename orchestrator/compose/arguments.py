@@ -20,6 +20,7 @@ VERBS = {
     "calibrate": "calibrate",
     "choose": "choose",
     "ui": "ui",
+    "launch": "launch_script",
     **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), "verbs"),
 }
 HOME = re.compile(r"(?<=[=,])~(?=/)")

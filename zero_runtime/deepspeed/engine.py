@@ -14,6 +14,8 @@ from zero_runtime.deepspeed import engine_checkpoint
 from zero_runtime.deepspeed.absent import ABSENT_OF_ENGINE
 from zero_runtime.deepspeed.config import DropinConfig
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
+from zero_runtime.deepspeed.engine_settings import EngineSettings
+from zero_runtime.deepspeed.live_engines import add_engine, remove_engine
 from zero_runtime.deepspeed.model_folder import save_16bit
 from zero_runtime.deepspeed.schedules import Schedule, advance, rates_now
 from zero_runtime.dtypes import TORCH_DTYPE
@@ -23,7 +25,6 @@ from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
 from zero_runtime.watch.watch import RankWatch
 from zero_runtime.world import own_rank, world_size
-
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class EngineParts:
     watch: RankWatch | None
 
 
-class Engine:
+class Engine(EngineSettings):
     """Trains `module`; attributes that it lacks are those of the module (parameters(), state_dict(), generate(), ...).
 
     The loss passed to `backward` is this rank's mean over its micro-batch: the engine divides it by the number of
@@ -64,6 +65,7 @@ class Engine:
         self._stepping = False
         self._report: StepReport | None = None
         self.optimizer.bind(self._update, lambda: self.cur_scale)
+        add_engine(self)
 
     def __getattr__(self, name: str) -> Any:
         if name in ABSENT_OF_ENGINE:
@@ -235,6 +237,7 @@ class Engine:
 
     def destroy(self) -> None:
         """Close the runtime and the watch; the process group stays. Idempotent."""
+        remove_engine(self)
         self.runtime.close()
         if self._watch is not None:
             self._watch.close()

@@ -9,7 +9,6 @@ micro-batch is the last of a step, so the shorter last step of an epoch is one, 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from torch import nn
 from zero_runtime.deepspeed.config import read_config
 from zero_runtime.deepspeed.engine import Engine
 from zero_runtime.deepspeed.entry import initialize
+from zero_runtime.deepspeed.full_state import full_state
 from zero_runtime.deepspeed.schedules import JsonSchedule
-from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
 from zero_runtime.integrations.trainer_config import as_mapping, engine_config
 
@@ -73,7 +72,11 @@ class ZeroTrainer:
     # Of transformers.Trainer.
     accelerator: Any
     args: Any
+    deepspeed: Any
+    lr_scheduler: Any
     model: Any
+    model_wrapped: Any
+    optimizer: Any
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -125,7 +128,7 @@ class ZeroTrainer:
             return
         schedule = read_config(config, self.args.world_size, self._engine_of_model().device.type).schedule
         assert schedule is not None
-        self.lr_scheduler: Any = JsonSchedule(self.optimizer, schedule)
+        self.lr_scheduler = JsonSchedule(self.optimizer, schedule)
         self._created_lr_scheduler = True  # the next call of train makes another one
 
     def _backward(self, loss: torch.Tensor, **_: Any) -> None:
@@ -183,7 +186,7 @@ class ZeroTrainer:
         if self.engine is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
-        state = full_state(self.engine, kept=self.args.should_save)
+        state = full_state(self.engine.runtime, kept=self.args.should_save)
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state)  # type: ignore[attr-defined]
         if self.args.push_to_hub and not _internal_call:
@@ -226,25 +229,3 @@ class ZeroTrainer:
                 "checkpoint that was saved with save_only_model=True has weights alone: give its folder to "
                 "from_pretrained instead"
             )
-
-
-def full_state(engine: Engine, *, kept: bool) -> dict[str, torch.Tensor]:
-    """The module's state dict with full CPU tensors, in the dtype that the model computes in; empty unless `kept`.
-
-    Every rank calls it, between steps. One unit is unsharded at a time; a rank with `kept` then has all of it.
-    """
-    runtime = engine.runtime
-    runtime.check_between_steps("save_model")
-    dtype = TORCH_DTYPE[runtime.precision.param]
-    full: dict[str, torch.Tensor] = {}
-    for unit in runtime.units:
-        with runtime.full_params(unit.names) as values:
-            full |= {name: value.to("cpu", dtype) for name, value in values.items()} if kept else {}
-    return dict(_by_state_name(engine.module, full)) if kept else {}
-
-
-def _by_state_name(module: nn.Module, full: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The entries of the state dict: a tied parameter has several names for one tensor, and buffers are their own."""
-    names = {id(param): name for name, param in module.named_parameters()}
-    for name, found in module.state_dict(keep_vars=True).items():
-        yield name, full[names[id(found)]] if id(found) in names else found.detach().cpu()
