@@ -215,5 +215,5 @@ def test_from_pretrained_reads_each_ranks_shards_only(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="expected a folder with config.json and safetensors, found 'gpt2'; download"):
+    with pytest.raises(PlanError, match=r"expected a folder with config\.json and safetensors, found 'gpt2'; download"):
         from_pretrained(None, "gpt2")
