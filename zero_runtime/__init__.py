@@ -46,6 +46,7 @@ _HOME = {
 
 __all__ = sorted(_HOME)
 # DeepSpeed's modules, as attributes: `zero_runtime.zero.Init` works without an import of its own.
+_ABSENT = "deepspeed.absent"  # what to do instead of DeepSpeed's other names
 _MODULES = ("accelerator", "checkpointing", "comm", "ops", "utils", "zero")
 
 
@@ -59,9 +60,7 @@ def __getattr__(name: str) -> Any:
             return "0+checkout"
     if name in _MODULES:
         return import_module(f"zero_runtime.{name}")
-    if name == "DeepSpeedEngine":
-        return import_module("zero_runtime.deepspeed.engine").Engine
     if name not in _HOME:
-        absent = import_module("zero_runtime.deepspeed.absent")
+        absent = import_module(f"zero_runtime.{_ABSENT}")
         raise absent.missing("zero_runtime", name, absent.ABSENT)
     return getattr(import_module(f"zero_runtime.{_HOME[name]}"), name)

@@ -65,7 +65,7 @@ class CurrentAccelerator:
         """Bytes of live tensors on the GPU, or of this process."""
         if self._on_cuda:
             return torch.cuda.memory_allocated(device_index)
-        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """The peak of memory_allocated."""

@@ -16,6 +16,7 @@ ABSENT = {
     "autotuning": "`zlab choose` predicts and confirms the fastest settings",
     "elasticity": "checkpoints load at any number of ranks: start again with the ranks that are there",
     "compression": "there is no compression of gradients or weights here",
+    "DeepSpeedEngine": "initialize returns the engine; for its type, zero_runtime.deepspeed.engine.Engine",
     "DeepSpeedConfig": "hand the dict or the file to initialize, which checks it",
     "DeepSpeedTransformerLayer": "there are no fused layers; torch's own attention is fused",
     "add_tuning_arguments": "schedules are in the configuration's section scheduler",

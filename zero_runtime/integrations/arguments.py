@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,9 +17,10 @@ class ZeroArguments:
     with transformers alone.
     """
 
-    deepspeed: Any
-    use_cpu: bool
-    _n_gpu: int
+    if TYPE_CHECKING:  # fields of transformers.TrainingArguments, whose own types HfArgumentParser reads
+        deepspeed: Any
+        use_cpu: bool
+        _n_gpu: int
 
     def __post_init__(self) -> None:
         given, self.deepspeed = self.deepspeed, None  # transformers would import the package deepspeed for it

@@ -172,8 +172,8 @@ class MemoryUsageCallback(transformers.TrainerCallback):
 
 def test_sections_of_the_configuration_bf16_callbacks_and_the_best_model_work(tmp_path: Path) -> None:
     found = run_alone(with_sections_and_bf16, str(tmp_path))
-    # WarmupDecayLR from 0 to 1e-2 over 2 steps, then to 0 at step 6; the rate of a step is that of its update.
-    assert found["lrs"] == pytest.approx([0.0, 5e-3, 1e-2, 7.5e-3, 5e-3, 2.5e-3])
+    # WarmupDecayLR from 0 to 1e-2 over 2 steps, then to 0 at step 6: DeepSpeed's starts with its first rate twice.
+    assert found["lrs"] == pytest.approx([0.0, 0.0, 5e-3, 1e-2, 7.5e-3, 5e-3])
     assert found["dtypes"] == {"torch.bfloat16"}
     assert found["told"] == [f"[Step {step}] 1.00 GB, 2.00 GB" for step in (2, 4, 6)]
     assert found["is_best"]
