@@ -9,8 +9,10 @@ WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 # What `make check` runs after formatting, lint and types.
 TESTS ?= test
+# Of the file in examples/ that `make example` runs, and the words for it.
+NAME ?= trainer
 
-.PHONY: install run test test-full test-platforms test-slurm check format bench gpu ui clean
+.PHONY: install run example test test-full test-platforms test-slurm check format bench gpu ui clean
 
 install: .venv/.installed
 
@@ -18,6 +20,7 @@ install: .venv/.installed
 help:
 	@echo "make install    the program and what it needs, into .venv (run, test and check do so themselves)"
 	@echo "make run        python run.py, with ARGS='zero=stage2 precision=bf16'"
+	@echo "make example    NAME=plain_loop or trainer: a script of examples/ on 2 CPU ranks, with WORDS='--max_steps 20'"
 	@echo "make test       every promise once; WORKERS=\"-n 4 --dist loadfile\" where there are more cores"
 	@echo "make test-full  the same and the long forms"
 	@echo "make test-slurm jobs on a real SLURM, started here for the tests"
@@ -37,6 +40,14 @@ help:
 
 run: .venv/.installed
 	$(BIN)/python run.py $(ARGS)
+
+# The Trainer of transformers needs accelerate, which the program itself does not.
+.venv/.installed-trainer: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[trainer]'
+	@touch $@
+
+example: .venv/.installed-trainer
+	$(BIN)/python run.py launch --ranks 2 examples/$(NAME).py $(WORDS)
 
 # How long it takes is in docs/platforms.md. Each file of tests/ says in its first line what it proves.
 test: .venv/.installed-dev

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _carried_out(argv: Sequence[str]) -> int:
-    if "--version" in argv:
+    if "--version" in (argv[1:2] if argv[:1] == ["launch"] else argv):  # the words of a script are its own
         from orchestrator.machine import provenance  # imported here: it imports modules that only a run needs
 
         print(f"zero-lab {provenance.version_of('zero-lab') or '(not installed: no version)'}")

@@ -38,11 +38,16 @@ _HOME = {
     "ZeroPlan": "plan",
     "parameters_on_meta": "initial_values",
     "ZeroRuntime": "runtime",
+    "add_config_arguments": "deepspeed.arguments",
+    "get_accelerator": "accelerator",
     "init_distributed": "deepspeed.entry",
     "initialize": "deepspeed.entry",
 }
 
 __all__ = sorted(_HOME)
+# DeepSpeed's modules, as attributes: `zero_runtime.zero.Init` works without an import of its own.
+_ABSENT = "deepspeed.absent"  # what to do instead of DeepSpeed's other names
+_MODULES = ("accelerator", "checkpointing", "comm", "ops", "utils", "zero")
 
 
 def __getattr__(name: str) -> Any:
@@ -53,6 +58,9 @@ def __getattr__(name: str) -> Any:
             return metadata.version("zero-lab")
         except metadata.PackageNotFoundError:
             return "0+checkout"
+    if name in _MODULES:
+        return import_module(f"zero_runtime.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'zero_runtime' has no attribute {name!r}")
+        absent = import_module(f"zero_runtime.{_ABSENT}")
+        raise absent.missing("zero_runtime", name, absent.ABSENT)
     return getattr(import_module(f"zero_runtime.{_HOME[name]}"), name)

@@ -73,11 +73,15 @@ class ZeroPlan:
 
     def less_sharded(self) -> ZeroPlan | None:
         """The plan that shards one state less; None if nothing is sharded."""
-        row = (self.params, self.grads, self.optimizer)
-        place = next(stage for stage, states in _STAGES.items() if states == row)
-        if place == 0:
+        if self.stage == 0:
             return None
-        return ZeroPlan(*_STAGES[place - 1], shard_ranks=self.shard_ranks if place > 1 else None)
+        return ZeroPlan(*_STAGES[self.stage - 1], shard_ranks=self.shard_ranks if self.stage > 1 else None)
+
+    @property
+    def stage(self) -> int:
+        """The number of the row, for people and for DeepSpeed's files: the runtime asks for states instead."""
+        row = (self.params, self.grads, self.optimizer)
+        return next(stage for stage, states in _STAGES.items() if states == row)
 
     def shard_count(self, world: int) -> int:
         """Number of ranks that a sharded state is split over; a divisor of `world`."""

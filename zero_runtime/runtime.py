@@ -96,6 +96,7 @@ class ZeroRuntime:
         self.renew()
         self.collectives.journal.begin("forward")
         self._backwards = 0
+        self._is_complete = False  # the last backward of the step was called
         self._expected: float | Rates | None = None  # the learning rate of the current step, from `expect_rate`
         self._warned = False
         self._synced = True
@@ -157,14 +158,18 @@ class ZeroRuntime:
         """Number of steps that updated the parameters, without the skipped ones; the argument of LR schedules."""
         return self.optimizer.updates
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """Accumulate the gradients of `loss`, a 0-dim tensor: this rank's share of the objective."""
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, last: bool = False) -> None:
+        """Accumulate the gradients of `loss`, a 0-dim tensor: this rank's share of the objective.
+
+        last: the step ends here, after fewer than `settings.micro_batches` calls, as at the end of an epoch. All ranks
+        must agree on it.
+        """
         if not self.trains:
             refuse_training("backward")
-        if self._backwards == self.settings.micro_batches:
+        if self._is_complete:
             raise CallOrderError(
                 f"backward: call number {self._backwards + 1} of this step, expected step() after "
-                f"{self.settings.micro_batches}; give RuntimeSettings the micro_batches that you use"
+                f"{self._backwards}; give RuntimeSettings the micro_batches that you use"
             )
         if loss.dim() != 0:
             raise PlanError(
@@ -184,7 +189,7 @@ class ZeroRuntime:
         self._backwards += 1
         self._loss += loss.detach()
         self.collectives.journal.begin("backward")
-        boundary = self._backwards == self.settings.micro_batches
+        self._is_complete = boundary = last or self._backwards == self.settings.micro_batches
         # Only the step's last backward completes gradients, and inside no_sync not even that one does.
         if boundary and self._synced and self.settings.offload.speculative:
             self._guess()
@@ -289,7 +294,7 @@ class ZeroRuntime:
         return self._grad_scale(torch.tensor(report.grad_norm, dtype=torch.float64))
 
     def _check_step(self) -> None:
-        if self._backwards != self.settings.micro_batches:
+        if not self._is_complete:
             raise CallOrderError(
                 f"step: expected {self.settings.micro_batches} backward calls since the last step, "
                 f"found {self._backwards}"
@@ -329,7 +334,7 @@ class ZeroRuntime:
     def _drop_gradients(self) -> None:
         for unit in self.units:
             unit.free_grads()
-        self._backwards = 0
+        self._backwards, self._is_complete = 0, False
         self._expected = None
         self._loss.zero_()
 

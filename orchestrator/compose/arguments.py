@@ -23,6 +23,7 @@ VERBS = {
     "import": "import_config",
     "export": "export_config",
     "ui": "ui",
+    "launch": "launch_script",
     **dict.fromkeys(("list", "status", "watch", "logs", "report", "cancel", "resume", "retry"), "verbs"),
 }
 HOME = re.compile(r"(?<=[=,])~(?=/)")

@@ -23,6 +23,7 @@ Runs ZeRO training as an experiment: one point, or a sweep with one table at its
   python run.py fit model=llama2_7b hardware=a100_80gb                     what fits; no GPU needed
   python run.py export-weights CHECKPOINT OUT --dtype bf16                 a checkpoint as Hugging Face files
   python run.py io-bench FOLDER                                            a drive's speed, offload settings
+  python run.py launch --ranks 2 SCRIPT.py ARGUMENTS                       your own script, on ranks of this machine
   python run.py doctor                                                     what this machine has and can run
   python run.py list | status | watch | logs | report | cancel | resume | retry    sweeps, from any terminal
   python run.py ui                                                         the dashboard

@@ -11,6 +11,7 @@ import stat
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.machine import children
@@ -39,14 +40,14 @@ def job_environment(config: RunConfig, base: Mapping[str, str], gpus: Sequence[s
 
 def job_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
     """The variables that zero-lab sets, without those of `base` that it keeps."""
-    return _settings(config, base, on_one_machine=config.resources.nodes == 1)
+    return rank_settings(config.resources, base, on_one_machine=config.resources.nodes == 1)
 
 
 def joined_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
     """The variables that a rank of torchrun or srun sets for itself, without those of `base` that it keeps."""
     leader = base.get("MASTER_ADDR", "")
     on_one_machine = base["WORLD_SIZE"] == base.get("LOCAL_WORLD_SIZE", "1") or leader in ("localhost", *ADDRESSES)
-    found = _settings(config, base, on_one_machine=on_one_machine)
+    found = rank_settings(config.resources, base, on_one_machine=on_one_machine)
     settings = {key: value for key, value in found.items() if key not in AT_START}
     if on_one_machine:
         return settings
@@ -57,9 +58,20 @@ def joined_settings(config: RunConfig, base: Mapping[str, str]) -> dict[str, str
     return settings | {key: value for key, value in named.items() if key not in base}
 
 
-def _settings(config: RunConfig, base: Mapping[str, str], *, on_one_machine: bool) -> dict[str, str]:
-    on_cuda = config.resources.device is Device.cuda
-    threads = str(config.resources.threads)
+class RankResources(Protocol):
+    """What the environment of a rank depends on."""
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def threads(self) -> int | None: ...
+
+
+def rank_settings(resources: RankResources, base: Mapping[str, str], *, on_one_machine: bool) -> dict[str, str]:
+    """The variables that zero-lab sets for a rank, without those of `base` that it keeps."""
+    on_cuda = resources.device is Device.cuda
+    threads = str(resources.threads)
     wanted = {
         "TOKENIZERS_PARALLELISM": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",

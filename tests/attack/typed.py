@@ -25,11 +25,12 @@ import yaml
 from trials import Trial, Wrong
 
 from orchestrator import cli
-from orchestrator.commands import doctor, export
+from orchestrator.commands import doctor, export, launch_script
 from orchestrator.commands import run as study
 from orchestrator.commands import sweep as sweep_command
 from orchestrator.compose import compose, folders
 from orchestrator.config.schema import from_dict, to_dict
+from orchestrator.launch.script_ranks import ScriptEnd
 from orchestrator.machine import hardware
 from orchestrator.plan import memory_cache
 from orchestrator.plan.point import Point
@@ -117,6 +118,7 @@ class Typist:
         monkeypatch.setattr(subprocess, "run", _no_tool)
         monkeypatch.setattr(study, "run_point", _recorded)
         monkeypatch.setattr(export, "_export", lambda path, out, dtype: None)
+        monkeypatch.setattr(launch_script, "run_script", lambda command, placement: ScriptEnd())
         monkeypatch.setattr(sweep_command, "_carried_out", lambda *words: (0, None))
         one_point = compose.Composer.point
 

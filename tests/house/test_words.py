@@ -19,6 +19,7 @@ FILES = sorted(RUNTIME.rglob("*.py"))
 SPEAKERS = (
     RUNTIME / "plan.py",
     RUNTIME / "deepspeed" / "zero_section.py",
+    RUNTIME / "deepspeed" / "engine_settings.py",
     RUNTIME / "checkpoint" / "foreign" / "deepspeed.py",
 )
 NAMING_FIELDS = ("id", "attr", "arg", "name", "asname", "module")  # fields of syntax nodes that can hold an identifier

@@ -184,7 +184,7 @@ def test_every_verb_has_a_version_and_help_with_the_typed_program_name(
     assert capsys.readouterr().out == f"zero-lab {provenance.version_of('zero-lab')}\n"
 
 
-@pytest.mark.parametrize("verb", ["logs", "ui", "export-weights", "io-bench"])
+@pytest.mark.parametrize("verb", ["logs", "ui", "export-weights", "io-bench", "launch"])
 def test_verbs_without_json_output_say_so_in_one_line(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([verb, "--json"]) == 2
     told = capsys.readouterr()

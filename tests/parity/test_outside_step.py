@@ -24,10 +24,10 @@ from orchestrator.worker.activations import answers
 from orchestrator.worker.setup import build_deferred
 from orchestrator.worker.shapes import units_of
 from orchestrator.workloads.models import token_losses
-from orchestrator.workloads.weights import weights_of
 from zero_runtime.checkpoint.background import BackgroundSaver
 from zero_runtime.checkpoint.hugging_face.gathered import save_gathered_weights
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
+from zero_runtime.integrations.pretrained import weights_of
 from zero_runtime.memory.census import take_census
 from zero_runtime.memory.outside_step import MomentBytes
 from zero_runtime.offload.plan import Tier

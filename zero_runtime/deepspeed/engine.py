@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from zero_runtime.deepspeed import engine_checkpoint
+from zero_runtime.deepspeed.absent import ABSENT_OF_ENGINE
 from zero_runtime.deepspeed.config import DropinConfig
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
+from zero_runtime.deepspeed.engine_settings import EngineSettings
+from zero_runtime.deepspeed.live_engines import add_engine, remove_engine
 from zero_runtime.deepspeed.model_folder import save_16bit
 from zero_runtime.deepspeed.schedules import Schedule, advance, rates_now
 from zero_runtime.dtypes import TORCH_DTYPE
@@ -22,11 +25,6 @@ from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
 from zero_runtime.watch.watch import RankWatch
 from zero_runtime.world import own_rank, world_size
-
-_ABSENT = {
-    "set_gradient_accumulation_boundary": "the engine counts the micro-batches; see gradient_accumulation_steps",
-    "allreduce_gradients": "gradients are reduced in backward",
-}
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class EngineParts:
     watch: RankWatch | None
 
 
-class Engine:
+class Engine(EngineSettings):
     """Trains `module`; attributes that it lacks are those of the module (parameters(), state_dict(), generate(), ...).
 
     The loss passed to `backward` is this rank's mean over its micro-batch: the engine divides it by the number of
@@ -61,14 +59,17 @@ class Engine:
         self.global_steps = 0  # optimizer steps, including skipped ones
         self.skipped_steps = 0
         self._watch = parts.watch
+        self._in_step = 0  # micro-batches of the current step, before the next one
+        self._told_boundary: bool | None = None  # by set_gradient_accumulation_boundary
         self._awaits_step = False
         self._stepping = False
         self._report: StepReport | None = None
         self.optimizer.bind(self._update, lambda: self.cur_scale)
+        add_engine(self)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _ABSENT:
-            raise AttributeError(f"engine.{name}: {_ABSENT[name]}")
+        if name in ABSENT_OF_ENGINE:
+            raise AttributeError(f"engine.{name}: {ABSENT_OF_ENGINE[name]}")
         module = self.__dict__.get("module")
         for owner in (self, module):
             if hasattr(type(owner), name):  # a property raised AttributeError: raise its own error
@@ -104,7 +105,8 @@ class Engine:
         # The product of a 16-bit loss and the loss scale would overflow fp16 before any gradient does.
         share = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         share = share / self.gradient_accumulation_steps() if scale_wrt_gas else share
-        self.runtime.backward(share / self.world_size, retain_graph=retain_graph)
+        last = self.is_gradient_accumulation_boundary()
+        self.runtime.backward(share / self.world_size, retain_graph=retain_graph, last=last)
         self._awaits_step = True
         return share.detach()
 
@@ -115,9 +117,11 @@ class Engine:
             raise CallOrderError("engine.step: expected engine.backward(loss) since the last step, found none")
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
+        self._in_step += 1
         self._awaits_step = False
         if not boundary:
             return
+        self._in_step = 0
         self.global_steps += 1
         self._stepping = True
         try:
@@ -141,7 +145,20 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        counted = self._in_step + 1 == self.gradient_accumulation_steps()
+        return counted if self._told_boundary is None else self._told_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say, before each backward and on every rank, whether it is the last of its step, instead of counting.
+
+        A step may have fewer micro-batches than gradient_accumulation_steps(), as at the end of an epoch, but not more.
+        """
+        if not is_boundary and self._in_step + 1 >= self.gradient_accumulation_steps():
+            raise PlanError(
+                f"engine.set_gradient_accumulation_boundary: expected True at micro-batch {self._in_step + 1} of a "
+                f"step at the latest, found False; gradient_accumulation_steps is {self.gradient_accumulation_steps()}"
+            )
+        self._told_boundary = is_boundary
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backward keeps gradients on this rank (the runtime's no_sync).
@@ -152,7 +169,7 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing between steps, since `step` drops the gradients. Within a step it raises CallOrderError."""
-        if self._awaits_step or self.micro_steps % self.gradient_accumulation_steps():
+        if self._awaits_step or self._in_step:
             raise CallOrderError(
                 "engine.zero_grad: expected it between steps, found micro-batches whose gradients it would lose; "
                 "engine.step drops them at the boundary, so leave it out"
@@ -224,6 +241,7 @@ class Engine:
 
     def destroy(self) -> None:
         """Close the runtime and the watch; the process group stays. Idempotent."""
+        remove_engine(self)
         self.runtime.close()
         if self._watch is not None:
             self._watch.close()

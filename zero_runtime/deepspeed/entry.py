@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from zero_runtime.deepspeed.engine import Engine, EngineParts
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
 from zero_runtime.deepspeed.groups import Trained, groups_of_optimizer, groups_of_parameters
 from zero_runtime.deepspeed.optimizer_section import default_optimizer
+from zero_runtime.deepspeed.pending_weights import pending_weights
 from zero_runtime.deepspeed.schedules import JsonSchedule, Schedule, client_schedule
 from zero_runtime.errors import PlanError
 from zero_runtime.own_device import device_index, make_current
@@ -198,9 +200,10 @@ def _compose(
         lazy_states=lazy_states,
     )
     try:
-        runtime = ZeroRuntime(
-            model, read.plan, read.precision, None if trained is None else trained.config, settings, own_device()
-        )
+        with pending_weights(model) as weights:
+            settings = replace(settings, weights=weights)
+            optimizer = None if trained is None else trained.config
+            runtime = ZeroRuntime(model, read.plan, read.precision, optimizer, settings, own_device())
     except BaseException as error:
         if watch is not None:
             watch.close(error)  # reports the error to the other ranks

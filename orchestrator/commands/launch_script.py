@@ -1,0 +1,90 @@
+"""`zlab launch SCRIPT ARGUMENTS`: runs a script of the user's own on ranks of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+
+from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
+from orchestrator.config.schema import Device
+from orchestrator.config.strict import Refusal
+from orchestrator.exit_codes import FAILED, OK
+from orchestrator.launch.script_ranks import Placement, run_script
+from orchestrator.machine import hardware
+from orchestrator.machine.processes import signals_interrupt
+from orchestrator.text.paths import program
+from orchestrator.text.streams import complain
+
+MOST_RANKS = 1024
+
+
+def main(words: Sequence[str]) -> int:
+    """0: every rank ended with exit code 0. 1: one did not, and all were ended. Refusal: the arguments were wrong."""
+    asked = parser().parse_args(words)
+    found = hardware.detect()
+    placement = _placement(asked, found)
+    script: list[str] = asked.script[asked.script[0] == "--" :]
+    if not os.path.isfile(script[0]):
+        kind = "a folder" if os.path.isdir(script[0]) else "no file"
+        usage = f"{program()} launch --ranks 2 train.py ARGUMENTS"
+        raise Refusal([f"{script[0]}: expected a Python script, found {kind}; options come before it: {usage}"])
+    began = time.monotonic()
+    with signals_interrupt():
+        end = run_script([sys.executable, *script], placement)
+    seconds = time.monotonic() - began
+    if not end.message:
+        complain(f"note: {_many(placement.ranks)} of {script[0]} ended with exit code 0 after {seconds:.0f} s")
+        complain(f"next: {program()} fit --help      which settings fit onto which GPUs")
+        return OK
+    others = "the other ranks were ended" if placement.ranks > 1 else "nothing else ran"
+    complain(f"error: {end.message}, after {seconds:.0f} s; {others}")
+    for line in end.last_words:
+        complain(f"error: rank {end.rank}: {line}")
+    again = shlex.join([*(["--ranks", "1"] if placement.ranks > 1 else []), *script])
+    complain(f"next: {program()} launch {again}      whether it fails alone, too")
+    return FAILED
+
+
+def parser() -> VerbParser:
+    parser = verb_parser("launch", "Runs a script on ranks of this machine, with the environment that torchrun gives.")
+    parser.add_argument("--ranks", type=_count, default=None, help="default: one for each GPU, else 1")
+    parser.add_argument("--threads", type=_count, default=None, help="of each rank; default: its share of the cores")
+    parser.add_argument("--device", choices=[device.value for device in (Device.cpu, Device.cuda)], default=None,
+                        help="default: cuda if there are GPUs")  # fmt: skip
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGUMENTS", help="the script and its words")
+    add_json(parser, "launch shows what the script prints")
+    return parser
+
+
+def _count(text: str) -> int:
+    """argparse turns the ValueError into its own message."""
+    number = int(text)
+    if not 1 <= number <= MOST_RANKS:
+        raise ValueError(text)
+    return number
+
+
+_count.__name__ = f"whole number from 1 to {MOST_RANKS}"  # argparse shows it: "invalid ... value: '0'"
+
+
+def _placement(asked: argparse.Namespace, found: hardware.Hardware) -> Placement:
+    device = Device(asked.device) if asked.device else Device.cuda if found.gpus else Device.cpu
+    ranks = asked.ranks or (found.gpus if device is Device.cuda else 1)
+    problems = []
+    if not asked.script:
+        problems.append(f"expected a script, found none: {program()} launch --ranks 2 train.py ARGUMENTS")
+    if device is Device.cuda and ranks > found.gpus:
+        problems.append(
+            f"--ranks {ranks}: expected at most one rank for each of the {found.gpus} GPUs; use fewer, or --device cpu"
+        )
+    if problems:
+        raise Refusal(problems)
+    return Placement(ranks, device, asked.threads or max(1, found.cores // ranks))
+
+
+def _many(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"

@@ -1,0 +1,197 @@
+"""Runs a user's own script on ranks of this machine: their environment, their output, and how they ended.
+
+[Note: the port of the ranks]
+Rank 0 of a script listens on MASTER_PORT. The port stays bound here until the ranks have ended, without listening, so
+that no other program gets it: on Linux two sockets with SO_REUSEADDR may be bound to one port if none listens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import BinaryIO, NamedTuple
+
+from orchestrator.config.schema import Device
+from orchestrator.launch.environment import rank_settings
+from orchestrator.launch.verdict import GRACE_S, LOG_LINES, Sight, describe, judge, kernel_kills
+from orchestrator.machine import children
+from orchestrator.machine.loopback import family, loopback
+from orchestrator.machine.processes import die_with_parent, end_session, signals_ignored
+from orchestrator.records.run_state import RunState
+
+LOOK_S = 0.1
+# A user's script may contact the hub; the ranks of our own runs do not.
+_NOT_SET = ("HF_HUB_OFFLINE",)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of a script. threads: of each rank."""
+
+    ranks: int
+    device: Device
+    threads: int
+
+
+class ScriptEnd(NamedTuple):
+    """How the ranks ended. `rank` is that of the root cause, `message` empty if all ended with exit code 0.
+
+    last_words: the end of that rank's output, unless it was shown as it came.
+    """
+
+    message: str = ""
+    rank: int = 0
+    last_words: tuple[str, ...] = ()
+
+
+@dataclass
+class _Rank:
+    """A started rank, and the end of its output; `beginning` holds a line of it that is not complete yet."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    open_streams: int = 2
+    code: int | None = None
+    ended_at: float = 0.0
+    words: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
+
+    @property
+    def sight(self) -> Sight:
+        state = RunState.ok if self.code == 0 else None
+        return Sight(self.number, state, alive=self.code is None, exit_code=self.code, exit_time=self.ended_at)
+
+
+def run_script(command: Sequence[str], placement: Placement) -> ScriptEnd:
+    """Run `command` on every rank until all have ended; if one fails, the others are ended too.
+
+    Call it from the main thread. The output of rank 0 is passed on as it comes, that of the others line by line with
+    their rank. When it returns or raises, no process of the ranks is left.
+    """
+    kills = kernel_kills()
+    ranks: list[_Rank] = []
+    with _reserved_port() as (address, port):
+        try:
+            for number in range(placement.ranks):
+                environment = rank_environment(placement, number, address, port, os.environ)
+                ranks.append(_Rank(number, _started(command, environment)))
+            _follow(ranks)
+        finally:
+            with signals_ignored():
+                for rank in ranks:
+                    end_session(rank.process.pid)
+                    rank.process.wait()
+    return _end_of(ranks, kernel_kills() > kills)
+
+
+def rank_environment(
+    placement: Placement, number: int, address: str, port: int, base: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables that torchrun gives, and those of our own ranks: threads, allocators, the loopback interface."""
+    settings = rank_settings(placement, base, on_one_machine=True)
+    place = {
+        **{"RANK": number, "LOCAL_RANK": number, "GROUP_RANK": 0, "MASTER_PORT": port},
+        **{"WORLD_SIZE": placement.ranks, "LOCAL_WORLD_SIZE": placement.ranks},
+    }
+    ours = {name: value for name, value in settings.items() if name not in _NOT_SET}
+    words = {name: str(value) for name, value in place.items()}
+    # Without PYTHONUNBUFFERED a rank that is killed would lose what it printed last.
+    return {**base, **ours, **words, "MASTER_ADDR": address, "PYTHONUNBUFFERED": "1"}
+
+
+def _started(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A rank in a session of its own, which gets no Ctrl-C and ends when this process does."""
+    return subprocess.Popen(
+        command,
+        env=children.environment(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),
+    )
+
+
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[tuple[str, int]]:
+    """The loopback address and a port on it, see [Note: the port of the ranks]."""
+    address = loopback()
+    with socket.socket(family(address)) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((address, 0))
+        yield address, holder.getsockname()[1]
+
+
+def _follow(ranks: Sequence[_Rank]) -> None:
+    """Pass the output on. Returns when all ranks have ended, or some time after one of them failed."""
+    failed_since: float | None = None
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            for stream, target in ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr)):
+                assert stream is not None
+                selector.register(stream, selectors.EVENT_READ, _Relay(rank, target))
+        while any(rank.code is None for rank in ranks) or selector.get_map():
+            for key, _ in selector.select(LOOK_S):
+                relay: _Relay = key.data
+                if not relay.take(os.read(key.fd, 1 << 16)):
+                    selector.unregister(key.fileobj)
+            for rank in ranks:
+                if rank.code is None and (code := rank.process.poll()) is not None:
+                    rank.code, rank.ended_at = code, time.monotonic()
+            if any(rank.code for rank in ranks):
+                failed_since = failed_since or time.monotonic()
+                if time.monotonic() - failed_since > GRACE_S:
+                    return  # a process that a rank left behind may hold its streams open
+            if all(rank.code == 0 for rank in ranks) and not selector.select(0):
+                return
+
+
+class _Relay:
+    """Passes on one stream of a rank: rank 0's bytes as they come, whole lines of the others behind their rank."""
+
+    def __init__(self, rank: _Rank, target: object) -> None:
+        self._rank, self._target = rank, target
+        self._begun = b""
+
+    def take(self, piece: bytes) -> bool:
+        """Show a piece; False if the stream has ended, which is an empty piece."""
+        *lines, self._begun = (self._begun + piece).split(b"\n")
+        if not piece and self._begun:
+            lines, self._begun = [self._begun], b""
+        self._rank.words.extend(line.decode("utf-8", errors="replace") for line in lines)
+        if self._rank.number == 0:
+            self._show(piece)
+        else:
+            self._show(b"".join(b"rank %d: %s\n" % (self._rank.number, line) for line in lines))
+        return bool(piece)
+
+    def _show(self, shown: bytes) -> None:
+        raw: BinaryIO | None = getattr(self._target, "buffer", None)  # tests and notebooks replace the streams
+        if raw is not None:
+            raw.write(shown)
+            raw.flush()
+        elif shown:
+            self._target.write(shown.decode("utf-8", errors="replace"))  # type: ignore[attr-defined]
+
+
+def _end_of(ranks: Sequence[_Rank], ran_out_of_memory: bool) -> ScriptEnd:
+    """Who failed first, by the rules for our own ranks. Ranks that were ended here because of it are no cause."""
+    sights = [rank.sight for rank in ranks]
+    if all(sight.exit_code == 0 for sight in sights):
+        return ScriptEnd()
+    verdict = judge(sights, has_result=False, controller_alive=True)
+    assert verdict is not None
+    message = describe(sights[verdict.rank])
+    if sights[verdict.rank].exit_code == -signal.SIGKILL and ran_out_of_memory:
+        message += ": the machine's memory was used up (see `dmesg`)"
+    words = () if verdict.rank == 0 else tuple(ranks[verdict.rank].words)
+    return ScriptEnd(message, verdict.rank, words)

@@ -1,0 +1,102 @@
+"""DeepSpeed's `get_accelerator()`: questions about this rank's device, answered by torch."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PAGE_BYTES = resource.getpagesize()
+
+
+class CurrentAccelerator:
+    """The GPU of this rank, or the CPU. Other names are those of torch.cuda; on a CPU they raise AttributeError.
+
+    On a CPU, the memory that is allocated is that of this process, in bytes; its peak cannot be reset.
+    """
+
+    def __init__(self) -> None:
+        self._on_cuda = torch.cuda.is_available()
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """ "cuda", "cuda:1" or "cpu"."""
+        kind = "cuda" if self._on_cuda else "cpu"
+        return kind if device_index is None or not self._on_cuda else f"{kind}:{device_index}"
+
+    def current_device(self) -> int:
+        """The number of the current GPU; 0 on a CPU."""
+        return torch.cuda.current_device() if self._on_cuda else 0
+
+    def current_device_name(self) -> str:
+        """ "cuda:0" or "cpu"."""
+        return self.device_name(self.current_device())
+
+    def device_count(self) -> int:
+        """Number of visible GPUs; 1 on a CPU."""
+        return torch.cuda.device_count() if self._on_cuda else 1
+
+    def is_available(self) -> bool:
+        """Always True: there is a GPU, or the CPU."""
+        return True
+
+    def set_device(self, device_index: int) -> None:
+        """Make a GPU current; does nothing on a CPU."""
+        if self._on_cuda:
+            torch.cuda.set_device(device_index)
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for the GPU; does nothing on a CPU."""
+        if self._on_cuda:
+            torch.cuda.synchronize(device_index)
+
+    def empty_cache(self) -> None:
+        """Return cached memory of the GPU; does nothing on a CPU."""
+        if self._on_cuda:
+            torch.cuda.empty_cache()
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Start a new peak on a GPU; does nothing on a CPU."""
+        if self._on_cuda:
+            torch.cuda.reset_peak_memory_stats(device_index)
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes of live tensors on the GPU, or of this process."""
+        if self._on_cuda:
+            return torch.cuda.memory_allocated(device_index)
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The peak of memory_allocated."""
+        if self._on_cuda:
+            return torch.cuda.max_memory_allocated(device_index)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+
+    def communication_backend_name(self) -> str:
+        """ "nccl" or "gloo"."""
+        return "nccl" if self._on_cuda else "gloo"
+
+    def is_bf16_supported(self) -> bool:
+        """Whether the device computes in bf16; a CPU does, slowly where it has no instructions for it."""
+        return torch.cuda.is_bf16_supported() if self._on_cuda else True
+
+    def is_fp16_supported(self) -> bool:
+        """Whether the device computes in fp16; a CPU does, slowly."""
+        return True
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed torch's generators."""
+        torch.manual_seed(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        if torch.cuda.is_available() and hasattr(torch.cuda, name):
+            return getattr(torch.cuda, name)
+        raise AttributeError(
+            f"get_accelerator().{name} is not here; use torch.cuda, or torch.device('cpu')'s functions"
+        )
+
+
+def get_accelerator() -> CurrentAccelerator:
+    """The device of this rank, with DeepSpeed's name."""
+    return CurrentAccelerator()

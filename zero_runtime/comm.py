@@ -1,0 +1,27 @@
+"""DeepSpeed's `comm`: the functions of torch.distributed under their own names, and init_distributed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from zero_runtime.deepspeed.entry import init_distributed
+
+__all__ = ["get_local_rank", "init_distributed"]
+
+
+def get_local_rank() -> int:
+    """The rank among those of this machine: LOCAL_RANK, or 0."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return getattr(dist, name)
+    except AttributeError:
+        raise AttributeError(
+            f"zero_runtime.comm.{name}: torch.distributed has no such function; use all_reduce, all_gather, "
+            "broadcast, barrier or another of torch.distributed"
+        ) from None

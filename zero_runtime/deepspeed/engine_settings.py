@@ -1,0 +1,80 @@
+"""What scripts ask an engine about its settings, under DeepSpeed's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_runtime.deepspeed.config import DropinConfig
+from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
+from zero_runtime.deepspeed.full_state import full_state
+from zero_runtime.runtime import ZeroRuntime
+
+
+class EngineSettings:
+    """The getters of an engine; all of them answer from its configuration and its optimizer's groups."""
+
+    config: DropinConfig
+    runtime: ZeroRuntime
+    optimizer: EngineOptimizer
+    world_size: int
+    module: nn.Module
+
+    def zero_optimization(self) -> bool:
+        """Whether any state is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+        return self.config.plan.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded."""
+        return not self.config.plan.keeps_full_grads
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded."""
+        return not self.config.plan.keeps_full_params
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model computes in fp16."""
+        return self.config.precision.param == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model computes in bf16."""
+        return self.config.precision.param == "bf16"
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.config.loss_scale.static is None
+
+    def gradient_clipping(self) -> float:
+        """The largest global gradient norm; 0 for no clipping."""
+        return self.config.clip_norm or 0.0
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples per step over all ranks, samples per micro-batch on one rank, micro-batches per step."""
+        return self.config.batch.train, self.config.batch.micro, self.config.batch.accumulation
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of ranks: all of them are data parallel."""
+        return self.world_size
+
+    def get_mom(self) -> list[Any]:
+        """The momentum of each group: its betas, or its momentum."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every group for the next update; a schedule sets it anew after each."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def module_state_dict(self) -> dict[str, torch.Tensor]:
+        """The module's state dict with full tensors, as CPU copies on every rank. Every rank calls it, between steps.
+
+        Parameters have the dtype that the model computes in.
+        """
+        return full_state(self.runtime, kept=True)

@@ -1,0 +1,115 @@
+"""DeepSpeed's `zero`: building a model without its memory, and full parameters inside a context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from zero_runtime.deepspeed.absent import ABSENT_OF_ZERO, missing
+from zero_runtime.deepspeed.live_engines import owned
+from zero_runtime.errors import PlanError
+from zero_runtime.initial_values import parameters_on_meta
+from zero_runtime.runtime import ZeroRuntime
+
+__all__ = ["GatheredParameters", "Init"]
+
+
+class Init(AbstractContextManager["Init"]):
+    """Build a model inside, with its parameters on the meta device; `initialize` gives each rank its shards' values.
+
+    The values are drawn by the model's own rules, one parameter at a time (initial_values.py), so they are others than
+    without the context. For weights from files use integrations.transformers.from_pretrained. DeepSpeed's other
+    arguments are accepted and have no effect. `enabled`: False makes the context do nothing.
+    """
+
+    def __init__(self, module: nn.Module | None = None, *_ignored: Any, enabled: bool = True, **_more: Any) -> None:
+        if module is not None:
+            raise PlanError("zero.Init: expected no module, found one with weights; initialize shards it as it is")
+        self._context = parameters_on_meta() if enabled else nullcontext()
+
+    def __enter__(self) -> Init:
+        self._context.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._context.__exit__(kind, error, trace)
+
+
+class GatheredParameters(AbstractContextManager[None]):
+    """Inside, the parameters have their full values on every rank, which must all enter it, between steps.
+
+    params: a parameter, or several; those that no engine owns are left as they are. modifier_rank: None to read; with
+    0, what rank 0 has changed is the value on every rank afterwards. The model must not be called inside.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter] | Mapping[str, nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if modifier_rank not in (None, 0):
+            raise PlanError(f"zero.GatheredParameters: expected modifier_rank None or 0, found {modifier_rank}; use 0")
+        if isinstance(params, Mapping):
+            params = params.values()
+        chosen = [params] if isinstance(params, nn.Parameter) else list(params)
+        self._params = list({id(param): param for param in chosen}.values()) if enabled else []
+        self._writes = modifier_rank is not None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        by_runtime: dict[int, tuple[ZeroRuntime, dict[str, nn.Parameter]]] = {}
+        for param in self._params:
+            found = owned(param)
+            if found is not None:
+                by_runtime.setdefault(id(found.runtime), (found.runtime, {}))[1][found.name] = param
+            elif param.is_meta:
+                raise PlanError(
+                    f"zero.GatheredParameters: a parameter of shape {list(param.shape)} has no values yet; initialize "
+                    "gives it its values: change it afterwards"
+                )
+        with ExitStack() as stack:
+            for runtime, named in by_runtime.values():
+                runtime.check_between_steps("zero.GatheredParameters")
+                values = stack.enter_context(runtime.full_params(list(named), write=self._writes))
+                for name, param in named.items():
+                    stack.callback(_take_back, values[name], _Shown(param, values[name]), writes=self._writes)
+            self._stack = stack.pop_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
+
+
+class _Shown:
+    """A parameter that shows full values: its own class and data are set aside."""
+
+    def __init__(self, param: nn.Parameter, full: torch.Tensor) -> None:
+        self.param, self.kind = param, type(param)
+        param.__class__ = nn.Parameter  # the guard would refuse reads: see guarded_parameter.py
+        self.data = param.data
+        self.before = full.to(param.dtype)
+        param.data = self.before.clone()
+
+
+@torch.no_grad()
+def _take_back(master: torch.Tensor, shown: _Shown, *, writes: bool) -> None:
+    """Put the changed elements into `master`; the others keep their bits there, which may be more than those shown."""
+    param = shown.param
+    if writes:
+        master.copy_(torch.where(param.data == shown.before, master, param.data.to(master.dtype)))
+    param.data = shown.data
+    param.__class__ = shown.kind
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise missing("zero_runtime.zero", name, ABSENT_OF_ZERO)
