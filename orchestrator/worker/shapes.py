@@ -76,7 +76,7 @@ class _Answers:
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._lock = tempfile.TemporaryFile()  # its lock belongs to a process, and ends with it
+        self._lock = tempfile.TemporaryFile()  # noqa: SIM115  its lock belongs to a process, and ends with it
 
     def tell(self, key: str, answer: Any) -> None:
         line = json.dumps([key, answer])
