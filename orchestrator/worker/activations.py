@@ -75,7 +75,7 @@ def built(config: RunConfig) -> nn.Module:
     return _built.of(_settings(config), lambda: build_deferred(config)[0])
 
 
-class ShortModel(NamedTuple):
+class FewerBlocks(NamedTuple):
     """A model that has lost most of its equal blocks, and where the units of those left are."""
 
     model: nn.Module
@@ -97,21 +97,21 @@ class Last(Generic[Kept]):
 
 
 _built = Last[nn.Module]()
-_short = Last["ShortModel | None"]()
+_short = Last["FewerBlocks | None"]()
 
 
 def _settings(config: RunConfig) -> str:
     return json.dumps({name: plain(getattr(config, name)) for name in ("model", "adapter")}, sort_keys=True)
 
 
-def _shortened(config: RunConfig, rules: UnitRules) -> ShortModel | None:
+def _shortened(config: RunConfig, rules: UnitRules) -> FewerBlocks | None:
     """The model with fewer blocks, which all rules of recomputation share that treat its blocks alike; None: it has to
     be traced as a whole."""
 
-    def make() -> ShortModel | None:
+    def make() -> FewerBlocks | None:
         model = copy.deepcopy(built(config))
         left = shorten(model, rules, config.recompute)
-        return None if left is None else ShortModel(model, left)
+        return None if left is None else FewerBlocks(model, left)
 
     return _short.of((_settings(config), rules, treats_alike(config.recompute)), make)
 
