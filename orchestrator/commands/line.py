@@ -28,7 +28,7 @@ from orchestrator.worker.faults import Faults
 if TYPE_CHECKING:
     from orchestrator.commands.admission import Admission
     from orchestrator.commands.sweep import SweepRequest
-    from orchestrator.compose.compose import Composition
+    from orchestrator.compose.composition import Composition
 
 
 def answer(asked: Arguments) -> int:

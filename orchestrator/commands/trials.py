@@ -13,7 +13,7 @@ from pathlib import Path
 
 from orchestrator.commands import sweep as sweep_command
 from orchestrator.compose import arguments
-from orchestrator.compose.compose import Composition
+from orchestrator.compose.composition import Composition
 from orchestrator.compose.labels import sweep_name
 from orchestrator.compose.line import composed
 from orchestrator.config.cluster import ClusterKind

@@ -123,6 +123,7 @@ def split(argv: Sequence[str]) -> Arguments:
         else:
             _take_override(result, word)
     _check_together(result)
+    result.problems = list(dict.fromkeys(result.problems))  # a word that was typed twice is one problem
     return result
 
 

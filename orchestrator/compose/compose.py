@@ -13,7 +13,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -37,6 +37,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from orchestrator.compose import folders, merge, overrides, point_count, sweep_file, yaml_bounds
 from orchestrator.compose.arguments import Arguments
+from orchestrator.compose.composition import Composed, Composition
 from orchestrator.compose.merge import Merger
 from orchestrator.compose.settable import Tree, read_tree, with_all_keys
 from orchestrator.compose.sweep_file import Line, SweepFile
@@ -107,31 +108,6 @@ if folders.PLUGINS.is_dir():
 Plugins.instance().register(OwnSource)
 Plugins.instance().register(SweepsSource)
 Plugins.instance().register(OurFolders)
-
-
-@dataclass(frozen=True)
-class Composed:
-    """One point. `values` is its configuration as plain data, `choices` the option chosen in each group.
-
-    `overrides` are the arguments that compose it again: flags for folders first, then overrides.
-    """
-
-    values: dict[str, Any]
-    choices: dict[str, str | None]
-    overrides: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Composition:
-    """The points of a command line. `axes` are the keys with more than one value, in the order of the sweep.
-
-    `sweep`: the sweep file, for its settings other than points; the defaults if no declared sweep is used.
-    """
-
-    points: tuple[Composed, ...]
-    is_sweep: bool
-    axes: tuple[str, ...]
-    sweep: SweepFile = field(default_factory=SweepFile)
 
 
 def compose(arguments: Arguments) -> Composition:

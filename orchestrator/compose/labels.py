@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orchestrator.compose.compose import Composed
+    from orchestrator.compose.composition import Composed
 
 # Settings that never appear in a label: where a run goes and how it is recorded does not distinguish it.
 UNTOLD = ("output", "tracking", "cluster", "hydra.mode", "resources.time_limit_min", "resources.stuck_s")

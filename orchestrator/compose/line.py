@@ -1,17 +1,15 @@
-"""Composes a command line: checks its words against the files of conf/ first, then composes its points with Hydra."""
+"""Composes a command line: checks its words against the files of conf/ first, then composes its points, with Hydra
+where it needs more than merging."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from orchestrator.compose import overrides
+from orchestrator.compose import overrides, plain_line
 from orchestrator.compose.arguments import Arguments
+from orchestrator.compose.composition import Composition
 from orchestrator.compose.settable import read_tree
 from orchestrator.config.strict import Refusal
-
-if TYPE_CHECKING:
-    from orchestrator.compose.compose import Composition
 
 
 def composed(asked: Arguments) -> Composition:
@@ -24,6 +22,8 @@ def composed(asked: Arguments) -> Composition:
         problems += overrides.check(asked.overrides, tree, multirun=asked.multirun, flags=asked.folders())
     if problems:
         raise Refusal(problems)
+    if (plain := plain_line.composed(asked)) is not None:
+        return plain
     from orchestrator.compose import compose  # here: it imports Hydra, which would delay the report of problems
 
     if asked.shows and not asked.shows_config:

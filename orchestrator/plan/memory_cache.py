@@ -105,7 +105,7 @@ def answers(
     """The answer for each distinct configuration by its key, from the cache or from the child.
 
     Configurations for which the child fails, or takes longer than `within_s` in all, have none. `tell` is called at
-    most every two seconds with its progress.
+    most every two seconds with its progress. What is "passing", such as that a process died, is not stored.
     """
     wanted = {units_key(config): config for config in units}
     counted = {activations_key(config): config for config in activations}
@@ -118,10 +118,11 @@ def answers(
     total = len(asked["units"]) + sum(map(len, families.values()))
     for key, answer in _ask_child(asked, total, tell, within_s) if total else ():
         if answer is not None:
-            store(key, answer)
+            if not answer.get("passing"):
+                store(key, answer)
             known[key] = answer
     for line, family in families.items():
-        if known.keys() >= family.keys():
+        if all(key in known and not known[key].get("passing") for key in family):
             store(line, {"asked": True})
     return known
 

@@ -17,7 +17,7 @@ from orchestrator.plan.rules import table as rules
 from orchestrator.plan.rules.scene import Scene
 
 if TYPE_CHECKING:
-    from orchestrator.compose.compose import Composition
+    from orchestrator.compose.composition import Composition
 
 
 def judged(composition: Composition, scene: Scene) -> tuple[list[Point | Refused], list[str]]:

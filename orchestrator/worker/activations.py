@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from orchestrator.config.schema import Device, MeasureKind, RunConfig, to_dict
+from orchestrator.config.parts import plain
+from orchestrator.config.schema import Device, MeasureKind, RunConfig
 from orchestrator.plan import memory_cache
 from orchestrator.worker.setup import build_deferred
 from orchestrator.workloads.models import token_losses
 from zero_runtime.memory.activation_count import LinearTrace, Trace
 from zero_runtime.memory.activation_trace import trace_step
 from zero_runtime.memory.repeated_blocks import with_blocks
-from zero_runtime.memory.short_model import shorten
+from zero_runtime.memory.short_model import Shortened, shorten, treats_alike
 from zero_runtime.timing.segments import SegmentTable
 from zero_runtime.timing.work import LinearWork, Work
 from zero_runtime.timing.work_counter import WorkCounter
 from zero_runtime.unit_planner import UnitRules
 
 Answer = dict[str, Any]
-_last_built: dict[str, nn.Module] = {}  # the last model, by its settings
+Kept = TypeVar("Kept")
 REASON_LENGTH = 200
 NO_BACKWARD = "an evaluation keeps no activations for a backward, and the peak of a forward is not predicted"
 SMALLEST = 2  # torch treats a batch of one differently: dimensions of one count as contiguous and broadcast
@@ -53,26 +55,81 @@ def counted_step(config: RunConfig, *, whole: bool = False) -> CountedStep:
 
     Of many equal blocks five are traced, unless `whole` is asked for: see zero_runtime/memory/repeated_blocks.py.
     """
-    model = _built(config)
-    rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
-    short = None if whole else shorten(model, rules, config.recompute)
+    rules = rules_of(config)
+    short = None if whole else _shortened(config, rules)
     if short is not None:
-        counted = _counted(config, model, rules)
-        trace = with_blocks(counted.trace, short.units, short.blocks)
+        # Tracing uses a model up, and copying one takes a fraction of the time of building it.
+        counted = _counted(config, copy.deepcopy(short.model), rules)
+        trace = with_blocks(counted.trace, short.left.units, short.left.blocks)
         if trace is not None:
-            return CountedStep(trace, counted.work.with_blocks(short.units, short.blocks))
-    if not whole:
-        model = _built(config)  # the tracing has used it up, or it has lost blocks
-    return _counted(config, model, rules)
+            return CountedStep(trace, counted.work.with_blocks(short.left.units, short.left.blocks))
+    return _counted(config, copy.deepcopy(built(config)), rules)
 
 
-def _built(config: RunConfig) -> nn.Module:
-    """A model of one's own on the meta device: a copy, which takes a fraction of the time of building it."""
-    key = json.dumps({name: to_dict(config)[name] for name in ("model", "adapter")}, sort_keys=True)
-    if key not in _last_built:
-        _last_built.clear()
-        _last_built[key] = build_deferred(config)[0]
-    return copy.deepcopy(_last_built[key])
+def rules_of(config: RunConfig) -> UnitRules:
+    """By which the model is divided into units."""
+    return UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
+
+
+def built(config: RunConfig) -> nn.Module:
+    """The model on the meta device, built once; frozen for an evaluation.
+
+    It must not be changed; `Last` keeps that of one configuration.
+    """
+    frozen = config.measure.kind is MeasureKind.eval
+
+    def make() -> nn.Module:
+        model, _ = build_deferred(config)
+        return model.requires_grad_(False) if frozen else model
+
+    return _built.of((_settings(config), frozen), make)
+
+
+class FewerBlocks(NamedTuple):
+    """A model that has lost most of its equal blocks, and where the units of those left are."""
+
+    model: nn.Module
+    left: Shortened
+
+
+class Last(Generic[Kept]):
+    """Keeps the last value that was made, with the settings that it was made from."""
+
+    def __init__(self) -> None:
+        self._found: tuple[object, Kept] | None = None
+
+    def of(self, settings: object, make: Callable[[], Kept]) -> Kept:
+        """The value for these settings, which is made if the last one was for others."""
+        if self._found is None or self._found[0] != settings:
+            self._found = None  # first, so that there are never two large ones
+            self._found = settings, make()
+        return self._found[1]
+
+
+_built = Last[nn.Module]()
+_short = Last["FewerBlocks | None"]()
+
+
+def _settings(config: RunConfig) -> str:
+    return json.dumps({name: plain(getattr(config, name)) for name in ("model", "adapter")}, sort_keys=True)
+
+
+def _shortened(config: RunConfig, rules: UnitRules) -> FewerBlocks | None:
+    """The model with fewer blocks, which all rules of recomputation share that treat its blocks alike; None: it has to
+    be traced as a whole."""
+
+    def make() -> FewerBlocks | None:
+        model = copy.deepcopy(built(config))
+        left = shorten(model, rules, config.recompute)
+        return None if left is None else FewerBlocks(model, left)
+
+    return _short.of((_settings(config), rules, treats_alike(config.recompute)), make)
+
+
+def shorten_once(config: RunConfig) -> None:
+    """Builds and shortens the configuration's model for all traces to come. A problem of it is left to them."""
+    with suppress(Exception):
+        _shortened(config, rules_of(config))
 
 
 def _counted(config: RunConfig, model: nn.Module, rules: UnitRules) -> CountedStep:

@@ -4,31 +4,44 @@ Reads {"units": {key: configuration}, "activations": [{key: configuration}, ...]
 in one dictionary of activations differ only in the micro-batch. Writes [key, answer] as one line of JSON to stdout as
 each answer is ready. The answer is from `units_of` (the problem for a model that cannot be built, null for any other
 failure) or from activations.py.
+
+[Note: forked counting]
+Families of activations share nothing but the model, so that forks of this process count them, as many as there are
+cores and at most MOST. The model is built before, for all of them. Numbers of families wait in a pipe, from which each
+process takes the next one; the numbers of those that it has answered go into another pipe, so that a process that dies
+is told for the family that it had taken, and the other families are counted by the others.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
+import struct
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from orchestrator.config.schema import MeasureKind, RunConfig, from_dict
-from orchestrator.worker.activations import answers
-from orchestrator.worker.setup import build_deferred
+import torch
+
+from orchestrator.config.schema import RunConfig, from_dict
+from orchestrator.machine.processes import die_with_parent
+from orchestrator.worker.activations import answers, built, rules_of, shorten_once
 from zero_runtime.offload.plan import offloaded_units
-from zero_runtime.unit_planner import UnitRules, plan_units
+from zero_runtime.unit_planner import plan_units
+
+MOST = 4  # processes that count; each takes some hundred MiB
+_NUMBER = struct.Struct("=H")
 
 
 def units_of(config: RunConfig) -> dict[str, Any]:
     """Shapes by unit in the order of registration, the bytes of optimizer state per element, the number of elements per
     block of that state, and the bytes of the model's buffers."""
-    model, _ = build_deferred(config)
-    if config.measure.kind is MeasureKind.eval:
-        model.requires_grad_(False)
-    rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
-    specs = plan_units(model, rules)
+    model = built(config)
+    specs = plan_units(model, rules_of(config))
     optimizer = config.optimizer.rule
     return {
         "units": [
@@ -58,21 +71,87 @@ def _answer(config: RunConfig) -> dict[str, Any] | None:
         return None
 
 
-def _tell(out: TextIO, key: str, answer: Any) -> None:
-    out.write(json.dumps([key, answer]) + "\n")
-    out.flush()
+class _Answers:
+    """Writes answers as lines. Processes that share one write one line at a time."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._lock = tempfile.TemporaryFile()  # noqa: SIM115  its lock belongs to a process, and ends with it
+
+    def tell(self, key: str, answer: Any) -> None:
+        line = json.dumps([key, answer])
+        fcntl.lockf(self._lock, fcntl.LOCK_EX)
+        try:
+            self._out.write(f"\n{line}\n")  # the first ends what a process wrote that died in the middle of a line
+            self._out.flush()
+        finally:
+            fcntl.lockf(self._lock, fcntl.LOCK_UN)
+
+
+def _answer_family(family: Mapping[str, Any], to: _Answers) -> None:
+    for key, answer in answers([from_dict(one) for one in family.values()]):
+        to.tell(key, answer)
+
+
+def _answer_families(families: Sequence[Mapping[str, Any]], to: _Answers, processes: int) -> None:
+    """Answers each family, in forks of this process if that is asked for: see [Note: forked counting]."""
+    if min(processes, len(families)) < 2:
+        for family in families:
+            _answer_family(family, to)
+        return
+    shorten_once(from_dict(next(iter(families[0].values()))))  # before it is forked, so that no fork builds it again
+    (waiting, put), (done, answered) = os.pipe(), os.pipe()
+    os.write(put, b"".join(map(_NUMBER.pack, range(len(families)))))  # a pipe holds more than a sweep has points
+    os.close(put)
+    forks = [_fork(families, to, waiting, answered) for _ in range(min(processes, len(families)))]
+    os.close(waiting)
+    os.close(answered)
+    with os.fdopen(done, "rb") as file:
+        left = set(range(len(families))) - {number for (number,) in _NUMBER.iter_unpack(file.read())}
+    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in forks]
+    for number in sorted(left):
+        for key in families[number]:
+            to.tell(key, {"unknown": f"a process that counted ended with {_in_words(ends)}", "passing": True})
+
+
+def _fork(families: Sequence[Mapping[str, Any]], to: _Answers, waiting: int, answered: int) -> int:
+    """Starts a process that answers the families whose numbers it takes. Returns its pid."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        die_with_parent(parent)
+        while len(taken := os.read(waiting, _NUMBER.size)) == _NUMBER.size:
+            _answer_family(families[_NUMBER.unpack(taken)[0]], to)
+            os.write(answered, taken)
+        code = 0
+    except Exception as error:  # it is reported by the code; nothing of the parent's own may run here
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(code)
+
+
+def _in_words(ends: Sequence[int]) -> str:
+    """How those processes ended that failed."""
+    found = [signal.Signals(-end).name if end < 0 else f"exit code {end}" for end in ends if end]
+    return ", ".join(dict.fromkeys(found)) or "no answer"
+
+
+def _count() -> int:
+    """How many processes count: as many as this one may use cores, and at most MOST."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, MOST)
 
 
 def main() -> None:
     # Libraries, C code included, may print to stdout. From here on their output goes to stderr instead.
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    to = _Answers(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)
     asked = json.load(sys.stdin)
+    torch.set_num_threads(1)  # fake tensors need no more, and forks must not inherit a pool of threads
     for key, config in asked["units"].items():
-        _tell(out, key, _answer(from_dict(config)))
-    for family in asked["activations"]:
-        for key, answer in answers([from_dict(one) for one in family.values()]):
-            _tell(out, key, answer)
+        to.tell(key, _answer(from_dict(config)))
+    _answer_families(asked["activations"], to, _count())
 
 
 if __name__ == "__main__":

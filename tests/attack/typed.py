@@ -12,6 +12,7 @@ import copy
 import io
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -25,10 +26,12 @@ import yaml
 from trials import Trial, Wrong
 
 from orchestrator import cli
-from orchestrator.commands import doctor, export, launch_script
+from orchestrator.commands import doctor, export, fit, launch_script
 from orchestrator.commands import run as study
 from orchestrator.commands import sweep as sweep_command
-from orchestrator.compose import compose, folders
+from orchestrator.compose import compose, folders, plain_line
+from orchestrator.compose.arguments import Arguments
+from orchestrator.compose.composition import Composed, Composition
 from orchestrator.config.schema import from_dict, to_dict
 from orchestrator.launch.script_ranks import ScriptEnd
 from orchestrator.machine import hardware
@@ -76,6 +79,7 @@ TRACE = LinearTrace(
     *MICROS,
 )
 POINTS = 12  # limit of a sweep here: each costs milliseconds
+ROWS = math.prod(len(options.split(",")) for options in fit.AXES.values())  # that fit and choose compose themselves
 # These must not be imported; code that searches the current folder first would import them.
 CANARIES = ("queue", "torch", "yaml", "zlab_canary")
 CANARY = 'open("imported", "w").close()\ndef go(*words, **named): open("called", "w").close()\n'
@@ -122,11 +126,18 @@ class Typist:
         monkeypatch.setattr(sweep_command, "_carried_out", lambda *words: (0, None))
         one_point = compose.Composer.point
 
-        def counted(composer: compose.Composer, line: list[str]) -> compose.Composed:
+        def counted(composer: compose.Composer, line: list[str]) -> Composed:
             self.points += 1
             return one_point(composer, line)
 
+        def plainly(asked: Arguments) -> Composition | None:
+            found = composed_plainly(asked)
+            self.points += 0 if found is None else len(found.points)
+            return found
+
+        composed_plainly = plain_line.composed
         monkeypatch.setattr(compose.Composer, "point", counted)
+        monkeypatch.setattr(plain_line, "composed", plainly)
 
     def type(self, trial: Trial, words: Sequence[str]) -> Answer:
         """Runs the line and returns its answer, after a check of exit code, output, written files and imports."""

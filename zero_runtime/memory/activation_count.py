@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property
@@ -90,7 +90,7 @@ class Trace:
     def total(self) -> ActivationBytes:
         kept = self._alive(self.forward_end)
         outside = [one for one in kept if not self.in_blocks[one]]
-        running = list(accumulate(self._change(event) for event in self.events))
+        running = list(accumulate(self.changes()))
         worst = max(range(len(running)), key=running.__getitem__, default=-1)
         blocks, peak_outside, peak_backward = self.parts(worst + 1)
         return ActivationBytes(
@@ -106,24 +106,22 @@ class Trace:
         """Bytes on the device after the first `count` events: created by the forward in blocks and outside of them, and
         by the backward."""
         alive = self._alive(count)
-        made_by_forward = max((event for event in self.events[: self.forward_end]), default=0)
+        made_by_forward = max(self.events[: self.forward_end], default=0)
         forward = [one for one in alive if one < made_by_forward]
         blocks = self._bytes(one for one in forward if self.in_blocks[one])
         return blocks, self._bytes(forward) - blocks, self._bytes(alive) - self._bytes(forward)
 
-    def _change(self, event: int) -> int:
-        number = abs(event) - 1
-        return 0 if self.on_host[number] else self.sizes[number] * (1 if event > 0 else -1)
+    def changes(self, sizes: Sequence[int] | None = None) -> list[int]:
+        """The bytes on the device by which each event changes them, with other sizes of the storages if given."""
+        pairs = zip(self.sizes if sizes is None else sizes, self.on_host, strict=True)
+        device = [0 if is_on_host else size for size, is_on_host in pairs]
+        return [device[event - 1] if event > 0 else -device[-event - 1] for event in self.events]
 
     def _alive(self, count: int) -> list[int]:
         """Numbers of the storages that exist after the first `count` events."""
-        found: dict[int, None] = {}
-        for event in self.events[:count]:
-            if event > 0:
-                found[event - 1] = None
-            else:
-                found.pop(-event - 1, None)
-        return list(found)
+        events = self.events[:count]
+        freed = {-event for event in events if event < 0}
+        return [event - 1 for event in events if event > 0 and event not in freed]
 
     def _bytes(self, numbers: Iterable[int]) -> int:
         return sum(self.sizes[one] for one in numbers if not self.on_host[one])
@@ -183,17 +181,19 @@ class LinearTrace:
         mark, and its end after the last.
         """
         trace = self.trace
-        levels: list[Line] = [(0, 0)]
-        base = slope = 0
-        for event in trace.events:
-            number, sign = abs(event) - 1, 1 if event > 0 else -1
-            if not trace.on_host[number]:
-                base += sign * trace.sizes[number]
-                slope += sign * self.slopes[number]
-            levels.append((base, slope))
+        bases, slopes = trace.changes(), trace.changes(self.slopes)
+        levels = list(zip(accumulate(bases, initial=0), accumulate(slopes, initial=0), strict=True))
+        # Whether a moment has more bytes than its neighbour at one micro-batch, and no fewer at any larger one.
+        rises = [base > 0 and slope >= 0 for base, slope in zip(bases, slopes, strict=True)]
+        falls = [base < 0 and slope <= 0 for base, slope in zip(bases, slopes, strict=True)]
         end = len(trace.events)
         bounds = [0, *(position for position, _, _ in trace.marks), end, end]
-        return [_hull([(place, levels[place]) for place in range(start, stop + 1)]) for start, stop in pairwise(bounds)]
+        found = []
+        for start, stop in pairwise(bounds):
+            inside = [place for place in range(start + 1, stop) if not (rises[place] or falls[place - 1])]
+            last = [stop] if stop > start and not falls[stop - 1] else []
+            found.append(_hull([(place, levels[place]) for place in (start, *inside, *last)]))
+        return found
 
     def at(self, micro: int) -> Trace:
         """The trace of one micro-batch from low to high."""

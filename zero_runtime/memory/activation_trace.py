@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,6 +38,7 @@ from zero_runtime.offload.copy_streams import CopyEvent, HoldingCopies
 from zero_runtime.unit_planner import UnitRules, UnitSpec, block_modules, plan_units
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default  # what reading `device` of a fake tensor calls
 _ATTENTION = F.scaled_dot_product_attention  # torch's, also where a test has put another in its place
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_HEAD_DIM, MASK_ALIGNMENT = 256, 8
@@ -58,10 +59,15 @@ class Counter(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage] | None] = {_key(one): None for one in existing}
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # more than half of all calls, each of which would pass through all modes
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._see(tensor)
+        if isinstance(result, torch.Tensor):
+            self._see(result)
+        else:
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    self._see(tensor)
         if self._observe is not None:
             self._observe(len(self.trace.marks), func, args, kwargs or {}, result)
         return result

@@ -22,6 +22,11 @@ class Shortened(NamedTuple):
     units: BlockUnits
 
 
+def treats_alike(recompute: RecomputeRule) -> bool:
+    """Whether the rule treats all blocks alike, whatever their place, so that five of them stand for all."""
+    return recompute.kind != "every_nth" and recompute.offload == "none"
+
+
 def shorten(model: nn.Module, rules: UnitRules, recompute: RecomputeRule) -> Shortened | None:
     """Leave the first two and the last three blocks, if all but the first and the last are equal.
 
@@ -29,7 +34,7 @@ def shorten(model: nn.Module, rules: UnitRules, recompute: RecomputeRule) -> Sho
     span blocks; the model is shorter then, and has to be built again.
     """
     blocks = block_modules(model)
-    if len(blocks) <= SHORT or recompute.kind == "every_nth" or recompute.offload != "none":
+    if len(blocks) <= SHORT or not treats_alike(recompute):
         return None
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and list(module) == blocks]
     if len(lists) != 1 or len({_signature(block) for block in blocks[1:-1]}) > 1:

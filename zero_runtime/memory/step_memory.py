@@ -261,15 +261,34 @@ class StepMemory:
 
     @cached_property
     def _moments(self) -> list[_Moment]:
-        found = []
+        """The moments that can be the worst at some micro-batch from low to high, in the order of the step.
+
+        A line that another one reaches at both ends is below it between them too, so that it is left out. Where two are
+        equal the first is the worst, as `max` chooses.
+        """
+        span, marks = self.linear.high - self.linear.low, self.states.marks
+        lines: list[tuple[int, int, int, int, bool]] = []  # less at low (to sort by), at high, place, position, highest
         for place, candidates in enumerate(self.linear.segments):
-            level = self._level(place)
+            level = self.states.start if place == 0 else marks[place - 1]
             first, (base, slope) = candidates[0]
-            found.append(_Moment(place, first, True, level.highest + base, slope))
-            found += [
-                _Moment(place, position, False, level.left + base, slope) for position, (base, slope) in candidates
+            total = level.highest + base
+            lines.append((-total, total + slope * span, place, first, True))
+            left = level.left
+            lines += [
+                (-left - base, left + base + slope * span, place, position, False)
+                for position, (base, slope) in candidates
             ]
-        return found
+        found, most, first_of_most = [], -1, 0
+        for number in sorted(range(len(lines)), key=lambda one: lines[one][0]):
+            at_high = lines[number][1]
+            if at_high > most or (at_high == most and number < first_of_most):
+                most, first_of_most = at_high, number
+                found.append(number)
+        return [self._moment(lines[number], span) for number in sorted(found)]
+
+    def _moment(self, line: tuple[int, int, int, int, bool], span: int) -> _Moment:
+        less, at_high, place, position, is_highest = line
+        return _Moment(place, position, is_highest, -less, (at_high + less) // span if span else 0)
 
     def _level(self, place: int) -> Level:
         return self.states.start if place == 0 else self.states.marks[place - 1]

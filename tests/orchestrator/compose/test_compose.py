@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.compose import arguments, compose
-from orchestrator.compose.compose import ComposeError, Composition, OwnSource
+from orchestrator.compose.compose import ComposeError, OwnSource
+from orchestrator.compose.composition import Composition
 from orchestrator.compose.labels import sweep_name
 from orchestrator.machine.hardware import Hardware
 from orchestrator.plan.points import checked_points
