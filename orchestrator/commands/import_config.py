@@ -18,7 +18,7 @@ from orchestrator.config.schema import Resources
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import OK
 from orchestrator.foreign.accelerate_file import is_accelerate, read_accelerate
-from orchestrator.foreign.findings import Fate, KeyFinding, Foreign
+from orchestrator.foreign.findings import Fate, Foreign, KeyFinding
 from orchestrator.foreign.fsdp import read_fsdp, trainer_words
 from orchestrator.foreign.importing import DEFAULT, Imported, Line, imported, left_out
 from orchestrator.foreign.training_arguments import TypedArguments, read_arguments

@@ -22,6 +22,8 @@ Runs ZeRO training as an experiment: one point, or a sweep with one table at its
   torchrun --nproc-per-node 2 run.py zero=stage3                           joins the processes that are there
   python run.py fit model=llama2_7b hardware=a100_80gb                     what fits; no GPU needed
   python run.py export-weights CHECKPOINT OUT --dtype bf16                 a checkpoint as Hugging Face files
+  python run.py import ds_config.json                                      a DeepSpeed setup as one of ours
+  python run.py export RUN --to deepspeed                                  a point for another stack
   python run.py io-bench FOLDER                                            a drive's speed, offload settings
   python run.py launch --ranks 2 SCRIPT.py ARGUMENTS                       your own script, on ranks of this machine
   python run.py doctor                                                     what this machine has and can run

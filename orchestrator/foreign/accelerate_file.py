@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.strict import nearest
-from orchestrator.foreign.findings import Fate, KeyFinding, Foreign
+from orchestrator.foreign.findings import Fate, Foreign, KeyFinding
 from orchestrator.foreign.fsdp import read_fsdp
 from zero_runtime.deepspeed.json_text import load
 

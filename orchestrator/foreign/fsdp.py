@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.config.strict import nearest
-from orchestrator.foreign.findings import Fate, KeyFinding, Foreign
+from orchestrator.foreign.findings import Fate, Foreign, KeyFinding
 
 # By strategy, its number in FSDP 1 and its name: the stage, and whether shards are replicated over the machines.
 _STRATEGIES = {

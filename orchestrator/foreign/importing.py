@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.config.strict import Refusal
 from orchestrator.foreign import dropin_words, training_arguments
-from orchestrator.foreign.findings import Fate, KeyFinding, Foreign
+from orchestrator.foreign.findings import Fate, Foreign, KeyFinding
 from orchestrator.foreign.meanings import UNSAID, settings_of
 from orchestrator.foreign.silently import silent_effects
 from orchestrator.foreign.training_arguments import TypedArguments
@@ -132,7 +132,7 @@ def _script_words(
             words |= training_arguments.schedule_words(args, notes, problems)
         return words | training_arguments.other_words(args)
     if read.optimizer is None:
-        notes.append("no optimizer is named, so the script makes it: optimizer and lr are those of conf/; give --args")
+        notes.append("no optimizer is named, so the script makes it: its values are those of conf/; give --args")
     if read.schedule is None:
         what = "the rate is constant" if read.optimizer is not None else "the schedule is that of conf/"
         notes.append(f"no scheduler is named: {what}, unless the script makes one")

@@ -28,7 +28,7 @@ from orchestrator.plan.rules.scene import here
 LINES = (
     "zero=stage0 precision=fp32",
     "zero=stage1 precision=bf16_pure scheduler=constant",
-    "zero=stage2 precision=bf16 batch.accumulation=3 optimizer=adam optimizer.weight_decay=0.1 optimizer.clip_norm=null",
+    "zero=stage2 precision=bf16 batch.accumulation=3 optimizer=adam optimizer.clip_norm=null",
     "zero=stage3 precision=fp16 precision.hysteresis=4 precision.reduce=fp16 scheduler=warmup_decay recompute=full",
     "zero=stage3 offload=optimizer_param_cpu offload.ratio=0.5 scheduler=warmup_cosine optimizer=sgd",
     "zero=stage3 zero.prefetch=2 offload=optimizer_nvme offload.requests=8 offload.block_mib=1 seed=7",

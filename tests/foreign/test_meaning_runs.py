@@ -93,6 +93,9 @@ def differing(first: Weights, second: Weights) -> list[str]:
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
+CONSTANTS: dict[str, Any] = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6}
+
+
 def adam_configurations() -> list[str]:
     """Accumulation, decoupled and coupled decay, learning rate, betas and eps from the arguments; bit for bit."""
     wrong = []
@@ -107,12 +110,11 @@ def adam_configurations() -> list[str]:
             "optimizer": {"type": kind, "params": {**AUTO_ADAM, **params}},
             "gradient_clipping": 0.0,
         }
-        constants = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6}
         each_micro = level >= 2
         expected = plain_weights(
-            lambda given, plain=plain: plain(given, weight_decay=0.1, **constants), 2, each_micro=each_micro
+            lambda given, plain=plain: plain(given, weight_decay=0.1, **CONSTANTS), 2, each_micro=each_micro
         )
-        other = plain_weights(lambda given: AdamW(given, weight_decay=0.0, **constants), 2, each_micro=each_micro)
+        other = plain_weights(lambda given: AdamW(given, weight_decay=0.0, **CONSTANTS), 2, each_micro=each_micro)
         found = engine_weights(config)
         wrong += [f"{level} {kind}: {name}" for name in differing(expected, found)]
         assert len(differing(other, found)) > len(found) // 2  # the decay is seen
@@ -215,7 +217,7 @@ def scaled() -> list[bool]:
             master -= 1000.0 * (grad / SCALE)
             param.data.copy_(master)
             param.grad = None
-    right = [torch.equal(a.float(), b.float()) for a, b in zip(run(SCALE), model.parameters(), strict=True)]
+    right = [torch.equal(a, b) for a, b in zip(run(SCALE), masters, strict=True)]
     vanished = [torch.equal(a, b) for a, b in zip(run(1.0), run(SCALE), strict=True)]
     return [*right, not all(vanished)]
 

@@ -153,8 +153,8 @@ BOTH = {"offload_optimizer": NVME, "offload_param": NVME}
             2,
             {},
             {"offload_param": CPU},
-            "zero_optimization: offload.params=cpu: expected a plan that shards parameters, found one that keeps them "
-            "in full on every rank; shard them too, or offload the optimizer alone",
+            "zero_optimization.offload_param.device: 'cpu' needs stage 3, found stage 2, where every rank holds all "
+            "parameters and DeepSpeed ignores the section; set stage to 3, or leave the section out",
         ),
         (
             3,
