@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -123,6 +125,15 @@ def _tokens(config: RunConfig, device: torch.device) -> tuple[torch.Tensor, torc
     return ids, ids.roll(-1, 1)
 
 
+def _missing_folders(config: RunConfig) -> list[Path]:
+    """The folders that `offload_plan` will make for a scratch file, the innermost first; a run keeps them, and a
+    measurement does not."""
+    if not config.offload.uses_nvme or config.offload.folder is None:
+        return []
+    folder = Path(config.offload.folder)
+    return [one for one in (folder, *folder.parents) if not one.exists()]
+
+
 class Calibration:
     """The measurements of one rank, each together with all other ranks. told: called on rank 0 after each job."""
 
@@ -193,6 +204,16 @@ class Calibration:
         return asdict(time_copies(self._repeated, self._device, SIZES))
 
     def _update(self, config: RunConfig) -> Answer:
+        made = _missing_folders(config)
+        self._repeated.mean(0.0)  # no rank makes them before all have looked
+        try:
+            return self._timed_update(config)
+        finally:
+            for folder in made:
+                with contextlib.suppress(OSError):  # a file is in it: another rank's, which then removes the folder
+                    folder.rmdir()
+
+    def _timed_update(self, config: RunConfig) -> Answer:
         settings = RuntimeSettings(
             clip_norm=config.optimizer.clip_norm,
             watch=self._watch,
