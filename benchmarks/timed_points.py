@@ -17,7 +17,7 @@ import torch
 from orchestrator.config.schema import RunConfig
 from orchestrator.launch.environment import GLIBC, TUNABLES
 from orchestrator.plan.speed import TimingJob
-from orchestrator.worker.calibrate import Calibration
+from orchestrator.worker.calibrate import Calibration, SegmentTurns
 from orchestrator.worker.setup import build_data, build_runtime, prepare_process
 from orchestrator.workloads.data import slice_for_rank
 from orchestrator.workloads.models import token_losses
@@ -26,8 +26,8 @@ from zero_runtime.watch.watch import RankWatch, WatchSettings
 from zero_runtime.world import WorldSettings, join_world, leave_world
 
 WARM_UP = 3  # steps of each point before the first turn
-TURNS_S = 30.0  # time of the turns of a round
-LEAST, MOST = 8, 24  # turns of a round
+TURNS_S = 40.0  # time of the turns of a round
+LEAST, MOST = 6, 24  # turns of a round
 LR = 1e-4
 
 
@@ -93,19 +93,22 @@ def rank_main(
             for _ in range(WARM_UP):
                 point.step()
         repeated = Repeated(points[0].runtime.collectives, device)
+        beside = {job.key: SegmentTurns(job.config, repeated, device, watch) for job in jobs if job.kind == "segments"}
+        others = [job.plain() for job in jobs if job.key not in beside]
         found = []
         for _ in range(rounds):
-            answers = Calibration(device, watch, lambda _job: None).answers([job.plain() for job in jobs], math.inf)
-            found.append(Round(answers, _turns(points, repeated)))
-        for point in points:
-            point.runtime.close()
+            answers = Calibration(device, watch, lambda _job: None).answers(others, math.inf)
+            turns = _turns(points, list(beside.values()), repeated)
+            found.append(Round(answers | {key: one.answer() for key, one in beside.items()}, turns))
+        for one in (*beside.values(), *(point.runtime for point in points)):
+            one.close()
     if rank == 0:
         Path(folder, "found").write_bytes(pickle.dumps(found))
     leave_world()
 
 
-def _turns(points: Sequence[TimedPoint], repeated: Repeated) -> list[list[float]]:
-    """By turn the seconds of each point's step. Each turn begins with another point."""
+def _turns(points: Sequence[TimedPoint], beside: Sequence[SegmentTurns], repeated: Repeated) -> list[list[float]]:
+    """By turn the seconds of each point's step. Each turn begins with another point, and segments are timed in it."""
     gc.collect()
     gc.disable()  # one point's garbage must not be collected while another is timed
     began, found = time.perf_counter(), []
@@ -116,6 +119,8 @@ def _turns(points: Sequence[TimedPoint], repeated: Repeated) -> list[list[float]
             which = (place + len(found)) % len(points)
             repeated.mean(0.0)  # ranks begin together
             seconds[which] = points[which].turn()
+        for one in beside:
+            one.turn()
         found.append(seconds)
         if len(found) == 2:
             each_s = repeated.mean(time.perf_counter() - began) / len(found)

@@ -6,6 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.settings import RuntimeSettings
 from zero_runtime.timing.machine_timer import Repeated, time_copies, time_links, time_updates
 from zero_runtime.timing.segment_timer import SegmentTimer, typical
+from zero_runtime.timing.segments import Key
 from zero_runtime.unit_planner import UnitRules
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 from zero_runtime.world import WorldSettings, join_world, leave_world
@@ -125,6 +127,53 @@ def _tokens(config: RunConfig, device: torch.device) -> tuple[torch.Tensor, torc
     return ids, ids.roll(-1, 1)
 
 
+class SegmentTurns:
+    """Measures the seconds of a model's segments at the configured micro-batch, and of a real step of the same blocks.
+
+    [Note: taking turns]
+    A micro-batch whose segments are timed and a real step follow one another, so that a machine whose speed changes
+    does not make a difference between them. Of two real steps in a turn the second is timed: gathers that a step leaves
+    under way run beside the next step, as in training.
+    """
+
+    def __init__(self, config: RunConfig, repeated: Repeated, device: torch.device, watch: RankWatch | None) -> None:
+        self._repeated = repeated
+        self._timer, self._short = timer_of(config, device)
+        self._runtime = short_runtime(speed.anchored(config), device, watch)
+        self._step = step_of(config, self._runtime, device)
+        self._alone: list[tuple[list[Key], list[float]]] = []
+        self._real: list[float] = []
+        for action in (self._timer.step, self._step, self._step):  # which may compile and allocate
+            action()
+
+    def turn(self) -> None:
+        """Measure each of the two once. All ranks must call it together."""
+        self._repeated.mean(0.0)  # ranks begin together, as in a step
+        self._alone.append(self._timer.step())
+        self._step()
+        self._real.append(self._repeated.once(self._step))
+        for unit in self._runtime.units:
+            unit.wait_unshard()
+
+    def answer(self) -> Answer:
+        """The answer of a job from the turns since the last answer."""
+        marks, runtime, short = self._alone[0][0], self._runtime, self._short
+        table = typical(self._alone).map(self._repeated.mean)
+        units = zip(unit_sizes(runtime), (unit.precision for unit in runtime.units), strict=True)
+        anchor = {
+            "seconds": self._repeated.mean(statistics.median(self._real)),
+            "marks": [[int(kind), unit] for kind, unit in marks],
+            "segments": table.in_order(marks),
+            "units": [[asdict(size), asdict(precision)] for size, precision in units],
+        }
+        self._alone, self._real = [], []
+        whole = table if short is None else table.with_blocks(short.units, short.blocks)
+        return {"table": whole.plain(), "anchor": anchor}
+
+    def close(self) -> None:
+        self._runtime.close()
+
+
 def _missing_folders(config: RunConfig) -> list[Path]:
     """The folders that `offload_plan` will make for a scratch file, the innermost first; a run keeps them, and a
     measurement does not."""
@@ -157,40 +206,10 @@ class Calibration:
         return found
 
     def _segments(self, config: RunConfig) -> Answer:
-        """Seconds of the model's segments at the configured micro-batch, and of a real step of the same blocks.
-
-        [Note: taking turns]
-        A micro-batch whose segments are timed and a real step follow one another, so that a machine whose speed changes
-        does not make a difference between them. Of two real steps in a turn the second is timed: gathers that a step
-        leaves under way run beside the next step, as in training.
-        """
-        timer, short = timer_of(config, self._device)
-        runtime = short_runtime(speed.anchored(config), self._device, self._watch)
-        try:
-            step = step_of(config, runtime, self._device)
-            for action in (timer.step, step, step):  # which may compile and allocate
-                action()
-            alone, real = [], []
+        with closing(SegmentTurns(config, self._repeated, self._device, self._watch)) as turns:
             for _ in range(STEPS):
-                self._repeated.mean(0.0)  # ranks begin together, as in a step
-                alone.append(timer.step())
-                step()
-                real.append(self._repeated.once(step))
-                for unit in runtime.units:
-                    unit.wait_unshard()
-            units = list(zip(unit_sizes(runtime), (unit.precision for unit in runtime.units), strict=True))
-        finally:
-            runtime.close()
-        table = typical(alone).map(self._repeated.mean)
-        marks = alone[0][0]
-        anchor = {
-            "seconds": self._repeated.mean(statistics.median(real)),
-            "marks": [[int(kind), unit] for kind, unit in marks],
-            "segments": table.in_order(marks),
-            "units": [[asdict(size), asdict(precision)] for size, precision in units],
-        }
-        whole = table if short is None else table.with_blocks(short.units, short.blocks)
-        return {"table": whole.plain(), "anchor": anchor}
+                turns.turn()
+            return turns.answer()
 
     def _links(self, config: RunConfig) -> Answer:
         world = config.resources.ranks or 1

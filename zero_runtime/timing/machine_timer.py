@@ -190,16 +190,19 @@ def time_copies(repeated: Repeated, device: torch.device, sizes: Sequence[int]) 
 
 
 class _Matrices(nn.Module):
-    """A model with a given number of elements, whose forward is cheap."""
+    """A model with a given number of elements, whose forward is cheap.
+
+    Elements and gradients differ: the time of an update with 8-bit states depends on their values.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.full((width, width), 0.02) for _ in range(MATRICES))
+        self.weights = nn.ParameterList(torch.empty(width, width).normal_(std=0.02) for _ in range(MATRICES))
 
-    def forward(self, row: torch.Tensor) -> torch.Tensor:
+    def forward(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         total = torch.zeros((), device=row.device)
         for weight in self.weights:
-            total = total + (row @ weight.to(row.dtype)).float().sum()
+            total = total + (row @ weight.to(row.dtype) @ column).float().sum()
         return total
 
 
@@ -220,9 +223,13 @@ def time_updates(
     for numel in sizes:
         width = max(8, round((numel / MATRICES) ** 0.5))
         runtime = ZeroRuntime(_Matrices(width), plan, precision, optimizer, settings, device)
-        row = torch.ones(1, width, device=device)
+        row, column = torch.randn(1, width, device=device), torch.randn(width, 1, device=device)
+
+        def backward(built: ZeroRuntime = runtime, row: torch.Tensor = row, column: torch.Tensor = column) -> None:
+            built.backward(built(row, column))
+
         try:
-            seconds = repeated.seconds(lambda r=runtime: r.step(1e-4), lambda r=runtime, x=row: r.backward(r(x)))  # type: ignore[misc]
+            seconds = repeated.seconds(partial(runtime.step, 1e-4), backward)
         finally:
             runtime.close()
         points.append((float(MATRICES * width * width), max(seconds - sum_s, 0.0)))
