@@ -128,6 +128,12 @@ CLAIMS = (
         script("kernels_gpu.py", "--least-percent", "80"),
         600.0,
     ),
+    Claim(
+        "speed",
+        "the predicted steps of stages 0, 1 and 3 are within 25 % of the measured ones",
+        script("gpu_speed.py", "--most-percent", "25"),
+        600.0,
+    ),
     Claim("stages-bf16", MEASURED, script("stages.py", "--precision", "bf16", *LARGE), 1200.0),
     Claim("stages-fp32", MEASURED, script("stages.py", "--precision", "fp32", *LARGE), 1200.0),
     Claim("host-offload", MEASURED, script("host_offload.py"), 1200.0),

@@ -1,32 +1,32 @@
 """Compares predicted step times with measured ones on CPU ranks, and what `choose` takes with the best of all.
 
-`python benchmarks/predicted_speed.py [--rounds N] [--spaces N] [--write]`. Each space is a set of points that differ in
-some settings. Its parts of a step are measured first, by the code of `calibrate`, and then each point in several
-rounds, in rotated order. A point's time is the median of its rounds, its range their least and most.
+`python benchmarks/predicted_speed.py [--rounds N] [--space TEXT] [--write]`. Each space is a set of points that differ
+in some settings. In each round the parts of a step are measured by the code of `calibrate`, and then the points
+(timed_points.py). A round's error is that of its own prediction; a point's error is the median of those of its rounds.
 
 [Note: the same processes]
 The parts and the points of a space are measured by the same processes. On a virtual machine with two cores the same
 step of the same code differed more between two starts of processes than between two rounds of one start, and such a
 difference would be counted as an error of the prediction.
 
+[Note: turns]
+All points of a space are alive at the same time and make a step in turn, so that a machine whose speed changes does so
+for all of them alike. Two points are compared turn by turn.
+
 [Note: choose in hindsight]
-For each space, the candidates are those that `choose` would confirm (`plan/choice.py`), and their short runs are the
-first round. What it takes is compared with the best of all points by the other rounds, which took no part in the
-choice. A difference below the spread of the rounds is noise of the machine: what it takes is beaten only if all rounds
-of another point are faster than all of its rounds.
+For each space, the candidates are those that `choose` would confirm by the first round's prediction (`plan/choice.py`),
+and the turns of the first round are their short runs. What it takes is compared with the fastest of all points in the
+turns of the other rounds, which took no part in the choice: by how much longer it takes is the median over these turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import pickle
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -43,25 +43,21 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from benchmarks import timed_points  # noqa: E402
 from benchmarks.stages_report import cpu_name  # noqa: E402
 from orchestrator.compose import arguments  # noqa: E402
 from orchestrator.compose.line import composed  # noqa: E402
-from orchestrator.config.schema import RunConfig  # noqa: E402
-from orchestrator.launch.environment import GLIBC, TUNABLES  # noqa: E402
 from orchestrator.plan import memory_cache, speed  # noqa: E402
-from orchestrator.plan.choice import NEAR  # noqa: E402
+from orchestrator.plan.choice import NEAR, ShortRun, best_run  # noqa: E402
 from orchestrator.plan.point import Point  # noqa: E402
 from orchestrator.plan.points import judged  # noqa: E402
 from orchestrator.plan.prediction import hardware_name  # noqa: E402
 from orchestrator.plan.rules.scene import here  # noqa: E402
-from orchestrator.plan.speed import Speed, TimingJob, speed_of  # noqa: E402
+from orchestrator.plan.speed import Speed, speed_of  # noqa: E402
 from orchestrator.plan.step import Memories  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = 4  # as in `choose`
-WARM_UP = 3
-ROUND_S = 1.2  # time of one point in one round
-LEAST, MOST = 4, 40  # steps of one point in one round
 ALLOWED_MEDIAN, ALLOWED_WORST, ALLOWED_TAU, ALLOWED_REGRET = 0.10, 0.25, 0.8, 0.03
 
 
@@ -107,97 +103,47 @@ SPACES = {
 
 @dataclass(frozen=True)
 class Compared:
-    """A point: its predicted seconds of a step, and the measured ones of each round."""
+    """A point: of each round its predicted speed, and the measured seconds of a step in each turn."""
 
     space: str
     label: str
-    predicted: Speed
-    rounds: list[float]
+    predicted: list[Speed]
+    rounds: list[list[float]]
     tokens: int
 
     @property
-    def measured_s(self) -> float:
-        return statistics.median(self.rounds)
+    def predicted_s(self) -> float:
+        return statistics.median(one.time.total_s for one in self.predicted)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of all turns."""
+        return [one for turns in self.rounds for one in turns]
+
+    @property
+    def range_s(self) -> tuple[float, float]:
+        """The p10 and p90 of the measured seconds."""
+        return percentile(self.seconds, 0.1), percentile(self.seconds, 0.9)
 
     @property
     def error(self) -> float:
-        """predicted / measured - 1."""
-        return self.predicted.time.total_s / self.measured_s - 1
+        """predicted / measured - 1, see the module's docstring."""
+        pairs = zip(self.predicted, self.rounds, strict=True)
+        return statistics.median(one.time.total_s / statistics.median(turns) - 1 for one, turns in pairs)
 
     def per_token(self, seconds: float) -> float:
         return seconds / self.tokens
 
-
-# ---- measurement -----------------------------------------------------------------------------------------------------
-
-
-def rank_main(
-    rank: int, world: int, folder: str, jobs: Sequence[TimingJob], configs: Sequence[RunConfig], rounds: int
-) -> None:
-    """The parts of a step and all rounds of the points, on this rank. Rank 0 writes the answers of the jobs, and the
-    seconds of a step by round and point."""
-    from orchestrator.worker.calibrate import Calibration
-    from orchestrator.worker.setup import build_data, build_runtime, prepare_process
-    from orchestrator.workloads.data import slice_for_rank
-    from orchestrator.workloads.models import token_losses
-    from zero_runtime.watch.watch import WatchSettings
-    from zero_runtime.world import WorldSettings, join_world, leave_world
-
-    device = prepare_process(configs[0], rank)
-    found = [[0.0] * len(configs) for _ in range(rounds)]
-    with join_world(Path(folder, "store"), rank, world, device, WorldSettings(watch=WatchSettings(300))) as watch:
-        plain = [job.plain() for job in jobs]
-        answers = Calibration(device, watch, lambda _job: None).answers(plain, budget_s=math.inf)
-        for number in range(rounds):
-            for place in [(place + number) % len(configs) for place in range(len(configs))]:
-                config = configs[place]
-                watch.journal.begin("start")
-                runtime, _ = build_runtime(config, device, watch)
-                data = build_data(config)
-                samples = config.batch.global_size or 1
-
-                def step(index: int) -> float:
-                    begin = time.perf_counter()
-                    offset, count = slice_for_rank(samples, rank, world)  # noqa: B023
-                    ids, labels = data.train_batch(index * samples + offset, count)  # noqa: B023
-                    tokens = runtime.sum_over_ranks(int((labels != -100).sum()))  # noqa: B023
-                    micro = config.batch.micro  # noqa: B023
-                    for start in range(0, count, micro):
-                        part = slice(start, start + micro)
-                        batch = torch.from_numpy(ids[part]), torch.from_numpy(labels[part])
-                        loss = token_losses(runtime.model, *batch, config.loss.tile_tokens) / tokens  # noqa: B023
-                        last = start + micro >= count
-                        if config.zero.reduce_at_boundary and not last:  # noqa: B023
-                            with runtime.no_sync():  # noqa: B023
-                                runtime.backward(loss)  # noqa: B023
-                        else:
-                            runtime.backward(loss)  # noqa: B023
-                        del loss
-                    runtime.step(1e-4)  # noqa: B023
-                    return time.perf_counter() - begin
-
-                warm = [step(index) for index in range(WARM_UP)]
-                slowest = float(runtime.collectives.sum_over_ranks_(torch.tensor(warm[-1], dtype=torch.float64)))
-                count = min(max(int(ROUND_S * world / slowest), LEAST), MOST)
-                seconds = [step(WARM_UP + index) for index in range(count)]
-                found[number][place] = statistics.median(seconds)
-                runtime.close()
-    if rank == 0:
-        Path(folder, "seconds").write_bytes(pickle.dumps((answers, found)))
-    leave_world()
+    def short_run(self) -> ShortRun:
+        """What `choose` would see of it: the prediction and the turns of the first round, in tokens per second."""
+        speeds = [self.tokens / seconds for seconds in self.rounds[0]]
+        predicted = self.tokens / self.predicted[0].time.total_s
+        return ShortRun(predicted, statistics.median(speeds), percentile(speeds, 0.1), percentile(speeds, 0.9))
 
 
-def measured(
-    jobs: Sequence[TimingJob], configs: Sequence[RunConfig], rounds: int
-) -> tuple[dict[str, Any], list[list[float]]]:
-    """The answers of the jobs by key, and by point the seconds of its rounds."""
-    world = configs[0].resources.ranks or 1
-    os.environ |= {TUNABLES: GLIBC, "OMP_NUM_THREADS": str(configs[0].resources.threads)}
-    with tempfile.TemporaryDirectory() as folder:
-        args = (world, folder, jobs, configs, rounds)
-        torch.multiprocessing.start_processes(rank_main, args, nprocs=world, start_method="spawn")
-        answers, by_round = pickle.loads(Path(folder, "seconds").read_bytes())
-    return answers, [[found[place] for found in by_round] for place in range(len(configs))]
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of the values is, the nearest one."""
+    return sorted(values)[round(share * (len(values) - 1))]
 
 
 def compared(name: str, line: str, rounds: int) -> list[Compared]:
@@ -208,17 +154,22 @@ def compared(name: str, line: str, rounds: int) -> list[Compared]:
     found = [point for point in points if isinstance(point, Point)]
     configs = [point.config for point in found]
     hardware = hardware_name(configs[0])
-    jobs = speed.missing(configs, hardware, fresh=True)
-    answers, rounds_s = measured(jobs, configs, rounds)
-    speed.store(hardware, [(job, answers[job.key]) for job in jobs])
     memories = Memories(memory_cache.answers(configs, configs))
+    known = [memories.of(config) for config in configs]
+    jobs = speed.missing(configs, hardware, fresh=True)
+    predicted: list[list[Speed]] = [[] for _ in found]
+    measured = timed_points.measured(jobs, configs, rounds)
+    for answers, _ in measured:
+        speed.store(hardware, [(job, answers[job.key]) for job in jobs])
+        for point, memory, speeds in zip(found, known, predicted, strict=True):
+            one = None if memory is None else speed_of(memory, hardware)
+            assert one is not None, f"{point.label} was not predicted"
+            speeds.append(one)
     rows = []
-    for point, seconds in zip(found, rounds_s, strict=True):
-        memory = memories.of(point.config)
-        predicted = None if memory is None else speed_of(memory, hardware)
-        assert predicted is not None, f"{point.label} was not predicted"
+    for place, (point, speeds) in enumerate(zip(found, predicted, strict=True)):
+        seconds = [[turn[place] for turn in one.turns] for one in measured]
         tokens = (point.config.batch.global_size or 0) * point.config.batch.seq
-        rows.append(Compared(name, point.label, predicted, seconds, tokens))
+        rows.append(Compared(name, point.label, speeds, seconds, tokens))
     return rows
 
 
@@ -226,44 +177,46 @@ def compared(name: str, line: str, rounds: int) -> list[Compared]:
 
 
 def tau(rows: Sequence[Compared]) -> tuple[float, int]:
-    """Kendall's tau of the predicted order, over the pairs of one space whose measured ranges do not overlap, and the
-    number of these pairs."""
+    """Kendall's tau of the predicted order, over the pairs of one space whose measured ranges (p10 to p90) do not
+    overlap, and the number of these pairs."""
     right = wrong = 0
     for one, other in combinations(rows, 2):
         if one.space != other.space:
             continue
-        mine, theirs = ([row.per_token(seconds) for seconds in row.rounds] for row in (one, other))
-        if max(mine) < min(theirs) or max(theirs) < min(mine):
-            is_faster = one.per_token(one.predicted.time.total_s) < other.per_token(other.predicted.time.total_s)
-            agrees = is_faster == (statistics.median(mine) < statistics.median(theirs))
+        mine, theirs = ([row.per_token(seconds) for seconds in row.range_s] for row in (one, other))
+        if mine[1] < theirs[0] or theirs[1] < mine[0]:
+            is_faster = one.per_token(one.predicted_s) < other.per_token(other.predicted_s)
+            agrees = is_faster == (mine[1] < theirs[0])
             right, wrong = right + agrees, wrong + (not agrees)
     return (right - wrong) / max(right + wrong, 1), right + wrong
 
 
 class Regret(NamedTuple):
-    """What `choose` would take in a space; by how much more time a token takes than in the best point; the spread of
-    the rounds (most / least - 1, median over the points); and whether another point is faster in all rounds."""
+    """What `choose` would take in a space, the fastest of all points, and by how much more time a token takes in what
+    it would take."""
 
     label: str
+    best: str
     slower: float
-    spread: float
-    is_beaten: bool
 
 
 def regret(rows: Sequence[Compared]) -> Regret:
     """See [Note: choose in hindsight]."""
-    ranked = sorted(rows, key=lambda row: row.per_token(row.predicted.time.total_s))
-    fastest = ranked[0].per_token(ranked[0].predicted.time.total_s)
-    near = [row for row in ranked if NEAR * row.per_token(row.predicted.time.total_s) <= fastest][:RUNS]
-    chosen = min(near, key=lambda row: row.per_token(row.rounds[0]))
+    runs = {row.label: row.short_run() for row in rows}
+    ranked = sorted(rows, key=lambda row: -runs[row.label].predicted)
+    least = NEAR * runs[ranked[0].label].predicted
+    near = [row.label for row in ranked if runs[row.label].predicted >= least][:RUNS]
+    label = best_run({one: runs[one] for one in near}).label
+    chosen = next(row for row in rows if row.label == label)
+    best = min(rows, key=lambda row: row.per_token(statistics.median(later(row))))
+    pairs = zip(later(chosen), later(best), strict=True)
+    slower = statistics.median(chosen.per_token(mine) / best.per_token(theirs) - 1 for mine, theirs in pairs)
+    return Regret(label, best.label, slower)
 
-    def later(row: Compared) -> float:
-        return row.per_token(statistics.median(row.rounds[1:] or row.rounds))
 
-    spread = statistics.median(max(row.rounds) / min(row.rounds) - 1 for row in rows)
-    fastest_round = chosen.per_token(min(chosen.rounds))
-    is_beaten = any(row.per_token(max(row.rounds)) < fastest_round for row in rows)
-    return Regret(chosen.label, later(chosen) / min(map(later, rows)) - 1, spread, is_beaten)
+def later(row: Compared) -> list[float]:
+    """The seconds of the turns that took no part in a choice; all if there is one round."""
+    return [one for turns in row.rounds[1:] or row.rounds for one in turns]
 
 
 def report(rows: Sequence[Compared], seconds: float) -> list[str]:
@@ -274,54 +227,50 @@ def report(rows: Sequence[Compared], seconds: float) -> list[str]:
         "# Predicted and measured step times on CPU ranks",
         "",
         f"`python benchmarks/predicted_speed.py --write`, {date.today()}, {cpu_name()}, {os.cpu_count()} cores, "
-        f"torch {torch.__version__}, Python {platform.python_version()}, {seconds:.0f} s",
+        f"torch {torch.__version__}, Python {platform.python_version()}, {seconds:.0f} s, {len(rows[0].rounds)} rounds",
         "",
         f"- {len(rows)} points in {len({row.space for row in rows})} spaces: median error "
         f"{statistics.median(errors):.1%}, worst {errors[-1]:.1%}, median with its sign {bias:+.1%}",
-        f"- order: Kendall's tau {of_order:.2f} over the {pairs} pairs of a space whose measured ranges do not overlap",
+        f"- order: Kendall's tau {of_order:.2f} over the {pairs} pairs of a space whose p10-p90 do not overlap",
     ]
     spaces = {space: [row for row in rows if row.space == space] for space in dict.fromkeys(row.space for row in rows)}
     regrets = {space: regret(of_space) for space, of_space in spaces.items()}
     within = sum(one.slower <= ALLOWED_REGRET for one in regrets.values())
-    unbeaten = sum(not one.is_beaten for one in regrets.values())
     lines += [
-        f"- choose, with at most {RUNS} runs: no point is faster in all rounds in {unbeaten} of {len(regrets)} spaces; "
-        f"by medians within {ALLOWED_REGRET:.0%} of the best in {within}",
+        f"- choose, with at most {RUNS} runs: within {ALLOWED_REGRET:.0%} of the best in {within} of {len(regrets)} "
+        "spaces",
         "",
-        "| space | points | chosen | slower than the best | beaten | spread of the rounds | error | tau (pairs) |",
-        "|---|---|---|---|---|---|---|---|",
+        "| space | points | chosen | best | slower | error | tau (pairs) |",
+        "|---|---|---|---|---|---|---|",
     ]
     for space, of_space in spaces.items():
         chosen = regrets[space]
         median = statistics.median(abs(row.error) for row in of_space)
         order, count = tau(of_space)
-        beaten = "yes" if chosen.is_beaten else "no"
         lines.append(
-            f"| {space} | {len(of_space)} | {chosen.label} | {chosen.slower:.1%} | {beaten} | {chosen.spread:.1%} | "
-            f"{median:.1%} | {order:.2f} ({count}) |"
+            f"| {space} | {len(of_space)} | {chosen.label} | {chosen.best} | {chosen.slower:+.1%} | {median:.1%} | "
+            f"{order:.2f} ({count}) |"
         )
-    lines += [
-        "",
-        "| space | point | predicted ms | measured ms | least | most | error |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines += ["", "| space | point | predicted ms | measured ms | p10 | p90 | turns | error |", "|---|" + "---|" * 7]
     for row in rows:
-        low, high = min(row.rounds), max(row.rounds)
-        numbers = [1e3 * one for one in (row.predicted.time.total_s, row.measured_s, low, high)]
-        lines.append(
-            f"| {row.space} | {row.label} | {' | '.join(f'{one:.1f}' for one in numbers)} | {row.error:+.1%} |"
-        )
+        times = [row.predicted_s, statistics.median(row.seconds), *row.range_s]
+        numbers = " | ".join(f"{1e3 * one:.1f}" for one in times)
+        lines.append(f"| {row.space} | {row.label} | {numbers} | {len(row.seconds)} | {row.error:+.1%} |")
     return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--spaces", type=int, default=len(SPACES), help="only the first so many")
+    parser.add_argument("--rounds", type=int, default=2, help="at least 1; default: 2")
+    parser.add_argument("--space", default="", metavar="TEXT", help="only spaces whose name contains TEXT")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/")
     asked = parser.parse_args()
-    began, rows = time.monotonic(), []
-    for name, line in list(SPACES.items())[: asked.spaces]:
+    spaces = {name: line for name, line in SPACES.items() if asked.space.lower() in name.lower()}
+    if not spaces or asked.rounds < 1:
+        known = "; ".join(SPACES)
+        parser.error(f"expected --rounds of at least 1 and a --space among: {known}")
+    began, rows = time.monotonic(), list[Compared]()
+    for name, line in spaces.items():
         rows += compared(name, line, asked.rounds)
         errors = [row.error for row in rows if row.space == name]
         print(f"{name}: {len(errors)} points, {min(errors):+.1%} to {max(errors):+.1%}", file=sys.stderr, flush=True)

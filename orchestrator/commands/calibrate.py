@@ -115,10 +115,10 @@ def _row(label: str, found: Prediction | None) -> tuple[str, ...]:
     step = found.speed.time
     parts = (
         step.model_s,
-        step.exposed_s + step.slowed_s + step.meetings_s,
+        step.exposed_s + step.slowed_s + step.control_s,
         step.runtime_s,
         step.update_s,
-        step.control_s,
+        step.surplus_s,
     )
     return (label, digits(found.speed.tokens_per_second), *(digits(1e3 * one) for one in (step.total_s, *parts)))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.commands import calibrate, fit
 from orchestrator.commands.experiment_file import write_experiment
@@ -19,7 +19,7 @@ from orchestrator.config.cluster import ClusterKind
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, OK
 from orchestrator.plan import choice, speed
-from orchestrator.plan.choice import Candidate
+from orchestrator.plan.choice import Candidate, ShortRun
 from orchestrator.plan.fit import Fit
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import judged
@@ -40,6 +40,19 @@ LONGEST_S = 2.0  # of a predicted step that a short run makes
 SHOWN = 12
 HEADER = ("row", "micro", "tokens/s, predicted", "tokens/s, measured", "needs/rank", "because")
 MICRO = "batch.micro"
+
+
+class Outcome(NamedTuple):
+    """What is chosen, the short runs by label, and the labels of those that tie for the fastest."""
+
+    best: Candidate
+    measured: Mapping[str, ShortRun]
+    tied: tuple[str, ...]
+
+    def speed(self, one: Candidate) -> float | None:
+        """The measured tokens per second of a candidate; None if it was not run."""
+        run = self.measured.get(one.label)
+        return None if run is None else run.median
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,12 +78,13 @@ def main(argv: Sequence[str]) -> int:
     finalists = choice.shortlist(ranked, asked.runs)
     is_here = not ranked[0].config.hardware.is_described
     measured = _confirmed(finalists, words, screen) if is_here and asked.runs else {}
-    best = max(finalists, key=lambda one: measured.get(one.label, 0.0)) if measured else ranked[0]
+    chosen = choice.best_run(measured) if measured else None
+    best = next(one for one in finalists if one.label == chosen.label) if chosen else ranked[0]
     if is_here and asked.runs and not measured:
         complain("error: none of the short runs ended with a result")
         return FAILED
     largest = max(fitting, key=lambda one: one.micro)
-    _show(ranked, finalists, measured, best, largest, screen, as_json=asked.json)
+    _show(ranked, finalists, Outcome(best, measured, chosen.tied if chosen else ()), largest, screen, asked.json)
     return OK
 
 
@@ -143,8 +157,8 @@ def _measured(found: Sequence[Candidate], name: str, screen: Screen) -> list[Can
     return choice.with_speeds(found, name)
 
 
-def _confirmed(finalists: Sequence[Candidate], words: Sequence[str], screen: Screen) -> dict[str, float]:
-    """Measured tokens per second by label, of the runs that ended with a result."""
+def _confirmed(finalists: Sequence[Candidate], words: Sequence[str], screen: Screen) -> dict[str, ShortRun]:
+    """The runs that ended with a result, by label."""
     longer = [] if "measure" in fit.names(words) else ["measure=standard"]
     scene, points = here(), []
     for one in finalists:
@@ -155,66 +169,71 @@ def _confirmed(finalists: Sequence[Candidate], words: Sequence[str], screen: Scr
     _, sweep = swept(request, scene.hardware, screen)
     standings = [] if sweep is None else sweep_record.standings(sweep)
     results = {standing.label: standing.result() for standing in standings}
-    return {label: result["throughput"]["tokens_per_second"]["median"] for label, result in results.items() if result}
+    speeds = {label: result["throughput"]["tokens_per_second"] for label, result in results.items() if result}
+    predicted = {one.label: one.tokens_per_second for one in finalists}
+    return {
+        label: ShortRun(predicted[label], speed["median"], speed["p10"], speed["p90"])
+        for label, speed in speeds.items()
+    }
 
 
 def _show(
     ranked: Sequence[Candidate],
     finalists: Sequence[Candidate],
-    measured: dict[str, float],
-    best: Candidate,
+    outcome: Outcome,
     largest: Fit,
     screen: Screen,
-    *,
     as_json: bool,
 ) -> None:
-    rows = choice.fastest_of_rows(ranked)
+    rows, best = choice.fastest_of_rows(ranked), outcome.best
     shown_rows = list(dict.fromkeys([best, *finalists, *rows]))[:SHOWN]
     folder = Path(best.config.output).absolute() / "chosen"
-    name = write_experiment(folder, best.overrides, _because(best, measured))
+    name = write_experiment(folder, best.overrides, _because(outcome))
     if as_json:
-        print(json.dumps(_document(best, shown_rows, measured, folder, name), ensure_ascii=False))
+        print(json.dumps(_document(outcome, shown_rows, folder, name), ensure_ascii=False))
         return
     screen.console.print()
-    screen.table(Table(HEADER, tuple(_row(one, ranked[0], measured, best) for one in shown_rows), names=1))
+    screen.table(Table(HEADER, tuple(_row(one, ranked[0], outcome) for one in shown_rows), names=1))
     left = len(rows) - len({one.fit.label for one in shown_rows})
     notes = [Row("not shown", f"{many(left, 'row')} that {'are' if left > 1 else 'is'} slower")] if left > 0 else []
     capped = "at least " if largest.capped else ""
     notes.append(Row("largest", f"micro-batch {capped}{largest.micro} fits with {largest.label}"))
-    notes.append(Row("chosen", f"{best.label}: {_because(best, measured)}"))
+    notes.append(Row("chosen", f"{best.label}: {_because(outcome)}"))
     notes.append(Row("file", shown(folder / "experiment" / f"{name}.yaml")))
     command = [program(), shlex.join(["--config-dir", shown(folder), f"experiment={name}"])]
     screen.closing([*notes, Row("next", " ".join(command))])
 
 
-def _because(best: Candidate, measured: dict[str, float]) -> str:
-    if best.label in measured:
-        return f"the fastest of {many(len(measured), 'short run')}, {digits(measured[best.label])} tokens/s"
-    rough = "roughly " if best.config.hardware.is_described else ""
-    return f"the fastest by prediction, {rough}{digits(best.tokens_per_second)} tokens/s; no run has confirmed it"
+def _because(outcome: Outcome) -> str:
+    best, measured = outcome.best, outcome.speed(outcome.best)
+    if measured is None:
+        rough = "roughly " if best.config.hardware.is_described else ""
+        return f"the fastest by prediction, {rough}{digits(best.tokens_per_second)} tokens/s; no run has confirmed it"
+    runs, found = many(len(outcome.measured), "short run"), f"{digits(measured)} tokens/s"
+    if len(outcome.tied) == 1:
+        return f"the fastest of {runs}, {found}"
+    return f"the fastest by prediction of {len(outcome.tied)} that tie in {runs}: their p10-p90 overlap; {found}"
 
 
-def _row(one: Candidate, first: Candidate, measured: dict[str, float], best: Candidate) -> tuple[str, ...]:
-    peak = one.fit.memory.peak(one.micro)
-    known = measured.get(one.label)
+def _row(one: Candidate, first: Candidate, outcome: Outcome) -> tuple[str, ...]:
+    peak, known = one.fit.memory.peak(one.micro), outcome.speed(one)
     text = choice.reason(one, first)
-    if one is best and known is not None:
-        text = "chosen: measured fastest"
+    if one is outcome.best and known is not None:
+        text = "chosen: measured fastest" if len(outcome.tied) == 1 else "chosen: a tie, fastest by prediction"
     needs = ABSENT if peak is None else size(peak.total + one.fit.overhead.least)
     return (one.fit.label, str(one.micro), digits(one.tokens_per_second or None), digits(known), needs, text)
 
 
-def _document(
-    best: Candidate, rows: Sequence[Candidate], measured: dict[str, float], folder: Path, name: str
-) -> dict[str, Any]:
+def _document(outcome: Outcome, rows: Sequence[Candidate], folder: Path, name: str) -> dict[str, Any]:
     listed = [
         {
             "label": one.label,
             "overrides": list(one.overrides),
             "micro": one.micro,
             "predicted": None if one.speed is None else one.speed.to_dict(),
-            "measured_tokens_per_second": measured.get(one.label),
+            "measured_tokens_per_second": outcome.speed(one),
         }
         for one in rows
     ]
-    return {"chosen": best.label, "config_dir": str(folder), "experiment": name, "rows": listed}
+    known = {"chosen": outcome.best.label, "tied": list(outcome.tied)}
+    return {**known, "config_dir": str(folder), "experiment": name, "rows": listed}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from orchestrator.config.schema import LossKind, RunConfig
 from orchestrator.plan.fit import RECOMPUTED, Fit
@@ -19,9 +20,9 @@ PARTS = {
     "slowed_s": "computing beside collectives",
     "runtime_s": "copies",
     "exposed_s": "waiting for collectives",
-    "meetings_s": "what collectives take besides",
     "update_s": "the optimizer's step",
     "control_s": "sums over the ranks",
+    "surplus_s": "what a real step takes besides",
 }
 
 
@@ -83,6 +84,30 @@ def with_speeds(found: Sequence[Candidate], hardware: str) -> list[Candidate]:
 def shortlist(ranked: Sequence[Candidate], count: int) -> list[Candidate]:
     """The fastest that may be the best if predictions err by up to 1 - NEAR. ranked: the fastest first."""
     return [one for one in ranked if one.tokens_per_second >= NEAR * ranked[0].tokens_per_second][:count]
+
+
+class ShortRun(NamedTuple):
+    """Tokens per second of a candidate: predicted, and of the steps of its short run the median and p10 to p90."""
+
+    predicted: float
+    median: float
+    low: float
+    high: float
+
+
+class BestRun(NamedTuple):
+    """The chosen candidate, and those that tie for the fastest run, the chosen one included."""
+
+    label: str
+    tied: tuple[str, ...]
+
+
+def best_run(runs: Mapping[str, ShortRun]) -> BestRun:
+    """The fastest of at least one short run. Of those whose ranges overlap that of the fastest it is the one with the
+    highest prediction: between them a short run decides by chance."""
+    fastest = max(runs.values(), key=lambda one: one.median)
+    tied = tuple(label for label, one in runs.items() if one.high >= fastest.low)
+    return BestRun(max(tied, key=lambda label: (runs[label].predicted, runs[label].median)), tied)
 
 
 def fastest_of_rows(ranked: Sequence[Candidate]) -> list[Candidate]:

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from orchestrator.config.optimizer import Optimizer
 from orchestrator.config.parts import plain
 from orchestrator.config.schema import Device, RunConfig, to_dict
+from orchestrator.config.state_groups import Offload
 from orchestrator.plan import memory_cache
 from orchestrator.plan.rough_time import peak_flops_per_s, rough_time
 from orchestrator.plan.step import ConfigMemory, with_micro
@@ -23,7 +25,7 @@ from zero_runtime.offload.plan import Tier
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.timing.costs import FREE, CollectiveCost, Curve, StepCosts
 from zero_runtime.timing.segments import SegmentTable
-from zero_runtime.timing.step_time import StepSeconds, meeting_s, step_time
+from zero_runtime.timing.step_time import StepSeconds, step_time, surplus_s
 
 ANCHOR_STAGE = 2  # of the real step that is measured next to the segments: each unit is gathered and reduced once
 
@@ -64,9 +66,11 @@ def store(hardware: str, measured: Iterable[tuple[TimingJob, Any]]) -> None:
 def jobs(config: RunConfig) -> list[TimingJob]:
     """What has to be measured for a prediction of this configuration's step, the cheapest first."""
     found = [_copies(config)]
+    both = (config, anchored(config))
     if (config.resources.ranks or 1) > 1:
-        found += {job.key: job for job in (_links(config), _links(_anchored(config)))}.values()
-    return [*found, _update(config), _segments(config)]
+        found += {job.key: job for job in map(_links, both)}.values()
+    found += {job.key: job for job in map(_update, both)}.values()
+    return [*found, _segments(config)]
 
 
 def _copies(config: RunConfig) -> TimingJob:
@@ -84,7 +88,13 @@ def _micros_key(config: RunConfig) -> str:
 
 
 def _of_model(config: RunConfig, activations: str) -> dict[str, Any]:
-    return {"activations": activations, "tf32": config.precision.tf32, **place_of(config)}
+    precision = config.precision
+    return {
+        "activations": activations,
+        "dtypes": plain(precision.dtypes),  # those of the real step
+        "tf32": precision.tf32,
+        **place_of(config),
+    }
 
 
 def _links(config: RunConfig) -> TimingJob:
@@ -92,13 +102,18 @@ def _links(config: RunConfig) -> TimingJob:
     return TimingJob("links", _key("links", {"shards": shards, **place_of(config)}), config)
 
 
-def _anchored(config: RunConfig) -> RunConfig:
-    """The configuration of the real step that is measured next to the segments, as far as collectives are concerned."""
-    return replace(config, zero=replace(config.zero, stage=ANCHOR_STAGE, shard_ranks=None))
+def anchored(config: RunConfig) -> RunConfig:
+    """The configuration of the real step that is measured next to the segments: one micro-batch in which each unit is
+    gathered and reduced once, updated by AdamW on the device, whatever the configuration's own step is. So what it
+    takes in addition to its parts serves all stages, offloads and optimizers."""
+    zero = replace(config.zero, stage=ANCHOR_STAGE, shard_ranks=None, reduce_at_boundary=False)
+    one = replace(config, zero=zero, optimizer=Optimizer(), offload=Offload())
+    return replace(one, batch=replace(one.batch, accumulation=1))
 
 
 def _update(config: RunConfig) -> TimingJob:
     groups = {name: plain(getattr(config, name)) for name in ("optimizer", "precision", "offload")}
+    del groups["optimizer"]["lr"]  # a step takes as long with each
     return TimingJob("update", _key("update", {**groups, **place_of(config)}), config)
 
 
@@ -183,11 +198,11 @@ def _measured_time(memory: ConfigMemory, hardware: str) -> StepSeconds | None:
     answers = {job.key: stored(hardware, job.key) for job in jobs(config) if job.kind != "segments"}
     if any(answer is None for answer in answers.values()):
         return None
-    costs, of_anchor = (_costs(one, answers) for one in (config, _anchored(config)))
+    costs, of_anchor = (_costs(one, answers) for one in (config, anchored(config)))
     measured = _segments_at(config, hardware, of_anchor)
     if measured is None:
         return None
-    table, costs = measured[0], replace(costs, meeting_s=measured[1])
+    table, costs = measured[0], replace(costs, surplus_s=measured[1])
     trace = part.linear.trace
     segments = table.in_order([(kind, unit) for _, kind, unit in trace.marks])
     if segments is None:
@@ -196,12 +211,12 @@ def _measured_time(memory: ConfigMemory, hardware: str) -> StepSeconds | None:
 
 
 def _segments_at(config: RunConfig, hardware: str, of_anchor: StepCosts) -> tuple[SegmentTable[float], float] | None:
-    """The seconds of the segments, and `StepCosts.meeting_s`: measured at this micro-batch, or on a straight line
+    """The seconds of the segments, and `StepCosts.surplus_s`: measured at this micro-batch, or on a straight line
     between two others. of_anchor: the costs of the anchor's step."""
 
     def measured(micro: int) -> tuple[SegmentTable[float], float] | None:
         found = stored(hardware, _segments(config, micro).key)
-        return None if found is None else (SegmentTable.of_plain(found["table"]), _meeting_s(config, found, of_anchor))
+        return None if found is None else (SegmentTable.of_plain(found["table"]), _surplus_s(config, found, of_anchor))
 
     micro = config.batch.micro
     exact = measured(micro)
@@ -221,18 +236,17 @@ def _segments_at(config: RunConfig, hardware: str, of_anchor: StepCosts) -> tupl
     return None if table is None else (table, between(low[1], high[1]))
 
 
-def _meeting_s(config: RunConfig, measured: Mapping[str, Any], costs: StepCosts) -> float:
+def _surplus_s(config: RunConfig, measured: Mapping[str, Any], costs: StepCosts) -> float:
     """From the real step that was measured next to the segments; see calibrate.py."""
-    anchor = measured["anchor"]
-    if anchor is None:
-        return 0.0
-    ranks, plan = config.resources.ranks or 1, _anchored(config).zero.plan
+    anchor, one = measured["anchor"], anchored(config)
+    ranks = config.resources.ranks or 1
     on_cuda = config.resources.device is Device.cuda
-    return meeting_s(
+    state_bytes = one.optimizer.rule.state_bytes
+    return surplus_s(
         anchor["seconds"],
         Trace(marks=[(0, Mark(kind), unit) for kind, unit in anchor["marks"]]),
         [(UnitSize(**size), MixedPrecision(**precision)) for size, precision in anchor["units"]],
-        CountRules(plan, ranks, 1, 1, anchor["state_bytes"], by_messages=not on_cuda),
+        CountRules(one.zero.plan, ranks, 1, 1, state_bytes, by_messages=not on_cuda),
         anchor["segments"],
         costs,
         prefetch=config.zero.prefetch,

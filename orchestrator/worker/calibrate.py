@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +16,7 @@ from torch import nn
 
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord
-from orchestrator.plan.speed import ANCHOR_STAGE
+from orchestrator.plan import speed
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker.event_writer import EventWriter
@@ -29,13 +33,12 @@ from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.settings import RuntimeSettings
 from zero_runtime.timing.machine_timer import Repeated, time_copies, time_links, time_updates
 from zero_runtime.timing.segment_timer import SegmentTimer, typical
-from zero_runtime.timing.segments import Key, SegmentTable
+from zero_runtime.timing.segments import Key
 from zero_runtime.unit_planner import UnitRules
 from zero_runtime.watch.watch import RankWatch, WatchSettings
 from zero_runtime.world import WorldSettings, join_world, leave_world
 
-STEPS = 8  # timed micro-batches of a model
-ANCHOR_STEPS = 8  # timed real steps of it
+STEPS = 8  # timed micro-batches of a model, and real steps
 SIZES = [1 << power for power in (14, 18, 20, 22, 24, 26)]  # bytes of the tensors of collectives and copies
 UPDATED = [1 << power for power in (14, 18, 20, 22)]  # elements of the shards that are updated
 Answer = Any
@@ -90,8 +93,8 @@ def timer_of(config: RunConfig, device: torch.device) -> tuple[SegmentTimer, Sho
     return timer, short
 
 
-def short_runtime(config: RunConfig, plan: ZeroPlan, device: torch.device, watch: RankWatch | None) -> ZeroRuntime:
-    """The runtime of the configuration's model, of whose equal blocks at most five are built."""
+def short_runtime(config: RunConfig, device: torch.device, watch: RankWatch | None) -> ZeroRuntime:
+    """The runtime of the configuration's model, of whose equal blocks at most five are built, for one micro-batch."""
     model, initialise, _, _ = _short_model(config)
     Recomputation(model, config.recompute, device)
     settings = RuntimeSettings(
@@ -102,7 +105,7 @@ def short_runtime(config: RunConfig, plan: ZeroPlan, device: torch.device, watch
         initialise=initialise,
         watch=watch,
     )
-    return ZeroRuntime(model, plan, config.precision.mixed, config.optimizer.rule, settings, device)
+    return ZeroRuntime(model, config.zero.plan, config.precision.mixed, config.optimizer.rule, settings, device)
 
 
 def step_of(config: RunConfig, runtime: ZeroRuntime, device: torch.device) -> Callable[[], None]:
@@ -122,6 +125,62 @@ def _tokens(config: RunConfig, device: torch.device) -> tuple[torch.Tensor, torc
     shape = (config.batch.micro, config.batch.seq)
     ids = torch.randint(int(config.model.config["vocab_size"]), shape, device=device)
     return ids, ids.roll(-1, 1)
+
+
+class SegmentTurns:
+    """Measures the seconds of a model's segments at the configured micro-batch, and of a real step of the same blocks.
+
+    [Note: taking turns]
+    A micro-batch whose segments are timed and a real step follow one another, so that a machine whose speed changes
+    does not make a difference between them. Of two real steps in a turn the second is timed: gathers that a step leaves
+    under way run beside the next step, as in training.
+    """
+
+    def __init__(self, config: RunConfig, repeated: Repeated, device: torch.device, watch: RankWatch | None) -> None:
+        self._repeated = repeated
+        self._timer, self._short = timer_of(config, device)
+        self._runtime = short_runtime(speed.anchored(config), device, watch)
+        self._step = step_of(config, self._runtime, device)
+        self._alone: list[tuple[list[Key], list[float]]] = []
+        self._real: list[float] = []
+        for action in (self._timer.step, self._step, self._step):  # which may compile and allocate
+            action()
+
+    def turn(self) -> None:
+        """Measure each of the two once. All ranks must call it together."""
+        self._repeated.mean(0.0)  # ranks begin together, as in a step
+        self._alone.append(self._timer.step())
+        self._step()
+        self._real.append(self._repeated.once(self._step))
+        for unit in self._runtime.units:
+            unit.wait_unshard()
+
+    def answer(self) -> Answer:
+        """The answer of a job from the turns since the last answer."""
+        marks, runtime, short = self._alone[0][0], self._runtime, self._short
+        table = typical(self._alone).map(self._repeated.mean)
+        units = zip(unit_sizes(runtime), (unit.precision for unit in runtime.units), strict=True)
+        anchor = {
+            "seconds": self._repeated.mean(statistics.median(self._real)),
+            "marks": [[int(kind), unit] for kind, unit in marks],
+            "segments": table.in_order(marks),
+            "units": [[asdict(size), asdict(precision)] for size, precision in units],
+        }
+        self._alone, self._real = [], []
+        whole = table if short is None else table.with_blocks(short.units, short.blocks)
+        return {"table": whole.plain(), "anchor": anchor}
+
+    def close(self) -> None:
+        self._runtime.close()
+
+
+def _missing_folders(config: RunConfig) -> list[Path]:
+    """The folders that `offload_plan` will make for a scratch file, the innermost first; a run keeps them, and a
+    measurement does not."""
+    if not config.offload.uses_nvme or config.offload.folder is None:
+        return []
+    folder = Path(config.offload.folder)
+    return [one for one in (folder, *folder.parents) if not one.exists()]
 
 
 class Calibration:
@@ -147,35 +206,10 @@ class Calibration:
         return found
 
     def _segments(self, config: RunConfig) -> Answer:
-        """Seconds of the model's segments at the configured micro-batch."""
-        timer, short = timer_of(config, self._device)
-        timer.step()  # which may compile and allocate
-        steps = []
-        for _ in range(STEPS):
-            self._repeated.mean(0.0)  # ranks begin together, as in a step
-            steps.append(timer.step())
-        own = typical(steps)
-        table = SegmentTable({key: [self._repeated.mean(one) for one in of_key] for key, of_key in own.values.items()})
-        whole = table if short is None else table.with_blocks(short.units, short.blocks)
-        anchor = None if self._collectives.world == 1 else self._anchor(config, steps[0][0], table)
-        return {"table": whole.plain(), "anchor": anchor}
-
-    def _anchor(self, config: RunConfig, marks: Sequence[Key], table: SegmentTable[float]) -> Answer:
-        """A real step of the same blocks in which each unit is gathered and reduced once, and what predicts it."""
-        plan = ZeroPlan.from_stage(ANCHOR_STAGE)
-        runtime = short_runtime(config, plan, self._device, self._watch)
-        try:
-            seconds = self._repeated.seconds(step_of(config, runtime, self._device), count=ANCHOR_STEPS)
-            units = list(zip(unit_sizes(runtime), (unit.precision for unit in runtime.units), strict=True))
-            return {
-                "seconds": seconds,
-                "marks": [[int(kind), unit] for kind, unit in marks],
-                "segments": table.in_order(marks),
-                "units": [[asdict(size), asdict(precision)] for size, precision in units],
-                "state_bytes": config.optimizer.rule.state_bytes,
-            }
-        finally:
-            runtime.close()
+        with closing(SegmentTurns(config, self._repeated, self._device, self._watch)) as turns:
+            for _ in range(STEPS):
+                turns.turn()
+            return turns.answer()
 
     def _links(self, config: RunConfig) -> Answer:
         world = config.resources.ranks or 1
@@ -189,6 +223,16 @@ class Calibration:
         return asdict(time_copies(self._repeated, self._device, SIZES))
 
     def _update(self, config: RunConfig) -> Answer:
+        made = _missing_folders(config)
+        self._repeated.mean(0.0)  # no rank makes them before all have looked
+        try:
+            return self._timed_update(config)
+        finally:
+            for folder in made:
+                with contextlib.suppress(OSError):  # a file is in it: another rank's, which then removes the folder
+                    folder.rmdir()
+
+    def _timed_update(self, config: RunConfig) -> Answer:
         settings = RuntimeSettings(
             clip_norm=config.optimizer.clip_norm,
             watch=self._watch,

@@ -50,17 +50,18 @@ class StepCosts:
     """The costs of everything in a step but the model's own segments.
 
     gather, reduce: of an all-gather and a reduce-scatter in the shard group. replica: of an all-reduce over the
-    replicas of a shard. meeting_s: what each exchange of messages in a step takes in addition: ranks wait for each
-    other, and what moves the messages uses the processor and its caches. control_s: of the sum of a few numbers over
-    all ranks, which blocks. copy: of a copy or cast, by the bytes read and written. update: of the optimizer's step, by
-    the elements that a rank updates. compute_slowdown: by how much computing takes longer while a collective is under
-    way, and link_slowdown: by how much a collective takes longer while the rank computes; 0.5 is half as long again.
+    replicas of a shard. surplus_s: what a real step takes in addition to the sum of its parts, for each exchange of
+    messages (ranks wait for each other, and what moves the messages uses the processor and its caches), or for each
+    micro-batch of a step without exchanges. control_s: of the sum of a few numbers over all ranks, which blocks. copy:
+    of a copy or cast, by the bytes read and written. update: of the optimizer's step without that sum, by the elements
+    that a rank updates. compute_slowdown: by how much computing takes longer while a collective is under way, and
+    link_slowdown: by how much a collective takes longer while the rank computes; 0.5 is half as long again.
     """
 
     gather: CollectiveCost = CollectiveCost()
     reduce: CollectiveCost = CollectiveCost()
     replica: CollectiveCost = CollectiveCost()
-    meeting_s: float = 0.0
+    surplus_s: float = 0.0
     control_s: float = 0.0
     copy: Curve = FREE
     update: Curve = FREE

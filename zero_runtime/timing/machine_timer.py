@@ -44,17 +44,19 @@ class Repeated:
         total = torch.full((), value, dtype=torch.float64, device=self._device)
         return float(self._collectives.sum_over_ranks_(total)) / self._collectives.world
 
-    def seconds(
-        self, action: Callable[[], object], before: Callable[[], object] = lambda: None, *, count: int | None = None
-    ) -> float:
-        """The median time of an action, each after an untimed call of `before`.
+    def seconds(self, action: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+        """The median time of an action, each after an untimed call of `before`; repeated as BUDGET_S allows."""
+        once = self.mean(self.once(action, before))  # the first call, which may compile or allocate
+        once = min(once, self.mean(self.once(action, before)))
+        count = min(max(int(BUDGET_S / max(once, 1e-9)), LEAST), MOST)
+        return self.mean(statistics.median(self.once(action, before) for _ in range(count)))
 
-        count: of the repetitions; None: as many as BUDGET_S allows.
-        """
-        once = self.mean(self._one(action, before))  # the first call, which may compile or allocate
-        once = min(once, self.mean(self._one(action, before)))
-        count = count or min(max(int(BUDGET_S / max(once, 1e-9)), LEAST), MOST)
-        return self.mean(statistics.median(self._one(action, before) for _ in range(count)))
+    def sum_s(self) -> float:
+        """The median time of a sum of one number over all ranks, which blocks; 0 for one rank."""
+        if self._collectives.world == 1:
+            return 0.0
+        number = torch.zeros((), dtype=torch.float64, device=self._device)
+        return self.seconds(lambda: self._collectives.sum_over_ranks_(number))
 
     def in_two(self, start: Callable[[], Pending]) -> tuple[float, float]:
         """The median times of beginning a collective, and of beginning it and waiting for it."""
@@ -69,7 +71,8 @@ class Repeated:
         all_s = self.seconds(start_and_wait)
         return self.mean(statistics.median(begun)), all_s
 
-    def _one(self, action: Callable[[], object], before: Callable[[], object]) -> float:
+    def once(self, action: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+        """The time of an action on this rank, after an untimed call of `before`."""
         before()
         self.finish()
         begin = time.perf_counter()
@@ -112,10 +115,8 @@ def time_links(repeated: Repeated, collectives: Collectives, device: torch.devic
     gather = cost(collectives.all_gather) if shards > 1 else CollectiveCost()
     replica = cost(lambda full, _: collectives.all_reduce_replicas(full)) if shards < world else CollectiveCost()
     reduce = cost(collectives.reduce) if shards > 1 else CollectiveCost()
-    number = torch.zeros((), dtype=torch.float64, device=device)
-    control_s = repeated.seconds(lambda: collectives.sum_over_ranks_(number)) if world > 1 else 0.0
     slowed = _slowdowns(repeated, collectives, device, gather if shards > 1 else replica) if world > 1 else (0.0, 0.0)
-    return LinkTimes(gather, _less(reduce, replica, shards), replica, control_s, *slowed)
+    return LinkTimes(gather, _less(reduce, replica, shards), replica, repeated.sum_s(), *slowed)
 
 
 def _less(both: CollectiveCost, replica: CollectiveCost, shards: int) -> CollectiveCost:
@@ -189,16 +190,19 @@ def time_copies(repeated: Repeated, device: torch.device, sizes: Sequence[int]) 
 
 
 class _Matrices(nn.Module):
-    """A model with a given number of elements, whose forward is cheap."""
+    """A model with a given number of elements, whose forward is cheap.
+
+    Elements and gradients differ: the time of an update with 8-bit states depends on their values.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.full((width, width), 0.02) for _ in range(MATRICES))
+        self.weights = nn.ParameterList(torch.empty(width, width).normal_(std=0.02) for _ in range(MATRICES))
 
-    def forward(self, row: torch.Tensor) -> torch.Tensor:
+    def forward(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         total = torch.zeros((), device=row.device)
         for weight in self.weights:
-            total = total + (row @ weight.to(row.dtype)).float().sum()
+            total = total + (row @ weight.to(row.dtype) @ column).float().sum()
         return total
 
 
@@ -211,15 +215,22 @@ def time_updates(
     settings: RuntimeSettings,
     sizes: Sequence[int],
 ) -> Curve:
-    """Times `ZeroRuntime.step` with a plan that shards nothing, by the elements that a rank updates."""
-    points = []
+    """Times `ZeroRuntime.step` with a plan that shards nothing, by the elements that a rank updates.
+
+    Less the sum over the ranks in it, which predictions count with the other sums.
+    """
+    points, sum_s = [], repeated.sum_s()
     for numel in sizes:
         width = max(8, round((numel / MATRICES) ** 0.5))
         runtime = ZeroRuntime(_Matrices(width), plan, precision, optimizer, settings, device)
-        row = torch.ones(1, width, device=device)
+        row, column = torch.randn(1, width, device=device), torch.randn(width, 1, device=device)
+
+        def backward(built: ZeroRuntime = runtime, row: torch.Tensor = row, column: torch.Tensor = column) -> None:
+            built.backward(built(row, column))
+
         try:
-            seconds = repeated.seconds(lambda r=runtime: r.step(1e-4), lambda r=runtime, x=row: r.backward(r(x)))  # type: ignore[misc]
+            seconds = repeated.seconds(partial(runtime.step, 1e-4), backward)
         finally:
             runtime.close()
-        points.append((float(MATRICES * width * width), seconds))
+        points.append((float(MATRICES * width * width), max(seconds - sum_s, 0.0)))
     return Curve(points)

@@ -106,7 +106,13 @@ class StampedTrace(Trace):
 
 
 def typical(steps: Sequence[tuple[list[Key], list[float]]]) -> SegmentTable[float]:
-    """Seconds by segment: the medians of several steps, which follow one another as micro-batches do."""
+    """Seconds by segment of several steps, which follow one another as micro-batches do.
+
+    They are the medians, and together the median of a step: the sum of medians is less, because something delays one
+    segment or another of most steps.
+    """
     marks = steps[0][0]
     assert all(found == marks for found, _ in steps), "the same step reported different marks"
-    return SegmentTable.of(marks, [statistics.median(values) for values in zip(*(s for _, s in steps), strict=True)])
+    seconds = [statistics.median(values) for values in zip(*(s for _, s in steps), strict=True)]
+    whole = statistics.median(sum(values) for _, values in steps)
+    return SegmentTable.of(marks, [one * whole / sum(seconds) for one in seconds])

@@ -23,17 +23,17 @@ class StepSeconds:
 
     model_s: the model's own forward, backward and recomputation; slowed_s: by how much more that took beside
     collectives; runtime_s: copies, casts and the beginning of collectives; exposed_s: waiting for collectives;
-    meetings_s: what collectives take in addition to their own time (`StepCosts.meeting_s`); update_s: the optimizer's
-    step; control_s: sums over the ranks, which block.
+    update_s: the optimizer's step; control_s: sums over the ranks, which block; surplus_s: what a real step takes in
+    addition to all of these (`StepCosts.surplus_s`).
     """
 
     model_s: float
     slowed_s: float
     runtime_s: float
     exposed_s: float
-    meetings_s: float
     update_s: float
     control_s: float
+    surplus_s: float
 
     @property
     def total_s(self) -> float:
@@ -76,13 +76,13 @@ def step_time(
         slowed_s=max(clock.computing_s - computed_s - plain_s, 0.0),  # differences of sums, which are rounded
         runtime_s=max(plain_s - model_s, 0.0),
         exposed_s=clock.exposed_s - exposed_s,
-        meetings_s=costs.meeting_s * (clock.meetings - meetings),
         update_s=costs.update.at(numel) if numel else 0.0,
         control_s=2 * costs.control_s,  # the number of tokens, and the norm
+        surplus_s=costs.surplus_s * (clock.meetings - meetings or rules.micro_batches),
     )
 
 
-def meeting_s(
+def surplus_s(
     step_s: float,
     trace: Trace,
     units: Sequence[tuple[UnitSize, MixedPrecision]],
@@ -92,7 +92,6 @@ def meeting_s(
     *,
     prefetch: int,
 ) -> float:
-    """`StepCosts.meeting_s` from a real step that took step_s, and its prediction without it; never negative."""
-    alone = step_time(trace, units, rules, segments, replace(costs, meeting_s=1.0), prefetch=prefetch)
-    meetings = alone.meetings_s
-    return max(step_s - (alone.total_s - meetings), 0.0) / meetings if meetings else 0.0
+    """`StepCosts.surplus_s` from a real step that took step_s, and its prediction without it; never negative."""
+    alone = step_time(trace, units, rules, segments, replace(costs, surplus_s=1.0), prefetch=prefetch)
+    return max(step_s - (alone.total_s - alone.surplus_s), 0.0) / alone.surplus_s

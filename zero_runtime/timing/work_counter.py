@@ -37,6 +37,7 @@ class _Moves(Enum):
 
 _NOTHING = (
     *("_unsafe_view", "_reshape_alias", "detach", "lift_fresh", "_local_scalar_dense", "record_stream"),
+    "device",  # prim::device: a question that a fake tensor answers
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
 )
 _RESULT = (

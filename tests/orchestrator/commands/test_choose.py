@@ -26,6 +26,7 @@ TEXT = (
 LINE = TEXT.split(" ")
 PLAIN = (*LINE, "recompute=none", "loss=full")  # fewer traces
 SEGMENT_S = 1e-3  # of each segment at each micro-batch: a larger one is faster for a token
+SPREAD = 0.5  # of measured tokens per second, up and down
 UPDATE_S = 1e-6  # for an element: a rank with a shard is faster
 
 
@@ -52,7 +53,8 @@ class Measured:
             found[kind, unit] = found.get((kind, unit), 0) + 1
         table = [[kind, unit, [SEGMENT_S] * count] for (kind, unit), count in found.items()]
         table.append([4, -1, [SEGMENT_S]])  # the end of the backward
-        return {"table": table, "anchor": None}
+        nothing = {"seconds": 0.0, "marks": [], "units": [], "segments": [0.0]}  # a real step without a surplus
+        return {"table": table, "anchor": nothing}
 
     def _traces(self, job: TimingJob) -> dict[str, Any]:
         answers = memory_cache.answers([job.config], [job.config])
@@ -84,7 +86,8 @@ def run_as(monkeypatch: pytest.MonkeyPatch, speeds: dict[str, float]) -> list[st
     def standings(_sweep: str) -> list[Any]:
         def result(label: str) -> Any:
             known = speeds.get(label)
-            return None if known is None else {"throughput": {"tokens_per_second": {"median": known}}}
+            spread = None if known is None else {"median": known, "p10": known - SPREAD, "p90": known + SPREAD}
+            return None if spread is None else {"throughput": {"tokens_per_second": spread}}
 
         return [SimpleNamespace(label=label, result=lambda label=label: result(label)) for label in ran]
 
@@ -134,6 +137,21 @@ def test_choose_runs_the_fastest_by_prediction_and_takes_the_fastest_run(
     values = composed(arguments.split(words)).points[0].values
     assert (values["zero"]["stage"], values["batch"]["micro"]) == (2, 4)
     assert values["model"]["config"]["hidden_size"] == 32
+
+
+def test_choose_breaks_ties_of_its_runs_by_the_prediction(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_as(monkeypatch, {"stage1-micro2": 8.2, "stage2-micro2": 9.0, "stage0-micro2": 9.1, "stage3-micro2": 5.0})
+    monkeypatch.setattr(choose.choice, "NEAR", 0.0)  # stage 0 is predicted to be slower and is run too
+    line = ["choose", *PLAIN, "batch.micro=2", f"output={tmp_path}"]
+    assert cli.main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"] == "stage2-micro2"  # predicted as fast as stage 1, and measured faster
+    assert sorted(found["tied"]) == ["stage0-micro2", "stage1-micro2", "stage2-micro2"]
+    assert cli.main(line) == 0
+    out = capsys.readouterr().out
+    assert "stage2-micro2: the fastest by prediction of 3 that tie in 4 short runs" in out
 
 
 def test_choose_keeps_a_given_micro_batch_and_only_predicts_without_runs(

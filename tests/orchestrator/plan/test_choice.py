@@ -10,8 +10,9 @@ import pytest
 from points import config_of_line
 
 from orchestrator.config.schema import RunConfig
+from orchestrator.config.state_groups import Offload
 from orchestrator.plan import choice, speed
-from orchestrator.plan.choice import Candidate
+from orchestrator.plan.choice import Candidate, ShortRun, best_run
 from orchestrator.plan.fit import Fit
 from orchestrator.plan.speed import Speed
 from orchestrator.plan.step import ConfigMemory, rules_of, with_micro
@@ -85,6 +86,15 @@ def test_the_reason_is_the_part_that_takes_the_most_additional_time_for_a_token(
     assert choice.reason(Candidate(best.fit, 1), best) == "not predicted"
 
 
+def test_of_runs_that_tie_with_the_fastest_the_prediction_decides() -> None:
+    fast, tied = ShortRun(1.0, 10.0, 9.0, 11.0), ShortRun(2.0, 8.0, 7.0, 9.0)
+    slow = ShortRun(3.0, 8.5, 8.1, 8.9)  # predicted to be the fastest, and measured to be slower
+    assert best_run({"fast": fast, "tied": tied, "slow": slow}) == ("tied", ("fast", "tied"))
+    assert best_run({"fast": fast, "slow": slow}) == ("fast", ("fast",))
+    equal = fast._replace(predicted=2.0)
+    assert best_run({"tied": tied, "fast": equal}).label == "fast"  # predictions are equal
+
+
 # ---- times between measured micro-batches ----------------------------------------------------------------------------
 
 
@@ -108,7 +118,6 @@ def know(config: RunConfig, *, without: str = "", **segments: tuple[float, float
             "marks": [[int(kind), unit] for _, kind, unit in MARKS],
             "segments": [seconds] * (len(MARKS) + 1),
             "units": [[asdict(size), asdict(kind)] for size, kind in UNITS],
-            "state_bytes": 8.0,
         }
         speed.store("here", [(job, {"table": table, "anchor": anchor})])
 
@@ -138,6 +147,34 @@ def test_the_real_step_is_predicted_with_its_own_collectives(cache: None) -> Non
     links = [job for job in speed.jobs(config) if job.kind == "links" and job.config.zero.stage == speed.ANCHOR_STAGE]
     speed.store("here", [(job, {"gather": {"start": start, "rest": {"points": [[0.0, 0.0]]}}}) for job in links])
     assert total(config, 4) == pytest.approx(5 * 1.0 + 2 * 0.2)  # two exchanges, 0.2 s each
+
+
+def test_the_real_step_updates_with_adamw_on_the_device_whatever_the_configuration_does(cache: None) -> None:
+    config = config_of_line(
+        f"{LINE} zero=stage3 zero.shard_ranks=1 optimizer=adamw8bit offload=optimizer_cpu batch.accumulation=4"
+    )
+    one = speed.anchored(config)
+    assert (one.zero.stage, one.zero.shard_ranks, one.batch.accumulation) == (speed.ANCHOR_STAGE, None, 1)
+    assert (one.optimizer.rule.kind, one.offload) == ("adamw", Offload())
+    assert [job.kind for job in speed.jobs(config)] == ["copies", "links", "links", "update", "update", "segments"]
+    plain = config_of_line(f"{LINE} zero=stage2 optimizer=adamw")
+    assert [job.kind for job in speed.jobs(plain)] == ["copies", "links", "update", "segments"]
+
+
+def test_the_surplus_is_that_of_the_real_step_and_not_of_the_configured_optimizer(cache: None) -> None:
+    """The slow update of a configuration is not taken for one of the real step, which would hide its surplus."""
+    config = config_of_line(f"{LINE} zero=stage0 optimizer=adamw8bit")
+    know(config, micro4=(1.0, 5 * 1.0 + 0.4))
+    own, _ = [job for job in speed.jobs(config) if job.kind == "update"]
+    assert own.config.optimizer.rule.kind == "adamw8bit"
+    speed.store("here", [(own, {"points": [[0.0, 7.0]]})])
+    assert total(config, 4) == pytest.approx(5 * 1.0 + 7.0 + 0.4)
+
+
+def test_with_one_rank_each_micro_batch_has_the_surplus(cache: None) -> None:
+    config = config_of_line(f"{LINE} resources.ranks=1 zero=stage0 batch.accumulation=3")
+    know(config, micro4=(1.0, 5 * 1.0 + 0.4))
+    assert total(config, 4) == pytest.approx(3 * (5 * 1.0 + 0.4))
 
 
 @pytest.mark.parametrize("kind", ["copies", "links", "update"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,12 @@ from points import config_of_line
 from orchestrator.plan import memory_cache, speed
 from orchestrator.plan.step import Memories
 from orchestrator.worker import activations, calibrate, shapes
+from zero_runtime.collectives import Collectives
+from zero_runtime.optim.configs import AdamWConfig
+from zero_runtime.phase_clock import PhaseClock
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.settings import RuntimeSettings
 from zero_runtime.timing import machine_timer
 
 LINE = (
@@ -56,10 +63,52 @@ def test_what_was_measured_predicts_the_step(tmp_path: Any, monkeypatch: pytest.
     assert not found.rough
     assert all(math.isfinite(value) and value >= 0 for value in asdict(found.time).values())
     assert found.time.model_s > 0
-    assert found.time.update_s > 0
+    assert found.time.control_s > 0
     assert found.tokens_per_second == pytest.approx(2 * 2 * 16 / found.time.total_s)
     assert speed.missing([config], "here") == []
     assert speed.missing([config], "elsewhere") == jobs
+
+
+def test_one_rank_has_a_real_step_too(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of_line(f"{LINE} resources.ranks=1 zero=stage0")
+    jobs = speed.jobs(config)
+    [(answers, told)] = run_ranks(answered, 1, [job.plain() for job in jobs], 600.0)
+    assert told == ["copies", "update", "segments"]
+    anchor = answers[jobs[-1].key]["anchor"]
+    assert anchor["seconds"] > 0
+    assert len(anchor["segments"]) == len(anchor["marks"]) + 1
+
+
+def updates(sum_s: float) -> list[tuple[float, float]]:
+    """The curve of updates of a rank on which a sum over the ranks takes so long."""
+    quick()
+    machine_timer.Repeated.sum_s = lambda self: sum_s  # type: ignore[method-assign]
+    device = torch.device("cpu")
+    repeated = machine_timer.Repeated(Collectives(1, PhaseClock(device), None), device)
+    settings = [ZeroPlan.from_stage(0), MixedPrecision(), AdamWConfig(), RuntimeSettings()]
+    return list(machine_timer.time_updates(repeated, device, *settings, [256]).points)  # type: ignore[arg-type]
+
+
+def test_the_sum_over_the_ranks_is_no_part_of_an_update() -> None:
+    """Predictions count it with the other sums."""
+    [[(_, alone)]] = run_ranks(updates, 1, 0.0)
+    [[(_, less)]] = run_ranks(updates, 1, 1e3)
+    assert alone > 0
+    assert less == 0
+
+
+def left_by_an_update(words: str, folder: str) -> list[str]:
+    """What is in the folder after the update of this line was measured."""
+    updating = [job.plain() for job in speed.jobs(config_of_line(words)) if job.kind == "update"]
+    answered(updating, 600.0)
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
+
+
+def test_a_scratch_file_leaves_no_folder(tmp_path: Path) -> None:
+    line = f"{LINE} offload=optimizer_nvme output={tmp_path}/new/outputs"
+    assert run_ranks(left_by_an_update, 2, line, str(tmp_path))[0] == []
+    (tmp_path / "new" / "outputs" / "scratch").mkdir(parents=True)  # that of runs, which is kept
+    assert run_ranks(left_by_an_update, 2, line, str(tmp_path))[0] == ["new", "new/outputs", "new/outputs/scratch"]
 
 
 def test_no_job_begins_after_the_time_is_over() -> None:

@@ -13,7 +13,7 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.timing.costs import FREE, CollectiveCost, Curve, StepCosts
 from zero_runtime.timing.step_clock import StepClock
-from zero_runtime.timing.step_time import StepSeconds, meeting_s, step_time
+from zero_runtime.timing.step_time import StepSeconds, step_time, surplus_s
 
 UNITS, NUMEL, WORLD = 4, 1000, 2
 FULL_BYTES = 4 * NUMEL
@@ -197,19 +197,19 @@ def test_a_rank_updates_its_shard(stage: int, share: int) -> None:
 def test_each_exchange_of_messages_takes_its_addition(stage: int, meetings: int) -> None:
     """By unit, with three micro-batches: stages 0 and 1 reduce once, which is two exchanges in stage 0; stage 1 also
     gathers once; stage 2 reduces in each backward; stage 3 also gathers in each forward and backward."""
-    assert timed(stage, StepCosts(meeting_s=1.0), micro_batches=3).meetings_s == pytest.approx(meetings * UNITS)
+    assert timed(stage, StepCosts(surplus_s=1.0), micro_batches=3).surplus_s == pytest.approx(meetings * UNITS)
 
 
 def test_the_addition_is_found_again_in_a_real_step() -> None:
     costs = StepCosts(gather=constant(0.3), reduce=constant(0.2), update=Curve([(0.0, 0.5)]), compute_slowdown=0.5)
-    real = timed(2, replace(costs, meeting_s=0.7), model_s=2.0)
+    real = timed(2, replace(costs, surplus_s=0.7), model_s=2.0)
     plan = ZeroPlan.from_stage(2)
     rules = CountRules(plan, WORLD, 1, 1, 8.0, by_messages=True)
     units = [(UnitSize(NUMEL, NUMEL, trainable=True), FP32)] * UNITS
     between = len(TRACE.marks) - 1
     segments = [0.0, *[2.0 / between] * between, 0.0]
-    assert meeting_s(real.total_s, TRACE, units, rules, segments, costs, prefetch=1) == pytest.approx(0.7)
-    assert meeting_s(0.1, TRACE, units, rules, segments, costs, prefetch=1) == 0.0  # faster than its prediction
+    assert surplus_s(real.total_s, TRACE, units, rules, segments, costs, prefetch=1) == pytest.approx(0.7)
+    assert surplus_s(0.1, TRACE, units, rules, segments, costs, prefetch=1) == 0.0  # faster than its prediction
 
 
 def test_the_parts_add_up() -> None:
@@ -217,7 +217,7 @@ def test_the_parts_add_up() -> None:
         gather=constant(0.3),
         reduce=constant(0.2),
         control_s=0.1,
-        meeting_s=0.01,
+        surplus_s=0.01,
         copy=Curve([(0.0, 1e-3)]),
         update=Curve([(0.0, 0.5)]),
         compute_slowdown=0.5,
@@ -226,6 +226,6 @@ def test_the_parts_add_up() -> None:
     time = timed(3, costs, model_s=2.0)
     assert time.control_s == pytest.approx(0.2)
     assert time.slowed_s > 0.0
-    free = replace(costs, gather=CollectiveCost(), reduce=CollectiveCost(), meeting_s=0.0)
-    waits = time.exposed_s + time.slowed_s + time.meetings_s
+    free = replace(costs, gather=CollectiveCost(), reduce=CollectiveCost(), surplus_s=0.0)
+    waits = time.exposed_s + time.slowed_s + time.surplus_s
     assert time.total_s == pytest.approx(timed(3, free, model_s=2.0).total_s + waits)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from points import make_config
+from torch._subclasses import FakeTensorMode
 
 from orchestrator.config.schema import Batch, Device, Model, RunConfig
 from orchestrator.config.state_groups import Precision
@@ -108,3 +109,10 @@ def test_the_bytes_of_an_operation_are_those_that_it_reads_and_writes() -> None:
         assert counted(view, ones) == Work()
     product = counted(aten.mm.default, ones, ones.t())
     assert product == Work(2 * 4 * 8 * 4, 0, 2 * nbytes + 4 * 4 * 4, 0)
+
+
+def test_a_question_for_the_device_of_a_fake_tensor_moves_nothing() -> None:
+    """A module that asks for the device of a tensor does so through the dispatcher while it is traced."""
+    with FakeTensorMode():
+        fake = torch.ones(4, 8)
+    assert counted(torch.ops.prim.device.default, fake) == Work()
