@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from zero_runtime.kernels.block_formats import read_dynamic, write_dynamic
-from zero_runtime.kernels.settings import AdamNumbers, LambNumbers, LionNumbers, SgdNumbers
+from zero_runtime.kernels.settings import AdamNumbers, LambNumbers, LionNumbers, MuonNumbers, SgdNumbers
 
 # An update makes eight element-wise passes over five tensors. Small chunks stay in a core's caches (5 x 4 B x 64 Ki =
 # 1.25 MiB), larger ones need fewer calls. On 14.7 M elements with one thread, chunks of 16 Ki took 39 ms, 32 Ki 30,
@@ -64,12 +64,16 @@ def adamw_(
         _write_back(master, weights, param_out, part)
 
 
-def _moments(grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, adam: AdamNumbers) -> None:
-    change = grad - exp_avg
-    if adam.weight1 < 0.5:
-        exp_avg.add_(change.mul_(adam.weight1))
+def _lerp_(moment: torch.Tensor, grad: torch.Tensor, weight: float) -> None:
+    change = grad - moment
+    if weight < 0.5:
+        moment.add_(change.mul_(weight))
     else:  # computed from the gradient, as torch's lerp does: with a weight of 1 the moment is exactly the gradient
-        torch.sub(grad, change.mul_(1 - adam.weight1), out=exp_avg)
+        torch.sub(grad, change.mul_(1 - weight), out=moment)
+
+
+def _moments(grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, adam: AdamNumbers) -> None:
+    _lerp_(exp_avg, grad, adam.weight1)
     exp_avg_sq.mul_(adam.beta2).add_((grad * adam.weight2).mul_(grad))
 
 
@@ -244,6 +248,70 @@ def _lamb_update(
     first = _divided(exp_avg.clone(), lamb.correction1)
     second = _divided(exp_avg_sq.clone(), lamb.correction2)
     return first.div_(root(second).add_(lamb.eps)).add_(weights * lamb.weight_decay)
+
+
+# ---- Muon: the direction of each part, the whole matrix, the update of each part -------------------------------------
+
+# Of the Newton-Schulz iteration X' = aX + b(XX^T)X + c(XX^T)^2 X, and the least norm: Keller Jordan, Muon (2024).
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+LEAST_NORM = 1e-7
+
+
+def muon_direction_(
+    momentum_buffer: torch.Tensor,
+    grad: torch.Tensor,
+    grad_scale: torch.Tensor,
+    numbers: Sequence[float],
+    nesterov: bool,
+    out: torch.Tensor,
+) -> None:
+    """m += (1 - momentum) * (g - m); `out` [n] (any float dtype) = m, or m - (1 - momentum) * (m - g) with nesterov.
+
+    Numbers of settings.MuonNumbers. See [Note: updates] and [Note: arithmetic]: this is torch's lerp, and element-wise.
+    """
+    muon = MuonNumbers(*numbers)
+    for part in _chunks(momentum_buffer):
+        scaled = grad[part].to(torch.float32) * grad_scale
+        moment = momentum_buffer[part]
+        _lerp_(moment, scaled, muon.weight)
+        if not nesterov:
+            out[part].copy_(moment)
+        elif muon.momentum < 0.5:
+            out[part].copy_(scaled.add_((moment - scaled).mul_(muon.momentum)))
+        else:
+            out[part].copy_(moment - (moment - scaled).mul_(1 - muon.momentum))
+
+
+def orthogonalised(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """The nearly orthogonal matrix of the same shape and dtype (float): `steps` Newton-Schulz steps, in that dtype.
+
+    The singular values of the result are between about 0.7 and 1.2. One device computes all of it; its bits depend on
+    how that device orders the sums of a product of matrices.
+    """
+    first, second, third = NEWTON_SCHULZ
+    tall = matrix.shape[0] > matrix.shape[1]
+    found = matrix.T if tall else matrix
+    norm = root64(sum_of_squares(matrix.reshape(-1))).to(matrix.dtype)  # in one order, with any number of threads
+    found = found / norm.clamp(min=LEAST_NORM)
+    for _ in range(steps):
+        square = found @ found.T
+        inner = torch.addmm(square, square, square, beta=second, alpha=third)
+        found = torch.addmm(found, inner, found, beta=first)
+    return (found.T if tall else found).contiguous()
+
+
+def muon_(
+    master: torch.Tensor, direction: torch.Tensor, numbers: Sequence[float], param_out: torch.Tensor | None = None
+) -> None:
+    """w = decay * w - lr * direction; param_out = w. `direction` [n]: of these elements, orthogonalised, any float.
+
+    Numbers of settings.MuonNumbers. See [Note: updates].
+    """
+    muon = MuonNumbers(*numbers)
+    for part in _chunks(master):
+        weights = master[part].to(torch.float32)
+        weights.mul_(muon.decay).add_(direction[part].to(torch.float32) * muon.minus_lr)
+        _write_back(master, weights, param_out, part)
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def unit_sizes(runtime: Accounted) -> list[UnitSize]:
         UnitSize.of(
             unit.layout,
             trainable=unit.trainable,
+            state_bytes=runtime.optimizer.config.matrix_state_bytes if unit.matrices else None,
             is_root=runtime.model in unit.modules,
             params_offloaded=unit.params_offloaded,
             optimizer_offloaded=unit.states_offloaded,

@@ -84,7 +84,9 @@ class UnitBuilder:
         The optimizer is created in between, so that it can refuse a setting before the model's parameters are replaced.
         """
         settings = self._settings
-        specs = plan_units(model, UnitRules(self._precision, settings.unit_numel, settings.keep_dtype))
+        specs = plan_units(
+            model, UnitRules(self._precision, settings.unit_numel, settings.keep_dtype, config.matrix_patterns)
+        )
         settings.offload.check(self._plan, self._device.type)
         offloaded = offloaded_shards(settings.offload, specs, self._device.type)
         self._check_room(specs, offloaded, config)
@@ -194,6 +196,7 @@ class UnitBuilder:
         return UnitSize.of(
             layout,
             trainable=spec.trainable,
+            state_bytes=config.matrix_state_bytes if spec.matrices else None,
             params_offloaded=offloaded.params,
             optimizer_offloaded=offloaded.optimizer,
             separate_memory=offloaded.separate_memory,

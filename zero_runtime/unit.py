@@ -47,6 +47,7 @@ class Unit:
         self.modules = spec.modules
         self.trainable = spec.trainable
         self.shared = spec.shared
+        self.matrices = spec.matrices  # parameters that the optimizer updates whole
         self.sums_gradients = micro_batches > 1 or spec.shared  # several gradients of a parameter may arrive in a step
         self.precision = spec.precision
         self.device = device  # that the unit computes on, wherever its shards are stored

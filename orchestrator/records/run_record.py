@@ -45,6 +45,17 @@ IGNORED_KEYS = (
 )
 
 
+# Keys that were added after points had been recorded, with the value under which a run measures what it did before.
+# With it a key is left out of the identity, so that earlier points keep their ids.
+LATER_KEYS: Mapping[str, Any] = {
+    "optimizer.ns_steps": None,
+    "optimizer.ns_dtype": None,
+    "optimizer.lr_scaling": None,
+    "optimizer.matrices": None,
+    "optimizer.adamw_lr_ratio": None,
+}
+
+
 @dataclass(frozen=True)
 class AttemptPaths:
     """The files of one attempt at a point."""
@@ -118,11 +129,12 @@ def joins_path(output: str | Path) -> Path:
 
 
 def without_ignored(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The configuration without IGNORED_KEYS."""
+    """The configuration without IGNORED_KEYS, and without those of LATER_KEYS that have the value given there."""
     kept: dict[str, Any] = {}
     for key, value in config.items():
-        if prefix + key not in IGNORED_KEYS:
-            kept[key] = without_ignored(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+        full = prefix + key
+        if full not in IGNORED_KEYS and not (full in LATER_KEYS and LATER_KEYS[full] == value):
+            kept[key] = without_ignored(value, f"{full}.") if isinstance(value, dict) else value
     return kept
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.plan import memory_cache
-from orchestrator.worker.setup import build_deferred
+from orchestrator.worker.setup import build_deferred, unit_rules
 from orchestrator.workloads.models import token_losses
 from zero_runtime.memory.activation_count import LinearTrace, Trace
 from zero_runtime.memory.activation_trace import trace_step
@@ -53,7 +53,7 @@ def counted_step(config: RunConfig, *, whole: bool = False) -> CountedStep:
     Of many equal blocks five are traced, unless `whole` is asked for: see zero_runtime/memory/repeated_blocks.py.
     """
     model = _built(config)
-    rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
+    rules = unit_rules(config)
     short = None if whole else shorten(model, rules, config.recompute)
     if short is not None:
         counted = _counted(config, model, rules)

@@ -69,6 +69,7 @@ def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> di
             runtime.precision,
             micro_batches=micro_batches,
             state_bytes=runtime.optimizer.config.state_bytes,
+            matrix_state_bytes=runtime.optimizer.config.matrix_state_bytes,
             with_frozen=not all(unit.trainable for unit in runtime.units),
         )
         + (" less the offloaded shards" if away.host or away.scratch else ""),

@@ -16,16 +16,16 @@ from typing import Any, TextIO
 
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.worker.activations import answers
-from orchestrator.worker.setup import build_deferred
+from orchestrator.worker.setup import build_deferred, unit_rules
 from zero_runtime.offload.plan import offloaded_units
-from zero_runtime.unit_planner import UnitRules, plan_units
+from zero_runtime.unit_planner import plan_units
 
 
 def units_of(config: RunConfig) -> dict[str, Any]:
     """Shapes by unit in the order of registration, the bytes of optimizer state per element, the number of elements per
     block of that state, and the bytes of the model's buffers."""
     model, _ = build_deferred(config)
-    rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
+    rules = unit_rules(config)
     specs = plan_units(model, rules)
     optimizer = config.optimizer.rule
     return {
@@ -34,6 +34,7 @@ def units_of(config: RunConfig) -> dict[str, Any]:
                 "name": spec.name,
                 "shapes": [[name, list(param.shape)] for name, param in spec.params],
                 "trainable": spec.trainable,
+                "matrices": spec.matrices,
                 "is_root": model in spec.modules,
                 "precision": asdict(spec.precision),
                 "offloaded": offloaded,

@@ -58,6 +58,7 @@ PURE = (
     "offload.scratch_settings",
     "optim.configs",
     "optim.groups",
+    "optim.matrix_owners",
     "optim.loss_scaler",
     "optim.lr_schedule",
     "optim.lr_settings",

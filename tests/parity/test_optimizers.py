@@ -22,6 +22,7 @@ from zero_runtime.optim.configs import (
     AdamWConfig,
     LambConfig,
     LionConfig,
+    MuonConfig,
     OptimizerConfig,
     SgdConfig,
     TorchConfig,
@@ -58,6 +59,9 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "lion_groups": LionConfig(0.9, 0.98, 0.1, groups=GROUPS),
     "lamb": LambConfig(weight_decay=0.1),
     "lamb_groups": LambConfig(weight_decay=0.1, groups=GROUPS),
+    "muon": MuonConfig(),
+    "muon_groups": MuonConfig(groups=GROUPS),
+    "muon_original_fp32": MuonConfig(nesterov=False, ns_dtype="fp32", lr_scaling="original", adamw_lr_ratio=0.5),
     "torch_asgd": torch_config("ASGD", t0=1.0),
     "torch_adadelta": torch_config("Adadelta", rho=0.8),
     "torch_adagrad": torch_config("Adagrad"),
@@ -72,7 +76,7 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
 IS_BOUNDED = {name for name, config in OPTIMIZERS.items() if isinstance(config, LambConfig)}
 # The short form runs each rule once, with groups where the rule has them, and one of torch's classes: the others differ
 # only in torch's code, and test_rows.py runs plain AdamW.
-SHORT = {"adamw_groups", "adam", "adamw8bit_groups", "sgd_dampened", "sgd_nesterov", "lion_groups", "lamb_groups"}
+SHORT = {"adamw_groups", "adam", "adamw8bit_groups", "sgd_dampened", "sgd_nesterov", "lion_groups", "lamb_groups", "muon_groups"}
 SHORT |= {"torch_rmsprop"}
 NAMES = [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in OPTIMIZERS]
 EXACT = [param for param in NAMES if param.values[0] not in IS_BOUNDED]

@@ -188,8 +188,11 @@ class StateSource:
         self._state = state
 
     def names(self) -> Sequence[str]:
-        entries = self._checkpoint.index.parameters.items()
-        return [name for name, entry in entries if (self._state == MASTER and not entry.left_out) or entry.trainable]
+        index = self._checkpoint.index
+        if self._state == MASTER:
+            return [name for name, entry in index.parameters.items() if entry.trainable or not entry.left_out]
+        trained = ((name, entry) for name, entry in index.parameters.items() if entry.trainable)
+        return [name for name, entry in trained if self._state in index.optimizer.states_of(entry)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._checkpoint.index.parameters[name].shape

@@ -106,7 +106,8 @@ class CountRules:
     states, per element. by_messages: collectives are messages between CPUs, and a reduction receives the terms of the
     other ranks in tensors (gloo.py). params_in_file: offloaded parameters are in a scratch file; they are read to the
     host ahead of a gather, and are copied to the device by the gather. reduces_at_boundary: gradients are reduced in
-    the last micro-batch alone, and kept in full until then (`no_sync`).
+    the last micro-batch alone, and kept in full until then (`no_sync`). updating_bytes: of tensors that exist only while
+    the optimizer updates matrices (optim/matrix_owners.py).
     """
 
     plan: ZeroPlan
@@ -117,6 +118,7 @@ class CountRules:
     by_messages: bool
     params_in_file: bool = False
     reduces_at_boundary: bool = False
+    updating_bytes: int = 0
 
 
 class CountedReduction(NamedTuple):
@@ -167,7 +169,8 @@ class CountedUnit:
             return
         if precision.master != precision.param:
             self._book.allocate(OPTIMIZER, self._shard * ITEMSIZE_BYTES[precision.master])
-        self._book.allocate(OPTIMIZER, self._shard * self._rules.state_bytes)
+        states = self._rules.state_bytes if size.state_bytes is None else size.state_bytes
+        self._book.allocate(OPTIMIZER, self._shard * states)
 
     # ---- full parameters -------------------------------------------------------------------------------------------
 

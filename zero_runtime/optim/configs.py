@@ -10,12 +10,14 @@ the argument that switches a state on. An optimizer that is not listed cannot ru
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from zero_runtime.errors import PlanError
 from zero_runtime.limits import NO_KEY, Limits, keyed, nearest
 from zero_runtime.optim.groups import ParamGroup
+from zero_runtime.precision import ITEMSIZE_BYTES
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SIGNED_MOMENTS = ("exp_avg",)
@@ -81,10 +83,25 @@ class OptimizerConfig:
         """The tensors that hold the states, in the order in which updates take them."""
         return tuple(HeldState(name) for name in self.state_names)
 
+    def held_by(self, *, matrices: bool) -> tuple[HeldState, ...]:
+        """Those of the held states that a unit has: one of matrices that are updated whole, or another."""
+        return self.held_states
+
     @property
     def state_bytes(self) -> float:
-        """Bytes of the held states per element."""
-        return sum(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in self.held_states)
+        """Bytes of the held states per element, of units that are not matrices."""
+        return _bytes_of(self.held_by(matrices=False))
+
+    @property
+    def matrix_patterns(self) -> tuple[str, ...] | None:
+        """Which matrices are updated whole, in units of their own: those that match one of these patterns, or, with no
+        pattern, those of the repeated blocks (unit_planner.py). None if no matrix is."""
+        return None
+
+    @property
+    def matrix_state_bytes(self) -> float | None:
+        """Bytes of the held states per element of units of matrices; None if there are no such units."""
+        return None if self.matrix_patterns is None else _bytes_of(self.held_by(matrices=True))
 
     @property
     def block_numel(self) -> int:
@@ -212,6 +229,60 @@ class SgdConfig(OptimizerConfig):
         return self.momentum > 0
 
 
+MATRIX_STATES = ("momentum_buffer",)
+LrScaling = Literal["match_rms_adamw", "original"]
+
+
+@dataclass(frozen=True)
+class MuonConfig(OptimizerConfig):
+    """Muon's constants (Keller Jordan, 2024), and AdamW's for all parameters that are not matrices of the blocks.
+
+    A matrix's update is its momentum, orthogonalised by `ns_steps` Newton-Schulz steps in `ns_dtype`. lr_scaling:
+    match_rms_adamw multiplies the rate of a matrix by 0.2 * sqrt(larger side), which gives updates the size of AdamW's,
+    so that both can have one rate (arXiv 2502.16982); original by sqrt(max(1, rows / columns)). `adamw_lr_ratio`: the
+    rate of AdamW's part, relative to the schedule's. `matrices`: patterns of the names of the matrices that are
+    orthogonalised; [] are those of the repeated blocks, without embeddings.
+    """
+
+    kind = "muon"
+    updates_units_alone = False
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    ns_dtype: Literal["bf16", "fp32"] = "bf16"
+    lr_scaling: LrScaling = "match_rms_adamw"
+    matrices: list[str] = field(default_factory=list)
+    adamw_lr_ratio: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+    def _check(self, limits: Limits) -> None:
+        limits.must("momentum", lambda value: value < 1, "below 1")
+        limits.must("ns_steps", lambda value: 1 <= value < 100, "from 1 to 99")
+        limits.must("ns_dtype", ("bf16", "fp32").__contains__, "bf16 or fp32")
+        limits.must("lr_scaling", ("match_rms_adamw", "original").__contains__, "match_rms_adamw or original")
+        limits.must("adamw_lr_ratio", lambda value: value > 0, "above 0")
+
+    @property
+    def adamw(self) -> AdamWConfig:
+        """The constants for the parameters that are not orthogonalised."""
+        return AdamWConfig(self.beta1, self.beta2, self.eps, self.weight_decay)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return (*MATRIX_STATES, *MOMENTS)
+
+    def held_by(self, *, matrices: bool) -> tuple[HeldState, ...]:
+        return tuple(held for held in self.held_states if (held.name in MATRIX_STATES) == matrices)
+
+    @property
+    def matrix_patterns(self) -> tuple[str, ...] | None:
+        return tuple(self.matrices)
+
+
 _ADAM_STATES = {"exp_avg": _ALWAYS, "exp_avg_sq": _ALWAYS}
 _TORCH_STATES: dict[str, dict[str, str]] = {
     "ASGD": {"ax": _ALWAYS},
@@ -230,7 +301,7 @@ TORCH_NAMES = tuple(_TORCH_STATES)
 TORCH_REFUSED = {
     "Adafactor": "its second moment is kept by rows and columns of a whole matrix",
     "LBFGS": "it needs a closure that evaluates the model again within a step, and products over all parameters",
-    "Muon": "it orthogonalises whole matrices",
+    "Muon": "it orthogonalises whole matrices, which optimizer=muon does on shards",
     "SparseAdam": "it takes sparse gradients alone, and the runtime's are dense",
 }
 _TORCH_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
@@ -291,8 +362,17 @@ class TorchConfig(OptimizerConfig):
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     config.kind: config
-    for config in (AdamWConfig, AdamW8bitConfig, AdamConfig, SgdConfig, LionConfig, LambConfig, TorchConfig)
+    for config in (AdamWConfig, AdamW8bitConfig, AdamConfig, SgdConfig, LionConfig, LambConfig, MuonConfig, TorchConfig)
 }
+
+
+def _bytes_of(states: Iterable[HeldState]) -> float:
+    return sum(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in states)
+
+
+def whole_itemsize(config: OptimizerConfig) -> int:
+    """Bytes of an element in the dtype in which matrices are updated whole; 0 if none is."""
+    return ITEMSIZE_BYTES[config.ns_dtype] if isinstance(config, MuonConfig) else 0
 
 
 def torch_problem(class_name: str) -> str:

@@ -19,6 +19,7 @@ from zero_runtime.optim.configs import (
     SIGNED_MOMENTS,
     HeldState,
     LambConfig,
+    MuonConfig,
     OptimizerConfig,
     TorchConfig,
     refuse_host_reads,
@@ -26,6 +27,7 @@ from zero_runtime.optim.configs import (
 )
 from zero_runtime.optim.groups import GroupTable
 from zero_runtime.optim.lr_schedule import Rates
+from zero_runtime.optim.muon import MuonRule
 from zero_runtime.optim.quantized_state import CodedShard
 from zero_runtime.optim.rehearsal import rehearse
 from zero_runtime.optim.rules import ElementwiseRule, Held, LambRule, StepNumbers, check_momentum
@@ -89,7 +91,8 @@ class ShardedOptimizer:
         if self._unmade:
             self._unmade = False
             for unit, held in zip(self._units, self._helds, strict=True):
-                held.states.update({state.name: _zeros(unit, state) for state in self.config.held_states})
+                states = self.config.held_by(matrices=unit.matrices)
+                held.states.update({state.name: _zeros(unit, state) for state in states})
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -193,6 +196,8 @@ class ShardedOptimizer:
 def _rule(config: OptimizerConfig, helds: list[Held], collectives: Collectives) -> UpdateRule:
     if isinstance(config, LambConfig):
         return LambRule(config, helds, collectives)
+    if isinstance(config, MuonConfig):
+        return MuonRule(config, helds, collectives)
     if isinstance(config, TorchConfig):
         return TorchRule(config, helds)
     return ElementwiseRule(config)
