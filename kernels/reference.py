@@ -1,11 +1,12 @@
 """Each operation in plain PyTorch: the specification, the fallback and the baseline of the implementations.
 
 [Note: updates]
-An update takes master [n] (any float dtype), grad [n] (any float dtype) and its states [n] (fp32), and works in
-place. The gradient that it uses is `grad * grad_scale` (0-dim fp32, on the device); all arithmetic is fp32, and no
-value is read on the host. `numbers` are those of the settings (see [Note: numbers] in settings.py). If `param_out` [n]
-(any float dtype) is given, the new master is rounded into it. Every update is element-wise, so any split of the tensors
-gives the same bits.
+An update takes master [n] (any float dtype), grad [n] (any float dtype) and its states [n] (fp32; those of AdamW,
+Adam, SGD and Lion also bf16), and works in place. A bf16 state is read as fp32, the step uses its new fp32 value, and
+that value is rounded once, to nearest, ties to even, when it is stored. The gradient that it uses is
+`grad * grad_scale` (0-dim fp32, on the device); all arithmetic is fp32, and no value is read on the host. `numbers` are
+those of the settings (see [Note: numbers] in settings.py). If `param_out` [n] (any float dtype) is given, the new
+master is rounded into it. Every update is element-wise, so any split of the tensors gives the same bits.
 
 [Note: arithmetic]
 An update is a sequence of additions, subtractions, multiplications, divisions and square roots, each rounded to the
@@ -58,10 +59,13 @@ def adamw_(
             scaled.add_(weights * adam.l2)
         else:
             weights.mul_(adam.decay)
-        _moments(scaled, exp_avg[part], exp_avg_sq[part], adam)
-        divisor = _divided(root(exp_avg_sq[part]), adam.correction).add_(adam.eps)
-        weights.add_((exp_avg[part] * adam.minus_step_size).div_(divisor))
+        first, second = exp_avg[part].to(torch.float32), exp_avg_sq[part].to(torch.float32)
+        _moments(scaled, first, second, adam)
+        divisor = _divided(root(second), adam.correction).add_(adam.eps)
+        weights.add_((first * adam.minus_step_size).div_(divisor))
         _write_back(master, weights, param_out, part)
+        _keep(exp_avg, first, part)
+        _keep(exp_avg_sq, second, part)
 
 
 def _lerp_(moment: torch.Tensor, grad: torch.Tensor, weight: float) -> None:
@@ -155,11 +159,12 @@ def sgd_(
         if sgd.l2 != 0:
             step.add_(weights * sgd.l2)
         if momentum_buffer is not None:
-            buffer = momentum_buffer[part]
+            buffer = momentum_buffer[part].to(torch.float32)
             if is_first:
                 buffer.copy_(step)
             else:
                 buffer.mul_(sgd.momentum).add_(step * sgd.weight)
+            _keep(momentum_buffer, buffer, part)
             step = step + buffer * sgd.momentum if nesterov else buffer
         weights.add_(step * sgd.minus_lr)
         _write_back(master, weights, param_out, part)
@@ -180,9 +185,10 @@ def lion_(
     lion = LionNumbers(*numbers)
     for part in _chunks(master):
         weights, scaled = master[part].to(torch.float32), grad[part].to(torch.float32) * grad_scale
-        moment = exp_avg[part]
+        moment = exp_avg[part].to(torch.float32)
         direction = (moment * lion.beta1).add_(scaled * lion.weight1).sign_()
         moment.mul_(lion.beta2).add_(scaled.mul_(lion.weight2))
+        _keep(exp_avg, moment, part)
         weights.mul_(lion.decay).add_(direction.mul_(lion.minus_lr))
         _write_back(master, weights, param_out, part)
 
@@ -363,6 +369,12 @@ def _chunks(tensor: torch.Tensor, cpu_numel: int | None = None) -> Iterator[slic
     chunk_numel = on_cpu if tensor.device.type == "cpu" else max(tensor.numel(), 1)
     for start in range(0, tensor.numel(), chunk_numel):
         yield slice(start, start + chunk_numel)
+
+
+def _keep(state: torch.Tensor, values: torch.Tensor, part: slice) -> None:
+    """Round the fp32 values into the state; an fp32 state is not written here: then they are its own memory."""
+    if state.dtype != torch.float32:
+        state[part].copy_(values)
 
 
 def _write_back(master: torch.Tensor, weights: torch.Tensor, param_out: torch.Tensor | None, part: slice) -> None:

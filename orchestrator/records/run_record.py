@@ -49,6 +49,7 @@ IGNORED_KEYS = (
 # With it a key is left out of the identity, so that earlier points keep their ids.
 LATER_KEYS: Mapping[str, Any] = {
     "optimizer.ns_steps": None,
+    "optimizer.state_dtype": "fp32",
     "optimizer.ns_dtype": None,
     "optimizer.lr_scaling": None,
     "optimizer.matrices": None,

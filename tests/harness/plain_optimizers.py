@@ -185,7 +185,7 @@ def rounded_to_codes(block: torch.Tensor, *, signed: bool) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Keller Jordan's Muon for the groups with `matrices`, with torch's own orthogonalisation, and AdamW for the rest."""
+    """Keller Jordan's Muon for matrices, with torch's own orthogonalisation, and AdamW for the rest."""
 
     def __init__(self, groups: list[dict[str, Any]], config: MuonConfig) -> None:
         super().__init__(groups, {})
@@ -228,7 +228,21 @@ def in_fp32(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 
 def plain_optimizer(config: OptimizerConfig, masters: dict[str, torch.Tensor], lr: float) -> torch.optim.Optimizer:
     """The optimizer that `config` describes, over named fp32 tensors. Norms and biases are the tensors with at most one
-    dimension."""
+    dimension. States in bf16 are rounded after each step."""
+    plain = _plain_optimizer(config, masters, lr)
+    if vars(config).get("state_dtype") == "bf16":
+        plain.register_step_post_hook(_round_states)
+    return plain
+
+
+def _round_states(plain: torch.optim.Optimizer, *_: Any) -> None:
+    for state in plain.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.copy_(value.bfloat16())
+
+
+def _plain_optimizer(config: OptimizerConfig, masters: dict[str, torch.Tensor], lr: float) -> torch.optim.Optimizer:
     groups = [group for group in _groups(config, masters, lr) if group["params"]]
     if isinstance(config, LionConfig):
         return Lion(groups, {"betas": (config.beta1, config.beta2)})

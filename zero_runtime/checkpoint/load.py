@@ -26,7 +26,7 @@ from zero_runtime.checkpoint.tensor_file import DTYPES, TensorFile, check_file, 
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CheckpointError
 from zero_runtime.memory.outside_step import READ_NUMEL
-from zero_runtime.optim.quantized_state import CodedShard
+from zero_runtime.optim.sharded import ToldState
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.tensor_source import ReadInto, TensorSource, read_in_blocks
 from zero_runtime.unit import Unit
@@ -287,7 +287,7 @@ def _fill_with(
     runtime.renew()
 
 
-def _fill_state(unit: Unit, shard: torch.Tensor | CodedShard, names: Sequence[str], read_into: ReadInto) -> None:
+def _fill_state(unit: Unit, shard: ToldState, names: Sequence[str], read_into: ReadInto) -> None:
     if isinstance(shard, torch.Tensor):
         unit.fill(shard, names, read_into)
         return
@@ -299,7 +299,7 @@ def _fill_state(unit: Unit, shard: torch.Tensor | CodedShard, names: Sequence[st
             shard.write(piece.shard_offset + start - piece.start, values)
 
 
-def shards_of(runtime: ZeroRuntime, unit: Unit) -> dict[str, torch.Tensor | CodedShard]:
+def shards_of(runtime: ZeroRuntime, unit: Unit) -> dict[str, ToldState]:
     """The shards of a unit that a checkpoint stores, [S] each, by state; they are the runtime's own tensors, no copies.
 
     Offloaded shards are empty unless the unit is resident.

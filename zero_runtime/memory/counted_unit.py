@@ -106,8 +106,8 @@ class CountRules:
     states, per element. by_messages: collectives are messages between CPUs, and a reduction receives the terms of the
     other ranks in tensors (gloo.py). params_in_file: offloaded parameters are in a scratch file; they are read to the
     host ahead of a gather, and are copied to the device by the gather. reduces_at_boundary: gradients are reduced in
-    the last micro-batch alone, and kept in full until then (`no_sync`). updating_bytes: of tensors that exist only while
-    the optimizer updates matrices (optim/matrix_owners.py).
+    the last micro-batch alone, and kept in full until then (`no_sync`). updating_bytes: of tensors that exist only
+    while the optimizer updates matrices (optim/matrix_owners.py).
     """
 
     plan: ZeroPlan

@@ -6,6 +6,12 @@ each step.
 [Note: what torch's optimizers keep]
 `_TORCH_STATES` lists each element-wise optimizer of torch.optim with the states that it keeps for each element, and
 the argument that switches a state on. An optimizer that is not listed cannot run on shards and is refused by name.
+
+[Note: bf16 states]
+A bf16 number has 8 significant bits: its neighbour below is at most 2^-7 of it away, and what is less than half of that
+away is rounded back to it. With a factor beta of the state, gradients of zero leave beta * state: if 1 - beta is below
+2^-8, a state may stay for ever where it is, and a second moment that cannot fall stops its weight. So with bf16 states
+every such factor must be at most 1 - 2^-8 (0.99609375): beta2=0.999 is refused, 0.95 and 0.99 are not.
 """
 
 from __future__ import annotations
@@ -22,7 +28,9 @@ from zero_runtime.precision import ITEMSIZE_BYTES
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SIGNED_MOMENTS = ("exp_avg",)
 CODE_BLOCK_NUMEL = 256  # equals kernels.block_formats.BLOCK_NUMEL, whose module imports torch
-STATE_ITEMSIZE_BYTES = {"fp32": 4, "uint8": 1}
+STATE_ITEMSIZE_BYTES = {"fp32": 4, "bf16": 2, "uint8": 1}
+StateDType = Literal["fp32", "bf16"]
+MOST_BETA_BF16 = 1 - 2.0**-8  # see [Note: bf16 states]
 _ALWAYS = ""
 
 
@@ -63,6 +71,11 @@ class OptimizerConfig:
         limits.must("eps", lambda value: value > 0, "above 0")
         limits.at_least(0, "momentum", "weight_decay")
         self._check(limits)
+        if vars(self).get("state_dtype", "fp32") != "fp32":
+            limits.must("state_dtype", ("bf16",).__contains__, "fp32 or bf16")
+            for name in ("beta1", "beta2", "momentum"):
+                rule = f"at most {MOST_BETA_BF16} with optimizer.state_dtype=bf16, which cannot hold smaller changes"
+                limits.must(name, lambda value: value <= MOST_BETA_BF16, rule, 0.95)
         limits.conclude()
 
     def _check(self, limits: Limits) -> None:
@@ -81,7 +94,8 @@ class OptimizerConfig:
     @property
     def held_states(self) -> tuple[HeldState, ...]:
         """The tensors that hold the states, in the order in which updates take them."""
-        return tuple(HeldState(name) for name in self.state_names)
+        dtype: str = vars(self).get("state_dtype", "fp32")
+        return tuple(HeldState(name, dtype) for name in self.state_names)
 
     def held_by(self, *, matrices: bool) -> tuple[HeldState, ...]:
         """Those of the held states that a unit has: one of matrices that are updated whole, or another."""
@@ -135,6 +149,7 @@ class AdamWConfig(OptimizerConfig):
     """AdamW's constants (arXiv 1711.05101): weight decay is decoupled from the gradient.
 
     By default norms and biases are not decayed, unlike in torch.optim.AdamW; `no_decay=False` decays them too.
+    state_dtype: of the moments in memory; bf16 halves them and rounds each once in a step ([Note: bf16 states]).
     """
 
     kind = "adamw"
@@ -143,6 +158,7 @@ class AdamWConfig(OptimizerConfig):
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.01
+    state_dtype: StateDType = field(default="fp32", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -159,6 +175,8 @@ class AdamW8bitConfig(AdamWConfig):
     """AdamW with 8-bit moments (arXiv 2110.02861): one code per element, one scale per 256 elements of a parameter."""
 
     kind = "adamw8bit"
+
+    state_dtype: StateDType = field(default="fp32", kw_only=True, metadata=NO_KEY)
 
     @property
     def held_states(self) -> tuple[HeldState, ...]:
@@ -181,6 +199,7 @@ class LambConfig(AdamWConfig):
     updates_units_alone = False
 
     eps: float = 1e-6
+    state_dtype: StateDType = field(default="fp32", kw_only=True, metadata=NO_KEY)
 
 
 @dataclass(frozen=True)
@@ -192,6 +211,7 @@ class LionConfig(OptimizerConfig):
     beta1: float = 0.9
     beta2: float = 0.99
     weight_decay: float = 0.0
+    state_dtype: StateDType = field(default="fp32", kw_only=True)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -208,6 +228,7 @@ class SgdConfig(OptimizerConfig):
     dampening: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
+    state_dtype: StateDType = field(default="fp32", kw_only=True)
 
     def _check(self, limits: Limits) -> None:
         if self.nesterov and not self.momentum:

@@ -5,8 +5,8 @@ A matrix is split over the shards of its unit, wherever the shards' borders fall
 owner, receives the parts of the matrix's direction from the ranks that hold them, orthogonalises the whole matrix and
 sends each part of the result back. A step has two messages from each rank to each other one, over all units: towards
 the owners and back. Every element that its owner does not hold travels once in each direction, in the dtype of the
-orthogonalisation. Owners are chosen by the work, the largest matrix first, each to the rank with the least so far; among
-those the one that holds most of it. Every rank computes the same table from the layouts.
+orthogonalisation. Owners are chosen by the work: the largest matrix first, each to the rank with the least so far, and
+among those to the one that holds most of it. Every rank computes the same table from the layouts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def owned_matrices(layouts: Sequence[FlatLayout], shard_count: int) -> list[Owne
     for unit, layout in enumerate(layouts):
         for segment in layout.segments:
             rows, columns = segment.shape
-            found.append(OwnedMatrix(unit, segment.name, (rows, columns), 0, _parts(layout, segment.offset, segment.numel)))
+            found.append(
+                OwnedMatrix(unit, segment.name, (rows, columns), 0, _parts(layout, segment.offset, segment.numel))
+            )
     work = [0] * shard_count
     owners = {}
     for place in sorted(range(len(found)), key=lambda place: (-newton_schulz_work(found[place].shape), place)):

@@ -28,11 +28,13 @@ from zero_runtime.optim.configs import (
 from zero_runtime.optim.groups import GroupTable
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.optim.muon import MuonRule
-from zero_runtime.optim.quantized_state import CodedShard
+from zero_runtime.optim.quantized_state import CodedShard, RoundedShard
 from zero_runtime.optim.rehearsal import rehearse
 from zero_runtime.optim.rules import ElementwiseRule, Held, LambRule, StepNumbers, check_momentum
 from zero_runtime.optim.torch_rule import TorchRule
 from zero_runtime.unit import Unit
+
+ToldState = torch.Tensor | CodedShard | RoundedShard  # a state as others see it: in fp32, or converted to it
 
 
 class UpdateRule(Protocol):
@@ -173,8 +175,8 @@ class ShardedOptimizer:
         held = self._by_unit.get(unit.name)
         return {} if held is None else held.states
 
-    def told_states_of(self, unit: Unit) -> dict[str, torch.Tensor | CodedShard]:
-        """The unit's states by name as fp32 values: the optimizer's own tensors, or a CodedShard that converts them."""
+    def told_states_of(self, unit: Unit) -> dict[str, ToldState]:
+        """The unit's states by name as fp32 values: the optimizer's own tensors, or an object that converts them."""
         held = self.states_of(unit)
         return {name: _told(held, name) for name in self.state_names if name in held}
 
@@ -219,6 +221,8 @@ def _zeros(unit: Unit, held: HeldState) -> torch.Tensor:
     return torch.zeros(unit.layout.shard_numel // held.per, dtype=TORCH_DTYPE[held.dtype], device=device)
 
 
-def _told(held: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | CodedShard:
+def _told(held: Mapping[str, torch.Tensor], name: str) -> ToldState:
     scales = held.get(scale_name(name))
-    return held[name] if scales is None else CodedShard(held[name], scales, signed=name in SIGNED_MOMENTS)
+    if scales is not None:
+        return CodedShard(held[name], scales, signed=name in SIGNED_MOMENTS)
+    return held[name] if held[name].dtype == torch.float32 else RoundedShard(held[name])
