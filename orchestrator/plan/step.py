@@ -67,7 +67,7 @@ def _layout(config: RunConfig, shapes: Mapping[str, Any], unit: Mapping[str, Any
 
 def matrices_of(config: RunConfig, shapes: Mapping[str, Any]) -> list[OwnedMatrix]:
     """The matrices that the optimizer updates whole, with the ranks that own them."""
-    layouts = [_layout(config, shapes, unit) for unit in shapes["units"] if unit.get("matrices")]
+    layouts = [_layout(config, shapes, unit) for unit in shapes.get("units", ()) if unit.get("matrices")]
     return owned_matrices(layouts, config.zero.plan.shard_count(config.resources.ranks or 1))
 
 

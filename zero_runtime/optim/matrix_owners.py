@@ -20,7 +20,7 @@ from zero_runtime.flat_layout import FlatLayout
 WORKING = 4  # matrices that a Newton-Schulz step holds: the input, its square, the polynomial of that, the output
 
 
-class Part(NamedTuple):
+class MatrixPart(NamedTuple):
     """Elements [start, stop) of a matrix, held by the rank `holder` of the shard group."""
 
     holder: int
@@ -41,7 +41,7 @@ class OwnedMatrix:
     name: str
     shape: tuple[int, int]
     owner: int
-    parts: tuple[Part, ...]
+    parts: tuple[MatrixPart, ...]
 
     @property
     def numel(self) -> int:
@@ -78,11 +78,11 @@ def owned_matrices(layouts: Sequence[FlatLayout], shard_count: int) -> list[Owne
     ]
 
 
-def _parts(layout: FlatLayout, offset: int, numel: int) -> tuple[Part, ...]:
+def _parts(layout: FlatLayout, offset: int, numel: int) -> tuple[MatrixPart, ...]:
     size = layout.shard_numel
     first, last = offset // size, (offset + max(numel, 1) - 1) // size
     parts = (
-        Part(holder, max(holder * size - offset, 0), min((holder + 1) * size - offset, numel))
+        MatrixPart(holder, max(holder * size - offset, 0), min((holder + 1) * size - offset, numel))
         for holder in range(first, last + 1)
     )
     return tuple(part for part in parts if part.numel)
