@@ -51,6 +51,11 @@ def unit_sizes(runtime: Accounted) -> list[UnitSize]:
     ]
 
 
+def error_bytes(runtime: Accounted) -> int:
+    """Bytes of the error feedback of quantised reductions for each trainable element; none with one shard."""
+    return runtime.settings.wire.error_bytes(runtime.plan) if runtime.collectives.shard_count > 1 else 0
+
+
 def _sizes_with_precision(runtime: Accounted) -> list[tuple[UnitSize, MixedPrecision]]:
     return list(zip(unit_sizes(runtime), (unit.precision for unit in runtime.units), strict=True))
 
@@ -63,6 +68,7 @@ def predicted_state_bytes(runtime: Accounted) -> StateBytes:
         world=runtime.collectives.world,
         micro_batches=runtime.settings.micro_batches,
         state_bytes=runtime.optimizer.config.state_bytes,
+        error_bytes=error_bytes(runtime),
     )
 
 
@@ -82,6 +88,7 @@ def predicted_peak(runtime: Accounted, plan: ZeroPlan | None = None) -> StepPeak
         prefetch=runtime.settings.prefetch,
         micro_batches=runtime.settings.micro_batches,
         state_bytes=runtime.optimizer.config.state_bytes,
+        error_bytes=error_bytes(runtime),
     )
 
 

@@ -149,6 +149,22 @@ class Collectives:
         alike = torch.empty(numel, dtype=sent.dtype, device="meta")  # parts differ in size between the ranks
         self._issue("all_to_all", "", alike, self._exchanging(received, sent, counts))()
 
+    def trade(self, received: torch.Tensor, sent: torch.Tensor, unit: str = "") -> Pending:
+        """Send the r-th of equal parts of `sent` to rank r of the shard group, and receive one from each rank.
+
+        This rank's own part of `received` has no defined contents. Both tensors must live until the wait.
+        """
+        part = sent.numel() // self.shard_count
+        counts = [0 if rank == self.shard_rank else part for rank in range(self.shard_count)]
+        self.ledger.record("all_to_all", unit, sum(counts), sent.dtype)
+        group = self._groups.reduce
+        if group in self._messages:
+            parts = (received.chunk(self.shard_count), sent.chunk(self.shard_count))
+            start = _sending(self._messages[group].exchange, *parts)
+        else:
+            start = _starting(dist.all_to_all_single, received, sent, group=group)
+        return Pending(self._issue("all_to_all", unit, sent, start), held=(received, sent))
+
     def _exchanging(
         self, received: torch.Tensor, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]]
     ) -> Start:

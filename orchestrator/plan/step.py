@@ -23,6 +23,7 @@ from zero_runtime.offload.plan import Tier
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, whole_itemsize
 from zero_runtime.optim.matrix_owners import OwnedMatrix, most_sent_elements, owned_matrices, working_bytes
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.wire import gathered, reduced
 
 EXPORTED_BYTES = 2  # of an element of exported weights, in bf16
 Answers = Mapping[str, Mapping[str, Any]]
@@ -169,12 +170,15 @@ class ConfigMemory:
         counts = CollectiveCounts.of(
             config.zero.plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
         )
-        total = 0
+        wire, total = config.zero.wire, 0
         for (size, kind), replayed in zip(self.units, self._gathers(), strict=True):
-            gathered = (counts.gathers if size.trainable else replayed) * ITEMSIZE_BYTES[kind.param]
-            reduced = counts.reductions * ITEMSIZE_BYTES[kind.reduce] if size.trainable else 0
-            total += (gathered + reduced) * size.padded_numel * (shard_count - 1) // shard_count
-            total += reduced * 2 * size.padded_numel * (ranks // shard_count - 1) // ranks
+            shard, train = size.padded_numel // shard_count, size.trainable
+            one = gathered(
+                wire, config.zero.plan, shard, shard_count, ITEMSIZE_BYTES[kind.param], trainable=size.trainable
+            )
+            total += one.nbytes * (counts.gathers if train else replayed)
+            one = reduced(wire, shard, shard_count, ranks // shard_count, ITEMSIZE_BYTES[kind.reduce])
+            total += one.nbytes * counts.reductions * train
         return total + most_sent_elements(self.matrices, shard_count) * whole_itemsize(config.optimizer.rule)
 
     def frozen_gathers(self) -> int:
@@ -245,6 +249,12 @@ class Memories:
         return self._replayed[key]
 
 
+def error_bytes(config: RunConfig) -> int:
+    """Bytes of error feedback for each trainable element; none with one shard."""
+    one_shard = config.zero.plan.shard_count(config.resources.ranks or 1) == 1
+    return 0 if one_shard else config.zero.wire.error_bytes(config.zero.plan)
+
+
 def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
     """By which the runtime allocates the tensors of the units."""
     ranks, plan = config.resources.ranks or 1, config.zero.plan
@@ -259,6 +269,7 @@ def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
         by_messages=config.resources.device is not Device.cuda and ranks > 1,
         params_in_file=config.offload.params is Tier.NVME,
         reduces_at_boundary=config.zero.reduce_at_boundary,
+        wire=config.zero.wire,
         updating_bytes=working_bytes(matrices, shard_count, whole_itemsize(rule)),
     )
 

@@ -48,6 +48,9 @@ IGNORED_KEYS = (
 # Keys that were added after points had been recorded, with the value under which a run measures what it did before.
 # With it a key is left out of the identity, so that earlier points keep their ids.
 LATER_KEYS: Mapping[str, Any] = {
+    "zero.gather_dtype": None,
+    "zero.reduce_dtype": None,
+    "zero.error_feedback": False,
     "optimizer.ns_steps": None,
     "optimizer.state_dtype": "fp32",
     "optimizer.ns_dtype": None,

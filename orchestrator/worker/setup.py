@@ -106,6 +106,7 @@ def build_runtime(
         initialise=initialise,
         offload=offload_plan(config.offload, config.output),
         stop_asked=stop_asked,
+        wire=config.zero.wire,
     )
     with ExitStack() as stack:
         if config.model.path is not None:
@@ -133,6 +134,8 @@ def asked_dtypes(config: RunConfig, runtime: ZeroRuntime) -> AskedDTypes:
         tuple(config.precision.keep_dtype),
         {name: short_name(dtype) for name, dtype in runtime.given_dtypes.items()},
         whole=config.optimizer.rule.ns_dtype if isinstance(config.optimizer.rule, MuonConfig) else None,
+        wire=config.zero.wire,
+        plan=config.zero.plan,
     )
 
 

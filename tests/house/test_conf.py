@@ -41,7 +41,7 @@ NOT_FOR: dict[str, Collection[str]] = {
     **dict.fromkeys(("data/stdlib", "data/synthetic"), ("path",)),
     "offload/none": ("ratio", "step", *NVME),
     "offload/param_cpu": ("step", *NVME),
-    "zero/stage0": ("shard_ranks", "reduce_at_boundary"),
+    "zero/stage0": ("shard_ranks", "reduce_at_boundary", "gather_dtype", "reduce_dtype", "error_feedback"),
     "zero/stage1": ("reduce_at_boundary",),
     "loss/full": ("tile",),
     "adapter/none": ("rank", "alpha", "targets"),

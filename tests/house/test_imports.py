@@ -65,6 +65,7 @@ PURE = (
     "backward_tracker",
     "errors",
     "limits",
+    "wire",
 )
 STANDARD = set(sys.stdlib_module_names)
 

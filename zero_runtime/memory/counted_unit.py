@@ -14,6 +14,7 @@ from typing import NamedTuple
 from zero_runtime.memory.model import UnitSize
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.wire import ERROR_BYTES, EXACT, Wire, packed_bytes
 
 HELD_SOURCES = 2  # as in offload/copy_streams.py: sources of copies to the host that are held at a time
 # What a tensor is for, in the order of a report.
@@ -107,7 +108,7 @@ class CountRules:
     other ranks in tensors (gloo.py). params_in_file: offloaded parameters are in a scratch file; they are read to the
     host ahead of a gather, and are copied to the device by the gather. reduces_at_boundary: gradients are reduced in
     the last micro-batch alone, and kept in full until then (`no_sync`). updating_bytes: of tensors that exist only
-    while the optimizer updates matrices (optim/matrix_owners.py).
+    while the optimizer updates matrices (optim/matrix_owners.py). wire: which collectives are quantised.
     """
 
     plan: ZeroPlan
@@ -119,6 +120,7 @@ class CountRules:
     params_in_file: bool = False
     reduces_at_boundary: bool = False
     updating_bytes: int = 0
+    wire: Wire = EXACT
 
 
 class CountedReduction(NamedTuple):
@@ -153,6 +155,12 @@ class CountedUnit:
         self._grad_shard: Block | None = None
         self._local = False  # the full gradient accepts gradients
         self._reducing: CountedReduction | None = None
+        gather = rules.wire.gather if rules.wire.gathers(rules.plan, trainable=size.trainable) else None
+        # Bytes of one shard's codes, where the gathers or the reductions are quantised.
+        self._gathered = packed_bytes(self._shard, gather) if gather and rules.shard_count > 1 else 0
+        reduce = rules.wire.reduce if rules.shard_count > 1 else None
+        self._reduced = packed_bytes(self._shard, reduce) if reduce else 0
+        self._errors: Block | None = None  # error feedback, from the first reduction on
         self._allocate()
 
     def _allocate(self) -> None:
@@ -191,7 +199,9 @@ class CountedUnit:
         self._bring()
         if self._full is None:
             self._full = self._book.allocate(GATHERED, self._numel * self._compute)
-        if self._casts:
+        if self._gathered:
+            self._gathering = self._book.allocate(GATHERED, self._gathered * (1 + self._rules.shard_count))
+        elif self._casts:
             self._gathering = self._book.allocate(GATHERED, self._numel * self._param)
 
     def wait_unshard(self) -> None:
@@ -200,6 +210,8 @@ class CountedUnit:
 
     def _end_gather(self) -> None:
         if self._in_gather:
+            if self._gathered and self._casts:  # each shard is rounded to the parameters' dtype first
+                self._book.free(self._book.allocate(GATHERED, self._shard * self._param))
             self._book.free(self._gathering)
             self._book.free(self._brought)
             self._gathering = self._brought = None
@@ -257,6 +269,12 @@ class CountedUnit:
             cast = self._book.allocate(WHOLE_GRADS, self._numel * self._reduce)
         out = None if self._in_place else self._book.allocate(GRADS, self._shard * self._reduce)
         rules = self._rules
+        if self._reduced:
+            if rules.wire.error_feedback and self._errors is None:
+                self._errors = self._book.allocate(GRADS, self._numel * ERROR_BYTES)
+            traded = self._book.allocate(TRANSFERS, 2 * self._reduced * rules.shard_count)
+            self._reducing = CountedReduction(cast, out, traded)
+            return
         ranks, numel = (rules.shard_count, self._numel) if rules.shard_count > 1 else (rules.replica_count, self._shard)
         self._reducing = CountedReduction(cast, out, self._receive(ranks, numel))
 
@@ -275,6 +293,8 @@ class CountedUnit:
             return
         cast, out, received = self._reducing
         self._reducing = None
+        if self._reduced:
+            self._book.free(self._book.allocate(TRANSFERS, self._shard * ERROR_BYTES))  # the sum in fp32
         if self._rules.shard_count > 1:  # then the replicas of the shard are summed
             self._book.free(self._receive(self._rules.replica_count, self._shard))
         self._book.free(received)

@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 from zero_runtime.errors import some
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, HeldState
+from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.wire import EXACT, Wire
 
 # Components that exist between a step's last backward and its update, besides the optimizer's states.
 PARAMS, GATHERED, MASTER, GRADS, REDUCED = "params", "gathered", "master", "grads", "reduced"
@@ -71,7 +73,8 @@ class SizedUnit:
 @dataclass(frozen=True)
 class AskedDTypes:
     """The settings that decide dtypes. states: of the optimizer. given: dtype of each parameter in the given model,
-    which those that match `keep_dtype` keep. whole: the dtype in which matrices are updated whole, if any are."""
+    which those that match `keep_dtype` keep. whole: the dtype in which matrices are updated whole, if any are. wire,
+    plan: which collectives send codes."""
 
     precision: MixedPrecision
     micro_batches: int
@@ -79,6 +82,8 @@ class AskedDTypes:
     keep_dtype: tuple[str, ...] = ()
     given: Mapping[str, str] = field(default_factory=dict)
     whole: str | None = None
+    wire: Wire = EXACT
+    plan: ZeroPlan | None = None
 
     def of_param(self, name: str) -> MixedPrecision:
         """The dtypes of one parameter."""
@@ -107,12 +112,14 @@ class AskedDTypes:
         """The dtype of elements of any number; None if the unit has no such component."""
         kind = self.of_param(unit.params[0][0])
         if component == ALL_GATHER:
-            return kind.param
+            codes = self.plan is not None and self.wire.gathers(self.plan, trainable=unit.trainable)
+            return "uint8" if codes else kind.param
         if component == AUTOCAST:
             return kind.compute or kind.param
         if not unit.trainable:
             return None
-        sums: dict[str, str] = {ACCUMULATED: kind.accumulate, REDUCE_SCATTER: kind.reduce, ALL_REDUCE: kind.reduce}
+        sums: dict[str, str] = {ACCUMULATED: kind.accumulate, ALL_REDUCE: kind.reduce}
+        sums |= {ALL_TO_ALL: "uint8"} if self.wire.reduce else {REDUCE_SCATTER: kind.reduce}
         return sums.get(component)
 
     def setting(self, component: str) -> str:
@@ -130,7 +137,7 @@ def differences(asked: AskedDTypes, units: Iterable[SizedUnit], found: Iterable[
     for key, amounts in counted.items():
         if key not in wanted:
             unit = by_name.get(key[1])
-            dtype = asked.whole if key[0] == ALL_TO_ALL else unit and asked.in_passing(key[0], unit)
+            dtype = asked.whole if key == (ALL_TO_ALL, "") else unit and asked.in_passing(key[0], unit)
             wanted[key] = _in_passing(dtype, amounts)
     return _texts(
         asked, {key: (wanted[key], counted.get(key, {})) for key in wanted if wanted[key] != counted.get(key)}

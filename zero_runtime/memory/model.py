@@ -88,12 +88,23 @@ class BytesPerElement:
     optimizer: tuple[Term, ...]
 
     @classmethod
-    def of(cls, plan: ZeroPlan, precision: MixedPrecision, micro_batches: int, state_bytes: float) -> BytesPerElement:
+    def of(
+        cls,
+        plan: ZeroPlan,
+        precision: MixedPrecision,
+        micro_batches: int,
+        state_bytes: float,
+        error_bytes: int = 0,
+    ) -> BytesPerElement:
+        """error_bytes: of the error feedback of quantised reductions, which every rank has for all elements."""
         # If master and param dtype agree, the master is the parameter (see UnitParameters) and costs nothing.
         master = 0 if precision.master == precision.param else ITEMSIZE_BYTES[precision.master]
         return cls(
             params=_param_terms(plan, precision),
-            grads=((ITEMSIZE_BYTES[precision.grad(micro_batches)], plan.grads),),
+            grads=(
+                (ITEMSIZE_BYTES[precision.grad(micro_batches)], plan.grads),
+                *(((error_bytes, Partition.REPLICATED),) if error_bytes else ()),
+            ),
             optimizer=((master + state_bytes, plan.optimizer),),
         )
 
@@ -114,10 +125,11 @@ def model_state_bytes(
     world: int,
     micro_batches: int = 1,
     state_bytes: float = ADAM_BYTES,
+    error_bytes: int = 0,
 ) -> StateBytes:
     """Predicted bytes of model states on each rank. Frozen units have parameters only."""
     of_states = {
-        size: asdict(BytesPerElement.of(plan, precision, micro_batches, size))
+        size: asdict(BytesPerElement.of(plan, precision, micro_batches, size, error_bytes))
         for size in {state_bytes, *(unit.state_bytes for unit in units if unit.state_bytes is not None)}
     }
     ranks = {Partition.REPLICATED: 1, Partition.SHARDED: plan.shard_count(world)}
@@ -143,13 +155,22 @@ def total_state_bytes(
     world: int,
     micro_batches: int = 1,
     state_bytes: float = ADAM_BYTES,
+    error_bytes: int = 0,
 ) -> StateBytes:
     """`model_state_bytes` for units of several precisions."""
     by_kind: dict[MixedPrecision, list[UnitSize]] = {}
     for size, kind in units:
         by_kind.setdefault(kind, []).append(size)
     parts = [
-        model_state_bytes(plan, kind, sizes, world=world, micro_batches=micro_batches, state_bytes=state_bytes)
+        model_state_bytes(
+            plan,
+            kind,
+            sizes,
+            world=world,
+            micro_batches=micro_batches,
+            state_bytes=state_bytes,
+            error_bytes=error_bytes,
+        )
         for kind, sizes in by_kind.items()
     ]
     return StateBytes(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
@@ -180,6 +201,7 @@ def step_peak_bytes(
     prefetch: int,
     micro_batches: int = 1,
     state_bytes: float = ADAM_BYTES,
+    error_bytes: int = 0,
 ) -> StepPeak:
     """The peak of a step, without activations and the collectives' own buffers; `units` in the order of registration.
 
@@ -190,7 +212,15 @@ def step_peak_bytes(
     units = list(units)
 
     def states_of(size: UnitSize, kind: MixedPrecision) -> StateBytes:
-        return model_state_bytes(plan, kind, [size], world=world, micro_batches=micro_batches, state_bytes=state_bytes)
+        return model_state_bytes(
+            plan,
+            kind,
+            [size],
+            world=world,
+            micro_batches=micro_batches,
+            state_bytes=state_bytes,
+            error_bytes=error_bytes,
+        )
 
     away = [states_of(size, kind).total for size, kind in units]
     # Gradients that go to the host are on the device before that: count them as if they stayed.
@@ -244,6 +274,7 @@ def formula(
     *,
     micro_batches: int = 1,
     state_bytes: float = ADAM_BYTES,
+    error_bytes: int = 0,
     with_frozen: bool = False,
     matrix_state_bytes: float | None = None,
 ) -> str:
@@ -252,10 +283,10 @@ def formula(
     `with_frozen`: Ψ are the trained parameters, Φ the frozen ones. matrix_state_bytes: of the trained matrices, M, if
     the optimizer keeps other states for them.
     """
-    of = BytesPerElement.of(plan, precision, micro_batches, state_bytes)
+    of = BytesPerElement.of(plan, precision, micro_batches, state_bytes, error_bytes)
     trained = _closed_form([term for component in asdict(of).values() for term in component], "Ψ")
     if matrix_state_bytes is not None:
-        whole = BytesPerElement.of(plan, precision, micro_batches, matrix_state_bytes)
+        whole = BytesPerElement.of(plan, precision, micro_batches, matrix_state_bytes, error_bytes)
         terms = [term for component in asdict(whole).values() for term in component]
         trained = f"{_closed_form(terms, 'M')} (M in matrices) + {trained}"
     return f"{trained} + {_closed_form(of.params, 'Φ')} (Φ frozen)" if with_frozen else trained

@@ -17,7 +17,7 @@ from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.kernels.reference import muon_, muon_direction_, orthogonalised
 from zero_runtime.kernels.settings import Muon, MuonNumbers
 from zero_runtime.optim.configs import MuonConfig
-from zero_runtime.optim.matrix_owners import OwnedMatrix, MatrixPart, owned_matrices
+from zero_runtime.optim.matrix_owners import MatrixPart, OwnedMatrix, owned_matrices
 from zero_runtime.optim.rules import ElementwiseRule, Held, ShardSlice, StepNumbers, part_of, pieces_of
 from zero_runtime.unit import Unit
 

@@ -260,6 +260,8 @@ RULES = (
     Rule(precision_rules.scale_keys_are_used, ("precision",)),
     Rule(precision_rules.tf32_is_used, ("precision", "resources")),
     Rule(precision_rules.shard_groups_divide_the_ranks, ("zero", "resources")),
+    Rule(precision_rules.quantised_gathers_keep_masters, ("zero", "precision")),
+    Rule(precision_rules.errors_are_fed_back_in_one_scale, ("zero", "precision")),
     Rule(_one_reduction_has_micro_batches, ("zero", "batch", "resources")),
     Rule(offload_rules.offloaded_params_are_sharded, ("offload", "zero")),
     Rule(offload_rules.optimizer_can_be_offloaded, ("offload", "optimizer", "resources")),

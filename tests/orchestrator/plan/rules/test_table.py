@@ -62,6 +62,12 @@ def put(data: dict[str, Any], key: str, value: str) -> None:
 
 
 BROKEN = [
+    (LAPTOP, "precision=fp32 zero.gather_dtype=int8", "zero.gather_dtype needs masters apart from the parameters"),
+    (
+        LAPTOP,
+        "precision=fp16 zero.reduce_dtype=int8 zero.error_feedback=true",
+        "zero.error_feedback needs gradients of one scale",
+    ),
     (LAPTOP, "resources.device=cuda", "resources.device=cuda needs a GPU"),
     (SERVER, "resources.ranks=8", "resources.ranks must be at most the GPUs here, 4"),
     (LAPTOP, "hardware=a100_80gb", "hardware=a100_80gb needs 8 x A100-SXM4-80GB here to run; add --plan"),

@@ -1,0 +1,77 @@
+"""The block-wise format of quantised messages, in plain PyTorch: codes and their scales in one tensor of bytes.
+
+[Note: symmetric codes] Each 256 elements (the last block may be shorter) have one fp32 scale: the largest magnitude
+divided by L, 127 for 8 bits and 7 for 4. A code is the value divided by the scale, rounded to the nearest integer, ties
+to even; it is read back as code * scale. The error of an element is at most half of the scale, up to three roundings of
+fp32. 8-bit codes are signed bytes; 4-bit codes are stored with 8 added, two in a byte, the first one in the lower half.
+A block that has a number that is not finite is read back as NaNs, so that a norm shows it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK_NUMEL = 256
+LEVELS = {8: 127, 4: 7}
+CHUNK_NUMEL = 1 << 18  # elements converted at a time on a CPU; a multiple of BLOCK_NUMEL. Changes no bits.
+
+
+def packed_numel(numel: int, bits: int) -> int:
+    """Bytes of `numel` elements, a multiple of 8, with their scales."""
+    return _code_bytes(numel, bits) + 4 * -(-numel // BLOCK_NUMEL)
+
+
+def quantise_(packed: torch.Tensor, values: torch.Tensor, bits: int) -> None:
+    """Fill packed [packed_numel(n)] uint8 from values [n] (any float dtype). See [Note: symmetric codes]."""
+    codes, scales = _split(packed, values.numel(), bits)
+    for part in _chunks(values):
+        blocks = _in_blocks(values[part].to(torch.float32))
+        scale = blocks.abs().amax(1) / LEVELS[bits]
+        found = (blocks / scale[:, None]).round_()
+        found = torch.where(found.isnan(), 0.0, found).view(-1)[: values[part].numel()].to(torch.int8)
+        if bits == 8:
+            codes[part].copy_(found.view(torch.uint8))
+        else:
+            pairs = (found + 8).view(torch.uint8).view(-1, 2)
+            codes[part.start // 2 : (part.start + found.numel()) // 2].copy_(pairs[:, 0] | (pairs[:, 1] << 4))
+        first = part.start // BLOCK_NUMEL
+        scales[first : first + scale.numel()].copy_(scale)
+
+
+def dequantise_(values: torch.Tensor, packed: torch.Tensor, bits: int, *, adds: bool = False) -> None:
+    """Read packed [packed_numel(n)] uint8 back into values [n] (any float dtype); with `adds` add to them, in fp32."""
+    codes, scales = _split(packed, values.numel(), bits)
+    for part in _chunks(values):
+        numel = values[part].numel()
+        if bits == 8:
+            found = codes[part].view(torch.int8).to(torch.float32)
+        else:
+            pairs = codes[part.start // 2 : (part.start + numel) // 2]
+            found = torch.stack((pairs & 15, pairs >> 4), 1).view(-1).to(torch.float32) - 8
+        first, blocks = part.start // BLOCK_NUMEL, -(-numel // BLOCK_NUMEL)
+        scale = scales[first : first + blocks].to(torch.float32)
+        # 0 * inf is NaN, so a block with an infinite or missing scale has no finite number.
+        read = (_in_blocks(found) * scale[:, None]).view(-1)[:numel]
+        values[part].copy_(read.add_(values[part].to(torch.float32)) if adds else read)
+
+
+def _code_bytes(numel: int, bits: int) -> int:
+    assert numel % 8 == 0, f"{numel} elements: expected a multiple of 8, so that the scales begin at 4 bytes"
+    return numel * bits // 8
+
+
+def _split(packed: torch.Tensor, numel: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes, uint8, and the scales, fp32; views."""
+    codes = _code_bytes(numel, bits)
+    return packed[:codes], packed[codes:].view(torch.float32)
+
+
+def _chunks(values: torch.Tensor) -> list[slice]:
+    size = CHUNK_NUMEL if values.device.type == "cpu" else max(values.numel(), 1)
+    return [slice(start, start + size) for start in range(0, values.numel(), size)]
+
+
+def _in_blocks(values: torch.Tensor) -> torch.Tensor:
+    """The values as [blocks, 256], padded with zeros."""
+    padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK_NUMEL))
+    return padded.view(-1, BLOCK_NUMEL)
