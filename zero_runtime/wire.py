@@ -49,18 +49,18 @@ class Wire:
         limits = Limits({}, "zero")
         if self != EXACT and plan.optimizer is Partition.REPLICATED:
             key = "gather_dtype" if self.gather else "reduce_dtype"
-            rule = f"zero.{key} needs a stage that shards something: stage 0 sums full gradients on every rank"
+            rule = f"zero.{key} needs sharded optimizer states: without them every rank sums the full gradients"
             fix = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
-            limits.refuse(rule, "stage 0", fix, "zero.stage=1")
+            limits.refuse(rule, "replicated ones", fix)
         limits.conclude()
 
     def check_precision(self, plan: ZeroPlan, precision: MixedPrecision) -> None:
         """Raise ConfigError if a gather would overwrite the only exact copy of the parameters."""
         limits = Limits({}, "zero")
         if self.gather and plan.keeps_full_params and precision.master == precision.param:
-            rule = "zero.gather_dtype needs masters apart from the parameters, which it overwrites, or stage 3"
+            rule = "zero.gather_dtype needs sharded parameters, or masters apart from those that it overwrites"
             found = f"precision.master={precision.master}, the parameters themselves"
-            limits.refuse(rule, found, "zero.gather_dtype=null", "zero.stage=3")
+            limits.refuse(rule, found, "zero.gather_dtype=null", "precision=bf16")
         limits.conclude()
 
     def gathers(self, plan: ZeroPlan, *, trainable: bool) -> bool:

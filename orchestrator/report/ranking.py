@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from orchestrator.config.lossy import exact_form, lossy_words
 from orchestrator.config.strict import nearest
+from orchestrator.records.run_record import without_ignored
 from orchestrator.records.run_state import RunState
 from orchestrator.report.summary import PHASES, Table, missing_text, run_command, without_key
 from orchestrator.text.paths import program
@@ -99,6 +101,7 @@ class Entry:
     folder: str = ""
     overrides: tuple[str, ...] = field(default=())
     measured_at: float | None = None  # seconds since the epoch
+    config: Mapping[str, Any] = field(default_factory=dict)  # of the point, as it is recorded
 
     @property
     def is_reused(self) -> bool:
@@ -168,17 +171,40 @@ HEADER = (
     "sent/step",
     "loss last",
 )
+LOSSY_HEADER = ("lossy", "loss - exact")
 
 
 def table(ranked: Sequence[Ranked]) -> Table:
     """The comparison, one row per point. A failed point's row has its state; the reason is under the table."""
     speeds = [_speed(row.entry)["median"] for row in ranked if row.entry.result]
     best = max(speeds, default=0.0)
-    rows = tuple(_cells(row, best) for row in ranked)
-    if not any(row.entry.is_reused for row in ranked):
-        return Table(HEADER, rows, names=2)
-    marked = tuple((*cells, _reused_from(row.entry)) for cells, row in zip(rows, ranked, strict=True))
-    return Table((*HEADER, "reused from"), marked, names=2)
+    header: tuple[str, ...] = HEADER
+    rows = [_cells(row, best) for row in ranked]
+    if any(lossy_words(row.entry.config) for row in ranked):
+        header = (*header, *LOSSY_HEADER)
+        entries = [row.entry for row in ranked]
+        rows = [(*cells, *_lossy_cells(row.entry, entries)) for cells, row in zip(rows, ranked, strict=True)]
+    if any(row.entry.is_reused for row in ranked):
+        header = (*header, "reused from")
+        rows = [(*cells, _reused_from(row.entry)) for cells, row in zip(rows, ranked, strict=True)]
+    return Table(header, tuple(rows), names=2)
+
+
+def _lossy_cells(entry: Entry, entries: Sequence[Entry]) -> tuple[str, str]:
+    """What is lossy in a row, and by how much its last loss is above that of the exact row."""
+    difference = loss_to_exact(entry, entries)
+    return ", ".join(lossy_words(entry.config)) or "exact", ABSENT if difference is None else f"{difference:+.4f}"
+
+
+def loss_to_exact(entry: Entry, entries: Sequence[Entry]) -> float | None:
+    """The last training loss less that of the row that differs only in having nothing lossy; None if the row itself is
+    exact or there is no such row with a result."""
+    if entry.result is None or not lossy_words(entry.config):
+        return None
+    wanted = without_ignored(exact_form(entry.config))
+    twins = [one.result for one in entries if one.result is not None and without_ignored(one.config) == wanted]
+    own: float = entry.result["loss"]["last"]
+    return own - twins[0]["loss"]["last"] if twins else None
 
 
 def _reused_from(entry: Entry) -> str:
@@ -363,7 +389,12 @@ def report_md(name: str, ranked: Sequence[Ranked]) -> str:
 
 def results_csv(ranked: Sequence[Ranked]) -> str:
     """One line per point; numbers unrounded and in base units, named by their column."""
-    rows = [_csv_row(row) for row in ranked]
+    entries = [row.entry for row in ranked]
+    rows = [
+        _csv_row(row)
+        | {"lossy": ", ".join(lossy_words(row.entry.config)), "loss_to_exact": loss_to_exact(row.entry, entries)}
+        for row in ranked
+    ]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["place"])
     writer.writeheader()

@@ -1,5 +1,5 @@
-"""Quantised gathers and reductions: every rank computes with the values of the codes, each gradient is rounded once, and
-the bytes are the closed forms."""
+"""Quantised gathers and reductions: every rank computes with the values of the codes, each gradient is rounded once,
+and the bytes are the closed forms."""
 
 from __future__ import annotations
 
@@ -201,8 +201,8 @@ def _refused(stage: int, precision: MixedPrecision, wire: Wire) -> str:
 
 
 def test_stage_0_and_masters_that_are_the_gathered_parameters_are_refused_with_the_reason() -> None:
-    assert "stage 0 sums full gradients" in run_ranks(partial(_refused, 0, BF16, BOTH), 2)[0]
-    assert "needs masters apart from the parameters" in run_ranks(partial(_refused, 2, MixedPrecision(), BOTH), 2)[0]
+    assert "needs sharded optimizer states" in run_ranks(partial(_refused, 0, BF16, BOTH), 2)[0]
+    assert "needs sharded parameters, or masters apart" in run_ranks(partial(_refused, 2, MixedPrecision(), BOTH), 2)[0]
     with pytest.raises(ConfigError, match=r"zero\.error_feedback needs zero\.reduce_dtype"):
         Wire(error_feedback=True)
     with pytest.raises(ConfigError, match=r"zero\.gather_dtype must be int8"):

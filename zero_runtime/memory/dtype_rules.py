@@ -137,7 +137,8 @@ def differences(asked: AskedDTypes, units: Iterable[SizedUnit], found: Iterable[
     for key, amounts in counted.items():
         if key not in wanted:
             unit = by_name.get(key[1])
-            dtype = asked.whole if key == (ALL_TO_ALL, "") else unit and asked.in_passing(key[0], unit)
+            dtype = None if unit is None else asked.in_passing(key[0], unit)
+            dtype = asked.whole if key == (ALL_TO_ALL, "") else dtype
             wanted[key] = _in_passing(dtype, amounts)
     return _texts(
         asked, {key: (wanted[key], counted.get(key, {})) for key in wanted if wanted[key] != counted.get(key)}
