@@ -68,6 +68,22 @@ def adamw_(
         _keep(exp_avg_sq, second, part)
 
 
+def adam_step_(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    numbers: Sequence[float],
+    param_out: torch.Tensor | None = None,
+) -> None:
+    """AdamW's step of the weights from moments that stay as they are. See `adamw_`."""
+    adam = AdamNumbers(*numbers)
+    for part in _chunks(master):
+        weights = master[part].to(torch.float32).mul_(adam.decay)
+        divisor = _divided(root(exp_avg_sq[part]), adam.correction).add_(adam.eps)
+        weights.add_((exp_avg[part] * adam.minus_step_size).div_(divisor))
+        _write_back(master, weights, param_out, part)
+
+
 def _lerp_(moment: torch.Tensor, grad: torch.Tensor, weight: float) -> None:
     change = grad - moment
     if weight < 0.5:

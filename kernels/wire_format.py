@@ -75,3 +75,28 @@ def _in_blocks(values: torch.Tensor) -> torch.Tensor:
     """The values as [blocks, 256], padded with zeros."""
     padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK_NUMEL))
     return padded.view(-1, BLOCK_NUMEL)
+
+
+# ---- one bit ---------------------------------------------------------------------------------------------------------
+
+
+def packed_signs_numel(numel: int) -> int:
+    """Bytes of the signs of `numel` elements, a multiple of 32, and one scale."""
+    assert numel % 32 == 0, f"{numel} elements: expected a multiple of 32, so that the scale begins at 4 bytes"
+    return numel // 8 + 4
+
+
+def write_signs_(packed: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> None:
+    """Fill packed [packed_signs_numel(n)] uint8: a bit for each of values [n], set if it is not negative, the first one
+    the lowest of its byte; then the scale, 0-dim fp32."""
+    bits = (values >= 0).view(-1, 8).to(torch.uint8)
+    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=values.device)
+    packed[:-4].copy_((bits * powers).sum(1, dtype=torch.uint8))
+    packed[-4:].view(torch.float32).copy_(scale)
+
+
+def read_signs_(values: torch.Tensor, packed: torch.Tensor) -> None:
+    """Read packed back into values [n] fp32: the scale or its negative."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=values.device)
+    bits = (packed[:-4, None] >> shifts) & 1
+    values.copy_((bits.view(-1).to(torch.float32) * 2 - 1) * packed[-4:].view(torch.float32))

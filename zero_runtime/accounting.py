@@ -56,6 +56,12 @@ def error_bytes(runtime: Accounted) -> int:
     return runtime.settings.wire.error_bytes(runtime.plan) if runtime.collectives.shard_count > 1 else 0
 
 
+def kept_bytes(runtime: Accounted) -> float:
+    """Bytes per element that the optimizer keeps on every rank besides its states."""
+    ranks = runtime.collectives
+    return runtime.optimizer.config.kept_bytes(shard_count=ranks.shard_count, world=ranks.world)
+
+
 def _sizes_with_precision(runtime: Accounted) -> list[tuple[UnitSize, MixedPrecision]]:
     return list(zip(unit_sizes(runtime), (unit.precision for unit in runtime.units), strict=True))
 
@@ -69,6 +75,7 @@ def predicted_state_bytes(runtime: Accounted) -> StateBytes:
         micro_batches=runtime.settings.micro_batches,
         state_bytes=runtime.optimizer.config.state_bytes,
         error_bytes=error_bytes(runtime),
+        kept_bytes=kept_bytes(runtime),
     )
 
 
@@ -89,6 +96,7 @@ def predicted_peak(runtime: Accounted, plan: ZeroPlan | None = None) -> StepPeak
         micro_batches=runtime.settings.micro_batches,
         state_bytes=runtime.optimizer.config.state_bytes,
         error_bytes=error_bytes(runtime),
+        kept_bytes=kept_bytes(runtime),
     )
 
 

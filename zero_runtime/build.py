@@ -91,6 +91,7 @@ class UnitBuilder:
         )
         settings.offload.check(self._plan, self._device.type)
         settings.wire.check_plan(self._plan)
+        config.check_run(self._plan, settings.clip_norm, settings.wire)
         for spec in specs:
             settings.wire.check_precision(self._plan, spec.precision)
         check_scaled(settings.wire, scales_loss=settings.loss_scale != UNSCALED)

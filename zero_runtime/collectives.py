@@ -149,21 +149,37 @@ class Collectives:
         alike = torch.empty(numel, dtype=sent.dtype, device="meta")  # parts differ in size between the ranks
         self._issue("all_to_all", "", alike, self._exchanging(received, sent, counts))()
 
-    def trade(self, received: torch.Tensor, sent: torch.Tensor, unit: str = "") -> Pending:
-        """Send the r-th of equal parts of `sent` to rank r of the shard group, and receive one from each rank.
+    def trade(self, received: torch.Tensor, sent: torch.Tensor, unit: str = "", *, kind: str = "all_to_all") -> Pending:
+        """Send the r-th of equal parts of `sent` to rank r of the shard group, and receive one from each rank; with one
+        shard, over all ranks.
 
         This rank's own part of `received` has no defined contents. Both tensors must live until the wait.
         """
-        part = sent.numel() // self.shard_count
-        counts = [0 if rank == self.shard_rank else part for rank in range(self.shard_count)]
-        self.ledger.record("all_to_all", unit, sum(counts), sent.dtype)
-        group = self._groups.reduce
+        group, ranks = self._widest
+        if ranks == 1:
+            return Pending()
+        self.ledger.record(kind, unit, sent.numel() // ranks * (ranks - 1), sent.dtype)
         if group in self._messages:
-            parts = (received.chunk(self.shard_count), sent.chunk(self.shard_count))
-            start = _sending(self._messages[group].exchange, *parts)
+            start = _sending(self._messages[group].exchange, received.chunk(ranks), sent.chunk(ranks))
         else:
             start = _starting(dist.all_to_all_single, received, sent, group=group)
-        return Pending(self._issue("all_to_all", unit, sent, start), held=(received, sent))
+        return Pending(self._issue(kind, unit, sent, start), held=(received, sent))
+
+    def gather_parts(self, full: torch.Tensor, part: torch.Tensor, unit: str = "", *, kind: str) -> Pending:
+        """Fill `full` from the `part` of every rank that `trade` trades with."""
+        group, ranks = self._widest
+        if ranks == 1:
+            full.copy_(part)
+            return Pending()
+        self.ledger.record(kind, unit, (ranks - 1) * part.numel(), part.dtype)
+        return Pending(self._issue(kind, unit, full, self._gathering(full, part, group)), held=(full, part))
+
+    @property
+    def _widest(self) -> tuple[dist.ProcessGroup | None, int]:
+        """The shard group, or with one shard the replicas, and the number of their ranks."""
+        if self.shard_count > 1:
+            return self._groups.reduce, self.shard_count
+        return self._groups.replica, self.replica_count
 
     def _exchanging(
         self, received: torch.Tensor, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]]

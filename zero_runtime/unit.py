@@ -213,6 +213,10 @@ class Unit:
         """The dtype in which the gradients were last summed over the ranks; None before the first time."""
         return self._gradients.reduced_in
 
+    def sum_gradients(self, *, over_ranks: bool) -> None:
+        """Whether gradients are summed over the ranks from the next backward on."""
+        self._gradients.sums_over_ranks = over_ranks
+
     def begin_backward(self) -> None:
         """Accept gradients again, after the reduction of an earlier backward."""
         self._gradients.begin_backward()

@@ -80,6 +80,7 @@ class UnitGradients:
         # What quantising took from the last gradients, [P] fp32, if it is fed back; from the first reduction on.
         self.errors: torch.Tensor | None = None
         self._feeds_back = wire.error_feedback and self._bits is not None
+        self.sums_over_ranks = True  # else every rank keeps its own full gradient, of which grad_shard is a slice
         # Two aliases. If the plan keeps full gradients, grad_shard is this rank's slice of unsharded_grad. The result
         # of a reduction is a slice of its input then, or if the shard is all of it; otherwise it is a separate tensor,
         # because it outlives the input.
@@ -145,6 +146,11 @@ class UnitGradients:
                 flat.zero_()
         self._filled.clear()
         self._closed = True
+        if not self.sums_over_ranks:
+            assert self._keeps_full, "only full gradients can stay unsummed"
+            self._reducing = Reduction(Pending(), self._own_slice(self.unsharded_grad))
+            self.move(GradState.REDUCING)
+            return
         full = self.unsharded_grad.to(self._reduce_dtype)  # the same tensor if the dtypes agree
         self.reduced_in = full.dtype
         if self._reduces_in_place:
@@ -230,6 +236,8 @@ class UnitGradients:
         """
         if self._squares is not None or self.grad_shard is None:
             return self._squares
+        if not self.sums_over_ranks and self.unsharded_grad is not None:
+            return ops.sum_of_squares(self.unsharded_grad)
         part_numel = self.layout.shard_numel // self._collectives.replica_count
         part = self.grad_shard.narrow(0, self._collectives.replica_rank * part_numel, part_numel)
         return ops.sum_of_squares(part)

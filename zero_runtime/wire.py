@@ -121,3 +121,9 @@ def reduced(wire: Wire, shard_numel: int, shard_count: int, replicas: int, items
         packed = others * packed_bytes(shard_numel, wire.reduce)
         return Sent(packed, packed) + exact
     return Sent(others * shard_numel, others * shard_numel * itemsize) + exact
+
+
+def signs_bytes(padded_numel: int, world: int) -> int:
+    """Bytes that a rank sends to average a unit's signs (optim/onebit.py): its part of them to each other rank, and its
+    part of the average, each with one scale."""
+    return 2 * (world - 1) * (padded_numel // world // 8 + SCALE_BYTES)

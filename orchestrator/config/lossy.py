@@ -17,7 +17,7 @@ _KEYS: tuple[tuple[str, str, object, str], ...] = (
     ("zero", "gather_dtype", None, "{} gathers"),
     ("zero", "reduce_dtype", None, "{} reductions"),
 )
-_KINDS = {"adamw8bit": ("adamw", "8-bit states")}
+_KINDS = {"adamw8bit": ("adamw", "8-bit states"), "onebitadam": ("adamw", "1-bit momentum")}
 
 
 def lossy_words(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -43,5 +43,5 @@ def exact_form(config: Mapping[str, Any]) -> dict[str, Any]:
         exact["zero"]["error_feedback"] = False
     optimizer = exact.get("optimizer") or {}
     if optimizer.get("kind") in _KINDS:
-        optimizer |= {"kind": _KINDS[optimizer["kind"]][0], "state_dtype": "fp32"}
+        optimizer |= {"kind": _KINDS[optimizer["kind"]][0], "state_dtype": "fp32", "warmup_updates": None}
     return exact

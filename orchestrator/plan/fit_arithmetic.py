@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from orchestrator.plan.fit import BACKWARD, BLOCKS, BUFFERS, INPUTS, OUTSIDE, STATES, Fit
-from orchestrator.plan.step import error_bytes
+from orchestrator.plan.step import error_bytes, kept_bytes
 from orchestrator.text.units import count, many, size
 from zero_runtime.memory.counted_unit import GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
 from zero_runtime.memory.model import (
@@ -80,8 +80,11 @@ def _states(fit: Fit) -> Iterator[Part]:
         micro_batches=accumulation,
         state_bytes=state_bytes,
         error_bytes=error_bytes(config),
+        kept_bytes=kept_bytes(config),
     )
-    of = BytesPerElement.of(config.zero.plan, kind_of(fit), accumulation, state_bytes, error_bytes(config))
+    of = BytesPerElement.of(
+        config.zero.plan, kind_of(fit), accumulation, state_bytes, error_bytes(config), kept_bytes(config)
+    )
     for name, terms, closed in (
         (PARAMS, of.params, expected.params),
         (OPTIMIZER, of.optimizer, expected.optimizer),

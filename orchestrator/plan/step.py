@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +24,7 @@ from zero_runtime.offload.plan import Tier
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, whole_itemsize
 from zero_runtime.optim.matrix_owners import OwnedMatrix, most_sent_elements, owned_matrices, working_bytes
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
-from zero_runtime.wire import gathered, reduced
+from zero_runtime.wire import gathered, reduced, signs_bytes
 
 EXPORTED_BYTES = 2  # of an element of exported weights, in bf16
 Answers = Mapping[str, Mapping[str, Any]]
@@ -177,6 +178,9 @@ class ConfigMemory:
                 wire, config.zero.plan, shard, shard_count, ITEMSIZE_BYTES[kind.param], trainable=size.trainable
             )
             total += one.nbytes * (counts.gathers if train else replayed)
+            if config.optimizer.rule.compresses_in(sys.maxsize):
+                total += signs_bytes(size.padded_numel, ranks) * train
+                continue
             one = reduced(wire, shard, shard_count, ranks // shard_count, ITEMSIZE_BYTES[kind.reduce])
             total += one.nbytes * counts.reductions * train
         return total + most_sent_elements(self.matrices, shard_count) * whole_itemsize(config.optimizer.rule)
@@ -255,6 +259,12 @@ def error_bytes(config: RunConfig) -> int:
     return 0 if one_shard else config.zero.wire.error_bytes(config.zero.plan)
 
 
+def kept_bytes(config: RunConfig) -> float:
+    """Bytes per element that the optimizer keeps on every rank besides its states."""
+    ranks = config.resources.ranks or 1
+    return config.optimizer.rule.kept_bytes(shard_count=config.zero.plan.shard_count(ranks), world=ranks)
+
+
 def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
     """By which the runtime allocates the tensors of the units."""
     ranks, plan = config.resources.ranks or 1, config.zero.plan
@@ -270,6 +280,7 @@ def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
         params_in_file=config.offload.params is Tier.NVME,
         reduces_at_boundary=config.zero.reduce_at_boundary,
         wire=config.zero.wire,
+        kept_bytes=kept_bytes(config),
         updating_bytes=working_bytes(matrices, shard_count, whole_itemsize(rule)),
     )
 

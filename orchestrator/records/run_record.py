@@ -48,6 +48,7 @@ IGNORED_KEYS = (
 # Keys that were added after points had been recorded, with the value under which a run measures what it did before.
 # With it a key is left out of the identity, so that earlier points keep their ids.
 LATER_KEYS: Mapping[str, Any] = {
+    "optimizer.warmup_updates": None,
     "zero.gather_dtype": None,
     "zero.reduce_dtype": None,
     "zero.error_feedback": False,

@@ -52,6 +52,7 @@ NOT_FOR: dict[str, Collection[str]] = {
 }
 # Settings that an option needs in addition: for example, data=text and model=pretrained alone have no path.
 NEEDS = {"data/text.yaml": [f"data.path={ROOT / 'run.py'}"], "model/pretrained.yaml": ["model.path={weights}"]}
+NEEDS |= {"optimizer/onebitadam.yaml": ["zero=stage1"]}
 NEEDS |= {"cluster/slurm.yaml": ["resources.device=cpu", "resources.ranks=2"]}
 NEEDS |= {f"hardware/{name}.yaml": ["precision=fp16"] for name in ("v100_16gb", "v100_32gb", "t4")}
 NEEDS |= {

@@ -1,9 +1,9 @@
 """What is lossy changes the loss on a real text by less than a stated margin over 300 steps.
 
 The text is that of Python's standard library, byte by byte; the model is Llama with 4 blocks of 64, about 0.2 M
-parameters; two ranks, bf16 parameters, fp32 masters. A row's number is the mean loss of the last 50 of 300 steps: that
-mean varies by a few thousandths with any rounding. The margin is half of what a learning rate that is 30 % lower costs,
-measured in the same test.
+parameters; two ranks, bf16 parameters, fp32 masters. A row's number is the mean loss of the last 50 of 300 steps. The
+margin is 0.05, about 2 % of the loss: runs of so few steps that round differently, correctly or not, drift apart by up
+to 0.04. A rate that is a tenth shows that the test can fail.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.wire import EXACT, Wire
 
 WORLD, MICRO, SEQ, STEPS, LAST = 2, 4, 64, 300, 50
+MARGIN = 0.05
 LLAMA = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -39,7 +40,7 @@ ADAMW = AdamWConfig(0.9, 0.95, 1e-8, 0.1)
 Row = tuple[int, OptimizerConfig, Wire, float]  # stage, optimizer, messages, factor of the learning rate
 ROWS: dict[str, Row] = {
     "exact": (2, ADAMW, EXACT, 1.0),
-    "slower": (2, ADAMW, EXACT, 0.7),
+    "a tenth of the rate": (2, ADAMW, EXACT, 0.1),
     "bf16 states": (2, replace(ADAMW, state_dtype="bf16"), EXACT, 1.0),
     "int8 gathers": (3, ADAMW, Wire("int8"), 1.0),
     "int8 reductions": (2, ADAMW, Wire(None, "int8"), 1.0),
@@ -82,13 +83,9 @@ def _mean_of_last(config: RunConfig, data, stage: int, optimizer: OptimizerConfi
 
 
 @pytest.mark.full
-def test_every_lossy_row_stays_within_half_the_cost_of_a_30_percent_lower_rate(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_lossy_row_stays_within_the_margin_of_the_exact_row(capsys: pytest.CaptureFixture[str]) -> None:
     means = run_ranks(_losses, WORLD)[0]
-    margin = (means["slower"] - means["exact"]) / 2
     with capsys.disabled():
         print("\n" + "\n".join(f"{name}: {mean:.4f} ({mean - means['exact']:+.4f})" for name, mean in means.items()))
-    assert margin > 0
     for name, mean in means.items():
-        assert name == "slower" or mean - means["exact"] <= margin, name
+        assert (abs(mean - means["exact"]) <= MARGIN) is (name != "a tenth of the rate"), name

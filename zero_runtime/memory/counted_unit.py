@@ -109,6 +109,7 @@ class CountRules:
     host ahead of a gather, and are copied to the device by the gather. reduces_at_boundary: gradients are reduced in
     the last micro-batch alone, and kept in full until then (`no_sync`). updating_bytes: of tensors that exist only
     while the optimizer updates matrices (optim/matrix_owners.py). wire: which collectives are quantised.
+    kept_bytes: per element of the model, what the optimizer keeps on every rank besides its states.
     """
 
     plan: ZeroPlan
@@ -121,6 +122,7 @@ class CountRules:
     reduces_at_boundary: bool = False
     updating_bytes: int = 0
     wire: Wire = EXACT
+    kept_bytes: float = 0.0
 
 
 class CountedReduction(NamedTuple):
@@ -179,6 +181,7 @@ class CountedUnit:
             self._book.allocate(OPTIMIZER, self._shard * ITEMSIZE_BYTES[precision.master])
         states = self._rules.state_bytes if size.state_bytes is None else size.state_bytes
         self._book.allocate(OPTIMIZER, self._shard * states)
+        self._book.allocate(OPTIMIZER, self._numel * self._rules.kept_bytes)
 
     # ---- full parameters -------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ PARAMS, GATHERED, MASTER, GRADS, REDUCED = "params", "gathered", "master", "grad
 ACCUMULATED, AUTOCAST = "accumulated", "autocast"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 ALL_TO_ALL = "all_to_all"  # parts of matrices, of all units together
+SIGNS = ("sign_all_to_all", "sign_all_gather")  # of 1-bit Adam
 MESSAGES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL)
 _SIZES = STATE_ITEMSIZE_BYTES | dict[str, int](ITEMSIZE_BYTES.items())
 _SETTINGS = {
@@ -114,6 +115,8 @@ class AskedDTypes:
         if component == ALL_GATHER:
             codes = self.plan is not None and self.wire.gathers(self.plan, trainable=unit.trainable)
             return "uint8" if codes else kind.param
+        if component in SIGNS:
+            return "uint8"
         if component == AUTOCAST:
             return kind.compute or kind.param
         if not unit.trainable:

@@ -95,8 +95,10 @@ class BytesPerElement:
         micro_batches: int,
         state_bytes: float,
         error_bytes: int = 0,
+        kept_bytes: float = 0.0,
     ) -> BytesPerElement:
-        """error_bytes: of the error feedback of quantised reductions, which every rank has for all elements."""
+        """Of what every rank has for all elements: error_bytes, the error feedback of quantised reductions; kept_bytes,
+        what the optimizer keeps besides its states."""
         # If master and param dtype agree, the master is the parameter (see UnitParameters) and costs nothing.
         master = 0 if precision.master == precision.param else ITEMSIZE_BYTES[precision.master]
         return cls(
@@ -105,7 +107,10 @@ class BytesPerElement:
                 (ITEMSIZE_BYTES[precision.grad(micro_batches)], plan.grads),
                 *(((error_bytes, Partition.REPLICATED),) if error_bytes else ()),
             ),
-            optimizer=((master + state_bytes, plan.optimizer),),
+            optimizer=(
+                (master + state_bytes, plan.optimizer),
+                *(((kept_bytes, Partition.REPLICATED),) if kept_bytes else ()),
+            ),
         )
 
 
@@ -126,10 +131,11 @@ def model_state_bytes(
     micro_batches: int = 1,
     state_bytes: float = ADAM_BYTES,
     error_bytes: int = 0,
+    kept_bytes: float = 0.0,
 ) -> StateBytes:
     """Predicted bytes of model states on each rank. Frozen units have parameters only."""
     of_states = {
-        size: asdict(BytesPerElement.of(plan, precision, micro_batches, size, error_bytes))
+        size: asdict(BytesPerElement.of(plan, precision, micro_batches, size, error_bytes, kept_bytes))
         for size in {state_bytes, *(unit.state_bytes for unit in units if unit.state_bytes is not None)}
     }
     ranks = {Partition.REPLICATED: 1, Partition.SHARDED: plan.shard_count(world)}
@@ -156,6 +162,7 @@ def total_state_bytes(
     micro_batches: int = 1,
     state_bytes: float = ADAM_BYTES,
     error_bytes: int = 0,
+    kept_bytes: float = 0.0,
 ) -> StateBytes:
     """`model_state_bytes` for units of several precisions."""
     by_kind: dict[MixedPrecision, list[UnitSize]] = {}
@@ -170,6 +177,7 @@ def total_state_bytes(
             micro_batches=micro_batches,
             state_bytes=state_bytes,
             error_bytes=error_bytes,
+            kept_bytes=kept_bytes,
         )
         for kind, sizes in by_kind.items()
     ]
@@ -202,6 +210,7 @@ def step_peak_bytes(
     micro_batches: int = 1,
     state_bytes: float = ADAM_BYTES,
     error_bytes: int = 0,
+    kept_bytes: float = 0.0,
 ) -> StepPeak:
     """The peak of a step, without activations and the collectives' own buffers; `units` in the order of registration.
 
@@ -220,6 +229,7 @@ def step_peak_bytes(
             micro_batches=micro_batches,
             state_bytes=state_bytes,
             error_bytes=error_bytes,
+            kept_bytes=kept_bytes,
         )
 
     away = [states_of(size, kind).total for size, kind in units]
@@ -275,6 +285,7 @@ def formula(
     micro_batches: int = 1,
     state_bytes: float = ADAM_BYTES,
     error_bytes: int = 0,
+    kept_bytes: float = 0.0,
     with_frozen: bool = False,
     matrix_state_bytes: float | None = None,
 ) -> str:
@@ -283,10 +294,10 @@ def formula(
     `with_frozen`: Ψ are the trained parameters, Φ the frozen ones. matrix_state_bytes: of the trained matrices, M, if
     the optimizer keeps other states for them.
     """
-    of = BytesPerElement.of(plan, precision, micro_batches, state_bytes, error_bytes)
+    of = BytesPerElement.of(plan, precision, micro_batches, state_bytes, error_bytes, kept_bytes)
     trained = _closed_form([term for component in asdict(of).values() for term in component], "Ψ")
     if matrix_state_bytes is not None:
-        whole = BytesPerElement.of(plan, precision, micro_batches, matrix_state_bytes, error_bytes)
+        whole = BytesPerElement.of(plan, precision, micro_batches, matrix_state_bytes, error_bytes, kept_bytes)
         terms = [term for component in asdict(whole).values() for term in component]
         trained = f"{_closed_form(terms, 'M')} (M in matrices) + {trained}"
     return f"{trained} + {_closed_form(of.params, 'Φ')} (Φ frozen)" if with_frozen else trained

@@ -23,12 +23,15 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from zero_runtime.errors import PlanError
 from zero_runtime.limits import NO_KEY, Limits, keyed, nearest
 from zero_runtime.optim.groups import ParamGroup
+from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES
+from zero_runtime.wire import Wire
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SIGNED_MOMENTS = ("exp_avg",)
 CODE_BLOCK_NUMEL = 256  # equals kernels.block_formats.BLOCK_NUMEL, whose module imports torch
 STATE_ITEMSIZE_BYTES = {"fp32": 4, "bf16": 2, "uint8": 1}
+FP32_BYTES = 4
 StateDType = Literal["fp32", "bf16"]
 MOST_BETA_BF16 = 1 - 2.0**-8  # see [Note: bf16 states]
 _ALWAYS = ""
@@ -122,6 +125,17 @@ class OptimizerConfig:
         """Every parameter and every shard must begin at a multiple of this number of elements."""
         return max((held.per for held in self.held_states), default=1)
 
+    def check_run(self, plan: ZeroPlan, clip_norm: float | None, wire: Wire) -> None:
+        """Raise ConfigError if this optimizer cannot run with these settings."""
+
+    def compresses_in(self, step: int) -> bool:
+        """Whether this step, counted from 1, takes each rank's own gradient and sends something else than its sum."""
+        return False
+
+    def kept_bytes(self, *, shard_count: int, world: int) -> float:
+        """Bytes per element of the model that every rank keeps besides the states, over a mean of the ranks."""
+        return 0.0
+
     @property
     def saved_as(self) -> str:
         """The name in a checkpoint. Optimizers with the same name can resume from each other's states."""
@@ -189,6 +203,41 @@ class AdamW8bitConfig(AdamWConfig):
     @property
     def saved_as(self) -> str:
         return "AdamW"
+
+
+@dataclass(frozen=True)
+class OneBitAdamConfig(AdamWConfig):
+    """1-bit Adam's constants (arXiv 2102.02888). After `warmup_updates` updates of AdamW the second moment stays as it
+    is, and ranks average the signs of their momentum with error feedback instead of their gradients."""
+
+    kind = "onebitadam"
+    updates_units_alone = False
+
+    warmup_updates: int = 100
+    state_dtype: StateDType = field(default="fp32", kw_only=True, metadata=NO_KEY)
+
+    def _check(self, limits: Limits) -> None:
+        limits.at_least(1, "warmup_updates")
+
+    def compresses_in(self, step: int) -> bool:
+        return step > self.warmup_updates
+
+    def check_run(self, plan: ZeroPlan, clip_norm: float | None, wire: Wire) -> None:
+        limits = Limits({}, "optimizer")
+        if not plan.keeps_full_grads or plan.shard_ranks is not None:
+            found = "sharded ones" if not plan.keeps_full_grads else f"zero.shard_ranks={plan.shard_ranks}"
+            rule = "optimizer.kind=onebitadam needs each rank's full gradients, and all ranks in one group"
+            limits.refuse(rule, found, "optimizer=adamw")
+        if clip_norm is not None:
+            rule = "optimizer.kind=onebitadam cannot clip: it never makes the sum of the gradients"
+            limits.refuse(rule, f"optimizer.clip_norm={clip_norm}", "optimizer.clip_norm=null")
+        if wire.reduce is not None:
+            rule = "zero.reduce_dtype has no gradients to reduce with optimizer.kind=onebitadam"
+            limits.refuse(rule, wire.reduce, "zero.reduce_dtype=null zero.error_feedback=false")
+        limits.conclude()
+
+    def kept_bytes(self, *, shard_count: int, world: int) -> float:
+        return FP32_BYTES * ((1 if shard_count == 1 else 2) + 1 / world)
 
 
 @dataclass(frozen=True)
@@ -383,7 +432,10 @@ class TorchConfig(OptimizerConfig):
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     config.kind: config
-    for config in (AdamWConfig, AdamW8bitConfig, AdamConfig, SgdConfig, LionConfig, LambConfig, MuonConfig, TorchConfig)
+    for config in (
+        *(AdamWConfig, AdamW8bitConfig, AdamConfig, SgdConfig, LionConfig, LambConfig, MuonConfig, OneBitAdamConfig),
+        TorchConfig,
+    )
 }
 
 

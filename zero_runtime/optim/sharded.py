@@ -20,6 +20,7 @@ from zero_runtime.optim.configs import (
     HeldState,
     LambConfig,
     MuonConfig,
+    OneBitAdamConfig,
     OptimizerConfig,
     TorchConfig,
     refuse_host_reads,
@@ -28,6 +29,7 @@ from zero_runtime.optim.configs import (
 from zero_runtime.optim.groups import GroupTable
 from zero_runtime.optim.lr_schedule import Rates
 from zero_runtime.optim.muon import MuonRule
+from zero_runtime.optim.onebit import OneBitRule
 from zero_runtime.optim.quantized_state import CodedShard, RoundedShard
 from zero_runtime.optim.rehearsal import rehearse
 from zero_runtime.optim.rules import ElementwiseRule, Held, LambRule, StepNumbers, check_momentum
@@ -88,6 +90,7 @@ class ShardedOptimizer:
                 f"Lion), found {config.name}; use one of them, or offload=none"
             )
         self._rule = _rule(config, self._helds, collectives)
+        self._choose_gradients()
 
     def _make_states(self) -> None:
         if self._unmade:
@@ -114,6 +117,12 @@ class ShardedOptimizer:
                 both = (numbers, replace(numbers, grad_scale=host_scale))
                 self._tier.update(self._offloaded, self._update(lr, host_scale, both))
         self.updates += 1
+        self._choose_gradients()
+
+    def _choose_gradients(self) -> None:
+        """Let the gradients of the next step be summed over the ranks, unless its update takes each rank's own."""
+        for unit in self._units:
+            unit.sum_gradients(over_ranks=not self.config.compresses_in(self.updates + 1))
 
     def _numbers(self, lr: float | Rates, grad_scale: torch.Tensor) -> StepNumbers:
         """Numbers of the next step. PlanError if the rates do not fit the groups or the optimizer."""
@@ -162,6 +171,9 @@ class ShardedOptimizer:
         self.updates = int(counters["updates"])
         if isinstance(self._rule, TorchRule) and self.updates:
             self._rule.load_counters(self._helds, counters)
+        if isinstance(self._rule, OneBitRule):
+            self._rule.forget()
+        self._choose_gradients()
 
     def states_of(self, unit: Unit) -> dict[str, torch.Tensor]:
         """The tensors that hold the unit's states, by name, in the order of its layout; empty for a frozen unit. They
@@ -187,12 +199,13 @@ class ShardedOptimizer:
         self._helds.clear()
         self._staying.clear()
         self._by_unit.clear()
-        if isinstance(self._rule, TorchRule):
+        if isinstance(self._rule, (TorchRule, OneBitRule)):
             self._rule.free()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """All states, for counting."""
-        return [state for held in self._helds for state in held.states.values()]
+        """All states and what the rule keeps besides, for counting."""
+        kept = self._rule.tensors() if isinstance(self._rule, OneBitRule) else []
+        return [*(state for held in self._helds for state in held.states.values()), *kept]
 
 
 def _rule(config: OptimizerConfig, helds: list[Held], collectives: Collectives) -> UpdateRule:
@@ -200,6 +213,8 @@ def _rule(config: OptimizerConfig, helds: list[Held], collectives: Collectives) 
         return LambRule(config, helds, collectives)
     if isinstance(config, MuonConfig):
         return MuonRule(config, helds, collectives)
+    if isinstance(config, OneBitAdamConfig):
+        return OneBitRule(config, helds, collectives)
     if isinstance(config, TorchConfig):
         return TorchRule(config, helds)
     return ElementwiseRule(config)

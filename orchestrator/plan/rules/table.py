@@ -269,6 +269,7 @@ RULES = (
     Rule(offload_rules.offload_keys_are_used, ("offload",)),
     Rule(offload_rules.folder_is_there, ("output", "offload", "cluster")),
     Rule(optimizer_rules.dampening_is_used, ("optimizer",)),
+    Rule(optimizer_rules.optimizer_can_run, ("optimizer", "zero")),
     Rule(optimizer_rules.momentum_can_cycle, ("optimizer", "scheduler")),
     Rule(saving_rules.checkpoint_is_there, ("checkpoint",)),
     Rule(saving_rules.saving_keys_are_used, ("checkpoint",)),

@@ -62,6 +62,8 @@ def put(data: dict[str, Any], key: str, value: str) -> None:
 
 
 BROKEN = [
+    (LAPTOP, "optimizer=onebitadam zero=stage2", "optimizer.kind=onebitadam needs each rank's full gradients"),
+    (LAPTOP, "optimizer=onebitadam zero=stage1 optimizer.clip_norm=1.0", "optimizer.kind=onebitadam cannot clip"),
     (LAPTOP, "precision=fp32 zero.gather_dtype=int8", "zero.gather_dtype needs sharded parameters, or masters apart"),
     (
         LAPTOP,
