@@ -51,7 +51,9 @@ class Zero:
         limits = Limits(vars(self), "zero")
         limits.broken += broken_by(lambda: ZeroPlan.from_stage(self.stage))
         limits.broken += broken_by(lambda: self.plan) if not limits.broken else []
-        limits.broken += broken_by(lambda: self.wire.check_plan(self.plan)) if not limits.broken else []
+        if not limits.broken:
+            broken = broken_by(lambda: self.wire.check_plan(self.plan))
+            limits.broken += [one._replace(fix=(*one.fix, "zero.stage=1")) for one in broken]
         limits.at_least(0, prefetch=1)
         limits.at_least(1, unit_numel=None)
         limits.conclude()

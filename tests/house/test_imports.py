@@ -56,6 +56,7 @@ PURE = (
     "timing.timed_unit",
     "offload.memory",
     "offload.scratch_settings",
+    "optim.config_base",
     "optim.configs",
     "optim.groups",
     "optim.matrix_owners",

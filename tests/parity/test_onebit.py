@@ -98,8 +98,8 @@ def _full(unit, shard: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped
 
 @pytest.mark.parametrize(("world", "stage"), [(2, 1), (4, 0)])
 def test_compressed_steps_are_those_of_one_process_that_averages_the_signs(world: int, stage: int) -> None:
-    """A step moves a weight of at most 1 by about the rate; each step rounds a few dozen times by 2^-24 of such numbers,
-    and the scales, which both compute from fp64 sums, by 2^-24 of themselves: 4 steps stay below 2^-17. A sign that
+    """A step moves a weight of at most 1 by about the rate and rounds a few dozen times by 2^-24 of such numbers, as do
+    the scales, which both compute from fp64 sums: 4 steps stay below 2^-17. A sign that
     differs would move a weight by about twice the rate, 2^-6."""
     assert max(run_ranks(_compare, world, stage)) <= 2.0**-17
 
