@@ -304,8 +304,9 @@ def muon_direction_(
             out[part].copy_(moment - (moment - scaled).mul_(1 - muon.momentum))
 
 
-def orthogonalised(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+def orthogonalised(matrix: torch.Tensor, squares: torch.Tensor, steps: int) -> torch.Tensor:
     """The nearly orthogonal matrix of the same shape and dtype (float): `steps` Newton-Schulz steps, in that dtype.
+    squares: `sum_of_squares` of its elements, which does not depend on the number of threads.
 
     The singular values of the result are between about 0.7 and 1.2. One device computes all of it; its bits depend on
     how that device orders the sums of a product of matrices.
@@ -313,8 +314,7 @@ def orthogonalised(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     first, second, third = NEWTON_SCHULZ
     tall = matrix.shape[0] > matrix.shape[1]
     found = matrix.T if tall else matrix
-    norm = root64(sum_of_squares(matrix.reshape(-1))).to(matrix.dtype)  # in one order, with any number of threads
-    found = found / norm.clamp(min=LEAST_NORM)
+    found = found / root64(squares).to(matrix.dtype).clamp(min=LEAST_NORM)
     for _ in range(steps):
         square = found @ found.T
         inner = torch.addmm(square, square, square, beta=second, alpha=third)

@@ -13,7 +13,9 @@ import torch
 
 BLOCK_NUMEL = 256
 LEVELS = {8: 127, 4: 7}
-CHUNK_NUMEL = 1 << 18  # elements converted at a time on a CPU; a multiple of BLOCK_NUMEL. Changes no bits.
+# Elements that are converted at a time, by type of device: multiples of BLOCK_NUMEL, which change no bits. They bound
+# the memory that a conversion takes (counted by zero_runtime/wire.py).
+CHUNK_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 
 def packed_numel(numel: int, bits: int) -> int:
@@ -67,7 +69,7 @@ def _split(packed: torch.Tensor, numel: int, bits: int) -> tuple[torch.Tensor, t
 
 
 def _chunks(values: torch.Tensor) -> list[slice]:
-    size = CHUNK_NUMEL if values.device.type == "cpu" else max(values.numel(), 1)
+    size = CHUNK_NUMEL.get(values.device.type, max(values.numel(), BLOCK_NUMEL))
     return [slice(start, start + size) for start in range(0, values.numel(), size)]
 
 

@@ -23,6 +23,11 @@ from zero_runtime.precision import MixedPrecision
 BITS = {"int8": 8, "int4": 4}
 BLOCK_NUMEL = 256  # elements of a scale
 SCALE_BYTES = 4
+# What a conversion between values and codes holds while it runs, as in kernels/wire_format.py: a few tensors of fp32
+# for each of the elements that are converted at a time.
+CONVERTED_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}
+CONVERTED_BYTES = 17  # values in fp32, their padded copy, quotients and codes in fp32, and a mask
+SIGNS_BYTES = 8  # of an element of the unit whose signs are averaged: two tensors of fp32
 ERROR_BYTES = 4  # of an element's error feedback
 
 

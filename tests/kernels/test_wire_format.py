@@ -7,7 +7,7 @@ import torch
 
 from zero_runtime.kernels import wire_format
 from zero_runtime.kernels.wire_format import BLOCK_NUMEL, LEVELS, dequantise_, packed_numel, quantise_
-from zero_runtime.wire import BITS, packed_bytes
+from zero_runtime.wire import BITS, CONVERTED_NUMEL, packed_bytes
 from zero_runtime.wire import BLOCK_NUMEL as PURE_BLOCK_NUMEL
 
 LENGTHS = (8, 32, 256, 264, 1024 + 96)
@@ -58,7 +58,7 @@ def test_a_block_of_zeros_stays_zero_and_one_that_is_not_finite_has_no_finite_nu
 def test_chunks_and_dtypes_change_no_bits_and_values_can_be_added(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     wanted = read_back(values.float(), bits)
-    monkeypatch.setattr(wire_format, "CHUNK_NUMEL", 2 * BLOCK_NUMEL)
+    monkeypatch.setattr(wire_format, "CHUNK_NUMEL", {"cpu": 2 * BLOCK_NUMEL})
     assert torch.equal(read_back(values, bits), wanted)
     packed = torch.empty(packed_numel(1000, bits), dtype=torch.uint8)
     quantise_(packed, values, bits)
@@ -69,7 +69,7 @@ def test_chunks_and_dtypes_change_no_bits_and_values_can_be_added(bits: int, mon
 
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_the_pure_closed_form_is_the_length_of_a_message(numel: int) -> None:
-    assert PURE_BLOCK_NUMEL == BLOCK_NUMEL
+    assert (PURE_BLOCK_NUMEL, CONVERTED_NUMEL) == (BLOCK_NUMEL, wire_format.CHUNK_NUMEL)
     assert {name: packed_bytes(numel, name) for name in BITS} == {
         name: packed_numel(numel, bits) for name, bits in BITS.items()
     }

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zero_runtime.memory.model import UnitSize
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
-from zero_runtime.wire import ERROR_BYTES, EXACT, Wire, packed_bytes
+from zero_runtime.wire import CONVERTED_BYTES, CONVERTED_NUMEL, ERROR_BYTES, EXACT, SIGNS_BYTES, Wire, packed_bytes
 
 HELD_SOURCES = 2  # as in offload/copy_streams.py: sources of copies to the host that are held at a time
 # What a tensor is for, in the order of a report.
@@ -204,8 +204,14 @@ class CountedUnit:
             self._full = self._book.allocate(GATHERED, self._numel * self._compute)
         if self._gathered:
             self._gathering = self._book.allocate(GATHERED, self._gathered * (1 + self._rules.shard_count))
+            self._convert()
         elif self._casts:
             self._gathering = self._book.allocate(GATHERED, self._numel * self._param)
+
+    def _convert(self) -> None:
+        """Values to codes or back, some at a time."""
+        at_once = CONVERTED_NUMEL["cpu" if self._rules.by_messages else "cuda"]
+        self._book.free(self._book.allocate(TRANSFERS, min(self._shard, at_once) * CONVERTED_BYTES))
 
     def wait_unshard(self) -> None:
         self.unshard()
@@ -213,8 +219,12 @@ class CountedUnit:
 
     def _end_gather(self) -> None:
         if self._in_gather:
+            rounded = None
             if self._gathered and self._casts:  # each shard is rounded to the parameters' dtype first
-                self._book.free(self._book.allocate(GATHERED, self._shard * self._param))
+                rounded = self._book.allocate(GATHERED, self._shard * self._param)
+            if self._gathered:
+                self._convert()
+            self._book.free(rounded)
             self._book.free(self._gathering)
             self._book.free(self._brought)
             self._gathering = self._brought = None
@@ -276,6 +286,9 @@ class CountedUnit:
             if rules.wire.error_feedback and self._errors is None:
                 self._errors = self._book.allocate(GRADS, self._numel * ERROR_BYTES)
             traded = self._book.allocate(TRANSFERS, 2 * self._reduced * rules.shard_count)
+            fed = self._book.allocate(TRANSFERS, self._shard * ERROR_BYTES if rules.wire.error_feedback else 0)
+            self._convert()
+            self._book.free(fed)
             self._reducing = CountedReduction(cast, out, traded)
             return
         ranks, numel = (rules.shard_count, self._numel) if rules.shard_count > 1 else (rules.replica_count, self._shard)
@@ -297,7 +310,9 @@ class CountedUnit:
         cast, out, received = self._reducing
         self._reducing = None
         if self._reduced:
-            self._book.free(self._book.allocate(TRANSFERS, self._shard * ERROR_BYTES))  # the sum in fp32
+            total = self._book.allocate(TRANSFERS, self._shard * ERROR_BYTES)
+            self._convert()
+            self._book.free(total)
         if self._rules.shard_count > 1:  # then the replicas of the shard are summed
             self._book.free(self._receive(self._rules.replica_count, self._shard))
         self._book.free(received)
@@ -341,6 +356,8 @@ class CountedUnit:
     def update(self) -> None:
         """The update of offloaded parameters on the device, as `HostLocation._update_on_device`."""
         size = self._size
+        if self._rules.kept_bytes and self.trainable:  # of the signs that are averaged, one unit after another
+            self._book.free(self._book.allocate(TRANSFERS, self._numel * SIGNS_BYTES))
         if size.params_offloaded and not size.optimizer_offloaded and size.separate_memory and self.trainable:
             self._book.free(self._brought)
             self._brought = None

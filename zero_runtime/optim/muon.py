@@ -14,6 +14,7 @@ import torch
 
 from zero_runtime.collectives import Collectives
 from zero_runtime.dtypes import TORCH_DTYPE
+from zero_runtime.kernels import ops
 from zero_runtime.kernels.reference import muon_, muon_direction_, orthogonalised
 from zero_runtime.kernels.settings import Muon, MuonNumbers
 from zero_runtime.optim.configs import MuonConfig
@@ -68,8 +69,11 @@ class MuonRule:
     def _update_alone(self, matrix: OwnedMatrix, own: _Own, numbers: StepNumbers) -> None:
         direction = torch.empty(matrix.numel, dtype=self._dtype, device=own.part.master.device)
         self._direct(own, numbers, direction)
-        update = orthogonalised(direction.view(matrix.shape), self._config.ns_steps)
-        muon_(own.part.master, update.view(-1), own.numbers, own.part.param_out)
+        muon_(own.part.master, self._orthogonalised(matrix, direction), own.numbers, own.part.param_out)
+
+    def _orthogonalised(self, matrix: OwnedMatrix, direction: torch.Tensor) -> torch.Tensor:
+        squares = ops.sum_of_squares(direction)
+        return orthogonalised(direction.view(matrix.shape), squares, self._config.ns_steps).view(-1)
 
     def _direct(self, own: _Own, numbers: StepNumbers, out: torch.Tensor) -> None:
         (buffer,) = own.part.states
@@ -88,7 +92,7 @@ class MuonRule:
         self._exchange((owned, theirs), (held, mine))
         for matrix in (one for one in self._matrices if one.owner == rank):
             parts = [owned.of(theirs, _Piece(matrix, part)) for part in matrix.parts]
-            update = orthogonalised(torch.cat(parts).view(matrix.shape), self._config.ns_steps).view(-1)
+            update = self._orthogonalised(matrix, torch.cat(parts))
             for values, part in zip(parts, matrix.parts, strict=True):
                 values.copy_(update[part.start : part.stop])
         self._exchange((held, mine), (owned, theirs))

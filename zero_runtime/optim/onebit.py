@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from zero_runtime.collectives import Collectives
-from zero_runtime.kernels.reference import adam_step_, root64, sum_of_squares
+from zero_runtime.kernels import ops
+from zero_runtime.kernels.reference import adam_step_, root64
 from zero_runtime.kernels.settings import AdamNumbers, AdamW
 from zero_runtime.kernels.wire_format import packed_signs_numel, read_signs_, write_signs_
 from zero_runtime.optim.configs import OneBitAdamConfig
@@ -133,7 +134,7 @@ class OneBitRule:
 
 def _compress_(packed: torch.Tensor, values: torch.Tensor, elements: int) -> None:
     """Write the signs and the scale of values [n] and leave in `values` what they lose."""
-    squares = sum_of_squares(values)
+    squares = ops.sum_of_squares(values)
     write_signs_(packed, values, root64(squares / max(elements, 1)).to(torch.float32))
     values.sub_(_read(packed, values))
 
