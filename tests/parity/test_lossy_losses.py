@@ -19,7 +19,7 @@ from points import config_of
 from orchestrator.config.schema import Batch, Data, DataKind, Model, Precision, RunConfig
 from orchestrator.worker.setup import build_data, build_deferred
 from orchestrator.workloads.models import token_losses
-from zero_runtime.optim.configs import AdamWConfig, OptimizerConfig
+from zero_runtime.optim.configs import AdamWConfig, OneBitAdamConfig, OptimizerConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
@@ -46,6 +46,7 @@ ROWS: dict[str, Row] = {
     "int8 reductions": (2, ADAMW, Wire(None, "int8"), 1.0),
     "int4 reductions": (2, ADAMW, Wire(None, "int4"), 1.0),
     "int4 reductions with error feedback": (2, ADAMW, Wire(None, "int4", error_feedback=True), 1.0),
+    "1-bit Adam": (1, OneBitAdamConfig(0.9, 0.95, 1e-8, 0.1, warmup_updates=150), EXACT, 1.0),
 }
 
 
@@ -69,7 +70,8 @@ def _losses() -> dict[str, float]:
 
 def _mean_of_last(config: RunConfig, data, stage: int, optimizer: OptimizerConfig, wire: Wire, factor: float) -> float:  # type: ignore[no-untyped-def]
     model, initialise = build_deferred(config)
-    settings = RuntimeSettings(clip_norm=1.0, initialise=initialise, wire=wire)
+    clip_norm = None if isinstance(optimizer, OneBitAdamConfig) else 1.0
+    settings = RuntimeSettings(clip_norm=clip_norm, initialise=initialise, wire=wire)
     plan, device = ZeroPlan.from_stage(stage), torch.device("cpu")
     runtime = ZeroRuntime(model, plan, config.precision.mixed, optimizer, settings, device)
     losses = []
