@@ -75,12 +75,14 @@ def adam_step_(
     numbers: Sequence[float],
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """AdamW's step of the weights from moments that stay as they are. See `adamw_`."""
+    """AdamW's step of the weights from moments that stay as they are, see `adamw_`. A weight whose second moment is 0 has
+    had no gradient yet and stays as it is, whatever its first moment."""
     adam = AdamNumbers(*numbers)
     for part in _chunks(master):
         weights = master[part].to(torch.float32).mul_(adam.decay)
         divisor = _divided(root(exp_avg_sq[part]), adam.correction).add_(adam.eps)
-        weights.add_((exp_avg[part] * adam.minus_step_size).div_(divisor))
+        change = (exp_avg[part] * adam.minus_step_size).div_(divisor)
+        weights.add_(change.masked_fill_(exp_avg_sq[part] == 0, 0.0))
         _write_back(master, weights, param_out, part)
 
 

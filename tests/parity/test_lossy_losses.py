@@ -3,7 +3,8 @@
 The text is that of Python's standard library, byte by byte; the model is Llama with 4 blocks of 64, about 0.2 M
 parameters; two ranks, bf16 parameters, fp32 masters. A row's number is the mean loss of the last 50 of 300 steps. The
 margin is 0.05, about 2 % of the loss: runs of so few steps that round differently, correctly or not, drift apart by up
-to 0.04. A rate that is a tenth shows that the test can fail.
+to 0.04. For 1-bit Adam, half of whose steps average signs, the margin is 0.1 to AdamW with the same beta2. A rate that
+is a tenth shows that the test can fail.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
 from zero_runtime.wire import EXACT, Wire
 
 WORLD, MICRO, SEQ, STEPS, LAST = 2, 4, 64, 300, 50
-MARGIN = 0.05
+MARGIN, SIGNS_MARGIN = 0.05, 0.1
 LLAMA = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -46,7 +47,8 @@ ROWS: dict[str, Row] = {
     "int8 reductions": (2, ADAMW, Wire(None, "int8"), 1.0),
     "int4 reductions": (2, ADAMW, Wire(None, "int4"), 1.0),
     "int4 reductions with error feedback": (2, ADAMW, Wire(None, "int4", error_feedback=True), 1.0),
-    "1-bit Adam": (1, OneBitAdamConfig(0.9, 0.95, 1e-8, 0.1, warmup_updates=150), EXACT, 1.0),
+    "exact, beta2 0.999": (2, replace(ADAMW, beta2=0.999), EXACT, 1.0),
+    "1-bit Adam": (1, OneBitAdamConfig(0.9, 0.999, 1e-8, 0.1, warmup_updates=150), EXACT, 1.0),
 }
 
 
@@ -89,5 +91,6 @@ def test_every_lossy_row_stays_within_the_margin_of_the_exact_row(capsys: pytest
     means = run_ranks(_losses, WORLD)[0]
     with capsys.disabled():
         print("\n" + "\n".join(f"{name}: {mean:.4f} ({mean - means['exact']:+.4f})" for name, mean in means.items()))
+    assert abs(means.pop("1-bit Adam") - means["exact, beta2 0.999"]) <= SIGNS_MARGIN
     for name, mean in means.items():
         assert (abs(mean - means["exact"]) <= MARGIN) is (name != "a tenth of the rate"), name
