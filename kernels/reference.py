@@ -75,8 +75,8 @@ def adam_step_(
     numbers: Sequence[float],
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """AdamW's step of the weights from moments that stay as they are, see `adamw_`. A weight whose second moment is 0 has
-    had no gradient yet and stays as it is, whatever its first moment."""
+    """AdamW's step of the weights from moments that stay as they are, see `adamw_`. A weight whose second moment is 0
+    has had no gradient yet and stays as it is, whatever its first moment."""
     adam = AdamNumbers(*numbers)
     for part in _chunks(master):
         weights = master[part].to(torch.float32).mul_(adam.decay)
