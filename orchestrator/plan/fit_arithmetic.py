@@ -93,7 +93,18 @@ def _states(fit: Fit) -> Iterator[Part]:
         component = {PARAMS: "params", OPTIMIZER: "optimizer", GRADS: "grads"}[name]
         away = any(unit.is_away(component) for unit, _ in fit.memory.units)
         text = f"{_closed(fit, terms)}{', offloaded' if away else ''}"
+        text += _of_matrices(fit, state_bytes) if name == OPTIMIZER else ""
         yield Part(STATES[name], text, closed, states.get(name, 0))
+
+
+def _of_matrices(fit: Fit, state_bytes: float) -> str:
+    """What the optimizer keeps less for the matrices that it updates whole."""
+    own = fit.config.optimizer.rule.matrix_state_bytes
+    if own is None:
+        return ""
+    part = f" / {shard_count(fit)}" if shard_count(fit) > 1 else ""
+    elements = count(sum(matrix.numel for matrix in fit.memory.matrices))
+    return f", less {state_bytes - own:g} x {elements}{part} of matrices"
 
 
 def _closed(fit: Fit, terms: tuple[Term, ...]) -> str:

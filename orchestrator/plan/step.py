@@ -21,7 +21,7 @@ from zero_runtime.memory.reserved import Reserved, reserved_peak
 from zero_runtime.memory.step_memory import TOKEN_BYTES, Peak, StatesReplay, StepMemory, replay_states
 from zero_runtime.offload.memory import Moves, OffloadBytes, host_bytes, nvme_bytes
 from zero_runtime.offload.plan import Tier
-from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, whole_itemsize
+from zero_runtime.optim.configs import MATRIX_STATES, STATE_ITEMSIZE_BYTES, whole_itemsize
 from zero_runtime.optim.matrix_owners import OwnedMatrix, most_sent_elements, owned_matrices, working_bytes
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
 from zero_runtime.wire import gathered, reduced, signs_bytes
@@ -150,12 +150,12 @@ class ConfigMemory:
 
     def moments(self) -> OutsideStep:
         """What the moments outside of steps are counted from. At least one micro-batch must have been traced."""
-        pairs = zip(self.units, self.largest_numels, strict=True)
+        pairs, rule = zip(self.units, self.largest_numels, strict=True), self.config.optimizer.rule
         return OutsideStep(
             [UnitParts(size, kind, largest) for (size, kind), largest in pairs],
             self.rules,
             self.parts[0].states.between_steps,
-            len(self.config.optimizer.rule.state_names),
+            len(rule.state_names) - (len(MATRIX_STATES) if rule.matrix_patterns is not None else 0),
             on_cpu=self.config.resources.device is not Device.cuda,
         )
 
