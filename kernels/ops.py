@@ -35,7 +35,7 @@ def adamw_(
 
     g = grad * grad_scale [+ weight_decay * w]; m += (1 - beta1) * (g - m); v = beta2 * v + (1 - beta2) * g^2;
     w = [(1 - lr * weight_decay) *] w - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps); param_out = w.
-    master, grad, param_out: float; exp_avg (m), exp_avg_sq (v): fp32; grad_scale: 0-dim fp32.
+    master, grad, param_out: float; exp_avg (m), exp_avg_sq (v): fp32 or bf16; grad_scale: 0-dim fp32.
     """
     _check("adamw_", master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, param_out=param_out)
     _check_scalar("adamw_", grad_scale)
@@ -71,7 +71,7 @@ def sgd_(
     settings: Sgd,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    """SGD with momentum; the buffer (fp32) is None if momentum is 0.
+    """SGD with momentum; the buffer (fp32 or bf16) is None if momentum is 0.
 
     g = grad * grad_scale + weight_decay * w; b = momentum * b + (1 - dampening) * g, in the first step b = g;
     w -= lr * (g, b, or g + momentum * b with nesterov); param_out = w. master, grad, param_out: float.
@@ -91,7 +91,7 @@ def lion_(
     param_out: torch.Tensor | None = None,
 ) -> None:
     """Lion: g = grad * grad_scale; w = (1 - lr * weight_decay) * w - lr * sign(beta1 * m + (1 - beta1) * g);
-    m = beta2 * m + (1 - beta2) * g; param_out = w. master, grad, param_out: float; exp_avg (m): fp32."""
+    m = beta2 * m + (1 - beta2) * g; param_out = w. master, grad, param_out: float; exp_avg (m): fp32 or bf16."""
     _check("lion_", master, grad=grad, exp_avg=exp_avg, param_out=param_out)
     _check_scalar("lion_", grad_scale)
     _ops.lion_(master, grad, exp_avg, grad_scale, settings.numbers, param_out)

@@ -1,11 +1,12 @@
 """Each operation in plain PyTorch: the specification, the fallback and the baseline of the implementations.
 
 [Note: updates]
-An update takes master [n] (any float dtype), grad [n] (any float dtype) and its states [n] (fp32), and works in
-place. The gradient that it uses is `grad * grad_scale` (0-dim fp32, on the device); all arithmetic is fp32, and no
-value is read on the host. `numbers` are those of the settings (see [Note: numbers] in settings.py). If `param_out` [n]
-(any float dtype) is given, the new master is rounded into it. Every update is element-wise, so any split of the tensors
-gives the same bits.
+An update takes master [n] (any float dtype), grad [n] (any float dtype) and its states [n] (fp32; those of AdamW,
+Adam, SGD and Lion also bf16), and works in place. A bf16 state is read as fp32, the step uses its new fp32 value, and
+that value is rounded once, to nearest, ties to even, when it is stored. The gradient that it uses is
+`grad * grad_scale` (0-dim fp32, on the device); all arithmetic is fp32, and no value is read on the host. `numbers` are
+those of the settings (see [Note: numbers] in settings.py). If `param_out` [n] (any float dtype) is given, the new
+master is rounded into it. Every update is element-wise, so any split of the tensors gives the same bits.
 
 [Note: arithmetic]
 An update is a sequence of additions, subtractions, multiplications, divisions and square roots, each rounded to the
@@ -30,7 +31,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from zero_runtime.kernels.block_formats import read_dynamic, write_dynamic
-from zero_runtime.kernels.settings import AdamNumbers, LambNumbers, LionNumbers, SgdNumbers
+from zero_runtime.kernels.settings import AdamNumbers, LambNumbers, LionNumbers, MuonNumbers, SgdNumbers
 
 # An update makes eight element-wise passes over five tensors. Small chunks stay in a core's caches (5 x 4 B x 64 Ki =
 # 1.25 MiB), larger ones need fewer calls. On 14.7 M elements with one thread, chunks of 16 Ki took 39 ms, 32 Ki 30,
@@ -58,18 +59,43 @@ def adamw_(
             scaled.add_(weights * adam.l2)
         else:
             weights.mul_(adam.decay)
-        _moments(scaled, exp_avg[part], exp_avg_sq[part], adam)
+        first, second = exp_avg[part].to(torch.float32), exp_avg_sq[part].to(torch.float32)
+        _moments(scaled, first, second, adam)
+        divisor = _divided(root(second), adam.correction).add_(adam.eps)
+        weights.add_((first * adam.minus_step_size).div_(divisor))
+        _write_back(master, weights, param_out, part)
+        _keep(exp_avg, first, part)
+        _keep(exp_avg_sq, second, part)
+
+
+def adam_step_(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    numbers: Sequence[float],
+    param_out: torch.Tensor | None = None,
+) -> None:
+    """AdamW's step of the weights from moments that stay as they are, see `adamw_`. A weight whose second moment is 0
+    has had no gradient yet and stays as it is, whatever its first moment."""
+    adam = AdamNumbers(*numbers)
+    for part in _chunks(master):
+        weights = master[part].to(torch.float32).mul_(adam.decay)
         divisor = _divided(root(exp_avg_sq[part]), adam.correction).add_(adam.eps)
-        weights.add_((exp_avg[part] * adam.minus_step_size).div_(divisor))
+        change = (exp_avg[part] * adam.minus_step_size).div_(divisor)
+        weights.add_(change.masked_fill_(exp_avg_sq[part] == 0, 0.0))
         _write_back(master, weights, param_out, part)
 
 
-def _moments(grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, adam: AdamNumbers) -> None:
-    change = grad - exp_avg
-    if adam.weight1 < 0.5:
-        exp_avg.add_(change.mul_(adam.weight1))
+def _lerp_(moment: torch.Tensor, grad: torch.Tensor, weight: float) -> None:
+    change = grad - moment
+    if weight < 0.5:
+        moment.add_(change.mul_(weight))
     else:  # computed from the gradient, as torch's lerp does: with a weight of 1 the moment is exactly the gradient
-        torch.sub(grad, change.mul_(1 - adam.weight1), out=exp_avg)
+        torch.sub(grad, change.mul_(1 - weight), out=moment)
+
+
+def _moments(grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, adam: AdamNumbers) -> None:
+    _lerp_(exp_avg, grad, adam.weight1)
     exp_avg_sq.mul_(adam.beta2).add_((grad * adam.weight2).mul_(grad))
 
 
@@ -151,11 +177,12 @@ def sgd_(
         if sgd.l2 != 0:
             step.add_(weights * sgd.l2)
         if momentum_buffer is not None:
-            buffer = momentum_buffer[part]
+            buffer = momentum_buffer[part].to(torch.float32)
             if is_first:
                 buffer.copy_(step)
             else:
                 buffer.mul_(sgd.momentum).add_(step * sgd.weight)
+            _keep(momentum_buffer, buffer, part)
             step = step + buffer * sgd.momentum if nesterov else buffer
         weights.add_(step * sgd.minus_lr)
         _write_back(master, weights, param_out, part)
@@ -176,9 +203,10 @@ def lion_(
     lion = LionNumbers(*numbers)
     for part in _chunks(master):
         weights, scaled = master[part].to(torch.float32), grad[part].to(torch.float32) * grad_scale
-        moment = exp_avg[part]
+        moment = exp_avg[part].to(torch.float32)
         direction = (moment * lion.beta1).add_(scaled * lion.weight1).sign_()
         moment.mul_(lion.beta2).add_(scaled.mul_(lion.weight2))
+        _keep(exp_avg, moment, part)
         weights.mul_(lion.decay).add_(direction.mul_(lion.minus_lr))
         _write_back(master, weights, param_out, part)
 
@@ -246,6 +274,70 @@ def _lamb_update(
     return first.div_(root(second).add_(lamb.eps)).add_(weights * lamb.weight_decay)
 
 
+# ---- Muon: the direction of each part, the whole matrix, the update of each part -------------------------------------
+
+# Of the Newton-Schulz iteration X' = aX + b(XX^T)X + c(XX^T)^2 X, and the least norm: Keller Jordan, Muon (2024).
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+LEAST_NORM = 1e-7
+
+
+def muon_direction_(
+    momentum_buffer: torch.Tensor,
+    grad: torch.Tensor,
+    grad_scale: torch.Tensor,
+    numbers: Sequence[float],
+    nesterov: bool,
+    out: torch.Tensor,
+) -> None:
+    """m += (1 - momentum) * (g - m); `out` [n] (any float dtype) = m, or m - (1 - momentum) * (m - g) with nesterov.
+
+    Numbers of settings.MuonNumbers. See [Note: updates] and [Note: arithmetic]: this is torch's lerp, and element-wise.
+    """
+    muon = MuonNumbers(*numbers)
+    for part in _chunks(momentum_buffer):
+        scaled = grad[part].to(torch.float32) * grad_scale
+        moment = momentum_buffer[part]
+        _lerp_(moment, scaled, muon.weight)
+        if not nesterov:
+            out[part].copy_(moment)
+        elif muon.momentum < 0.5:
+            out[part].copy_(scaled.add_((moment - scaled).mul_(muon.momentum)))
+        else:
+            out[part].copy_(moment - (moment - scaled).mul_(1 - muon.momentum))
+
+
+def orthogonalised(matrix: torch.Tensor, squares: torch.Tensor, steps: int) -> torch.Tensor:
+    """The nearly orthogonal matrix of the same shape and dtype (float): `steps` Newton-Schulz steps, in that dtype.
+    squares: `sum_of_squares` of its elements, which does not depend on the number of threads.
+
+    The singular values of the result are between about 0.7 and 1.2. One device computes all of it; its bits depend on
+    how that device orders the sums of a product of matrices.
+    """
+    first, second, third = NEWTON_SCHULZ
+    tall = matrix.shape[0] > matrix.shape[1]
+    found = matrix.T if tall else matrix
+    found = found / root64(squares).to(matrix.dtype).clamp(min=LEAST_NORM)
+    for _ in range(steps):
+        square = found @ found.T
+        inner = torch.addmm(square, square, square, beta=second, alpha=third)
+        found = torch.addmm(found, inner, found, beta=first)
+    return (found.T if tall else found).contiguous()
+
+
+def muon_(
+    master: torch.Tensor, direction: torch.Tensor, numbers: Sequence[float], param_out: torch.Tensor | None = None
+) -> None:
+    """w = decay * w - lr * direction; param_out = w. `direction` [n]: of these elements, orthogonalised, any float.
+
+    Numbers of settings.MuonNumbers. See [Note: updates].
+    """
+    muon = MuonNumbers(*numbers)
+    for part in _chunks(master):
+        weights = master[part].to(torch.float32)
+        weights.mul_(muon.decay).add_(direction[part].to(torch.float32) * muon.minus_lr)
+        _write_back(master, weights, param_out, part)
+
+
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
 
@@ -295,6 +387,12 @@ def _chunks(tensor: torch.Tensor, cpu_numel: int | None = None) -> Iterator[slic
     chunk_numel = on_cpu if tensor.device.type == "cpu" else max(tensor.numel(), 1)
     for start in range(0, tensor.numel(), chunk_numel):
         yield slice(start, start + chunk_numel)
+
+
+def _keep(state: torch.Tensor, values: torch.Tensor, part: slice) -> None:
+    """Round the fp32 values into the state; an fp32 state is not written here: then they are its own memory."""
+    if state.dtype != torch.float32:
+        state[part].copy_(values)
 
 
 def _write_back(master: torch.Tensor, weights: torch.Tensor, param_out: torch.Tensor | None, part: slice) -> None:

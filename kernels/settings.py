@@ -70,6 +70,15 @@ class LambNumbers(NamedTuple):
     minus_lr: float
 
 
+class MuonNumbers(NamedTuple):
+    """The fp32 numbers of one Muon step of a matrix."""
+
+    momentum: float
+    weight: float  # of the gradient in the momentum buffer
+    decay: float  # the weight is multiplied by it
+    minus_lr: float  # the rate with the factor of the matrix's shape
+
+
 @dataclass(frozen=True)
 class AdamW:
     """Hyperparameters of one AdamW step (arXiv 1711.05101, algorithm 2); `step` counts from 1."""
@@ -168,3 +177,20 @@ class Lamb(AdamW):
         """See [Note: numbers]."""
         corrections = (self.bias_correction, self.bias_correction_sq)
         return LambNumbers(*map(fp32, (*corrections, self.eps, self.weight_decay, -self.lr)))
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Hyperparameters of one Muon step of a matrix (Keller Jordan, 2024); `lr_factor` is that of the matrix's shape and
+    multiplies the rate of the update, but not that of the weight decay."""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    lr_factor: float
+
+    @property
+    def numbers(self) -> MuonNumbers:
+        """See [Note: numbers]."""
+        decay, minus_lr = 1 - self.lr * self.weight_decay, -self.lr * self.lr_factor
+        return MuonNumbers(*map(fp32, (self.momentum, 1 - self.momentum, decay, minus_lr)))

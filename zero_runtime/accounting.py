@@ -41,6 +41,7 @@ def unit_sizes(runtime: Accounted) -> list[UnitSize]:
         UnitSize.of(
             unit.layout,
             trainable=unit.trainable,
+            state_bytes=runtime.optimizer.config.matrix_state_bytes if unit.matrices else None,
             is_root=runtime.model in unit.modules,
             params_offloaded=unit.params_offloaded,
             optimizer_offloaded=unit.states_offloaded,
@@ -48,6 +49,17 @@ def unit_sizes(runtime: Accounted) -> list[UnitSize]:
         )
         for unit in runtime.units
     ]
+
+
+def error_bytes(runtime: Accounted) -> int:
+    """Bytes of the error feedback of quantised reductions for each trainable element; none with one shard."""
+    return runtime.settings.wire.error_bytes(runtime.plan) if runtime.collectives.shard_count > 1 else 0
+
+
+def kept_bytes(runtime: Accounted) -> float:
+    """Bytes per element that the optimizer keeps on every rank besides its states."""
+    ranks = runtime.collectives
+    return runtime.optimizer.config.kept_bytes(shard_count=ranks.shard_count, world=ranks.world)
 
 
 def _sizes_with_precision(runtime: Accounted) -> list[tuple[UnitSize, MixedPrecision]]:
@@ -62,6 +74,8 @@ def predicted_state_bytes(runtime: Accounted) -> StateBytes:
         world=runtime.collectives.world,
         micro_batches=runtime.settings.micro_batches,
         state_bytes=runtime.optimizer.config.state_bytes,
+        error_bytes=error_bytes(runtime),
+        kept_bytes=kept_bytes(runtime),
     )
 
 
@@ -81,6 +95,8 @@ def predicted_peak(runtime: Accounted, plan: ZeroPlan | None = None) -> StepPeak
         prefetch=runtime.settings.prefetch,
         micro_batches=runtime.settings.micro_batches,
         state_bytes=runtime.optimizer.config.state_bytes,
+        error_bytes=error_bytes(runtime),
+        kept_bytes=kept_bytes(runtime),
     )
 
 

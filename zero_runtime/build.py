@@ -19,6 +19,7 @@ from zero_runtime.offload.open import offloaded_shards, open_tier
 from zero_runtime.offload.preflight import check_offload
 from zero_runtime.offload.tier import StateTier, residence
 from zero_runtime.optim.configs import OptimizerConfig
+from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.optim.sharded import ShardedOptimizer
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
@@ -27,6 +28,7 @@ from zero_runtime.shard_location import OffloadedShards
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
+from zero_runtime.wire import check_scaled
 
 
 class BuiltUnits(NamedTuple):
@@ -91,8 +93,15 @@ class UnitBuilder:
         The optimizer is created in between, so that it can refuse a setting before the model's parameters are replaced.
         """
         settings = self._settings
-        specs = plan_units(model, UnitRules(self._precision, settings.unit_numel, settings.keep_dtype))
+        specs = plan_units(
+            model, UnitRules(self._precision, settings.unit_numel, settings.keep_dtype, config.matrix_patterns)
+        )
         settings.offload.check(self._plan, self._device.type)
+        settings.wire.check_plan(self._plan)
+        config.check_run(self._plan, settings.clip_norm, settings.wire)
+        for spec in specs:
+            settings.wire.check_precision(self._plan, spec.precision)
+        check_scaled(settings.wire, scales_loss=settings.loss_scale != UNSCALED)
         offloaded = offloaded_shards(settings.offload, specs, self._device.type)
         self._check_room(specs, offloaded, config)
         units = [
@@ -104,6 +113,7 @@ class UnitBuilder:
                 micro_batches=settings.micro_batches,
                 offloaded=shards,
                 block_numel=_block_numel(spec, config),
+                wire=settings.wire,
             )
             for spec, shards in zip(specs, offloaded, strict=True)
         ]
@@ -201,6 +211,7 @@ class UnitBuilder:
         return UnitSize.of(
             layout,
             trainable=spec.trainable,
+            state_bytes=config.matrix_state_bytes if spec.matrices else None,
             params_offloaded=offloaded.params,
             optimizer_offloaded=offloaded.optimizer,
             separate_memory=offloaded.separate_memory,

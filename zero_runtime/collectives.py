@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -47,7 +47,7 @@ def _starting(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Star
     return start
 
 
-def _sending(message: Callable[..., Callable[[], None]], *tensors: torch.Tensor) -> Start:
+def _sending(message: Callable[..., Callable[[], None]], *tensors: torch.Tensor | Sequence[torch.Tensor]) -> Start:
     return lambda: Started(message(*tensors))
 
 
@@ -134,6 +134,61 @@ class Collectives:
         else:
             start = self._gathering(full, shard.contiguous(), self._groups.gather)
             self._issue("all_gather", "", full, start)()
+
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]], numel: int
+    ) -> None:
+        """Send a part of `sent` to each rank of the shard group and receive a part of `received` from each. Blocks.
+
+        counts: elements received and sent by rank, in whose order the parts follow each other; 0 for this rank itself.
+        numel: the elements that all ranks exchange, by which the journal compares the ranks.
+        """
+        if self.shard_count == 1:
+            return
+        self.ledger.record("all_to_all", "", sum(counts[1]), sent.dtype)
+        alike = torch.empty(numel, dtype=sent.dtype, device="meta")  # parts differ in size between the ranks
+        self._issue("all_to_all", "", alike, self._exchanging(received, sent, counts))()
+
+    def trade(self, received: torch.Tensor, sent: torch.Tensor, unit: str = "", *, kind: str = "all_to_all") -> Pending:
+        """Send the r-th of equal parts of `sent` to rank r of the shard group, and receive one from each rank; with one
+        shard, over all ranks.
+
+        This rank's own part of `received` has no defined contents. Both tensors must live until the wait.
+        """
+        group, ranks = self._widest
+        if ranks == 1:
+            return Pending()
+        self.ledger.record(kind, unit, sent.numel() // ranks * (ranks - 1), sent.dtype)
+        if group in self._messages:
+            start = _sending(self._messages[group].exchange, received.chunk(ranks), sent.chunk(ranks))
+        else:
+            start = _starting(dist.all_to_all_single, received, sent, group=group)
+        return Pending(self._issue(kind, unit, sent, start), held=(received, sent))
+
+    def gather_parts(self, full: torch.Tensor, part: torch.Tensor, unit: str = "", *, kind: str) -> Pending:
+        """Fill `full` from the `part` of every rank that `trade` trades with."""
+        group, ranks = self._widest
+        if ranks == 1:
+            full.copy_(part)
+            return Pending()
+        self.ledger.record(kind, unit, (ranks - 1) * part.numel(), part.dtype)
+        return Pending(self._issue(kind, unit, full, self._gathering(full, part, group)), held=(full, part))
+
+    @property
+    def _widest(self) -> tuple[dist.ProcessGroup | None, int]:
+        """The shard group, or with one shard the replicas, and the number of their ranks."""
+        if self.shard_count > 1:
+            return self._groups.reduce, self.shard_count
+        return self._groups.replica, self.replica_count
+
+    def _exchanging(
+        self, received: torch.Tensor, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]]
+    ) -> Start:
+        group = self._groups.reduce
+        if group in self._messages:
+            return _sending(self._messages[group].exchange, received.split(counts[0]), sent.split(counts[1]))
+        into, out = received[: sum(counts[0])], sent[: sum(counts[1])]
+        return _starting(dist.all_to_all_single, into, out, list(counts[0]), list(counts[1]), group=group)
 
     def broadcast(self, tensor: torch.Tensor, unit: str = "") -> None:
         """Overwrite every rank's contiguous `tensor`, of any dtype, with rank 0's. Blocks and is not counted."""

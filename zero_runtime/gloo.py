@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter over gloo, as messages between the ranks of a group.
+"""All-gather, reduce-scatter and all-to-all over gloo, as messages between the ranks of a group.
 
 gloo's own all-gather allocates a temporary of the full size, and its reduce-scatter is an all-reduce of a copy, which
 sends twice the bytes. Its threads also keep a collective's tensors alive until they start the next one. Messages go
@@ -8,7 +8,7 @@ the received terms in rank order, so that all ZeRO plans give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ TAGS = 2**16  # a tag identifies the messages of one collective; fewer collectiv
 
 
 class Messages:
-    """The two collectives over one group, whose ranks must all call them in the same order."""
+    """The collectives over one group, whose ranks must all call them in the same order."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group or dist.group.WORLD
@@ -51,6 +51,16 @@ class Messages:
             _add_in_order(terms, self._rank, shard)
 
         return wait_and_add
+
+    def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Start sending `sent[r]` to each rank r of the group and receiving `received[r]` from it.
+
+        Empty tensors are not sent. Returns a function that waits for all of them.
+        """
+        return self._exchange(
+            {peer: sent[peer] for peer in self._peers if sent[peer].numel()},
+            {peer: received[peer] for peer in self._peers if received[peer].numel()},
+        )
 
     def _exchange(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> Callable[[], None]:
         self._count += 1

@@ -10,11 +10,14 @@ from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.optim.configs import OptimizerConfig, SgdConfig
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.wire import EXACT, Wire
 
 NO_OPTIMIZER: OptimizerConfig = SgdConfig()  # keeps no state, and has no unit to update
 
 
-def begin_inference(model: nn.Module, plan: ZeroPlan, precision: MixedPrecision, offload: OffloadPlan) -> ZeroPlan:
+def begin_inference(
+    model: nn.Module, plan: ZeroPlan, precision: MixedPrecision, offload: OffloadPlan, wire: Wire = EXACT
+) -> ZeroPlan:
     """Freeze the model's parameters; nothing else of a runtime needs to know that they are not trained.
 
     Returns the plan to follow: weights that are quantised are decoded for each use, also where no rank shards them.
@@ -22,6 +25,7 @@ def begin_inference(model: nn.Module, plan: ZeroPlan, precision: MixedPrecision,
     ConfigError, before the model is changed, if the plan or the offload is about states that inference does not have.
     """
     plan.check_inference()
+    wire.check_inference()
     if offload.optimizer not in (Tier.DEVICE, offload.params):
         rule = "inference has no optimizer states to offload: expected offload.params alone"
         fixes = ("offload=none",) if plan.keeps_full_params else (f"offload.params={offload.optimizer}", "offload=none")

@@ -62,7 +62,7 @@ class ZeroRuntime:
         device: torch.device,
     ) -> None:
         if optimizer is None:
-            plan = begin_inference(model, plan, precision, settings.offload)
+            plan = begin_inference(model, plan, precision, settings.offload, settings.wire)
         else:
             check_training(precision)
         self.trains = optimizer is not None

@@ -14,6 +14,7 @@ from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, OptimizerConfig
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.watch.watch import RankWatch
+from zero_runtime.wire import EXACT, Wire
 
 NO_OFFLOAD = OffloadPlan()
 
@@ -43,6 +44,7 @@ class RuntimeSettings:
     stop_asked: called once per step; returns whether this rank wants training to stop, for example because of a signal.
         The answers of all ranks travel with the step's loss, so `StepReport.stop` is the same on all ranks. Either all
         ranks must give this function, or none.
+    wire: which collectives send block-quantised values.
     """
 
     micro_batches: int = 1
@@ -59,6 +61,7 @@ class RuntimeSettings:
     watch: RankWatch | None = None
     stop_asked: Callable[[], bool] | None = None
     lazy_states: bool = False
+    wire: Wire = EXACT
 
 
 def moves_of(settings: RuntimeSettings, config: OptimizerConfig, shard_count: int) -> Moves:

@@ -27,6 +27,7 @@ from zero_runtime.tensor_source import ReadInto, TensorSource, read_in_blocks
 from zero_runtime.unit_gradients import GradState, UnitGradients
 from zero_runtime.unit_parameters import DataState, UnitParameters, reads_from
 from zero_runtime.unit_planner import UnitSpec
+from zero_runtime.wire import EXACT, Wire
 
 
 class Unit:
@@ -42,11 +43,13 @@ class Unit:
         micro_batches: int,
         offloaded: OffloadedShards | None = None,
         block_numel: int = 1,
+        wire: Wire = EXACT,
     ) -> None:
         self.name = spec.name
         self.modules = spec.modules
         self.trainable = spec.trainable
         self.shared = spec.shared
+        self.matrices = spec.matrices  # parameters that the optimizer updates whole
         self.sums_gradients = micro_batches > 1 or spec.shared  # several gradients of a parameter may arrive in a step
         self.precision = spec.precision
         self.device = device  # that the unit computes on, wherever its shards are stored
@@ -60,10 +63,10 @@ class Unit:
         self._plan = plan
         self._collectives = collectives
         self._parameters = parameters = UnitParameters(
-            spec, self.layout, plan, collectives, device, offloaded or OffloadedShards()
+            spec, self.layout, plan, collectives, device, offloaded or OffloadedShards(), wire
         )
         self._gradients = UnitGradients(
-            spec, self.layout, plan, collectives, device, spec.precision.grad(micro_batches)
+            spec, self.layout, plan, collectives, device, spec.precision.grad(micro_batches), wire
         )
         self.grad_sent = Event()  # set once grad_shard of the step is where an offloaded unit is updated
         # Fixed properties of the tensors, as they were allocated.
@@ -215,6 +218,10 @@ class Unit:
         """The dtype in which the gradients were last summed over the ranks; None before the first time."""
         return self._gradients.reduced_in
 
+    def sum_gradients(self, *, over_ranks: bool) -> None:
+        """Whether gradients are summed over the ranks from the next backward on."""
+        self._gradients.sums_over_ranks = over_ranks
+
     def begin_backward(self) -> None:
         """Accept gradients again, after the reduction of an earlier backward."""
         self._gradients.begin_backward()
@@ -362,11 +369,14 @@ class Unit:
         """Live flat tensors by component, for counting. Aliases share a storage; the caller must count each once."""
         return {
             "params": [self.unsharded_param, self.param_shard],
-            "grads": [grad for grad in (self.unsharded_grad, self.grad_shard) if grad is not None],
+            "grads": [
+                grad for grad in (self.unsharded_grad, self.grad_shard, self._gradients.errors) if grad is not None
+            ],
             "optimizer": [] if self.master_shard is None else [self.master_shard],
         }
 
     def free(self) -> None:
         """Release every tensor; the parameters become empty."""
         self._gradients.free()
+        self._gradients.errors = None
         self._parameters.free()

@@ -22,11 +22,13 @@ from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.initial_values import InitialValues, swap_content
 from zero_runtime.kernels import ops
 from zero_runtime.kernels.weight_codes import decode_weights, encode_weights
+from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise_
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import CODE_BITS, WEIGHT_BLOCK_NUMEL
 from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
 from zero_runtime.tensor_source import ReadInto
 from zero_runtime.unit_planner import UnitSpec
+from zero_runtime.wire import BITS, EXACT, Wire
 
 
 class DataState(Enum):
@@ -51,7 +53,10 @@ _NEXT = {
 
 
 class Gather(NamedTuple):
-    """A gather under way, from `shard` [S] to `full` [P], both param_dtype. Both must live until it ends."""
+    """A gather under way, from `shard` [S] to `full` [P], both param_dtype. Both must live until it ends.
+
+    With quantised gathers both are bytes: codes and scales of one shard, and those of all shards after each other.
+    """
 
     pending: Pending
     shard: torch.Tensor
@@ -78,6 +83,7 @@ class UnitParameters:
         collectives: Collectives,
         device: torch.device,
         offloaded: OffloadedShards,
+        wire: Wire = EXACT,
     ) -> None:
         precision = spec.precision
         self.name = spec.name
@@ -93,6 +99,8 @@ class UnitParameters:
         self.location: ShardLocation = ON_DEVICE
         self._compute_dtype = TORCH_DTYPE[precision.compute or precision.param]
         self._keeps_full = plan.keeps_full_params
+        gathers = wire.gathers(plan, trainable=spec.trainable) and collectives.shard_count > 1
+        self._wire_bits = BITS[wire.gather] if gathers and wire.gather else None  # of a gathered element, if quantised
         self._collectives = collectives
         self._device = device
         self._gather: Gather | None = None
@@ -172,6 +180,8 @@ class UnitParameters:
                 self.param_shard.copy_(self._own_slice())
             if self.casts:  # a gathered copy would be rounded to param_dtype too
                 self.unsharded_param.copy_(self.unsharded_param.to(self.param_dtype))
+            if self._wire_bits is not None and self._keeps_full:  # and quantised
+                self._quantise_full(self._wire_bits)
 
     def _take_values(self, segment: Segment, param: nn.Parameter, initial: InitialValues) -> None:
         """Copy one parameter's values into the full tensor and into the master, which gets them before rounding."""
@@ -262,9 +272,42 @@ class UnitParameters:
             fetched = self.location.fetch()
             shard = self.param_shard if fetched is None else fetched
             self._fill_storage()
+            if self._wire_bits is not None:
+                self._start_quantised(shard, self._wire_bits)
+                return
             full = self._gathered() if self.casts else self.unsharded_param
             pending = self._collectives.all_gather(full, shard, self.name, lasting=not self.casts)
             self._gather = Gather(pending, shard, full)
+
+    def _start_quantised(self, shard: torch.Tensor, bits: int) -> None:
+        """See [Note: quantised collectives] in wire.py."""
+        codes = self._empty(packed_numel(shard.numel(), bits), torch.uint8)
+        quantise_(codes, shard, bits)
+        full = self._empty(codes.numel() * self.layout.shard_count, torch.uint8)
+        pending = self._collectives.all_gather(full, codes, self.name, lasting=False)
+        self._gather = Gather(pending, codes, full)
+
+    def _quantise_full(self, bits: int) -> None:
+        """Give the full copy, shard by shard, the values that a quantised gather would."""
+        for shard in range(self.layout.shard_count):
+            values = self.layout.shard_of(self.unsharded_param, shard)
+            codes = self._empty(packed_numel(values.numel(), bits), torch.uint8)
+            quantise_(codes, values, bits)
+            rounded = self._empty(values.numel(), self.param_dtype)
+            dequantise_(rounded, codes, bits)
+            values.copy_(rounded)
+
+    def _end_quantised(self, gather: Gather, bits: int) -> None:
+        """Every shard, this rank's included, gets the values of its codes, rounded to param_dtype."""
+        with torch.no_grad():
+            for shard, codes in enumerate(gather.full.chunk(self.layout.shard_count)):
+                values = self.layout.shard_of(self.unsharded_param, shard)
+                if self.casts:
+                    rounded = self._empty(values.numel(), self.param_dtype)
+                    dequantise_(rounded, codes, bits)
+                    values.copy_(rounded)
+                else:
+                    dequantise_(values, codes, bits)
 
     def end_gather(self) -> None:
         """Block until a gather that is under way has filled unsharded_param; a no-op without one."""
@@ -274,6 +317,8 @@ class UnitParameters:
         if self._bits:
             with torch.no_grad():
                 decode_weights(self._gather.full, self.unsharded_param, bits=self._bits)
+        elif self._wire_bits is not None:
+            self._end_quantised(self._gather, self._wire_bits)
         elif self.casts:
             self.unsharded_param.copy_(self._gather.full)
         self._gather = None

@@ -14,6 +14,12 @@ would not hold.
 parameters; smaller units are merged with their neighbours in the order of registration. A single parameter, or the
 direct parameters of one module, are never split, so a unit may stay larger than the bound. The gradient norm is summed
 by unit, so another unit size may change its last bit.
+
+[Note: matrices]
+Muon updates the matrices of the blocks whole and has other states for them than for the rest. They are in units of
+their own, so that all parameters of a unit have the same states; a block then has two units. Without patterns they are
+the trained parameters of two dimensions of the repeated blocks, except those that an nn.Embedding uses; with patterns,
+all trained ones of two dimensions whose names match one.
 """
 
 from __future__ import annotations
@@ -45,11 +51,14 @@ class UnitRules:
 
     unit_numel: see [Note: unit size]; None makes each block one unit. keep_dtype: patterns (as for file names) of the
     parameters that keep their dtype in the given model, such as `*norm*`; all others are cast to precision.param.
+    matrices: the matrices that the optimizer updates whole are in units of their own, see [Note: matrices]; None if it
+    has none.
     """
 
     precision: MixedPrecision = field(default_factory=MixedPrecision)
     unit_numel: int | None = None
     keep_dtype: tuple[str, ...] = ()
+    matrices: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.unit_numel is not None and self.unit_numel < 1:
@@ -63,7 +72,8 @@ class UnitSpec:
     """A planned unit, before its tensors are allocated.
 
     modules: their calls decide when the unit is gathered and released. params: pairs of full name and parameter.
-    shared: some parameter is used by several modules, so its gradient may arrive in several parts.
+    shared: some parameter is used by several modules, so its gradient may arrive in several parts. matrices: see
+    [Note: matrices].
     """
 
     name: str
@@ -72,6 +82,7 @@ class UnitSpec:
     trainable: bool
     precision: MixedPrecision
     shared: bool
+    matrices: bool = False
 
     @property
     def numel(self) -> int:
@@ -85,20 +96,23 @@ def plan_units(model: nn.Module, rules: UnitRules | None = None) -> list[UnitSpe
     _check_dtypes(model, rules)
     users = _users_by_parameter(model)
     boundaries = _unit_modules(model, users, rules.unit_numel)
-    members: dict[tuple[str, bool, MixedPrecision], list[tuple[str, nn.Parameter]]] = {}
+    matrices = _matrices(model, users, rules.matrices)
+    members: dict[tuple[str, bool, MixedPrecision, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():  # yields a tied parameter once, under its first name
         owner = _owner(users[id(param)], boundaries)
-        members.setdefault((owner, param.requires_grad, _precision_of(name, param, rules)), []).append((name, param))
+        kind = (owner, param.requires_grad, _precision_of(name, param, rules), name in matrices)
+        members.setdefault(kind, []).append((name, param))
     specs = [
         UnitSpec(
-            name=_unit_name(owner, precision, rules, trainable=trainable),
+            name=_unit_name(owner, precision, rules, trainable=trainable) + (" (matrices)" if whole else ""),
             modules=(model.get_submodule(owner),),
             params=tuple(params),
             trainable=trainable,
             precision=precision,
             shared=any(len(users[id(param)]) > 1 for _, param in params),
+            matrices=whole,
         )
-        for (owner, trainable, precision), params in members.items()
+        for (owner, trainable, precision, whole), params in members.items()
     ]
     return specs if rules.unit_numel is None else _merge_small(specs, model, rules.unit_numel)
 
@@ -168,6 +182,36 @@ def _precision_of(name: str, param: nn.Parameter, rules: UnitRules) -> MixedPrec
 def _unit_name(owner: str, precision: MixedPrecision, rules: UnitRules, *, trainable: bool) -> str:
     marks = ("" if trainable else " (frozen)") + ("" if precision == rules.precision else f" ({precision.param})")
     return (owner or "root") + marks
+
+
+def _matrices(model: nn.Module, users: dict[int, list[str]], patterns: tuple[str, ...] | None) -> set[str]:
+    """Names of the parameters that the optimizer updates whole. See [Note: matrices]."""
+    if patterns is None:
+        return set()
+    trained = {
+        name: param for name, param in model.named_parameters() if param.requires_grad and param.dim() == 2
+    }  # a tied parameter is known by its first name
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in trained):
+            raise PlanError(
+                f"optimizer.matrices: expected every pattern to match a trained parameter of two dimensions, found "
+                f"{pattern!r}, which matches none of {', '.join(list(trained)[:5])}, ...; correct or remove it"
+            )
+    if patterns:
+        return {name for name in trained if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    blocks = set(_repeated_blocks(model))
+    found = {
+        name
+        for name, param in trained.items()
+        if any(_inside(user, block) for user in users[id(param)] for block in blocks)
+        and not any(isinstance(model.get_submodule(user), nn.Embedding) for user in users[id(param)])
+    }
+    if not found:
+        raise PlanError(
+            "optimizer.kind=muon: expected trained matrices in the model's repeated blocks, found none; name the "
+            "matrices that it shall orthogonalise in optimizer.matrices, or use optimizer=adamw"
+        )
+    return found
 
 
 # ---- users of a parameter --------------------------------------------------------------------------------------------
@@ -263,9 +307,9 @@ def _merge_small(specs: list[UnitSpec], model: nn.Module, unit_numel: int) -> li
     The root's units are not merged, because they stay gathered for the whole forward.
     """
     merged: list[UnitSpec] = []
-    open_at: dict[tuple[bool, MixedPrecision], int] = {}
+    open_at: dict[tuple[bool, MixedPrecision, bool], int] = {}
     for spec in specs:
-        kind = (spec.trainable, spec.precision)
+        kind = (spec.trainable, spec.precision, spec.matrices)
         place = open_at.get(kind)
         if spec.modules[0] is model:
             merged.append(spec)

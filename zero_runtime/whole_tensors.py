@@ -15,7 +15,6 @@ from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CallOrderError, PlanError
 from zero_runtime.offload.tier import StateTier, residence
 from zero_runtime.optim.loss_scaler import LossScaler
-from zero_runtime.optim.quantized_state import CodedShard
 from zero_runtime.optim.sharded import ShardedOptimizer
 from zero_runtime.unit import Unit
 
@@ -79,7 +78,7 @@ def full_optimizer_state(runtime: ShardOwner, name: str) -> dict[str, torch.Tens
     ((unit, _),) = _units_of(runtime, [name])
     with residence(runtime.tier, unit):
         states = {
-            state: shard.values() if isinstance(shard, CodedShard) else shard
+            state: shard if isinstance(shard, torch.Tensor) else shard.values()
             for state, shard in runtime.optimizer.told_states_of(unit).items()
         }
         return {state: unit.full_of(values)[name].clone() for state, values in states.items()}

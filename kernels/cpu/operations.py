@@ -37,10 +37,10 @@ def adamw_(
     numbers: Sequence[float],
     param_out: torch.Tensor | None = None,
 ) -> None:
-    if not _takes(master, grad, param_out, fp32=(exp_avg, exp_avg_sq, grad_scale)):
+    if not _takes(master, grad, param_out, exp_avg, exp_avg_sq, fp32=(grad_scale,)):
         reference.adamw_(master, grad, exp_avg, exp_avg_sq, grad_scale, numbers, param_out)
         return
-    moments, scale = (_pointer(exp_avg), _pointer(exp_avg_sq)), _pointer(grad_scale)
+    moments, scale = (*_typed(exp_avg), *_typed(exp_avg_sq)), _pointer(grad_scale)
     tensors = (*_typed(master), *_typed(grad), *moments, scale, *_typed(param_out))
     library().zlab_adamw(*tensors, *_extent(master), *_floats(numbers))
 
@@ -77,12 +77,11 @@ def sgd_(
     is_first: bool,
     param_out: torch.Tensor | None = None,
 ) -> None:
-    states = () if momentum_buffer is None else (momentum_buffer,)
-    if not _takes(master, grad, param_out, fp32=(*states, grad_scale)):
+    if not _takes(master, grad, param_out, momentum_buffer, fp32=(grad_scale,)):
         reference.sgd_(master, grad, momentum_buffer, grad_scale, numbers, nesterov, is_first, param_out)
         return
     kind = 0 if momentum_buffer is None else 1 if is_first else 2
-    rest = (_pointer(momentum_buffer), _pointer(grad_scale))
+    rest = (*_typed(momentum_buffer), _pointer(grad_scale))
     library().zlab_sgd(
         *(*_typed(master), *_typed(grad), *rest, *_typed(param_out), *_extent(master)),
         *(ctypes.c_int32(kind), ctypes.c_int32(nesterov), *_floats(numbers)),
@@ -97,10 +96,10 @@ def lion_(
     numbers: Sequence[float],
     param_out: torch.Tensor | None = None,
 ) -> None:
-    if not _takes(master, grad, param_out, fp32=(exp_avg, grad_scale)):
+    if not _takes(master, grad, param_out, exp_avg, fp32=(grad_scale,)):
         reference.lion_(master, grad, exp_avg, grad_scale, numbers, param_out)
         return
-    rest = (_pointer(exp_avg), _pointer(grad_scale))
+    rest = (*_typed(exp_avg), _pointer(grad_scale))
     tensors = (*_typed(master), *_typed(grad), *rest, *_typed(param_out))
     library().zlab_lion(*tensors, *_extent(master), *_floats(numbers))
 

@@ -27,6 +27,20 @@ struct Master {
     }
 };
 
+// A state: its values as fp32, and rounded back if it rests in another dtype.
+struct State {
+    void* values;
+    int32_t dtype;
+
+    float* open(int64_t start, float* buffer, int64_t numel) const {
+        return const_cast<float*>(widened(at(values, dtype, start), dtype, buffer, numel));
+    }
+
+    void close(const float* wide, int64_t start, int64_t numel) const {
+        if (dtype != FP32) rounded(wide, at(values, dtype, start), dtype, numel);
+    }
+};
+
 struct AdamNumbers {
     float decay, l2, weight1, beta2, weight2, correction, eps, minus_step_size;
 };

@@ -12,18 +12,23 @@ void moments_block(const float* __restrict grads, float* __restrict firsts, floa
 
 }  // namespace
 
-extern "C" void zlab_adamw(void* master, int32_t master_dtype, const void* grad, int32_t grad_dtype, float* exp_avg,
-                           float* exp_avg_sq, const float* grad_scale, void* out, int32_t out_dtype, int64_t numel,
-                           int64_t threads, float decay, float l2, float weight1, float beta2, float weight2,
-                           float correction, float eps, float minus_step_size) {
+extern "C" void zlab_adamw(void* master, int32_t master_dtype, const void* grad, int32_t grad_dtype, void* exp_avg,
+                           int32_t first_dtype, void* exp_avg_sq, int32_t second_dtype, const float* grad_scale,
+                           void* out, int32_t out_dtype, int64_t numel, int64_t threads, float decay, float l2,
+                           float weight1, float beta2, float weight2, float correction, float eps,
+                           float minus_step_size) {
     const AdamNumbers numbers{decay, l2, weight1, beta2, weight2, correction, eps, minus_step_size};
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
     const AdamBlock block = adam_block_for(numbers);
+    const State first{exp_avg, first_dtype}, second{exp_avg_sq, second_dtype};
     in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
-        alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK];
+        alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK], wide_first[BLOCK], wide_second[BLOCK];
         const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
         float* weights = target.open(start, wide_weights, n);
-        block(weights, grads, exp_avg + start, exp_avg_sq + start, *grad_scale, numbers, n);
+        float *firsts = first.open(start, wide_first, n), *seconds = second.open(start, wide_second, n);
+        block(weights, grads, firsts, seconds, *grad_scale, numbers, n);
+        first.close(firsts, start, n);
+        second.close(seconds, start, n);
         target.close(weights, start, n);
     });
 }
@@ -82,33 +87,40 @@ void lion_block(float* __restrict weights, const float* __restrict grads, float*
 
 // `momentum_buffer` is null without momentum; `kind` is 0 then, 1 in the first step, 2 later.
 extern "C" void zlab_sgd(void* master, int32_t master_dtype, const void* grad, int32_t grad_dtype,
-                         float* momentum_buffer, const float* grad_scale, void* out, int32_t out_dtype, int64_t numel,
-                         int64_t threads, int32_t kind, int32_t nesterov, float l2, float momentum, float weight,
-                         float minus_lr) {
+                         void* momentum_buffer, int32_t buffer_dtype, const float* grad_scale, void* out,
+                         int32_t out_dtype, int64_t numel, int64_t threads, int32_t kind, int32_t nesterov, float l2,
+                         float momentum, float weight, float minus_lr) {
     const SgdNumbers numbers{l2, momentum, weight, minus_lr};
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
     const auto block = kind == NONE    ? sgd_block<NONE, false>
                        : kind == FIRST ? (nesterov ? sgd_block<FIRST, true> : sgd_block<FIRST, false>)
                                        : (nesterov ? sgd_block<LATER, true> : sgd_block<LATER, false>);
+    const State state{momentum_buffer, buffer_dtype};
     in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
-        alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK];
+        alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK], wide_buffers[BLOCK];
         const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
         float* weights = target.open(start, wide_weights, n);
-        block(weights, grads, momentum_buffer ? momentum_buffer + start : nullptr, *grad_scale, numbers, n);
+        float* buffers = momentum_buffer ? state.open(start, wide_buffers, n) : nullptr;
+        block(weights, grads, buffers, *grad_scale, numbers, n);
+        if (momentum_buffer) state.close(buffers, start, n);
         target.close(weights, start, n);
     });
 }
 
-extern "C" void zlab_lion(void* master, int32_t master_dtype, const void* grad, int32_t grad_dtype, float* exp_avg,
-                          const float* grad_scale, void* out, int32_t out_dtype, int64_t numel, int64_t threads,
-                          float decay, float beta1, float weight1, float beta2, float weight2, float minus_lr) {
+extern "C" void zlab_lion(void* master, int32_t master_dtype, const void* grad, int32_t grad_dtype, void* exp_avg,
+                          int32_t first_dtype, const float* grad_scale, void* out, int32_t out_dtype, int64_t numel,
+                          int64_t threads, float decay, float beta1, float weight1, float beta2, float weight2,
+                          float minus_lr) {
     const LionNumbers numbers{decay, beta1, weight1, beta2, weight2, minus_lr};
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
+    const State first{exp_avg, first_dtype};
     in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
-        alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK];
+        alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK], wide_first[BLOCK];
         const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
         float* weights = target.open(start, wide_weights, n);
-        lion_block(weights, grads, exp_avg + start, *grad_scale, numbers, n);
+        float* firsts = first.open(start, wide_first, n);
+        lion_block(weights, grads, firsts, *grad_scale, numbers, n);
+        first.close(firsts, start, n);
         target.close(weights, start, n);
     });
 }

@@ -36,8 +36,8 @@ def adamw_kernel(
     inside = at < numel
     weights = tl.load(master + at, mask=inside, other=0.0).to(tl.float32)
     grads = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * tl.load(grad_scale)
-    first = tl.load(exp_avg + at, mask=inside, other=0.0)
-    second = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
+    first = tl.load(exp_avg + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(exp_avg_sq + at, mask=inside, other=0.0).to(tl.float32)
     if L2:
         grads += l2 * weights
     else:
@@ -45,8 +45,8 @@ def adamw_kernel(
     first = lerp(first, grads, weight1, FROM_END)
     second = second * beta2 + (grads * weight2) * grads
     weights += tl.math.div_rn(minus_step_size * first, tl.math.div_rn(tl.math.sqrt_rn(second), correction) + eps)
-    tl.store(exp_avg + at, first, mask=inside)
-    tl.store(exp_avg_sq + at, second, mask=inside)
+    tl.store(exp_avg + at, first.to(exp_avg.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq + at, second.to(exp_avg_sq.dtype.element_ty), mask=inside)
     store_weights(weights, master, param_out, at, inside, HAS_OUT)
 
 
@@ -62,11 +62,11 @@ def sgd_kernel(
     if l2 != 0:
         step += l2 * weights
     if KIND != 0:
-        if KIND == 1:  # noqa: SIM108 - a load in a ternary would be done either way
+        if KIND == 1:
             buffer = step
         else:
-            buffer = tl.load(momentum_buffer + at, mask=inside, other=0.0) * momentum + weight * step
-        tl.store(momentum_buffer + at, buffer, mask=inside)
+            buffer = tl.load(momentum_buffer + at, mask=inside, other=0.0).to(tl.float32) * momentum + weight * step
+        tl.store(momentum_buffer + at, buffer.to(momentum_buffer.dtype.element_ty), mask=inside)
         if NESTEROV:
             step += momentum * buffer
         else:
@@ -83,10 +83,10 @@ def lion_kernel(
     inside = at < numel
     weights = tl.load(master + at, mask=inside, other=0.0).to(tl.float32)
     grads = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * tl.load(grad_scale)
-    first = tl.load(exp_avg + at, mask=inside, other=0.0)
+    first = tl.load(exp_avg + at, mask=inside, other=0.0).to(tl.float32)
     aim = first * beta1 + weight1 * grads
     sign = (aim > 0).to(tl.float32) - (aim < 0).to(tl.float32)
-    tl.store(exp_avg + at, first * beta2 + weight2 * grads, mask=inside)
+    tl.store(exp_avg + at, (first * beta2 + weight2 * grads).to(exp_avg.dtype.element_ty), mask=inside)
     store_weights(weights * decay + minus_lr * sign, master, param_out, at, inside, HAS_OUT)
 
 

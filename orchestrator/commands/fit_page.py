@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from orchestrator.config import pretrained
-from orchestrator.config.schema import Device
+from orchestrator.config.lossy import lossy_words
+from orchestrator.config.schema import Device, to_dict
 from orchestrator.config.strict import Refusal, nearest
 from orchestrator.plan import fit, fit_arithmetic
 from orchestrator.plan.fit import Fit
@@ -184,6 +185,8 @@ def _head(one: Fit, *, over_ranks: bool = False) -> list[Row]:
         Row("model", f"{model}; {precision}"),
         Row("machine", f"{where}: {at}{memory}{taken if one.overhead.most and not over_ranks else ''}"),
     ]
+    if lossy := ", ".join(lossy_words(to_dict(config))):
+        rows.append(Row("lossy", f"{lossy} in every row"))
     if on_cpu and not node.is_described:
         rows.append(Row("note", "these are CPU ranks; name a GPU to see what fits there: hardware=a100_80gb"))
     return rows

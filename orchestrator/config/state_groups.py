@@ -14,6 +14,7 @@ from zero_runtime.offload.scratch_settings import ScratchSettings
 from zero_runtime.optim.loss_scaler import LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.wire import EXACT, Wire
 
 Compute = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -32,6 +33,11 @@ class Zero:
     all ranks. `reduce_at_boundary`: in stages 2 and 3 too, keep full gradients over the micro-batches and reduce them
     once. `unit_numel`: the most elements of a unit, which is gathered and reduced together; only a unit that cannot be
     split is larger. null makes one unit of each block.
+
+    Lossy, and less on the wire: `gather_dtype`: int8 gathers parameters as 8-bit codes with a scale for each 256
+    elements; null gathers them in precision.param. `reduce_dtype`: int8 or int4 sends gradients as such codes and sums
+    them in fp32; null is precision.reduce. `error_feedback`: add what quantising took from a gradient to the next one,
+    for 4 bytes an element on every rank.
     """
 
     stage: int = 2
@@ -39,11 +45,15 @@ class Zero:
     shard_ranks: int | None = None
     reduce_at_boundary: bool = False
     unit_numel: int | None = None
+    wire: Wire = field(default=EXACT, metadata=part())
 
     def __post_init__(self) -> None:
         limits = Limits(vars(self), "zero")
         limits.broken += broken_by(lambda: ZeroPlan.from_stage(self.stage))
         limits.broken += broken_by(lambda: self.plan) if not limits.broken else []
+        if not limits.broken:
+            broken = broken_by(lambda: self.wire.check_plan(self.plan))
+            limits.broken += [one._replace(fix=(*one.fix, "zero.stage=1")) for one in broken]
         limits.at_least(0, prefetch=1)
         limits.at_least(1, unit_numel=None)
         limits.conclude()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from orchestrator.plan.fit import BACKWARD, BLOCKS, BUFFERS, INPUTS, OUTSIDE, STATES, Fit
+from orchestrator.plan.step import error_bytes, kept_bytes
 from orchestrator.text.units import count, many, size
 from zero_runtime.memory.counted_unit import GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
 from zero_runtime.memory.model import (
@@ -22,6 +23,7 @@ from zero_runtime.memory.model import (
 from zero_runtime.memory.step_memory import TOKEN_BYTES
 from zero_runtime.plan import Partition
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.wire import EXACT
 
 
 class Part(NamedTuple):
@@ -77,8 +79,12 @@ def _states(fit: Fit) -> Iterator[Part]:
         world=config.resources.ranks or 1,
         micro_batches=accumulation,
         state_bytes=state_bytes,
+        error_bytes=error_bytes(config),
+        kept_bytes=kept_bytes(config),
     )
-    of = BytesPerElement.of(config.zero.plan, kind_of(fit), accumulation, state_bytes)
+    of = BytesPerElement.of(
+        config.zero.plan, kind_of(fit), accumulation, state_bytes, error_bytes(config), kept_bytes(config)
+    )
     for name, terms, closed in (
         (PARAMS, of.params, expected.params),
         (OPTIMIZER, of.optimizer, expected.optimizer),
@@ -87,7 +93,18 @@ def _states(fit: Fit) -> Iterator[Part]:
         component = {PARAMS: "params", OPTIMIZER: "optimizer", GRADS: "grads"}[name]
         away = any(unit.is_away(component) for unit, _ in fit.memory.units)
         text = f"{_closed(fit, terms)}{', offloaded' if away else ''}"
+        text += _of_matrices(fit, state_bytes) if name == OPTIMIZER else ""
         yield Part(STATES[name], text, closed, states.get(name, 0))
+
+
+def _of_matrices(fit: Fit, state_bytes: float) -> str:
+    """What the optimizer keeps less for the matrices that it updates whole."""
+    own = fit.config.optimizer.rule.matrix_state_bytes
+    if own is None:
+        return ""
+    part = f" / {shard_count(fit)}" if shard_count(fit) > 1 else ""
+    elements = count(sum(matrix.numel for matrix in fit.memory.matrices))
+    return f", less {state_bytes - own:g} x {elements}{part} of matrices"
 
 
 def _closed(fit: Fit, terms: tuple[Term, ...]) -> str:
@@ -134,8 +151,12 @@ def sent(fit: Fit) -> str:
         config.zero.plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
     )
     closed = collective_formula(counts, world=config.resources.ranks or 1, shard_count=shard_count(fit))
-    gathers = f"{counts.gathers} x gathered in {kind.param}, " if counts.gathers and shard_count(fit) > 1 else ""
-    text = f"{closed} elements: {gathers}{counts.reductions} x reduced in {kind.reduce}"
+    wire = config.zero.wire
+    gathered, reduced = wire.gather or kind.param, wire.reduce or kind.reduce
+    gathers = f"{counts.gathers} x gathered in {gathered}, " if counts.gathers and shard_count(fit) > 1 else ""
+    text = f"{closed} elements: {gathers}{counts.reductions} x reduced in {reduced}"
+    text += "; 4 bytes of scale for each 256 quantised" if wire != EXACT else ""
+    text += "; parts of matrices to their owners and back" if fit.memory.matrices and shard_count(fit) > 1 else ""
     frozen_elements = fit.memory.frozen_gathers() if shard_count(fit) > 1 else 0
     also = f"; {count(frozen_elements)} frozen elements gathered, each as often as the schedule does"
     return text + also if frozen_elements else text

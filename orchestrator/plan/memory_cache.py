@@ -49,6 +49,8 @@ def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
     parts |= {"compute": precision.compute, "keep": precision.keep_dtype, "seq": config.batch.seq}
     parts |= {"unit_numel": config.zero.unit_numel}  # the trace has marks by unit
     parts |= {"kind": str(config.measure.kind)}
+    if (matrices := config.optimizer.rule.matrix_patterns) is not None:  # in units of their own
+        parts |= {"matrices": matrices}
     parts |= {"cuda": config.resources.device is Device.cuda, "micro": None if any_micro else config.batch.micro}
     return "activations-" + _hash(parts)
 

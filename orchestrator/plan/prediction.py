@@ -19,7 +19,7 @@ from orchestrator.plan.memory_cache import Tell, activations_key, units_key
 from orchestrator.plan.point import Point
 from orchestrator.plan.remedies import PredictedPeak
 from orchestrator.plan.speed import speed_of
-from orchestrator.plan.step import Memories, held_plan, units_of
+from orchestrator.plan.step import Memories, error_bytes, held_plan, kept_bytes, units_of
 from orchestrator.plan.target import Target, target_of
 from zero_runtime.memory.activation_count import ActivationBytes
 from zero_runtime.memory.device_overhead import NO_OVERHEAD, DeviceOverhead
@@ -112,7 +112,13 @@ def _prediction(
     ranks, micro_batches = config.resources.ranks or 1, config.batch.accumulation or 1
     units, state_bytes = units_of(config, shapes), shapes["state_bytes"]
     states = total_state_bytes(
-        held_plan(config), units, world=ranks, micro_batches=micro_batches, state_bytes=state_bytes
+        held_plan(config),
+        units,
+        world=ranks,
+        micro_batches=micro_batches,
+        state_bytes=state_bytes,
+        error_bytes=error_bytes(config),
+        kept_bytes=kept_bytes(config),
     )
     counted = answers.get(activations_key(config), {"unknown": NOT_ASKED})
     activations = ActivationBytes(**counted["bytes"]) if "bytes" in counted else None

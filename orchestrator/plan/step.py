@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,9 +21,11 @@ from zero_runtime.memory.reserved import Reserved, reserved_peak
 from zero_runtime.memory.step_memory import TOKEN_BYTES, Peak, StatesReplay, StepMemory, replay_states
 from zero_runtime.offload.memory import Moves, OffloadBytes, host_bytes, nvme_bytes
 from zero_runtime.offload.plan import Tier
-from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES
+from zero_runtime.optim.configs import MATRIX_STATES, STATE_ITEMSIZE_BYTES, whole_itemsize
+from zero_runtime.optim.matrix_owners import OwnedMatrix, most_sent_elements, owned_matrices, working_bytes
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, WEIGHT_BLOCK_NUMEL, MixedPrecision
+from zero_runtime.wire import gathered, reduced, signs_bytes
 
 EXPORTED_BYTES = 2  # of an element of exported weights, in bf16
 Answers = Mapping[str, Mapping[str, Any]]
@@ -38,19 +41,14 @@ def with_micro(config: RunConfig, micro: int) -> RunConfig:
 
 def units_of(config: RunConfig, shapes: Mapping[str, Any]) -> Units:
     """The sizes of the units on a rank, with their dtypes, from the shapes that a child process has found."""
-    on_cuda, ranks, plan = config.resources.device is Device.cuda, config.resources.ranks or 1, held_plan(config)
+    on_cuda = config.resources.device is Device.cuda
     away = (Tier.HOST, Tier.NVME) if on_cuda else (Tier.NVME,)
     units = []
     for unit in shapes["units"]:
-        layout = FlatLayout.build(
-            [(name, tuple(shape)) for name, shape in unit["shapes"]],
-            shard_count=plan.shard_count(ranks),
-            world=ranks,
-            block_numel=_block_numel(unit, shapes),
-        )
         size = UnitSize.of(
-            layout,
+            _layout(config, shapes, unit),
             trainable=unit["trainable"],
+            state_bytes=config.optimizer.rule.matrix_state_bytes if unit.get("matrices") else None,
             is_root=unit["is_root"],
             params_offloaded=unit["offloaded"] and config.offload.params in away,
             optimizer_offloaded=unit["offloaded"] and config.offload.optimizer in away,
@@ -71,16 +69,33 @@ def _block_numel(unit: Mapping[str, Any], shapes: Mapping[str, Any]) -> int:
     return int(shapes["block_numel"]) if unit["trainable"] else 1
 
 
+def _layout(config: RunConfig, shapes: Mapping[str, Any], unit: Mapping[str, Any]) -> FlatLayout:
+    ranks = config.resources.ranks or 1
+    return FlatLayout.build(
+        [(name, tuple(shape)) for name, shape in unit["shapes"]],
+        shard_count=held_plan(config).shard_count(ranks),
+        world=ranks,
+        block_numel=_block_numel(unit, shapes),
+    )
+
+
+def matrices_of(config: RunConfig, shapes: Mapping[str, Any]) -> list[OwnedMatrix]:
+    """The matrices that the optimizer updates whole, with the ranks that own them."""
+    layouts = [_layout(config, shapes, unit) for unit in shapes.get("units", ()) if unit.get("matrices")]
+    return owned_matrices(layouts, config.zero.plan.shard_count(config.resources.ranks or 1))
+
+
 @dataclass(frozen=True)
 class ConfigMemory:
     """The memory of one configuration's step on a rank. parts: for the micro-batches of each trace, in their order.
-    largest_numels: elements of the largest parameter of each unit."""
+    largest_numels: elements of the largest parameter of each unit. matrices: those that are updated whole."""
 
     config: RunConfig
     units: Units
     rules: CountRules
     parts: tuple[StepMemory, ...]
     largest_numels: tuple[int, ...] = field(default=(), kw_only=True)
+    matrices: tuple[OwnedMatrix, ...] = field(default=(), kw_only=True)
 
     def part(self, micro: int) -> StepMemory | None:
         """The memory of the trace that has this micro-batch; None if none has."""
@@ -147,12 +162,12 @@ class ConfigMemory:
 
     def moments(self) -> OutsideStep:
         """What the moments outside of steps are counted from. At least one micro-batch must have been traced."""
-        pairs = zip(self.units, self.largest_numels, strict=True)
+        pairs, rule = zip(self.units, self.largest_numels, strict=True), self.config.optimizer.rule
         return OutsideStep(
             [UnitParts(size, kind, largest) for (size, kind), largest in pairs],
             self.rules,
             self.parts[0].states.between_steps,
-            len(self.config.optimizer.rule.state_names),
+            len(rule.state_names) - (len(MATRIX_STATES) if rule.matrix_patterns is not None else 0),
             on_cpu=self.config.resources.device is not Device.cuda,
         )
 
@@ -160,20 +175,25 @@ class ConfigMemory:
         """The bytes of data that a rank sends in one steady step (arXiv 1910.02054, section 7, in the dtypes used).
 
         How often frozen parameters are gathered depends on where a backward needs them: it is read from the replayed
-        schedule, and they are left out if no micro-batch was traced.
+        schedule, and they are left out if no micro-batch was traced. With matrices that are updated whole, the most of
+        any rank.
         """
         config, ranks = self.config, self.config.resources.ranks or 1
         shard_count = config.zero.plan.shard_count(ranks)
         counts = CollectiveCounts.of(
             config.zero.plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
         )
-        total = 0
+        wire, total = config.zero.wire, 0
         for (size, kind), replayed in zip(self.units, self._gathers(), strict=True):
-            gathered = (counts.gathers if size.trainable else replayed) * kind.stored_bytes
-            reduced = counts.reductions * ITEMSIZE_BYTES[kind.reduce] if size.trainable else 0
-            total += int((gathered + reduced) * size.padded_numel * (shard_count - 1) // shard_count)
-            total += reduced * 2 * size.padded_numel * (ranks // shard_count - 1) // ranks
-        return total
+            shard, train = size.padded_numel // shard_count, size.trainable
+            one = gathered(wire, config.zero.plan, shard, shard_count, kind.stored_bytes, trainable=size.trainable)
+            total += one.nbytes * (counts.gathers if train else replayed)
+            if config.optimizer.rule.compresses_in(sys.maxsize):
+                total += signs_bytes(size.padded_numel, ranks) * train
+                continue
+            one = reduced(wire, shard, shard_count, ranks // shard_count, ITEMSIZE_BYTES[kind.reduce])
+            total += one.nbytes * counts.reductions * train
+        return total + most_sent_elements(self.matrices, shard_count) * whole_itemsize(config.optimizer.rule)
 
     def frozen_gathers(self) -> int:
         """The elements of frozen parameters that are gathered in a step, each as often as it is."""
@@ -207,7 +227,8 @@ class Memories:
             for linear in self._traces(config)
         ]
         largest = (max(math.prod(shape) for _, shape in unit["shapes"]) for unit in shapes["units"])
-        return ConfigMemory(config, units, rules, tuple(parts), largest_numels=tuple(largest))
+        matrices = tuple(matrices_of(config, shapes))
+        return ConfigMemory(config, units, rules, tuple(parts), largest_numels=tuple(largest), matrices=matrices)
 
     def _units_of(self, config: RunConfig, key: str, shapes: Mapping[str, Any]) -> Units:
         ranks, offload = config.resources.ranks or 1, config.offload
@@ -242,10 +263,23 @@ class Memories:
         return self._replayed[key]
 
 
+def error_bytes(config: RunConfig) -> int:
+    """Bytes of error feedback for each trainable element; none with one shard."""
+    one_shard = config.zero.plan.shard_count(config.resources.ranks or 1) == 1
+    return 0 if one_shard else config.zero.wire.error_bytes(config.zero.plan)
+
+
+def kept_bytes(config: RunConfig) -> float:
+    """Bytes per element that the optimizer keeps on every rank besides its states."""
+    ranks = config.resources.ranks or 1
+    return config.optimizer.rule.kept_bytes(shard_count=config.zero.plan.shard_count(ranks), world=ranks)
+
+
 def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
     """By which the runtime allocates the tensors of the units."""
     ranks, plan = config.resources.ranks or 1, config.zero.plan
     shard_count = plan.shard_count(ranks)
+    matrices, rule = matrices_of(config, shapes), config.optimizer.rule
     return CountRules(
         plan,
         shard_count,
@@ -255,6 +289,9 @@ def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
         by_messages=config.resources.device is not Device.cuda and ranks > 1,
         params_in_file=config.offload.params is Tier.NVME,
         reduces_at_boundary=config.zero.reduce_at_boundary,
+        wire=config.zero.wire,
+        kept_bytes=kept_bytes(config),
+        updating_bytes=working_bytes(matrices, shard_count, whole_itemsize(rule)),
     )
 
 

@@ -43,9 +43,24 @@ IGNORED_KEYS = (
     "checkpoint.keep_last",
     "checkpoint.keep_every",
 )
-# Settings that are younger than the first records, with the value that those runs had: they are part of an identity
-# only if they have another value, so that the ids of earlier points stay.
-YOUNGER_KEYS: Mapping[str, object] = {"measure.kind": "train", "precision.weights": None}
+
+
+# Keys that were added after points had been recorded, with the value under which a run measures what it did before.
+# With it a key is left out of the identity, so that earlier points keep their ids.
+LATER_KEYS: Mapping[str, Any] = {
+    "measure.kind": "train",
+    "precision.weights": None,
+    "optimizer.warmup_updates": None,
+    "zero.gather_dtype": None,
+    "zero.reduce_dtype": None,
+    "zero.error_feedback": False,
+    "optimizer.ns_steps": None,
+    "optimizer.state_dtype": "fp32",
+    "optimizer.ns_dtype": None,
+    "optimizer.lr_scaling": None,
+    "optimizer.matrices": None,
+    "optimizer.adamw_lr_ratio": None,
+}
 
 
 @dataclass(frozen=True)
@@ -121,12 +136,12 @@ def joins_path(output: str | Path) -> Path:
 
 
 def without_ignored(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The configuration without IGNORED_KEYS, and without YOUNGER_KEYS that have the value of earlier runs."""
+    """The configuration without IGNORED_KEYS, and without those of LATER_KEYS that have the value given there."""
     kept: dict[str, Any] = {}
     for key, value in config.items():
-        name = prefix + key
-        if name not in IGNORED_KEYS and not (name in YOUNGER_KEYS and value == YOUNGER_KEYS[name]):
-            kept[key] = without_ignored(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+        full = prefix + key
+        if full not in IGNORED_KEYS and not (full in LATER_KEYS and LATER_KEYS[full] == value):
+            kept[key] = without_ignored(value, f"{full}.") if isinstance(value, dict) else value
     return kept
 
 

@@ -23,6 +23,7 @@ def _entry(standing: Standing) -> Entry:
         str(standing.attempt.root) if standing.attempt else "",
         standing.planned.overrides,
         None if result is None else result.get("measured_at", _ended_at(standing)),
+        standing.planned.config,
     )
 
 

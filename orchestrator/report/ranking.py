@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from orchestrator.config.lossy import lossy_words
 from orchestrator.config.strict import nearest
 from orchestrator.records.run_state import RunState
+from orchestrator.report.losses import loss_to_exact, perplexity_texts
 from orchestrator.report.summary import PHASES, Table, missing_text, run_command, without_key
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, digits, loss, size
@@ -101,6 +103,7 @@ class Entry:
     folder: str = ""
     overrides: tuple[str, ...] = field(default=())
     measured_at: float | None = None  # seconds since the epoch
+    config: Mapping[str, Any] = field(default_factory=dict)  # of the point, as it is recorded
 
     @property
     def is_reused(self) -> bool:
@@ -170,6 +173,7 @@ HEADER = (
     "sent/step",
     "loss last",
 )
+LOSSY_HEADER = ("lossy", "loss - exact")
 
 
 def table(ranked: Sequence[Ranked]) -> Table:
@@ -177,32 +181,29 @@ def table(ranked: Sequence[Ranked]) -> Table:
     speeds = [_speed(row.entry)["median"] for row in ranked if row.entry.result]
     best = max(speeds, default=0.0)
     header: tuple[str, ...] = HEADER
-    rows = tuple(_cells(row, best) for row in ranked)
-    if perplexities := _perplexities(ranked):
+    rows = [_cells(row, best) for row in ranked]
+    if perplexities := perplexity_texts({row.entry.label: row.entry.result for row in ranked}):
         header = (*header, "perplexity")
-        rows = tuple((*cells, perplexities[row.entry.label]) for cells, row in zip(rows, ranked, strict=True))
-    if not any(row.entry.is_reused for row in ranked):
-        return Table(header, rows, names=2)
-    marked = tuple((*cells, _reused_from(row.entry)) for cells, row in zip(rows, ranked, strict=True))
-    return Table((*header, "reused from"), marked, names=2)
+        rows = [(*cells, perplexities[row.entry.label]) for cells, row in zip(rows, ranked, strict=True)]
+    if any(lossy_words(row.entry.config) for row in ranked):
+        header = (*header, *LOSSY_HEADER)
+        entries = [row.entry for row in ranked]
+        rows = [(*cells, *_lossy_cells(row.entry, entries)) for cells, row in zip(rows, ranked, strict=True)]
+    if any(row.entry.is_reused for row in ranked):
+        header = (*header, "reused from")
+        rows = [(*cells, _reused_from(row.entry)) for cells, row in zip(rows, ranked, strict=True)]
+    return Table(header, tuple(rows), names=2)
 
 
-def _perplexities(ranked: Sequence[Ranked]) -> dict[str, str]:
-    """The column of evaluations by label; empty if there are none.
+def _lossy_cells(entry: Entry, entries: Sequence[Entry]) -> tuple[str, str]:
+    """What is lossy in a row, and by how much its last loss is above that of the exact row."""
+    difference = _to_exact(entry, entries)
+    return ", ".join(lossy_words(entry.config)) or "exact", ABSENT if difference is None else f"{difference:+.4f}"
 
-    Where the weights of some rows are quantised and those of one are not, with the change against that row. (With
-    several such rows, as of two models, nobody says which is the one to compare with.)
-    """
-    found = {row.entry.label: row.entry.result["loss"] for row in ranked if row.entry.result}
-    known = {label: losses for label, losses in found.items() if losses.get("perplexity") is not None}
-    plain = {losses["perplexity"] for losses in known.values() if losses.get("weights") is None}
-    texts = dict.fromkeys((row.entry.label for row in ranked), ABSENT) if known else {}
-    for label, losses in known.items():
-        value, change = losses["perplexity"], ""
-        if len(plain) == 1 and losses.get("weights") is not None:
-            change = f" ({100 * (value / next(iter(plain)) - 1):+.2f} %)"
-        texts[label] = f"{value:.4f}{change}"
-    return texts
+
+def _to_exact(entry: Entry, entries: Sequence[Entry]) -> float | None:
+    measured = [(one.config, one.result) for one in entries if one.result is not None]
+    return None if entry.result is None else loss_to_exact(entry.config, entry.result, measured)
 
 
 def _reused_from(entry: Entry) -> str:
@@ -390,7 +391,12 @@ def report_md(name: str, ranked: Sequence[Ranked]) -> str:
 
 def results_csv(ranked: Sequence[Ranked]) -> str:
     """One line per point; numbers unrounded and in base units, named by their column."""
-    rows = [_csv_row(row) for row in ranked]
+    entries = [row.entry for row in ranked]
+    rows = [
+        _csv_row(row)
+        | {"lossy": ", ".join(lossy_words(row.entry.config)), "loss_to_exact": _to_exact(row.entry, entries)}
+        for row in ranked
+    ]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["place"])
     writer.writeheader()

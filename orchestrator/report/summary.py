@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer
+from orchestrator.config.lossy import lossy_words
+from orchestrator.config.schema import AdapterKind, DataKind, RunConfig, Tokenizer, to_dict
 from orchestrator.config.state_groups import Offload, StepTime
 from orchestrator.text.paths import program
 from orchestrator.text.units import ABSENT, count, difference, digits, loss, many, percent, size, steps_text
@@ -46,6 +47,7 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
     tokens = (batch.global_size or 0) * batch.seq
     threads = f", {many(resources.threads or 1, 'thread')} each" if resources.device.value == "cpu" else ""
     steps = config.measure.steps + config.measure.warmup_steps
+    lossy = ", ".join(lossy_words(to_dict(config)))
     return [
         Row("model", _model_text(config)),
         Row("zero", f"stage {config.zero.stage}, prefetch {config.zero.prefetch}"),
@@ -54,6 +56,7 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
             f"parameters {precision.param}, gradients reduced in {precision.reduce}, "
             f"accumulated in {precision.accumulate}, master {precision.master}",
         ),
+        *([Row("lossy", f"{lossy}; the loss differs from that of the exact run")] if lossy else []),
         *([] if config.offload == Offload() else [Row("offload", _offload_text(config.offload))]),
         Row("ranks", f"{ranks} x {resources.device}{threads}"),
         Row(

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.config.lossy import lossy_words
 from orchestrator.records.record_file import EventTail
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned, Standing, SweepPaths, still_runs
@@ -36,12 +37,17 @@ NAMED = 4  # points of a decision that are listed by name
 
 
 def plan_table(planned: Sequence[Planned]) -> Table:
-    """Every point with its decision, and with its predicted speed if one is known. The reasons are in `plan_rows`."""
+    """Every point with its decision, its predicted speed if one is known, and what is lossy if something is. The
+    reasons are in `plan_rows`."""
+    header: tuple[str, ...] = PLAN_HEADER
+    rows = [_plan_row(point) for point in planned]
     speeds = [(point.predicted.get("speed") or {}).get("tokens_per_second") for point in planned]
-    if not any(speeds):
-        return Table(PLAN_HEADER, tuple(_plan_row(point) for point in planned), names=2)
-    rows = tuple((*_plan_row(point), digits(speed)) for point, speed in zip(planned, speeds, strict=True))
-    return Table((*PLAN_HEADER, "tokens/s"), rows, names=2)
+    if any(speeds):
+        header, rows = (*header, "tokens/s"), [(*row, digits(one)) for row, one in zip(rows, speeds, strict=True)]
+    lossy = [", ".join(lossy_words(point.config)) for point in planned]
+    if any(lossy):
+        header, rows = (*header, "lossy"), [(*row, text or "exact") for row, text in zip(rows, lossy, strict=True)]
+    return Table(header, tuple(rows), names=2)
 
 
 def _plan_row(point: Planned) -> tuple[str, ...]:

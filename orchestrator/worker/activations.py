@@ -20,7 +20,7 @@ from torch import nn
 from orchestrator.config.parts import plain
 from orchestrator.config.schema import Device, MeasureKind, RunConfig
 from orchestrator.plan import memory_cache
-from orchestrator.worker.setup import build_deferred
+from orchestrator.worker.setup import build_deferred, unit_rules
 from orchestrator.workloads.models import token_losses
 from zero_runtime.memory.activation_count import LinearTrace, Trace
 from zero_runtime.memory.activation_trace import trace_step
@@ -55,7 +55,7 @@ def counted_step(config: RunConfig, *, whole: bool = False) -> CountedStep:
 
     Of many equal blocks five are traced, unless `whole` is asked for: see zero_runtime/memory/repeated_blocks.py.
     """
-    rules = rules_of(config)
+    rules = unit_rules(config)
     short = None if whole else _shortened(config, rules)
     if short is not None:
         # Tracing uses a model up, and copying one takes a fraction of the time of building it.
@@ -64,11 +64,6 @@ def counted_step(config: RunConfig, *, whole: bool = False) -> CountedStep:
         if trace is not None:
             return CountedStep(trace, counted.work.with_blocks(short.left.units, short.left.blocks))
     return _counted(config, copy.deepcopy(built(config)), rules)
-
-
-def rules_of(config: RunConfig) -> UnitRules:
-    """By which the model is divided into units."""
-    return UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
 
 
 def built(config: RunConfig) -> nn.Module:
@@ -129,7 +124,7 @@ def _shortened(config: RunConfig, rules: UnitRules) -> FewerBlocks | None:
 def shorten_once(config: RunConfig) -> None:
     """Builds and shortens the configuration's model for all traces to come. A problem of it is left to them."""
     with suppress(Exception):
-        _shortened(config, rules_of(config))
+        _shortened(config, unit_rules(config))
 
 
 def _counted(config: RunConfig, model: nn.Module, rules: UnitRules) -> CountedStep:

@@ -20,7 +20,7 @@ from orchestrator.plan import speed
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker.event_writer import EventWriter
-from orchestrator.worker.setup import build_deferred, offload_plan, prepare_process
+from orchestrator.worker.setup import build_deferred, offload_plan, prepare_process, unit_rules
 from orchestrator.workloads.models import token_losses
 from zero_runtime.accounting import unit_sizes
 from zero_runtime.activations.recompute import Recomputation
@@ -73,7 +73,7 @@ class ShortModel(NamedTuple):
 def _short_model(config: RunConfig) -> ShortModel:
     """The configured model, of whose equal blocks at most five are left."""
     model, initialise = build_deferred(config)
-    rules = UnitRules(config.precision.mixed, config.zero.unit_numel, tuple(config.precision.keep_dtype))
+    rules = unit_rules(config)
     short = shorten(model, rules, config.recompute)
     if short is None:
         model, initialise = build_deferred(config)  # it may have lost blocks

@@ -11,11 +11,20 @@ from typing import Any
 import psutil
 import torch
 
-from zero_runtime.accounting import predicted_offload_bytes, predicted_state_bytes, scratch_bytes, unit_sizes
+from zero_runtime.accounting import (
+    error_bytes,
+    kept_bytes,
+    predicted_offload_bytes,
+    predicted_state_bytes,
+    scratch_bytes,
+    unit_sizes,
+)
 from zero_runtime.ledger import Ledger
 from zero_runtime.memory import model as memory_model
 from zero_runtime.memory.census import Census
+from zero_runtime.optim.matrix_owners import owned_matrices, sent_elements
 from zero_runtime.runtime import ZeroRuntime
+from zero_runtime.wire import EXACT, gathered, reduced, signs_bytes
 
 PHASES = ("data", "forward", "backward", "communication_exposed", "optimizer", "other")
 
@@ -69,6 +78,9 @@ def model_states(runtime: ZeroRuntime, measured: Mapping[str, int | None]) -> di
             runtime.precision,
             micro_batches=micro_batches,
             state_bytes=runtime.optimizer.config.state_bytes,
+            error_bytes=error_bytes(runtime),
+            kept_bytes=kept_bytes(runtime),
+            matrix_state_bytes=runtime.optimizer.config.matrix_state_bytes,
             with_frozen=not all(unit.trainable for unit in runtime.units),
         )
         + (" less the offloaded shards" if away.host or away.scratch else ""),
@@ -139,13 +151,46 @@ def communication(runtime: ZeroRuntime, ledger: Ledger, *, reduces_at_boundary: 
         return memory_model.collective_elements(counts, numel, world=world, shard_count=shard_count)
 
     theory = elements(sum(unit.numel for unit in sizes))
+    text = memory_model.collective_formula(counts, world=world, shard_count=shard_count)
+    padding = elements(sum(unit.padded_numel for unit in sizes)) - theory
+    if runtime.optimizer.config.compresses_in(runtime.optimizer.updates):
+        theory, padding = _sign_elements(runtime, counts), 0
+        text = f"{counts.gathers}Ψ·(N-1)/N gathered + bytes of the signs of the momentum"
+    elif shard_count > 1 and runtime.settings.wire != EXACT:
+        theory, padding = _quantised_elements(runtime, counts), 0
+        text += ", a quantised element as its bytes"
+    matrices = owned_matrices([unit.layout for unit in runtime.units if unit.matrices], shard_count)
+    if shard_count > 1 and matrices:
+        theory += sent_elements(matrices, runtime.collectives.shard_rank)
+        text += " + parts of matrices to their owners and back"
     return {
         "data": {kind: asdict(volume) for kind, volume in sorted(ledger.data.items())},
-        "theory": memory_model.collective_formula(counts, world=world, shard_count=shard_count),
+        "theory": text,
         "theory_elements": theory,
-        "padding_elements": elements(sum(unit.padded_numel for unit in sizes)) - theory,
+        "padding_elements": padding,
         "control_bytes": ledger.control.bytes,
     }
+
+
+def _quantised_elements(runtime: ZeroRuntime, counts: memory_model.CollectiveCounts) -> int:
+    """The elements of a step's collectives with padding, where a quantised element counts as its bytes."""
+    wire, collectives, total = runtime.settings.wire, runtime.collectives, 0
+    groups = (collectives.shard_count, collectives.replica_count)
+    for unit in (one for one in runtime.units if one.trainable):
+        shard = unit.layout.shard_numel
+        gather = gathered(wire, runtime.plan, shard, groups[0], unit.param_dtype.itemsize, trainable=True)
+        reduction = reduced(wire, shard, *groups, unit.grad_dtype.itemsize)
+        total += counts.gathers * gather.elements + counts.reductions * reduction.elements
+    return total
+
+
+def _sign_elements(runtime: ZeroRuntime, counts: memory_model.CollectiveCounts) -> int:
+    """The elements that are gathered in a step, and the bytes of the signs that are averaged."""
+    collectives, total = runtime.collectives, 0
+    for unit in (one for one in runtime.units if one.trainable):
+        total += counts.gathers * (collectives.shard_count - 1) * unit.layout.shard_numel
+        total += signs_bytes(unit.layout.padded_numel, collectives.world)
+    return total
 
 
 def worst_of(per_rank: list[dict[str, int | None]]) -> dict[str, int | None]:

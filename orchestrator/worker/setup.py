@@ -28,9 +28,11 @@ from zero_runtime.kernels.registration import prepare
 from zero_runtime.memory.dtype_rules import AskedDTypes
 from zero_runtime.numa import bind_to_gpu
 from zero_runtime.offload.plan import OffloadPlan, Tier
+from zero_runtime.optim.configs import MuonConfig
 from zero_runtime.optim.loss_scaler import UNSCALED
 from zero_runtime.own_device import device_index, make_current
 from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.unit_planner import UnitRules
 from zero_runtime.watch.watch import RankWatch
 
 
@@ -63,6 +65,14 @@ def build_data(config: RunConfig) -> TokenData:
         vocab_size=int(config.model.config["vocab_size"]),
         validation_fraction=config.data.validation_fraction,
         encode=encode,
+    )
+
+
+def unit_rules(config: RunConfig) -> UnitRules:
+    """The settings that decide the units of the model."""
+    precision = config.precision
+    return UnitRules(
+        precision.mixed, config.zero.unit_numel, tuple(precision.keep_dtype), config.optimizer.rule.matrix_patterns
     )
 
 
@@ -101,6 +111,7 @@ def build_runtime(
         initialise=initialise,
         offload=offload_plan(config.offload, config.output),
         stop_asked=stop_asked,
+        wire=config.zero.wire,
     )
     with ExitStack() as stack:
         if config.model.path is not None:
@@ -127,6 +138,9 @@ def asked_dtypes(config: RunConfig, runtime: ZeroRuntime) -> AskedDTypes:
         config.optimizer.rule.held_states,
         tuple(config.precision.keep_dtype),
         {name: short_name(dtype) for name, dtype in runtime.given_dtypes.items()},
+        whole=config.optimizer.rule.ns_dtype if isinstance(config.optimizer.rule, MuonConfig) else None,
+        wire=config.zero.wire,
+        plan=config.zero.plan,
     )
 
 

@@ -29,7 +29,8 @@ import torch
 
 from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.machine.processes import die_with_parent
-from orchestrator.worker.activations import answers, built, rules_of, shorten_once
+from orchestrator.worker.activations import answers, built, shorten_once
+from orchestrator.worker.setup import unit_rules
 from zero_runtime.offload.plan import offloaded_units
 from zero_runtime.unit_planner import plan_units
 
@@ -41,7 +42,7 @@ def units_of(config: RunConfig) -> dict[str, Any]:
     """Shapes by unit in the order of registration, the bytes of optimizer state per element, the number of elements per
     block of that state, and the bytes of the model's buffers."""
     model = built(config)
-    specs = plan_units(model, rules_of(config))
+    specs = plan_units(model, unit_rules(config))
     optimizer = config.optimizer.rule
     return {
         "units": [
@@ -49,6 +50,7 @@ def units_of(config: RunConfig) -> dict[str, Any]:
                 "name": spec.name,
                 "shapes": [[name, list(param.shape)] for name, param in spec.params],
                 "trainable": spec.trainable,
+                "matrices": spec.matrices,
                 "is_root": model in spec.modules,
                 "precision": asdict(spec.precision),
                 "offloaded": offloaded,

@@ -12,14 +12,17 @@ import math
 from typing import Any
 
 import torch
+from torch.optim._muon import _zeropower_via_newtonschulz as torch_orthogonalised
 
 from zero_runtime.kernels.block_formats import dynamic_codes
+from zero_runtime.kernels.reference import LEAST_NORM, NEWTON_SCHULZ
 from zero_runtime.optim.configs import (
     AdamConfig,
     AdamW8bitConfig,
     AdamWConfig,
     LambConfig,
     LionConfig,
+    MuonConfig,
     OptimizerConfig,
     SgdConfig,
 )
@@ -181,14 +184,72 @@ def rounded_to_codes(block: torch.Tensor, *, signed: bool) -> torch.Tensor:
     return table[code] * scale
 
 
+class Muon(torch.optim.Optimizer):
+    """Keller Jordan's Muon for matrices, with torch's own orthogonalisation, and AdamW for the rest."""
+
+    def __init__(self, groups: list[dict[str, Any]], config: MuonConfig) -> None:
+        super().__init__(groups, {})
+        rest = [{**group, "lr": group["lr"] * config.adamw_lr_ratio} for group in groups if not group["matrix"]]
+        self.config, self.adamw = config, AdamW(rest, betas=(config.beta1, config.beta2), eps=config.eps)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.adamw.step()
+        for group in (one for one in self.param_groups if one["matrix"]):
+            (param,) = group["params"]
+            state = self.state[param]
+            old = state.get("momentum_buffer", torch.zeros_like(param))
+            new = state["momentum_buffer"] = first_moment(old, param.grad, self.config.momentum)
+            # torch's lerp from the gradient to the buffer
+            factor = torch.tensor(self.config.momentum, dtype=torch.float32)
+            direction = new - (new - param.grad) * (1 - factor) if self.config.nesterov else new
+            if self.config.ns_dtype == "fp32":
+                update = in_fp32(direction, self.config.ns_steps)
+            else:
+                update = torch_orthogonalised(direction, NEWTON_SCHULZ, self.config.ns_steps, LEAST_NORM).float()
+            sides = param.shape
+            factor = 0.2 * math.sqrt(max(sides))
+            if self.config.lr_scaling == "original":
+                factor = math.sqrt(max(1, sides[0] / sides[1]))
+            param *= 1 - group["lr"] * group["weight_decay"]
+            param += -group["lr"] * factor * update
+
+
+def in_fp32(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """The published iteration in fp32."""
+    a, b, c = NEWTON_SCHULZ
+    found = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    found = found / found.double().norm().float().clamp(min=LEAST_NORM)
+    for _ in range(steps):
+        square = found @ found.T
+        found = torch.addmm(found, torch.addmm(square, square, square, beta=b, alpha=c), found, beta=a)
+    return found.T if matrix.shape[0] > matrix.shape[1] else found
+
+
 def plain_optimizer(config: OptimizerConfig, masters: dict[str, torch.Tensor], lr: float) -> torch.optim.Optimizer:
     """The optimizer that `config` describes, over named fp32 tensors. Norms and biases are the tensors with at most one
-    dimension."""
+    dimension. States in bf16 are rounded after each step."""
+    plain = _plain_optimizer(config, masters, lr)
+    if vars(config).get("state_dtype") == "bf16":
+        plain.register_step_post_hook(_round_states)
+    return plain
+
+
+def _round_states(plain: torch.optim.Optimizer, *_: Any) -> None:
+    for state in plain.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.copy_(value.bfloat16())
+
+
+def _plain_optimizer(config: OptimizerConfig, masters: dict[str, torch.Tensor], lr: float) -> torch.optim.Optimizer:
     groups = [group for group in _groups(config, masters, lr) if group["params"]]
     if isinstance(config, LionConfig):
         return Lion(groups, {"betas": (config.beta1, config.beta2)})
     if isinstance(config, LambConfig):
         return Lamb(groups, {"betas": (config.beta1, config.beta2), "eps": config.eps})
+    if isinstance(config, MuonConfig):
+        return Muon(groups, config)
     if isinstance(config, AdamW8bitConfig):
         return AdamW8bit(groups, betas=(config.beta1, config.beta2), eps=config.eps)
     if isinstance(config, AdamWConfig):
@@ -211,5 +272,8 @@ def _groups(config: OptimizerConfig, masters: dict[str, torch.Tensor], lr: float
         if decay is None:
             decay = 0.0 if config.no_decay and master.dim() <= 1 else config.decay
         scale = 1.0 if mine is None else mine.lr_scale
-        groups.append({"params": [master], "lr": lr * scale, "weight_decay": decay})
+        group = {"params": [master], "lr": lr * scale, "weight_decay": decay}
+        if isinstance(config, MuonConfig):
+            group["matrix"] = master.dim() == 2 and "blocks." in name
+        groups.append(group)
     return groups

@@ -41,7 +41,7 @@ NOT_FOR: dict[str, Collection[str]] = {
     **dict.fromkeys(("data/stdlib", "data/synthetic"), ("path",)),
     "offload/none": ("ratio", "step", *NVME),
     "offload/param_cpu": ("step", *NVME),
-    "zero/stage0": ("shard_ranks", "reduce_at_boundary"),
+    "zero/stage0": ("shard_ranks", "reduce_at_boundary", "gather_dtype", "reduce_dtype", "error_feedback"),
     "zero/stage1": ("reduce_at_boundary",),
     "loss/full": ("tile",),
     "adapter/none": ("rank", "alpha", "targets"),
@@ -56,6 +56,7 @@ NEEDS = {
     "data/text.yaml": [f"data.path={ROOT / 'run.py'}"],
     "model/pretrained.yaml": ["model.path={weights}"],
 }
+NEEDS |= {"optimizer/onebitadam.yaml": ["zero=stage1"]}
 NEEDS |= {"cluster/slurm.yaml": ["resources.device=cpu", "resources.ranks=2"]}
 NEEDS |= {f"hardware/{name}.yaml": ["precision=fp16"] for name in ("v100_16gb", "v100_32gb", "t4")}
 NEEDS |= {

@@ -56,14 +56,17 @@ PURE = (
     "timing.timed_unit",
     "offload.memory",
     "offload.scratch_settings",
+    "optim.config_base",
     "optim.configs",
     "optim.groups",
+    "optim.matrix_owners",
     "optim.loss_scaler",
     "optim.lr_schedule",
     "optim.lr_settings",
     "backward_tracker",
     "errors",
     "limits",
+    "wire",
 )
 STANDARD = set(sys.stdlib_module_names)
 

@@ -87,11 +87,18 @@ class Operands:
     def __init__(self, numel: int, mix: Mix, place: Place = lambda tensor: tensor) -> None:
         master, grad, out = mix
         self.numel = numel
+        self.place = place
         self.master = place(random(numel, 1, master))
         self.grad = place(random(numel, 2, grad))
         self.first = place(random(numel, 3))
         self.second = place(random(numel, 4).abs())
         self.out = None if out is None else place(torch.zeros(numel, dtype=out))
+
+    def with_bf16_states(self) -> Operands:
+        """The same operands with states in bf16, put in memory in the same way."""
+        self.first = self.place(random(self.numel, 3, BF16))
+        self.second = self.place(random(self.numel, 4).abs().to(BF16))
+        return self
 
     @property
     def all(self) -> Results:
@@ -138,6 +145,10 @@ def adamw8bit(which: ModuleType, o: Operands) -> Results:
     return [*o.all, *codes, *scales]
 
 
+def bf16_states(run: Callable[[ModuleType, Operands], Results]) -> Callable[[ModuleType, Operands], Results]:
+    return lambda which, o: run(which, o.with_bf16_states())
+
+
 def streams(which: ModuleType, o: Operands) -> Results:
     squares = which.sum_of_squares(o.grad)
     which.accumulate_(o.master, o.grad, 0.3)
@@ -155,6 +166,11 @@ OPERATIONS: dict[str, Callable[[ModuleType, Operands], Results]] = {
     "sgd_plain": sgd_with(Sgd(1e-2, 0.0, 0.0, 0.1, False, 2)),
     "nesterov": sgd_with(Sgd(1e-2, 0.9, 0.0, 0.0, True, 2)),
     "lion": lion,
+    "adamw_bf16_states": bf16_states(adam_with(AdamW(*ADAM))),
+    "adam_bf16_states": bf16_states(adam_with(Adam(1e-2, 0.4, 0.95, 1e-8, 0.0, 1))),
+    "sgd_bf16_states": bf16_states(sgd_with(Sgd(1e-2, 0.9, 0.1, 0.1, False, 2))),
+    "nesterov_bf16_states": bf16_states(sgd_with(Sgd(1e-2, 0.9, 0.0, 0.0, True, 1))),
+    "lion_bf16_states": bf16_states(lion),
     "lamb": lamb,
     "adamw8bit": adamw8bit,
     "streams": streams,

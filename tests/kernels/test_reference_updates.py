@@ -105,6 +105,17 @@ def test_a_bf16_master_is_the_fp32_result_rounded_once(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(rounded[2:], wide[2:], strict=True))
 
 
+@pytest.mark.parametrize("name", [name for name in UPDATES if name != "lamb"])
+def test_bf16_states_are_the_fp32_result_rounded_once_and_the_step_uses_the_unrounded_one(name: str) -> None:
+    master, grad, *states = state(500)
+    narrow = (master.clone(), grad, *(one.bfloat16() for one in states))
+    wide = (master.clone(), grad, *(one.bfloat16().float() for one in states))
+    UPDATES[name](narrow)
+    UPDATES[name](wide)
+    assert torch.equal(narrow[0], wide[0])
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(narrow[2:], wide[2:], strict=True))
+
+
 @pytest.mark.parametrize("name", UPDATES)
 def test_an_update_reads_no_value_on_the_host(name: str) -> None:
     """A fake tensor has no value to read: `.item()` would raise."""

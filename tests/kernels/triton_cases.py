@@ -31,6 +31,9 @@ SETTINGS = {
     "sgd_plain": Sgd(1e-2, 0.0, 0.0, 0.1, False, 2),
     "nesterov": Sgd(1e-2, 0.9, 0.0, 0.1, True, 2),
     "lion": Lion(1e-2, 0.9, 0.98, 0.1),
+    "adamw_bf16_states": AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1, 3),
+    "sgd_bf16_states": Sgd(1e-2, 0.9, 0.1, 0.1, False, 2),
+    "lion_bf16_states": Lion(1e-2, 0.9, 0.98, 0.1),
 }
 IS_CUT = sys.argv[1] == "cut"  # else "others"
 Numbers = Iterator[tuple[str, float]]
@@ -62,10 +65,12 @@ def updates() -> Numbers:
 def update(which, name, settings, numel, dtype, master_dtype) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
     master, grad = random(numel, 1, master_dtype), random(numel, 2, dtype)
     states = [random(numel, 3), random(numel, 4).abs()]
+    if name.endswith("bf16_states"):
+        states = [state.bfloat16() for state in states]
     out, scale = torch.zeros(numel, dtype=dtype), torch.tensor(0.5)
     if "adam" in name:
         which.adamw_(master, grad, *states, scale, settings.numbers, out)
-    elif name == "lion":
+    elif name.startswith("lion"):
         which.lion_(master, grad, states[0], scale, settings.numbers, out)
     else:
         momentum_buffer = None if name == "sgd_plain" else states[0]

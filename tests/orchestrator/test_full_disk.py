@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,8 +11,12 @@ from pathlib import Path
 
 import pytest
 from harness.patience import HANG_S
-from sweep_runs import left_behind
+from points import STUB
+from sweep_runs import left_behind, points
 
+from orchestrator.commands import sweep as sweep_command
+from orchestrator.commands.sweep import SweepRequest
+from orchestrator.machine import hardware
 from orchestrator.records import sweep_record
 
 HERE = Path(__file__).parent
@@ -105,6 +110,18 @@ def told_and_resumed(disk: Disk, what: str, kib: int) -> int:
 
 def test_a_sweep_on_a_full_disk_reports_the_error_and_resumes_with_space(disk: Disk) -> None:
     assert told_and_resumed(disk, "sweep", 60) != 0
+
+
+def test_a_controller_whose_claim_cannot_be_written_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(path: Path, content: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
+    monkeypatch.setattr(sweep_command, "write_json_atomic", full_disk)
+    request = SweepRequest("batch", points(tmp_path, [1]), ("sweeps=batch",), predicts=False, entry=STUB)
+    with pytest.raises(OSError, match="No space left"):
+        sweep_command.run_sweep(request, hardware.detect())
+    assert left_behind(tmp_path) == []
 
 
 @pytest.mark.full

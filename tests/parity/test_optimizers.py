@@ -14,20 +14,24 @@ from harness.ranks import run_ranks
 from harness.trainee import backwards_of_step, build_runtime, full_tensors
 
 from zero_runtime.accounting import predicted_state_bytes
+from zero_runtime.errors import PlanError
 from zero_runtime.memory.census import take_census
 from zero_runtime.memory.model import formula
 from zero_runtime.optim.configs import (
+    MOST_BETA_BF16,
     AdamConfig,
     AdamW8bitConfig,
     AdamWConfig,
     LambConfig,
     LionConfig,
+    MuonConfig,
     OptimizerConfig,
     SgdConfig,
     TorchConfig,
 )
 from zero_runtime.optim.groups import ParamGroup
 from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
 
 STAGES = (0, 1, 2, 3)
 WORLDS = [2, *(pytest.param(world, marks=pytest.mark.full) for world in (1, 3))]
@@ -58,6 +62,13 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "lion_groups": LionConfig(0.9, 0.98, 0.1, groups=GROUPS),
     "lamb": LambConfig(weight_decay=0.1),
     "lamb_groups": LambConfig(weight_decay=0.1, groups=GROUPS),
+    "adamw_bf16_states": AdamWConfig(0.9, 0.95, 1e-8, 0.1, groups=GROUPS, state_dtype="bf16"),
+    "adam_bf16_states": AdamConfig(0.9, 0.95, 1e-8, 0.1, state_dtype="bf16"),
+    "sgd_bf16_states": SgdConfig(momentum=0.9, nesterov=True, state_dtype="bf16"),
+    "lion_bf16_states": LionConfig(0.9, 0.98, 0.1, state_dtype="bf16"),
+    "muon": MuonConfig(),
+    "muon_groups": MuonConfig(groups=GROUPS),
+    "muon_original_fp32": MuonConfig(nesterov=False, ns_dtype="fp32", lr_scaling="original", adamw_lr_ratio=0.5),
     "torch_asgd": torch_config("ASGD", t0=1.0),
     "torch_adadelta": torch_config("Adadelta", rho=0.8),
     "torch_adagrad": torch_config("Adagrad"),
@@ -72,8 +83,17 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
 IS_BOUNDED = {name for name, config in OPTIMIZERS.items() if isinstance(config, LambConfig)}
 # The short form runs each rule once, with groups where the rule has them, and one of torch's classes: the others differ
 # only in torch's code, and test_rows.py runs plain AdamW.
-SHORT = {"adamw_groups", "adam", "adamw8bit_groups", "sgd_dampened", "sgd_nesterov", "lion_groups", "lamb_groups"}
-SHORT |= {"torch_rmsprop"}
+SHORT = {
+    "adamw_groups",
+    "adam",
+    "adamw8bit_groups",
+    "sgd_dampened",
+    "sgd_nesterov",
+    "lion_groups",
+    "lamb_groups",
+    "muon_groups",
+}
+SHORT |= {"torch_rmsprop", "adamw_bf16_states"}
 NAMES = [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in OPTIMIZERS]
 EXACT = [param for param in NAMES if param.values[0] not in IS_BOUNDED]
 BOUNDED = [param for param in NAMES if param.values[0] in IS_BOUNDED]
@@ -196,6 +216,35 @@ def test_the_closed_forms_follow_the_number_of_states() -> None:
     assert by_states == {0: "8Ψ", 1: "8Ψ + 4Ψ/N", 2: "8Ψ + 8Ψ/N"}
     of_codes = formula(ZeroPlan.from_stage(1), Case(1).precision, state_bytes=AdamW8bitConfig().state_bytes)
     assert of_codes == "8Ψ + 2.03125Ψ/N"
+
+
+def test_bf16_states_and_masters_take_18_to_8_bytes_an_element() -> None:
+    """With replicated states and bf16 parameters. The second number is with fp32 gradients."""
+    wide, narrow = AdamWConfig(), AdamWConfig(beta2=0.95, state_dtype="bf16")
+    found = {}
+    for master in ("fp32", "bf16"):
+        for config in (wide, narrow):
+            precisions = (MixedPrecision("bf16", reduce, reduce, master) for reduce in ("bf16", "fp32"))
+            found[master, config is narrow] = [
+                formula(ZeroPlan.from_stage(0), precision, state_bytes=config.state_bytes) for precision in precisions
+            ]
+    assert found == {
+        ("fp32", False): ["16Ψ", "18Ψ"],
+        ("fp32", True): ["12Ψ", "14Ψ"],
+        ("bf16", False): ["12Ψ", "14Ψ"],
+        ("bf16", True): ["8Ψ", "10Ψ"],
+    }
+
+
+@pytest.mark.parametrize(("config", "key"), [(AdamWConfig, "beta2"), (SgdConfig, "momentum")])
+def test_a_state_that_bf16_cannot_let_fall_is_refused(config: type[AdamWConfig] | type[SgdConfig], key: str) -> None:
+    """At the limit a state of 1 + 2^-7, which is the hardest to lower, falls; just above it does not."""
+    hardest = torch.tensor(1 + 2**-7, dtype=torch.bfloat16)
+    assert (hardest.float() * MOST_BETA_BF16).bfloat16() < hardest
+    assert (hardest.float() * 0.9965).bfloat16() == hardest
+    rule = rf"optimizer\.{key} must be at most 0\.99609375 with optimizer\.state_dtype=bf16"
+    with pytest.raises(PlanError, match=rule):
+        config(**{key: 0.999}, state_dtype="bf16")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -92,3 +92,13 @@ def check_same_optimizer(runtime: ZeroRuntime, index: Index, where: str) -> None
             f"{where}: another optimizer: expected {own[0]} with the states {some(own[1])}, found {found[0]} with "
             f"{some(found[1])}; use the optimizer that saved it, or load its weights alone"
         )
+    for unit in runtime.units:
+        held = set(runtime.optimizer.told_states_of(unit))
+        for name in unit.names if held else ():
+            entry = index.parameters[name]
+            if entry.trainable and held != set(index.optimizer.states_of(entry)):
+                raise CheckpointError(
+                    f"{where}: {name}: expected the states {some(sorted(held))}, found "
+                    f"{some(index.optimizer.states_of(entry))}; use the optimizer.matrices that saved it, or load its "
+                    "weights alone"
+                )

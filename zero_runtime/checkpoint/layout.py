@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_runtime.errors import CheckpointError, brief
+from zero_runtime.optim.configs import MATRIX_STATES, MuonConfig
 
 FORMAT = "zero-lab checkpoint"
 VERSION = 1
@@ -120,6 +121,13 @@ class OptimizerEntry:
     name: str
     states: tuple[str, ...]
     counters: dict[str, float]
+
+    def states_of(self, entry: ParameterEntry) -> tuple[str, ...]:
+        """The states of one trained parameter: all, but Muon has some for its matrices and others for the rest."""
+        if self.name != MuonConfig().name:
+            return self.states
+        is_matrix = any(state in entry.pieces for state in MATRIX_STATES)
+        return tuple(state for state in self.states if (state in MATRIX_STATES) == is_matrix)
 
 
 @dataclass(frozen=True)
@@ -275,8 +283,7 @@ class _Strict:
         If the folder holds the files of all ranks, the pieces of each state must also cover the full parameter.
         """
         for name, entry in index.parameters.items():
-            states = (MASTER, *(index.optimizer.states if entry.trainable else ()))
-            for state in states:
+            for state in (MASTER, *(index.optimizer.states_of(entry) if entry.trainable else ())):
                 end = 0
                 for file, start, stop in entry.pieces.get(state, ()):
                     if file not in index.files or not start < stop <= entry.numel or start < end:

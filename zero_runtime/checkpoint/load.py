@@ -26,7 +26,7 @@ from zero_runtime.checkpoint.tensor_file import DTYPES, TensorFile, check_file, 
 from zero_runtime.collectives import Collectives
 from zero_runtime.errors import CheckpointError
 from zero_runtime.memory.outside_step import READ_NUMEL
-from zero_runtime.optim.quantized_state import CodedShard
+from zero_runtime.optim.sharded import ToldState
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.tensor_source import ReadInto, TensorSource, read_in_blocks
 from zero_runtime.unit import Unit
@@ -188,8 +188,11 @@ class StateSource:
         self._state = state
 
     def names(self) -> Sequence[str]:
-        entries = self._checkpoint.index.parameters.items()
-        return [name for name, entry in entries if (self._state == MASTER and not entry.left_out) or entry.trainable]
+        index = self._checkpoint.index
+        if self._state == MASTER:
+            return [name for name, entry in index.parameters.items() if entry.trainable or not entry.left_out]
+        trained = ((name, entry) for name, entry in index.parameters.items() if entry.trainable)
+        return [name for name, entry in trained if self._state in index.optimizer.states_of(entry)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._checkpoint.index.parameters[name].shape
@@ -284,7 +287,7 @@ def _fill_with(
     runtime.renew()
 
 
-def _fill_state(unit: Unit, shard: torch.Tensor | CodedShard, names: Sequence[str], read_into: ReadInto) -> None:
+def _fill_state(unit: Unit, shard: ToldState, names: Sequence[str], read_into: ReadInto) -> None:
     if isinstance(shard, torch.Tensor):
         unit.fill(shard, names, read_into)
         return
@@ -296,7 +299,7 @@ def _fill_state(unit: Unit, shard: torch.Tensor | CodedShard, names: Sequence[st
             shard.write(piece.shard_offset + start - piece.start, values)
 
 
-def shards_of(runtime: ZeroRuntime, unit: Unit) -> dict[str, torch.Tensor | CodedShard]:
+def shards_of(runtime: ZeroRuntime, unit: Unit) -> dict[str, ToldState]:
     """The shards of a unit that a checkpoint stores, [S] each, by state; they are the runtime's own tensors, no copies.
 
     Offloaded shards are empty unless the unit is resident.

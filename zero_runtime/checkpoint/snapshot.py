@@ -23,6 +23,7 @@ from zero_runtime.errors import CheckpointError
 from zero_runtime.offload.copy_streams import PageLocked
 from zero_runtime.optim.configs import scale_name
 from zero_runtime.optim.quantized_state import CodedShard
+from zero_runtime.optim.sharded import ToldState
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.unit import Unit
 
@@ -92,12 +93,12 @@ def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool 
 
 
 def _values(
-    runtime: ZeroRuntime, unit: Unit, state: str, shard: torch.Tensor | CodedShard, begin: int, end: int
+    runtime: ZeroRuntime, unit: Unit, state: str, shard: ToldState, begin: int, end: int
 ) -> torch.Tensor | LateValues:
     read = runtime.read_offloaded(unit, state)
-    if isinstance(shard, CodedShard):
-        scales = runtime.read_offloaded(unit, scale_name(state))
-        load = partial(shard.read, begin, end, read, scales)
+    if not isinstance(shard, torch.Tensor):
+        reads = (read, runtime.read_offloaded(unit, scale_name(state))) if isinstance(shard, CodedShard) else (read,)
+        load = partial(shard.read, begin, end, *reads)
         return LateValues(shard.dtype, end - begin, lambda: load().cpu(), in_file=read is not None)
     if read is None:
         return shard[begin:end]

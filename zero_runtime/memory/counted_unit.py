@@ -14,6 +14,7 @@ from typing import NamedTuple
 from zero_runtime.memory.model import UnitSize
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.wire import CONVERTED_BYTES, CONVERTED_NUMEL, ERROR_BYTES, EXACT, SIGNS_BYTES, Wire, packed_bytes
 
 HELD_SOURCES = 2  # as in offload/copy_streams.py: sources of copies to the host that are held at a time
 # What a tensor is for, in the order of a report.
@@ -106,7 +107,9 @@ class CountRules:
     states, per element. by_messages: collectives are messages between CPUs, and a reduction receives the terms of the
     other ranks in tensors (gloo.py). params_in_file: offloaded parameters are in a scratch file; they are read to the
     host ahead of a gather, and are copied to the device by the gather. reduces_at_boundary: gradients are reduced in
-    the last micro-batch alone, and kept in full until then (`no_sync`).
+    the last micro-batch alone, and kept in full until then (`no_sync`). updating_bytes: of tensors that exist only
+    while the optimizer updates matrices (optim/matrix_owners.py). wire: which collectives are quantised.
+    kept_bytes: per element of the model, what the optimizer keeps on every rank besides its states.
     """
 
     plan: ZeroPlan
@@ -117,6 +120,9 @@ class CountRules:
     by_messages: bool
     params_in_file: bool = False
     reduces_at_boundary: bool = False
+    updating_bytes: int = 0
+    wire: Wire = EXACT
+    kept_bytes: float = 0.0
 
 
 class CountedReduction(NamedTuple):
@@ -151,6 +157,12 @@ class CountedUnit:
         self._grad_shard: Block | None = None
         self._local = False  # the full gradient accepts gradients
         self._reducing: CountedReduction | None = None
+        gather = rules.wire.gather if rules.wire.gathers(rules.plan, trainable=size.trainable) else None
+        # Bytes of one shard's codes, where the gathers or the reductions are quantised.
+        self._gathered = packed_bytes(self._shard, gather) if gather and rules.shard_count > 1 else 0
+        reduce = rules.wire.reduce if rules.shard_count > 1 else None
+        self._reduced = packed_bytes(self._shard, reduce) if reduce else 0
+        self._errors: Block | None = None  # error feedback, from the first reduction on
         self._allocate()
 
     def _allocate(self) -> None:
@@ -167,7 +179,9 @@ class CountedUnit:
             return
         if precision.master != precision.param:
             self._book.allocate(OPTIMIZER, self._shard * ITEMSIZE_BYTES[precision.master])
-        self._book.allocate(OPTIMIZER, self._shard * self._rules.state_bytes)
+        states = self._rules.state_bytes if size.state_bytes is None else size.state_bytes
+        self._book.allocate(OPTIMIZER, self._shard * states)
+        self._book.allocate(OPTIMIZER, self._numel * self._rules.kept_bytes)
 
     # ---- full parameters -------------------------------------------------------------------------------------------
 
@@ -188,8 +202,16 @@ class CountedUnit:
         self._bring()
         if self._full is None:
             self._full = self._book.allocate(GATHERED, self._numel * self._compute)
-        if self._casts:
+        if self._gathered:
+            self._gathering = self._book.allocate(GATHERED, self._gathered * (1 + self._rules.shard_count))
+            self._convert()
+        elif self._casts:
             self._gathering = self._book.allocate(GATHERED, self._numel * self._param)
+
+    def _convert(self) -> None:
+        """Values to codes or back, some at a time."""
+        at_once = CONVERTED_NUMEL["cpu" if self._rules.by_messages else "cuda"]
+        self._book.free(self._book.allocate(TRANSFERS, min(self._shard, at_once) * CONVERTED_BYTES))
 
     def wait_unshard(self) -> None:
         self.unshard()
@@ -197,6 +219,12 @@ class CountedUnit:
 
     def _end_gather(self) -> None:
         if self._in_gather:
+            rounded = None
+            if self._gathered and self._casts:  # each shard is rounded to the parameters' dtype first
+                rounded = self._book.allocate(GATHERED, self._shard * self._param)
+            if self._gathered:
+                self._convert()
+            self._book.free(rounded)
             self._book.free(self._gathering)
             self._book.free(self._brought)
             self._gathering = self._brought = None
@@ -254,6 +282,15 @@ class CountedUnit:
             cast = self._book.allocate(WHOLE_GRADS, self._numel * self._reduce)
         out = None if self._in_place else self._book.allocate(GRADS, self._shard * self._reduce)
         rules = self._rules
+        if self._reduced:
+            if rules.wire.error_feedback and self._errors is None:
+                self._errors = self._book.allocate(GRADS, self._numel * ERROR_BYTES)
+            traded = self._book.allocate(TRANSFERS, 2 * self._reduced * rules.shard_count)
+            fed = self._book.allocate(TRANSFERS, self._shard * ERROR_BYTES if rules.wire.error_feedback else 0)
+            self._convert()
+            self._book.free(fed)
+            self._reducing = CountedReduction(cast, out, traded)
+            return
         ranks, numel = (rules.shard_count, self._numel) if rules.shard_count > 1 else (rules.replica_count, self._shard)
         self._reducing = CountedReduction(cast, out, self._receive(ranks, numel))
 
@@ -272,6 +309,10 @@ class CountedUnit:
             return
         cast, out, received = self._reducing
         self._reducing = None
+        if self._reduced:
+            total = self._book.allocate(TRANSFERS, self._shard * ERROR_BYTES)
+            self._convert()
+            self._book.free(total)
         if self._rules.shard_count > 1:  # then the replicas of the shard are summed
             self._book.free(self._receive(self._rules.replica_count, self._shard))
         self._book.free(received)
@@ -315,6 +356,8 @@ class CountedUnit:
     def update(self) -> None:
         """The update of offloaded parameters on the device, as `HostLocation._update_on_device`."""
         size = self._size
+        if self._rules.kept_bytes and self.trainable:  # of the signs that are averaged, one unit after another
+            self._book.free(self._book.allocate(TRANSFERS, self._numel * SIGNS_BYTES))
         if size.params_offloaded and not size.optimizer_offloaded and size.separate_memory and self.trainable:
             self._book.free(self._brought)
             self._brought = None

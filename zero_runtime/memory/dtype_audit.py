@@ -35,7 +35,7 @@ class DTypeAudit:
 
     def __init__(self, runtime: ZeroRuntime, asked: AskedDTypes) -> None:
         self._runtime, self._asked = runtime, asked
-        self._units = [_sized(unit) for unit in runtime.units]
+        self._units = [_sized(unit, runtime) for unit in runtime.units]
         self._found: list[DTypeCount] = []
         self._accumulated: dict[tuple[str, str], DTypeCount] = {}  # by unit and dtype: micro-batches add to one sum
         self._autocast: dict[tuple[int, str], DTypeCount] = {}  # by parameter and dtype: modules are called repeatedly
@@ -134,7 +134,9 @@ def _count(component: str, unit: Unit, stored: Stored) -> DTypeCount:
     return DTypeCount(component, unit.name, short_name(dtype), numel, numel * dtype.itemsize)
 
 
-def _sized(unit: Unit) -> SizedUnit:
+def _sized(unit: Unit, runtime: ZeroRuntime) -> SizedUnit:
     layout = unit.layout
     params = tuple((segment.name, segment.numel) for segment in layout.segments)
-    return SizedUnit(unit.name, params, layout.padded_numel, layout.shard_numel, unit.trainable)
+    config = runtime.optimizer.config
+    own = None if config.matrix_patterns is None else config.held_by(matrices=unit.matrices)
+    return SizedUnit(unit.name, params, layout.padded_numel, layout.shard_numel, unit.trainable, own)

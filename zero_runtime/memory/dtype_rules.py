@@ -17,14 +17,18 @@ from typing import NamedTuple
 
 from zero_runtime.errors import some
 from zero_runtime.optim.configs import STATE_ITEMSIZE_BYTES, HeldState
+from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.wire import EXACT, Wire
 
 # Components that exist between a step's last backward and its update, besides the optimizer's states.
 PARAMS, GATHERED, MASTER, GRADS, REDUCED = "params", "gathered", "master", "grads", "reduced"
 # Components of which there may be any number of elements: the rule is their dtype alone.
 ACCUMULATED, AUTOCAST = "accumulated", "autocast"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
-MESSAGES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+ALL_TO_ALL = "all_to_all"  # parts of matrices, of all units together
+SIGNS = ("sign_all_to_all", "sign_all_gather")  # of 1-bit Adam
+MESSAGES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL)
 _SIZES = STATE_ITEMSIZE_BYTES | dict[str, int](ITEMSIZE_BYTES.items())
 _SETTINGS = {
     **dict.fromkeys((PARAMS, ALL_GATHER), "precision.param"),
@@ -32,6 +36,7 @@ _SETTINGS = {
     **dict.fromkeys((REDUCED, REDUCE_SCATTER, ALL_REDUCE), "precision.reduce"),
     **dict.fromkeys((GRADS, ACCUMULATED), "precision.accumulate"),
     MASTER: "precision.master",
+    ALL_TO_ALL: "optimizer.ns_dtype",
 }
 
 
@@ -63,18 +68,23 @@ class SizedUnit:
     padded_numel: int
     shard_numel: int
     trainable: bool
+    states: tuple[HeldState, ...] | None = None  # of the optimizer, if it has others for this unit
 
 
 @dataclass(frozen=True)
 class AskedDTypes:
     """The settings that decide dtypes. states: of the optimizer. given: dtype of each parameter in the given model,
-    which those that match `keep_dtype` keep."""
+    which those that match `keep_dtype` keep. whole: the dtype in which matrices are updated whole, if any are. wire,
+    plan: which collectives send codes."""
 
     precision: MixedPrecision
     micro_batches: int
     states: tuple[HeldState, ...]
     keep_dtype: tuple[str, ...] = ()
     given: Mapping[str, str] = field(default_factory=dict)
+    whole: str | None = None
+    wire: Wire = EXACT
+    plan: ZeroPlan | None = None
 
     def of_param(self, name: str) -> MixedPrecision:
         """The dtypes of one parameter."""
@@ -94,7 +104,7 @@ class AskedDTypes:
         yield _count(PARAMS, unit, kind.param, unit.shard_numel)
         if unit.trainable:
             yield _count(MASTER, unit, kind.master, unit.shard_numel)
-            for state in self.states:
+            for state in self.states if unit.states is None else unit.states:
                 yield _count(state.name, unit, state.dtype, unit.shard_numel // state.per)
             yield _count(GRADS, unit, kind.grad(self.micro_batches), unit.shard_numel)
             yield _count(REDUCED, unit, kind.reduce, unit.padded_numel)
@@ -103,12 +113,16 @@ class AskedDTypes:
         """The dtype of elements of any number; None if the unit has no such component."""
         kind = self.of_param(unit.params[0][0])
         if component == ALL_GATHER:
-            return kind.param
+            codes = self.plan is not None and self.wire.gathers(self.plan, trainable=unit.trainable)
+            return "uint8" if codes else kind.param
+        if component in SIGNS:
+            return "uint8"
         if component == AUTOCAST:
             return kind.compute or kind.param
         if not unit.trainable:
             return None
-        sums: dict[str, str] = {ACCUMULATED: kind.accumulate, REDUCE_SCATTER: kind.reduce, ALL_REDUCE: kind.reduce}
+        sums: dict[str, str] = {ACCUMULATED: kind.accumulate, ALL_REDUCE: kind.reduce}
+        sums |= {ALL_TO_ALL: "uint8"} if self.wire.reduce else {REDUCE_SCATTER: kind.reduce}
         return sums.get(component)
 
     def setting(self, component: str) -> str:
@@ -125,7 +139,10 @@ def differences(asked: AskedDTypes, units: Iterable[SizedUnit], found: Iterable[
     wanted = tally(one for unit in by_name.values() for one in asked.of_unit(unit))
     for key, amounts in counted.items():
         if key not in wanted:
-            wanted[key] = _in_passing(asked, by_name.get(key[1]), key[0], amounts)
+            unit = by_name.get(key[1])
+            dtype = None if unit is None else asked.in_passing(key[0], unit)
+            dtype = asked.whole if key == (ALL_TO_ALL, "") else dtype
+            wanted[key] = _in_passing(dtype, amounts)
     return _texts(
         asked, {key: (wanted[key], counted.get(key, {})) for key in wanted if wanted[key] != counted.get(key)}
     )
@@ -155,10 +172,8 @@ def _count(component: str, unit: SizedUnit, dtype: str, elements: int) -> DTypeC
     return DTypeCount(component, unit.name, dtype, elements, elements * _SIZES[dtype])
 
 
-def _in_passing(
-    asked: AskedDTypes, unit: SizedUnit | None, component: str, amounts: Mapping[str, Amount]
-) -> dict[str, Amount]:
-    dtype = None if unit is None else asked.in_passing(component, unit)
+def _in_passing(dtype: str | None, amounts: Mapping[str, Amount]) -> dict[str, Amount]:
+    """The same number of elements, all in the dtype that is asked for; none if none is."""
     elements = sum(amount.elements for amount in amounts.values())
     return {} if dtype is None else {dtype: Amount(elements, elements * _SIZES[dtype])}
 

@@ -6,7 +6,7 @@ Bytes are counted between the last backward and the step, when every state exist
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 
 from zero_runtime.flat_layout import FlatLayout
@@ -27,6 +27,7 @@ class UnitSize:
     params_offloaded: bool = False  # offloaded between their uses, as far as the plan shards them
     optimizer_offloaded: bool = False  # the same for a separate master and the optimizer's states
     separate_memory: bool = False  # offloaded to memory that the device cannot compute in: gradients go there too
+    state_bytes: float | None = None  # of the optimizer's states per element, if not those of the other units
 
     @classmethod
     def of(
@@ -38,6 +39,7 @@ class UnitSize:
         params_offloaded: bool = False,
         optimizer_offloaded: bool = False,
         separate_memory: bool = False,
+        state_bytes: float | None = None,
     ) -> UnitSize:
         return cls(
             layout.numel,
@@ -47,6 +49,7 @@ class UnitSize:
             params_offloaded,
             optimizer_offloaded,
             separate_memory,
+            state_bytes,
         )
 
     def is_away(self, component: str) -> bool:
@@ -85,13 +88,29 @@ class BytesPerElement:
     optimizer: tuple[Term, ...]
 
     @classmethod
-    def of(cls, plan: ZeroPlan, precision: MixedPrecision, micro_batches: int, state_bytes: float) -> BytesPerElement:
+    def of(
+        cls,
+        plan: ZeroPlan,
+        precision: MixedPrecision,
+        micro_batches: int,
+        state_bytes: float,
+        error_bytes: int = 0,
+        kept_bytes: float = 0.0,
+    ) -> BytesPerElement:
+        """Of what every rank has for all elements: error_bytes, the error feedback of quantised reductions; kept_bytes,
+        what the optimizer keeps besides its states."""
         # If master and param dtype agree, the master is the parameter (see UnitParameters) and costs nothing.
         master = 0 if precision.master == precision.param else ITEMSIZE_BYTES[precision.master]
         return cls(
             params=_param_terms(plan, precision),
-            grads=((ITEMSIZE_BYTES[precision.grad(micro_batches)], plan.grads),),
-            optimizer=((master + state_bytes, plan.optimizer),),
+            grads=(
+                (ITEMSIZE_BYTES[precision.grad(micro_batches)], plan.grads),
+                *(((error_bytes, Partition.REPLICATED),) if error_bytes else ()),
+            ),
+            optimizer=(
+                (master + state_bytes, plan.optimizer),
+                *(((kept_bytes, Partition.REPLICATED),) if kept_bytes else ()),
+            ),
         )
 
 
@@ -106,18 +125,24 @@ def _param_terms(plan: ZeroPlan, precision: MixedPrecision) -> tuple[Term, ...]:
 def model_state_bytes(
     plan: ZeroPlan,
     precision: MixedPrecision,
-    units: Iterable[UnitSize],
+    units: Sequence[UnitSize],
     *,
     world: int,
     micro_batches: int = 1,
     state_bytes: float = ADAM_BYTES,
+    error_bytes: int = 0,
+    kept_bytes: float = 0.0,
 ) -> StateBytes:
     """Predicted bytes of model states on each rank. Frozen units have parameters only."""
-    components = asdict(BytesPerElement.of(plan, precision, micro_batches, state_bytes))
+    of_states = {
+        size: asdict(BytesPerElement.of(plan, precision, micro_batches, size, error_bytes, kept_bytes))
+        for size in {state_bytes, *(unit.state_bytes for unit in units if unit.state_bytes is not None)}
+    }
     ranks = {Partition.REPLICATED: 1, Partition.SHARDED: plan.shard_count(world)}
-    totals = dict.fromkeys(components, 0)
+    totals = dict.fromkeys(of_states[state_bytes], 0)
     exact = 0.0
     for unit in units:
+        components = of_states[state_bytes if unit.state_bytes is None else unit.state_bytes]
         for component, terms in components.items():
             if component != "params" and not unit.trainable:
                 continue
@@ -136,13 +161,24 @@ def total_state_bytes(
     world: int,
     micro_batches: int = 1,
     state_bytes: float = ADAM_BYTES,
+    error_bytes: int = 0,
+    kept_bytes: float = 0.0,
 ) -> StateBytes:
     """`model_state_bytes` for units of several precisions."""
     by_kind: dict[MixedPrecision, list[UnitSize]] = {}
     for size, kind in units:
         by_kind.setdefault(kind, []).append(size)
     parts = [
-        model_state_bytes(plan, kind, sizes, world=world, micro_batches=micro_batches, state_bytes=state_bytes)
+        model_state_bytes(
+            plan,
+            kind,
+            sizes,
+            world=world,
+            micro_batches=micro_batches,
+            state_bytes=state_bytes,
+            error_bytes=error_bytes,
+            kept_bytes=kept_bytes,
+        )
         for kind, sizes in by_kind.items()
     ]
     return StateBytes(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
@@ -173,6 +209,8 @@ def step_peak_bytes(
     prefetch: int,
     micro_batches: int = 1,
     state_bytes: float = ADAM_BYTES,
+    error_bytes: int = 0,
+    kept_bytes: float = 0.0,
 ) -> StepPeak:
     """The peak of a step, without activations and the collectives' own buffers; `units` in the order of registration.
 
@@ -183,7 +221,16 @@ def step_peak_bytes(
     units = list(units)
 
     def states_of(size: UnitSize, kind: MixedPrecision) -> StateBytes:
-        return model_state_bytes(plan, kind, [size], world=world, micro_batches=micro_batches, state_bytes=state_bytes)
+        return model_state_bytes(
+            plan,
+            kind,
+            [size],
+            world=world,
+            micro_batches=micro_batches,
+            state_bytes=state_bytes,
+            error_bytes=error_bytes,
+            kept_bytes=kept_bytes,
+        )
 
     away = [states_of(size, kind).total for size, kind in units]
     # Gradients that go to the host are on the device before that: count them as if they stayed.
@@ -235,14 +282,22 @@ def formula(
     *,
     micro_batches: int = 1,
     state_bytes: float = ADAM_BYTES,
+    error_bytes: int = 0,
+    kept_bytes: float = 0.0,
     with_frozen: bool = False,
+    matrix_state_bytes: float | None = None,
 ) -> str:
     """The closed form of `model_state_bytes` in Ψ (parameters) and N (ranks of a shard group), such as `4Ψ + 12Ψ/N`.
 
-    `with_frozen`: Ψ are the trained parameters, Φ the frozen ones.
+    `with_frozen`: Ψ are the trained parameters, Φ the frozen ones. matrix_state_bytes: of the trained matrices, M, if
+    the optimizer keeps other states for them.
     """
-    of = BytesPerElement.of(plan, precision, micro_batches, state_bytes)
+    of = BytesPerElement.of(plan, precision, micro_batches, state_bytes, error_bytes, kept_bytes)
     trained = _closed_form([term for component in asdict(of).values() for term in component], "Ψ")
+    if matrix_state_bytes is not None:
+        whole = BytesPerElement.of(plan, precision, micro_batches, matrix_state_bytes, error_bytes, kept_bytes)
+        terms = [term for component in asdict(whole).values() for term in component]
+        trained = f"{_closed_form(terms, 'M')} (M in matrices) + {trained}"
     return f"{trained} + {_closed_form(of.params, 'Φ')} (Φ frozen)" if with_frozen else trained
 
 

@@ -52,7 +52,8 @@ class MomentBytes:
 class OutsideStep:
     """The moments of one configuration without offload.
 
-    resting: bytes on the device between steps. states: number of the optimizer's states. on_cpu: the device is the
+    resting: bytes on the device between steps. states: number of the optimizer's states of units that do not tell their
+    own (`UnitSize.state_bytes`). on_cpu: the device is the
     host.
     """
 
@@ -86,7 +87,8 @@ class OutsideStep:
             size, kind = unit.size, unit.precision
             numel = -(-min(self._shard(unit), size.numel) // rules.replica_count)
             copied += numel * ITEMSIZE_BYTES[kind.master if size.trainable else kind.param]
-            copied += numel * self.states * STATE_BYTES if size.trainable else 0
+            states = self.states * STATE_BYTES if size.state_bytes is None else size.state_bytes
+            copied += round(numel * states) if size.trainable else 0
         return MomentBytes(
             "saving a state", self.resting, copied, "a copy of the parts that the rank writes, kept for the next save"
         )

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
-from zero_runtime.memory.counted_unit import Book, Copying, CountedUnit, CountRules
+from zero_runtime.memory.counted_unit import TRANSFERS, Book, Copying, CountedUnit, CountRules
 from zero_runtime.memory.model import UnitSize
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.schedule import Schedule
@@ -104,6 +104,7 @@ class StepReplay:
             gathered.append(self._gathered())
         self.book.begin()
         self._copying.release()
+        self.book.free(self.book.allocate(TRANSFERS, self._rules.updating_bytes))
         for unit in self._units:
             unit.update()
         self._copying.release()

@@ -1,7 +1,4 @@
-"""Optimizer configurations without tensors: constants, names of the states, and parameter groups.
-
-Standard library only: the memory model and the command line read these without torch. The learning rate is passed to
-each step.
+"""Optimizer configurations without tensors: the constants of each optimizer. Standard library only.
 
 [Note: what torch's optimizers keep]
 `_TORCH_STATES` lists each element-wise optimizer of torch.optim with the states that it keeps for each element, and
@@ -11,106 +8,21 @@ the argument that switches a state on. An optimizer that is not listed cannot ru
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, Literal
 
 from zero_runtime.errors import PlanError
 from zero_runtime.limits import NO_KEY, Limits, keyed, nearest
-from zero_runtime.optim.groups import ParamGroup
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-SIGNED_MOMENTS = ("exp_avg",)
-CODE_BLOCK_NUMEL = 256  # equals kernels.block_formats.BLOCK_NUMEL, whose module imports torch
-STATE_ITEMSIZE_BYTES = {"fp32": 4, "uint8": 1}
-_ALWAYS = ""
-
-
-def scale_name(state: str) -> str:
-    """Name of the tensor with the scales of a quantized state."""
-    return f"{state}_scale"
-
-
-class HeldState(NamedTuple):
-    """One tensor of an optimizer's states. `per`: number of elements of a shard that one of its elements describes."""
-
-    name: str
-    dtype: str = "fp32"
-    per: int = 1
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """Base class of the optimizer configurations. `groups.py` describes `groups` and `no_decay`.
-
-    Constants are settings of the group `optimizer` (see limits.py). Those with the same name have the same limits.
-
-    [Note: states told and states held] Outside the optimizer (in checkpoints, in `full_optimizer_state`) a state has
-    one fp32 number per element and is identified by its name. `held_states` defines how it is stored in memory.
-    """
-
-    kind: ClassVar[str]  # its name in a configuration file
-    # Whether each unit can be updated without the others, which offloaded units are.
-    updates_units_alone: ClassVar[bool] = True
-
-    groups: tuple[ParamGroup, ...] = field(default=(), kw_only=True, metadata=NO_KEY)
-    no_decay: bool = field(default=True, kw_only=True)
-
-    def __post_init__(self) -> None:
-        limits = Limits.of(self, "optimizer")
-        for name in ("beta1", "beta2"):
-            limits.must(name, lambda value: 0 <= value < 1, "from 0 to below 1")
-        limits.must("eps", lambda value: value > 0, "above 0")
-        limits.at_least(0, "momentum", "weight_decay")
-        self._check(limits)
-        limits.conclude()
-
-    def _check(self, limits: Limits) -> None:
-        """Records the limits that only this optimizer has."""
-
-    @property
-    def name(self) -> str:
-        """The name that users see."""
-        return type(self).__name__.removesuffix("Config")
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """Names of the states of a trainable element outside the optimizer, without its master weight."""
-        return MOMENTS
-
-    @property
-    def held_states(self) -> tuple[HeldState, ...]:
-        """The tensors that hold the states, in the order in which updates take them."""
-        return tuple(HeldState(name) for name in self.state_names)
-
-    @property
-    def state_bytes(self) -> float:
-        """Bytes of the held states per element."""
-        return sum(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in self.held_states)
-
-    @property
-    def block_numel(self) -> int:
-        """Every parameter and every shard must begin at a multiple of this number of elements."""
-        return max((held.per for held in self.held_states), default=1)
-
-    @property
-    def saved_as(self) -> str:
-        """The name in a checkpoint. Optimizers with the same name can resume from each other's states."""
-        return self.name
-
-    @property
-    def has_momentum(self) -> bool:
-        """Whether a schedule may cycle its momentum (beta1 of the Adam family)."""
-        return True
-
-    @property
-    def reads_on_host(self) -> bool:
-        """Whether a step reads a device tensor's value on the host, which a dry run cannot do."""
-        return False
-
-    @property
-    def decay(self) -> float:
-        """The weight decay of a parameter whose group does not set one; every class has a field for it."""
-        decay: float = vars(self)["weight_decay"]
-        return decay
+from zero_runtime.optim.config_base import CODE_BLOCK_NUMEL as CODE_BLOCK_NUMEL
+from zero_runtime.optim.config_base import FP32_BYTES, MOMENTS, StateDType
+from zero_runtime.optim.config_base import MOST_BETA_BF16 as MOST_BETA_BF16
+from zero_runtime.optim.config_base import SIGNED_MOMENTS as SIGNED_MOMENTS
+from zero_runtime.optim.config_base import STATE_ITEMSIZE_BYTES as STATE_ITEMSIZE_BYTES
+from zero_runtime.optim.config_base import HeldState as HeldState
+from zero_runtime.optim.config_base import OptimizerConfig as OptimizerConfig
+from zero_runtime.optim.config_base import scale_name as scale_name
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import ITEMSIZE_BYTES
+from zero_runtime.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -118,6 +30,7 @@ class AdamWConfig(OptimizerConfig):
     """AdamW's constants (arXiv 1711.05101): weight decay is decoupled from the gradient.
 
     By default norms and biases are not decayed, unlike in torch.optim.AdamW; `no_decay=False` decays them too.
+    state_dtype: of the moments in memory; bf16 halves them and rounds each once in a step ([Note: bf16 states]).
     """
 
     kind = "adamw"
@@ -126,6 +39,7 @@ class AdamWConfig(OptimizerConfig):
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.01
+    state_dtype: StateDType = field(default="fp32", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -143,6 +57,8 @@ class AdamW8bitConfig(AdamWConfig):
 
     kind = "adamw8bit"
 
+    state_dtype: StateDType = field(default="fp32", kw_only=True, metadata=NO_KEY)
+
     @property
     def held_states(self) -> tuple[HeldState, ...]:
         return tuple(
@@ -157,6 +73,41 @@ class AdamW8bitConfig(AdamWConfig):
 
 
 @dataclass(frozen=True)
+class OneBitAdamConfig(AdamWConfig):
+    """1-bit Adam's constants (arXiv 2102.02888). After `warmup_updates` updates of AdamW the second moment stays as it
+    is, and ranks average the signs of their momentum with error feedback instead of their gradients."""
+
+    kind = "onebitadam"
+    updates_units_alone = False
+
+    warmup_updates: int = 100
+    state_dtype: StateDType = field(default="fp32", kw_only=True, metadata=NO_KEY)
+
+    def _check(self, limits: Limits) -> None:
+        limits.at_least(1, "warmup_updates")
+
+    def compresses_in(self, step: int) -> bool:
+        return step > self.warmup_updates
+
+    def check_run(self, plan: ZeroPlan, clip_norm: float | None, wire: Wire) -> None:
+        limits = Limits({}, "optimizer")
+        if not plan.keeps_full_grads or plan.shard_ranks is not None:
+            found = "sharded ones" if not plan.keeps_full_grads else f"zero.shard_ranks={plan.shard_ranks}"
+            rule = "optimizer.kind=onebitadam needs each rank's full gradients, and all ranks in one group"
+            limits.refuse(rule, found, "optimizer=adamw")
+        if clip_norm is not None:
+            rule = "optimizer.kind=onebitadam cannot clip: it never makes the sum of the gradients"
+            limits.refuse(rule, f"optimizer.clip_norm={clip_norm}", "optimizer.clip_norm=null")
+        if wire.reduce is not None:
+            rule = "zero.reduce_dtype has no gradients to reduce with optimizer.kind=onebitadam"
+            limits.refuse(rule, wire.reduce, "zero.reduce_dtype=null zero.error_feedback=false")
+        limits.conclude()
+
+    def kept_bytes(self, *, shard_count: int, world: int) -> float:
+        return FP32_BYTES * ((1 if shard_count == 1 else 2) + 1 / world)
+
+
+@dataclass(frozen=True)
 class LambConfig(AdamWConfig):
     """LAMB's constants (arXiv 1904.00962): each parameter's update is scaled by |weights| / |update|."""
 
@@ -164,6 +115,7 @@ class LambConfig(AdamWConfig):
     updates_units_alone = False
 
     eps: float = 1e-6
+    state_dtype: StateDType = field(default="fp32", kw_only=True, metadata=NO_KEY)
 
 
 @dataclass(frozen=True)
@@ -175,6 +127,7 @@ class LionConfig(OptimizerConfig):
     beta1: float = 0.9
     beta2: float = 0.99
     weight_decay: float = 0.0
+    state_dtype: StateDType = field(default="fp32", kw_only=True)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -191,6 +144,7 @@ class SgdConfig(OptimizerConfig):
     dampening: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
+    state_dtype: StateDType = field(default="fp32", kw_only=True)
 
     def _check(self, limits: Limits) -> None:
         if self.nesterov and not self.momentum:
@@ -212,6 +166,61 @@ class SgdConfig(OptimizerConfig):
         return self.momentum > 0
 
 
+MATRIX_STATES = ("momentum_buffer",)
+LrScaling = Literal["match_rms_adamw", "original"]
+
+
+@dataclass(frozen=True)
+class MuonConfig(OptimizerConfig):
+    """Muon's constants (Keller Jordan, 2024), and AdamW's for all parameters that are not matrices of the blocks.
+
+    A matrix's update is its momentum, orthogonalised by `ns_steps` Newton-Schulz steps in `ns_dtype`. lr_scaling:
+    match_rms_adamw multiplies the rate of a matrix by 0.2 * sqrt(larger side), which gives updates the size of AdamW's,
+    so that both can have one rate (arXiv 2502.16982); original by sqrt(max(1, rows / columns)). `adamw_lr_ratio`: the
+    rate of AdamW's part, relative to the schedule's. `matrices`: patterns of the names of the matrices that are
+    orthogonalised; [] are those of the repeated blocks, without embeddings.
+    """
+
+    kind = "muon"
+    updates_units_alone = False
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    ns_dtype: Literal["bf16", "fp32"] = "bf16"
+    lr_scaling: LrScaling = "match_rms_adamw"
+    matrices: list[str] = field(default_factory=list)
+    adamw_lr_ratio: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+    def _check(self, limits: Limits) -> None:
+        limits.must("momentum", lambda value: value < 1, "below 1")
+        limits.must("ns_steps", lambda value: 1 <= value < 100, "from 1 to 99")
+        limits.must("ns_dtype", ("bf16", "fp32").__contains__, "bf16 or fp32")
+        limits.must("lr_scaling", ("match_rms_adamw", "original").__contains__, "match_rms_adamw or original")
+        limits.must("adamw_lr_ratio", lambda value: value > 0, "above 0")
+
+    @property
+    def adamw(self) -> AdamWConfig:
+        """The constants for the parameters that are not orthogonalised."""
+        return AdamWConfig(self.beta1, self.beta2, self.eps, self.weight_decay)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return (*MATRIX_STATES, *MOMENTS)
+
+    def held_by(self, *, matrices: bool) -> tuple[HeldState, ...]:
+        return tuple(held for held in self.held_states if (held.name in MATRIX_STATES) == matrices)
+
+    @property
+    def matrix_patterns(self) -> tuple[str, ...] | None:
+        return tuple(self.matrices)
+
+
+_ALWAYS = ""
 _ADAM_STATES = {"exp_avg": _ALWAYS, "exp_avg_sq": _ALWAYS}
 _TORCH_STATES: dict[str, dict[str, str]] = {
     "ASGD": {"ax": _ALWAYS},
@@ -230,7 +239,7 @@ TORCH_NAMES = tuple(_TORCH_STATES)
 TORCH_REFUSED = {
     "Adafactor": "its second moment is kept by rows and columns of a whole matrix",
     "LBFGS": "it needs a closure that evaluates the model again within a step, and products over all parameters",
-    "Muon": "it orthogonalises whole matrices",
+    "Muon": "it orthogonalises whole matrices, which optimizer=muon does on shards",
     "SparseAdam": "it takes sparse gradients alone, and the runtime's are dense",
 }
 _TORCH_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
@@ -291,8 +300,16 @@ class TorchConfig(OptimizerConfig):
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     config.kind: config
-    for config in (AdamWConfig, AdamW8bitConfig, AdamConfig, SgdConfig, LionConfig, LambConfig, TorchConfig)
+    for config in (
+        *(AdamWConfig, AdamW8bitConfig, AdamConfig, SgdConfig, LionConfig, LambConfig, MuonConfig, OneBitAdamConfig),
+        TorchConfig,
+    )
 }
+
+
+def whole_itemsize(config: OptimizerConfig) -> int:
+    """Bytes of an element in the dtype in which matrices are updated whole; 0 if none is."""
+    return ITEMSIZE_BYTES[config.ns_dtype] if isinstance(config, MuonConfig) else 0
 
 
 def torch_problem(class_name: str) -> str:

@@ -1,9 +1,10 @@
-"""Reads and writes ranges of an optimizer state that is stored as 8-bit codes, as fp32 values.
+"""Reads and writes ranges of an optimizer state that is stored in fewer bits, as fp32 values.
 
-Values that are read and written again get the same codes and scales ([Note: dynamic codes] in
-kernels/block_formats.py), and blocks hold the same elements of a parameter in every layout (FlatLayout.build). So the
-conversion to fp32 and back loses nothing. If blocks followed the shards instead, no padding between parameters would be
-needed, but the bits would depend on the world size, and each resume with another one would lose some.
+A state in bf16 is widened and rounded again, which changes no bits. For states of 8-bit codes: values that are read and
+written again get the same codes and scales ([Note: dynamic codes] in kernels/block_formats.py), and blocks hold the
+same elements of a parameter in every layout (FlatLayout.build). So the conversion to fp32 and back loses nothing. If
+blocks followed the shards instead, no padding between parameters would be needed, but the bits would depend on the
+world size, and each resume with another one would lose some.
 """
 
 from __future__ import annotations
@@ -46,3 +47,24 @@ class CodedShard:
         whole = torch.nn.functional.pad(values.to(self._codes.device), (0, numel - values.numel()))
         codes, scales = self._codes[start : start + numel], self._scales[first : first + blocks]
         write_dynamic(whole, codes, scales, signed=self._signed)
+
+
+class RoundedShard:
+    """[S] elements in a 16-bit dtype, owned by the optimizer."""
+
+    dtype = torch.float32
+
+    def __init__(self, rounded: torch.Tensor) -> None:
+        self._rounded = rounded
+
+    def values(self) -> torch.Tensor:
+        """[S] fp32, a copy."""
+        return self._rounded.to(torch.float32)
+
+    def read(self, start: int, stop: int, rounded: Read | None = None) -> torch.Tensor:
+        """Elements [start, stop) in fp32, a copy. `rounded`: a function that reads them if offloaded."""
+        return (rounded(start, stop) if rounded else self._rounded[start:stop]).to(torch.float32)
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Round fp32 values into the elements from `start` on."""
+        self._rounded[start : start + values.numel()].copy_(values)

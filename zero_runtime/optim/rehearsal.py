@@ -22,7 +22,7 @@ from zero_runtime.flat_layout import SHARD_ALIGNMENT_NUMEL
 from zero_runtime.kernels import ops
 from zero_runtime.kernels.reference import GROUP_NUMEL
 from zero_runtime.kernels.settings import Lamb
-from zero_runtime.optim.configs import LambConfig, OptimizerConfig, TorchConfig
+from zero_runtime.optim.configs import LambConfig, MuonConfig, OptimizerConfig, TorchConfig
 from zero_runtime.optim.groups import GroupSettings, Run
 from zero_runtime.optim.rules import UPDATES, Held, ShardSlice, StepNumbers, adam_settings, pieces_of, squared_pieces_of
 from zero_runtime.unit import Unit
@@ -84,6 +84,8 @@ def rehearse(config: OptimizerConfig, helds: Sequence[Held], collectives: Collec
     with torch.no_grad():
         for unit in units:
             _rehearse_gradients(unit)
+        if isinstance(config, MuonConfig):  # its rule for matrices calls no compiled kernel but the sum of squares
+            config, updated = config.adamw, [(held, unit) for held, unit in updated if not unit.matrices]
         for variant in {one for held, unit in updated for one in _variants(config, held, unit, collectives)}:
             for step in STEPS:
                 _rehearse_update(config, variant, step)

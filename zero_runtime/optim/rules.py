@@ -20,6 +20,7 @@ from zero_runtime.optim.configs import (
     AdamWConfig,
     LambConfig,
     LionConfig,
+    OneBitAdamConfig,
     OptimizerConfig,
     SgdConfig,
 )
@@ -136,6 +137,7 @@ UPDATES: dict[type, Callable[..., None]] = {
     AdamWConfig: _adam,
     AdamConfig: _adam,
     AdamW8bitConfig: _adamw8bit,
+    OneBitAdamConfig: _adam,
     SgdConfig: _sgd,
     LionConfig: _lion,
 }

@@ -19,6 +19,8 @@ from zero_runtime.optim.configs import (
     SIGNED_MOMENTS,
     HeldState,
     LambConfig,
+    MuonConfig,
+    OneBitAdamConfig,
     OptimizerConfig,
     TorchConfig,
     refuse_host_reads,
@@ -26,11 +28,15 @@ from zero_runtime.optim.configs import (
 )
 from zero_runtime.optim.groups import GroupTable
 from zero_runtime.optim.lr_schedule import Rates
-from zero_runtime.optim.quantized_state import CodedShard
+from zero_runtime.optim.muon import MuonRule
+from zero_runtime.optim.onebit import OneBitRule
+from zero_runtime.optim.quantized_state import CodedShard, RoundedShard
 from zero_runtime.optim.rehearsal import rehearse
 from zero_runtime.optim.rules import ElementwiseRule, Held, LambRule, StepNumbers, check_momentum
 from zero_runtime.optim.torch_rule import TorchRule
 from zero_runtime.unit import Unit
+
+ToldState = torch.Tensor | CodedShard | RoundedShard  # a state as others see it: in fp32, or converted to it
 
 
 class UpdateRule(Protocol):
@@ -84,12 +90,14 @@ class ShardedOptimizer:
                 f"Lion), found {config.name}; use one of them, or offload=none"
             )
         self._rule = _rule(config, self._helds, collectives)
+        self._choose_gradients()
 
     def _make_states(self) -> None:
         if self._unmade:
             self._unmade = False
             for unit, held in zip(self._units, self._helds, strict=True):
-                held.states.update({state.name: _zeros(unit, state) for state in self.config.held_states})
+                states = self.config.held_by(matrices=unit.matrices)
+                held.states.update({state.name: _zeros(unit, state) for state in states})
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -109,6 +117,12 @@ class ShardedOptimizer:
                 both = (numbers, replace(numbers, grad_scale=host_scale))
                 self._tier.update(self._offloaded, self._update(lr, host_scale, both))
         self.updates += 1
+        self._choose_gradients()
+
+    def _choose_gradients(self) -> None:
+        """Let the gradients of the next step be summed over the ranks, unless its update takes each rank's own."""
+        for unit in self._units:
+            unit.sum_gradients(over_ranks=not self.config.compresses_in(self.updates + 1))
 
     def _numbers(self, lr: float | Rates, grad_scale: torch.Tensor) -> StepNumbers:
         """Numbers of the next step. PlanError if the rates do not fit the groups or the optimizer."""
@@ -157,6 +171,9 @@ class ShardedOptimizer:
         self.updates = int(counters["updates"])
         if isinstance(self._rule, TorchRule) and self.updates:
             self._rule.load_counters(self._helds, counters)
+        if isinstance(self._rule, OneBitRule):
+            self._rule.forget()
+        self._choose_gradients()
 
     def states_of(self, unit: Unit) -> dict[str, torch.Tensor]:
         """The tensors that hold the unit's states, by name, in the order of its layout; empty for a frozen unit. They
@@ -170,8 +187,8 @@ class ShardedOptimizer:
         held = self._by_unit.get(unit.name)
         return {} if held is None else held.states
 
-    def told_states_of(self, unit: Unit) -> dict[str, torch.Tensor | CodedShard]:
-        """The unit's states by name as fp32 values: the optimizer's own tensors, or a CodedShard that converts them."""
+    def told_states_of(self, unit: Unit) -> dict[str, ToldState]:
+        """The unit's states by name as fp32 values: the optimizer's own tensors, or an object that converts them."""
         held = self.states_of(unit)
         return {name: _told(held, name) for name in self.state_names if name in held}
 
@@ -182,17 +199,22 @@ class ShardedOptimizer:
         self._helds.clear()
         self._staying.clear()
         self._by_unit.clear()
-        if isinstance(self._rule, TorchRule):
+        if isinstance(self._rule, (TorchRule, OneBitRule)):
             self._rule.free()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """All states, for counting."""
-        return [state for held in self._helds for state in held.states.values()]
+        """All states and what the rule keeps besides, for counting."""
+        kept = self._rule.tensors() if isinstance(self._rule, OneBitRule) else []
+        return [*(state for held in self._helds for state in held.states.values()), *kept]
 
 
 def _rule(config: OptimizerConfig, helds: list[Held], collectives: Collectives) -> UpdateRule:
     if isinstance(config, LambConfig):
         return LambRule(config, helds, collectives)
+    if isinstance(config, MuonConfig):
+        return MuonRule(config, helds, collectives)
+    if isinstance(config, OneBitAdamConfig):
+        return OneBitRule(config, helds, collectives)
     if isinstance(config, TorchConfig):
         return TorchRule(config, helds)
     return ElementwiseRule(config)
@@ -214,6 +236,8 @@ def _zeros(unit: Unit, held: HeldState) -> torch.Tensor:
     return torch.zeros(unit.layout.shard_numel // held.per, dtype=TORCH_DTYPE[held.dtype], device=device)
 
 
-def _told(held: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | CodedShard:
+def _told(held: Mapping[str, torch.Tensor], name: str) -> ToldState:
     scales = held.get(scale_name(name))
-    return held[name] if scales is None else CodedShard(held[name], scales, signed=name in SIGNED_MOMENTS)
+    if scales is not None:
+        return CodedShard(held[name], scales, signed=name in SIGNED_MOMENTS)
+    return held[name] if held[name].dtype == torch.float32 else RoundedShard(held[name])

@@ -25,6 +25,12 @@ def inference_shards_weights(scene: Scene, zero: Zero, measure: Measure) -> Brok
     return next(iter(broken_by(zero.plan.check_inference)), None)
 
 
+def inference_sends_weights_as_stored(scene: Scene, zero: Zero, measure: Measure) -> Broken | None:
+    if measure.kind is not MeasureKind.eval:
+        return None
+    return next(iter(broken_by(zero.wire.check_inference)), None)
+
+
 def inference_offloads_weights(scene: Scene, offload: Offload, measure: Measure) -> Broken | None:
     if measure.kind is not MeasureKind.eval or offload.optimizer in (Tier.DEVICE, offload.params):
         return None

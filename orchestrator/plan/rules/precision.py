@@ -6,7 +6,7 @@ from orchestrator.config.schema import Device, Resources
 from orchestrator.config.state_groups import Compute, Precision, Zero
 from orchestrator.config.strict import Broken
 from orchestrator.plan.rules.scene import Scene
-from zero_runtime.limits import as_typed, values_of
+from zero_runtime.limits import as_typed, broken_by, values_of
 from zero_runtime.optim.loss_scaler import LossScaleRule
 
 
@@ -50,6 +50,17 @@ def tf32_is_used(scene: Scene, precision: Precision, resources: Resources) -> Br
     rule = "precision.tf32 is for fp32 matrix products on a GPU"
     found = f"precision.param={precision.dtypes.param} on {scene.device(resources)}"
     return Broken(rule, found, ("precision.tf32=false",))
+
+
+def quantised_gathers_keep_masters(scene: Scene, zero: Zero, precision: Precision) -> Broken | None:
+    return next(iter(broken_by(lambda: zero.wire.check_precision(zero.plan, precision.dtypes))), None)
+
+
+def errors_are_fed_back_in_one_scale(scene: Scene, zero: Zero, precision: Precision) -> Broken | None:
+    if not zero.wire.error_feedback or not precision.scales_loss:
+        return None
+    rule = "zero.error_feedback needs gradients of one scale, and precision.param=fp16 scales the loss"
+    return Broken(rule, "fp16", ("zero.error_feedback=false",))
 
 
 def shard_groups_divide_the_ranks(scene: Scene, zero: Zero, resources: Resources) -> Broken | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import os
@@ -24,7 +23,6 @@ from rich.console import Console
 from sweep_runs import COMMAND, attempts, left_behind, points, states, the_sweep
 
 from orchestrator import cli
-from orchestrator.commands import sweep as sweep_command
 from orchestrator.commands import verbs
 from orchestrator.commands.sweep import SweepRequest, run_quietly, run_sweep, watch
 from orchestrator.config.strict import Broken
@@ -82,16 +80,6 @@ def test_repeating_a_command_keeps_measured_results_and_runs_nothing(
     assert wider.root != sweep.root
     run(tmp_path, [1, 2], Wishes(fresh=True))
     assert len(attempts(tmp_path)) == 5
-
-
-def test_a_controller_whose_claim_cannot_be_written_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_disk(path: Path, content: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    monkeypatch.setattr(sweep_command, "write_json_atomic", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        run(tmp_path, [1])
-    assert left_behind(tmp_path) == []
 
 
 def test_a_failed_point_is_a_row_and_is_retried_only_on_request(

@@ -135,7 +135,9 @@ def test_keys_that_a_file_leaves_out_have_the_default_of_the_group_or_are_needed
 def test_an_unknown_kind_is_refused_with_the_kinds_there_are(kind: object) -> None:
     _, broken = build(Optimizer, {"kind": kind, "lr": "fast"}, "optimizer")
     told = "\n".join(map(str, broken))
-    assert "optimizer.kind must be one of adamw, adamw8bit, adam, sgd, lion, lamb, torch, found" in told
+    assert (
+        "optimizer.kind must be one of adamw, adamw8bit, adam, sgd, lion, lamb, muon, onebitadam, torch, found" in told
+    )
     assert "optimizer.lr must be a number, found 'fast'" in told
 
 

@@ -62,6 +62,14 @@ def put(data: dict[str, Any], key: str, value: str) -> None:
 
 
 BROKEN = [
+    (LAPTOP, "optimizer=onebitadam zero=stage2", "optimizer.kind=onebitadam needs each rank's full gradients"),
+    (LAPTOP, "optimizer=onebitadam zero=stage1 optimizer.clip_norm=1.0", "optimizer.kind=onebitadam cannot clip"),
+    (LAPTOP, "precision=fp32 zero.gather_dtype=int8", "zero.gather_dtype needs sharded parameters, or masters apart"),
+    (
+        LAPTOP,
+        "precision=fp16 zero.reduce_dtype=int8 zero.error_feedback=true",
+        "zero.error_feedback needs gradients of one scale",
+    ),
     (LAPTOP, "resources.device=cuda", "resources.device=cuda needs a GPU"),
     (SERVER, "resources.ranks=8", "resources.ranks must be at most the GPUs here, 4"),
     (LAPTOP, "hardware=a100_80gb", "hardware=a100_80gb needs 8 x A100-SXM4-80GB here to run; add --plan"),

@@ -1,0 +1,152 @@
+"""Muon: matrices of the blocks are updated by their orthogonalised momentum, all other parameters by AdamW.
+
+See [Note: whole matrices by owner] in matrix_owners.py and [Note: matrices] in unit_planner.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from zero_runtime.collectives import Collectives
+from zero_runtime.dtypes import TORCH_DTYPE
+from zero_runtime.kernels import ops
+from zero_runtime.kernels.reference import muon_, muon_direction_, orthogonalised
+from zero_runtime.kernels.settings import Muon, MuonNumbers
+from zero_runtime.optim.configs import MuonConfig
+from zero_runtime.optim.matrix_owners import MatrixPart, OwnedMatrix, owned_matrices
+from zero_runtime.optim.rules import ElementwiseRule, Held, ShardSlice, StepNumbers, part_of, pieces_of
+from zero_runtime.unit import Unit
+
+
+class _Own(NamedTuple):
+    """The part of one matrix on this rank: its elements of the shard, and the numbers of the step."""
+
+    part: ShardSlice
+    numbers: MuonNumbers
+
+
+class MuonRule:
+    """Updates the matrices with two messages between each pair of ranks of a shard group, and the rest by AdamW."""
+
+    def __init__(self, config: MuonConfig, helds: Sequence[Held], collectives: Collectives) -> None:
+        self._config = config
+        self._collectives = collectives
+        self._rank = collectives.shard_rank
+        self._adamw = ElementwiseRule(config.adamw)
+        layouts = [held.unit.layout for held in helds if _has_matrices(held)]
+        self._matrices = owned_matrices(layouts, collectives.shard_count)
+        self._numel = sum(matrix.numel for matrix in self._matrices)
+        self._dtype = TORCH_DTYPE[config.ns_dtype]
+
+    def update(self, helds: Sequence[Held], numbers: StepNumbers) -> None:
+        config = self._config
+        rate = numbers.rate
+        adamw = replace(numbers, rate=lambda settings: rate(settings) * config.adamw_lr_ratio)
+        self._adamw.update([held for held in helds if not _has_matrices(held)], adamw)
+        own = self._own_parts([held for held in helds if _has_matrices(held)], numbers)
+        if self._collectives.shard_count == 1:
+            for matrix in self._matrices:
+                self._update_alone(matrix, own[matrix.name], numbers)
+        elif self._matrices:
+            self._update_together(own, numbers)
+
+    def _own_parts(self, helds: Sequence[Held], numbers: StepNumbers) -> dict[str, _Own]:
+        momentum = self._config.momentum if numbers.momentum is None else numbers.momentum
+        shapes = {matrix.name: matrix.shape for matrix in self._matrices}
+        found = {}
+        for held in helds:
+            for name, start, stop, run in pieces_of(held, self._rank):
+                lr, factor = numbers.rate(run.settings), lr_factor(shapes[name], self._config)
+                settings = Muon(lr, momentum, run.settings.weight_decay, factor)
+                found[name] = _Own(part_of(held, start, stop), settings.numbers)
+        return found
+
+    def _update_alone(self, matrix: OwnedMatrix, own: _Own, numbers: StepNumbers) -> None:
+        direction = torch.empty(matrix.numel, dtype=self._dtype, device=own.part.master.device)
+        self._direct(own, numbers, direction)
+        muon_(own.part.master, self._orthogonalised(matrix, direction), own.numbers, own.part.param_out)
+
+    def _orthogonalised(self, matrix: OwnedMatrix, direction: torch.Tensor) -> torch.Tensor:
+        squares = ops.sum_of_squares(direction)
+        return orthogonalised(direction.view(matrix.shape), squares, self._config.ns_steps).view(-1)
+
+    def _direct(self, own: _Own, numbers: StepNumbers, out: torch.Tensor) -> None:
+        (buffer,) = own.part.states
+        muon_direction_(buffer, own.part.grad, numbers.grad_scale, own.numbers, self._config.nesterov, out)
+
+    def _update_together(self, own: dict[str, _Own], numbers: StepNumbers) -> None:
+        """Send directions to the owners, orthogonalise what this rank owns, and send the updates back."""
+        rank, ranks = self._rank, self._collectives.shard_count
+        pieces = [_Piece(matrix, part) for matrix in self._matrices for part in matrix.parts]
+        held = _Places([one for one in pieces if one.part.holder == rank], lambda one: one.matrix.owner, rank, ranks)
+        owned = _Places([one for one in pieces if one.matrix.owner == rank], lambda one: one.part.holder, rank, ranks)
+        device = numbers.grad_scale.device
+        mine, theirs = (torch.empty(places.numel, dtype=self._dtype, device=device) for places in (held, owned))
+        for piece in held.pieces:
+            self._direct(own[piece.matrix.name], numbers, held.of(mine, piece))
+        self._exchange((owned, theirs), (held, mine))
+        for matrix in (one for one in self._matrices if one.owner == rank):
+            parts = [owned.of(theirs, _Piece(matrix, part)) for part in matrix.parts]
+            update = self._orthogonalised(matrix, torch.cat(parts))
+            for values, part in zip(parts, matrix.parts, strict=True):
+                values.copy_(update[part.start : part.stop])
+        self._exchange((held, mine), (owned, theirs))
+        for piece in held.pieces:
+            one = own[piece.matrix.name]
+            muon_(one.part.master, held.of(mine, piece), one.numbers, one.part.param_out)
+
+    def _exchange(self, into: tuple[_Places, torch.Tensor], out: tuple[_Places, torch.Tensor]) -> None:
+        (to, received), (of, sent) = into, out
+        received[to.exchanged :].copy_(sent[of.exchanged :])  # what stays on this rank
+        counts = (to.counts, of.counts)
+        self._collectives.exchange(received[: to.exchanged], sent[: of.exchanged], counts, self._numel)
+
+
+def lr_factor(shape: tuple[int, int], config: MuonConfig) -> float:
+    """The factor of the rate for a matrix of this shape. See MuonConfig."""
+    rows, columns = shape
+    if config.lr_scaling == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _has_matrices(held: Held) -> bool:
+    assert isinstance(held.unit, Unit), "offload refuses Muon"
+    return held.unit.matrices
+
+
+class _Piece(NamedTuple):
+    """A part of a matrix that travels between its holder and the matrix's owner."""
+
+    matrix: OwnedMatrix
+    part: MatrixPart
+
+
+class _Places:
+    """The places of pieces in a flat tensor: in the order of the rank at their other end, then of the matrices.
+
+    The pieces that stay on this rank follow after all others, which take the first `exchanged` elements. counts: the
+    elements by the rank at the other end, 0 for this rank.
+    """
+
+    def __init__(self, pieces: Sequence[_Piece], end: Callable[[_Piece], int], rank: int, ranks: int) -> None:
+        self.pieces = sorted(pieces, key=lambda piece: (end(piece) == rank, end(piece)))
+        self.counts = [0] * ranks
+        self.numel = 0
+        self._starts: dict[tuple[str, int], int] = {}
+        for piece in self.pieces:
+            self._starts[piece.matrix.name, piece.part.start] = self.numel
+            self.numel += piece.part.numel
+            if end(piece) != rank:
+                self.counts[end(piece)] += piece.part.numel
+        self.exchanged = sum(self.counts)
+
+    def of(self, values: torch.Tensor, piece: _Piece) -> torch.Tensor:
+        """The elements of a piece; a view."""
+        start = self._starts[piece.matrix.name, piece.part.start]
+        return values[start : start + piece.part.numel]

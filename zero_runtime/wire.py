@@ -1,0 +1,146 @@
+"""Which collectives send block-quantised values, and their bytes. Standard library only.
+
+[Note: quantised collectives]
+Values are sent as codes of 8 or 4 bits with one fp32 scale for each 256 elements (kernels/wire_format.py), codes and
+scales in one message. A gather sends each rank's shard, and every rank, the owner included, computes with the values
+that were read back from the codes: all ranks have the same parameters, and the masters stay exact. A reduction is an
+all-to-all: each rank quantises its gradient of every other rank's shard, and the owner of a shard adds what it receives
+in fp32, in the order of the ranks, with its own gradient unquantised. Each gradient is so rounded once, whatever the
+number of ranks. With error feedback a rank keeps what the rounding took from each gradient and adds it to the next one
+(arXiv 1901.09847); that is one fp32 number for every element of the model on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from zero_runtime.errors import PlanError
+from zero_runtime.limits import Limits, keyed
+from zero_runtime.plan import Partition, ZeroPlan
+from zero_runtime.precision import MixedPrecision
+
+BITS = {"int8": 8, "int4": 4}
+BLOCK_NUMEL = 256  # elements of a scale
+SCALE_BYTES = 4
+# What a conversion between values and codes holds while it runs, as in kernels/wire_format.py: a few tensors of fp32
+# for each of the elements that are converted at a time.
+CONVERTED_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}
+CONVERTED_BYTES = 17  # values in fp32, their padded copy, quotients and codes in fp32, and a mask
+SIGNS_BYTES = 8  # of an element of the unit whose signs are averaged: two tensors of fp32
+ERROR_BYTES = 4  # of an element's error feedback
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The dtypes of quantised collectives; None sends the dtype of `precision`. See [Note: quantised collectives]."""
+
+    gather: Literal["int8"] | None = field(default=None, metadata=keyed("gather_dtype"))
+    reduce: Literal["int8", "int4"] | None = field(default=None, metadata=keyed("reduce_dtype"))
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        limits = Limits.of(self, "zero")
+        limits.must("gather_dtype", ("int8",).__contains__, "int8, or null for the dtype of the parameters", None)
+        limits.must("reduce_dtype", BITS.__contains__, "int8 or int4, or null for precision.reduce", None)
+        if self.error_feedback and self.reduce is None:
+            fixes = ("zero.error_feedback=false", "zero.reduce_dtype=int8")
+            limits.refuse("zero.error_feedback needs zero.reduce_dtype=int8 or int4", "null", *fixes)
+        limits.conclude()
+
+    def check_plan(self, plan: ZeroPlan) -> None:
+        """Raise ConfigError if nothing is sharded: then nothing is gathered, and every rank needs the whole sum, which
+        would be quantised twice."""
+        limits = Limits({}, "zero")
+        if self != EXACT and plan.optimizer is Partition.REPLICATED:
+            key = "gather_dtype" if self.gather else "reduce_dtype"
+            rule = f"zero.{key} needs sharded optimizer states: without them every rank sums the full gradients"
+            fix = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
+            limits.refuse(rule, "replicated ones", fix)
+        limits.conclude()
+
+    def check_inference(self) -> None:
+        """Raise ConfigError if anything is quantised: weights that are stored as codes are sent as codes."""
+        limits = Limits({}, "zero")
+        if self != EXACT:
+            key, found = ("gather_dtype", self.gather) if self.gather else ("reduce_dtype", self.reduce)
+            rule = f"zero.{key} is for training; precision.weights quantises the weights and messages of inference"
+            fix = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
+            limits.refuse(rule, f"zero.{key}={found}", fix)
+        limits.conclude()
+
+    def check_precision(self, plan: ZeroPlan, precision: MixedPrecision) -> None:
+        """Raise ConfigError if a gather would overwrite the only exact copy of the parameters."""
+        limits = Limits({}, "zero")
+        if self.gather and plan.keeps_full_params and precision.master == precision.param:
+            rule = "zero.gather_dtype needs sharded parameters, or masters apart from those that it overwrites"
+            found = f"precision.master={precision.master}, the parameters themselves"
+            limits.refuse(rule, found, "zero.gather_dtype=null", "precision=bf16")
+        limits.conclude()
+
+    def gathers(self, plan: ZeroPlan, *, trainable: bool) -> bool:
+        """Whether the gathers of a unit are quantised. Frozen parameters that every rank keeps are not: a gather would
+        overwrite their only copy."""
+        return self.gather is not None and (trainable or not plan.keeps_full_params)
+
+    def error_bytes(self, plan: ZeroPlan) -> int:
+        """Bytes of error feedback for each element of the model on every rank."""
+        return ERROR_BYTES if self.error_feedback and plan.optimizer is Partition.SHARDED else 0
+
+
+EXACT = Wire()
+
+
+def packed_bytes(numel: int, dtype: str) -> int:
+    """Bytes of `numel` quantised elements with their scales; `numel` is a multiple of 8, as every shard's is."""
+    assert numel % 8 == 0
+    return numel * BITS[dtype] // 8 + SCALE_BYTES * -(-numel // BLOCK_NUMEL)
+
+
+def check_scaled(wire: Wire, *, scales_loss: bool) -> None:
+    """Raise PlanError for error feedback with a loss scale: a change of the scale would leave errors of another one."""
+    if wire.error_feedback and scales_loss:
+        raise PlanError(
+            "zero.error_feedback: expected a run without a loss scale, found one with it (precision=fp16): the errors "
+            "that are kept would have another scale than the next gradients; use precision=bf16, or "
+            "zero.error_feedback=false"
+        )
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank sends of one unit in a step: `elements` as the ledger counts them, where a quantised element counts
+    as its bytes, and `nbytes`."""
+
+    elements: int
+    nbytes: int
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.elements + other.elements, self.nbytes + other.nbytes)
+
+
+def gathered(
+    wire: Wire, plan: ZeroPlan, shard_numel: int, shard_count: int, itemsize: float, *, trainable: bool
+) -> Sent:
+    """One gather: this rank's shard to every other rank of its group, in total (G - 1) shards."""
+    others = shard_count - 1
+    if wire.gather is not None and wire.gathers(plan, trainable=trainable):
+        packed = others * packed_bytes(shard_numel, wire.gather)
+        return Sent(packed, packed)
+    return Sent(others * shard_numel, others * int(shard_numel * itemsize))
+
+
+def reduced(wire: Wire, shard_numel: int, shard_count: int, replicas: int, itemsize: int) -> Sent:
+    """One reduction: to every other rank of the group its shard, then an all-reduce of the shard over its replicas."""
+    others, across = shard_count - 1, 2 * shard_numel * (replicas - 1) // replicas
+    exact = Sent(across, across * itemsize)
+    if wire.reduce is not None:
+        packed = others * packed_bytes(shard_numel, wire.reduce)
+        return Sent(packed, packed) + exact
+    return Sent(others * shard_numel, others * shard_numel * itemsize) + exact
+
+
+def signs_bytes(padded_numel: int, world: int) -> int:
+    """Bytes that a rank sends to average a unit's signs (optim/onebit.py): its part of them to each other rank, and its
+    part of the average, each with one scale."""
+    return 2 * (world - 1) * (padded_numel // world // 8 + SCALE_BYTES)
