@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 
@@ -14,7 +13,7 @@ from orchestrator.config.schema import Device
 from orchestrator.config.strict import Refusal
 from orchestrator.exit_codes import FAILED, OK
 from orchestrator.launch.script_ranks import Placement, run_script
-from orchestrator.machine import hardware
+from orchestrator.machine import children, hardware
 from orchestrator.machine.processes import signals_interrupt
 from orchestrator.text.paths import program
 from orchestrator.text.streams import complain
@@ -34,7 +33,7 @@ def main(words: Sequence[str]) -> int:
         raise Refusal([f"{script[0]}: expected a Python script, found {kind}; options come before it: {usage}"])
     began = time.monotonic()
     with signals_interrupt():
-        end = run_script([sys.executable, *script], placement)
+        end = run_script(children.script_words(script), placement)
     seconds = time.monotonic() - began
     if not end.message:
         complain(f"note: {_many(placement.ranks)} of {script[0]} ended with exit code 0 after {seconds:.0f} s")

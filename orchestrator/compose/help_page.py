@@ -25,7 +25,7 @@ Runs ZeRO training as an experiment: one point, or a sweep with one table at its
   python run.py import ds_config.json                                      a DeepSpeed setup as one of ours
   python run.py export RUN --to deepspeed                                  a point for another stack
   python run.py io-bench FOLDER                                            a drive's speed, offload settings
-  python run.py launch --ranks 2 SCRIPT.py ARGUMENTS                       your own script, on ranks of this machine
+  python run.py launch --ranks 2 SCRIPT.py ARGUMENTS                       your own script, on ranks here
   python run.py doctor                                                     what this machine has and can run
   python run.py list | status | watch | logs | report | cancel | resume | retry    sweeps, from any terminal
   python run.py ui                                                         the dashboard

@@ -29,6 +29,11 @@ def words(module: str, *arguments: str, flags: tuple[str, ...] = ()) -> list[str
     return [sys.executable, *flags, os.path.abspath(__file__), module, *arguments]
 
 
+def script_words(script: Sequence[str]) -> list[str]:
+    """The command that runs a user's own script with its arguments, by this interpreter."""
+    return [sys.executable, *script]
+
+
 def start(
     command: Sequence[str],
     environ: Mapping[str, str],

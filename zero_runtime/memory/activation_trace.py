@@ -192,6 +192,9 @@ class MarkingSchedule:
     def after_forward(self, unit: MarkedUnit) -> None:
         self.trace.mark(Mark.AFTER_FORWARD, unit.position)
 
+    def end_forward(self) -> None:
+        """Not an event of a unit."""
+
     def before_backward(self, unit: MarkedUnit) -> None:
         self.trace.mark(Mark.BEFORE_BACKWARD, unit.position)
 

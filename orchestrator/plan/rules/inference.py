@@ -74,4 +74,4 @@ def only_inference_is_quantised(scene: Scene, precision: Precision, measure: Mea
     if weights is None or measure.kind is MeasureKind.eval:
         return None
     rule = "precision.weights is for measure=eval and `generate`: updates are smaller than the distance of two codes"
-    return Broken(rule, weights, ("measure=eval", "precision.weights=null"))
+    return Broken(rule, weights, ("measure=eval zero.stage=3", "precision.weights=null"))

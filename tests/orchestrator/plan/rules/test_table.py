@@ -62,6 +62,14 @@ def put(data: dict[str, Any], key: str, value: str) -> None:
 
 
 BROKEN = [
+    (LAPTOP, "measure=eval zero=stage2", "inference has no gradients and no optimizer states"),
+    (LAPTOP, "measure=eval zero=stage3 zero.gather_dtype=int8", "zero.gather_dtype is for training"),
+    (LAPTOP, "measure=eval zero=stage3 offload=optimizer_nvme", "measure=eval has no optimizer states to offload"),
+    (LAPTOP, "measure=eval zero=stage3 data.validation_fraction=0", "measure=eval needs held-out data"),
+    (LAPTOP, "measure=eval zero=stage3 checkpoint=sharded", "measure=eval trains nothing that could be saved"),
+    (LAPTOP, "measure=eval zero=stage3 adapter=lora", "measure=eval would evaluate adapters that were never trained"),
+    (LAPTOP, "measure=eval zero=stage3 batch.accumulation=2", "measure=eval has one micro-batch"),
+    (LAPTOP, "precision.weights=int8", "precision.weights is for measure=eval"),
     (LAPTOP, "optimizer=onebitadam zero=stage2", "optimizer.kind=onebitadam needs each rank's full gradients"),
     (LAPTOP, "optimizer=onebitadam zero=stage1 optimizer.clip_norm=1.0", "optimizer.kind=onebitadam cannot clip"),
     (LAPTOP, "precision=fp32 zero.gather_dtype=int8", "zero.gather_dtype needs sharded parameters, or masters apart"),
