@@ -90,6 +90,7 @@ class ShardedOptimizer:
                 f"Lion), found {config.name}; use one of them, or offload=none"
             )
         self._rule = _rule(config, self._helds, collectives)
+        self._sums_over_ranks = True  # as units begin
         self._choose_gradients()
 
     def _make_states(self) -> None:
@@ -121,8 +122,11 @@ class ShardedOptimizer:
 
     def _choose_gradients(self) -> None:
         """Let the gradients of the next step be summed over the ranks, unless its update takes each rank's own."""
-        for unit in self._units:
-            unit.sum_gradients(over_ranks=not self.config.compresses_in(self.updates + 1))
+        over_ranks = not self.config.compresses_in(self.updates + 1)
+        if over_ranks != self._sums_over_ranks:
+            self._sums_over_ranks = over_ranks
+            for unit in self._units:
+                unit.sum_gradients(over_ranks=over_ranks)
 
     def _numbers(self, lr: float | Rates, grad_scale: torch.Tensor) -> StepNumbers:
         """Numbers of the next step. PlanError if the rates do not fit the groups or the optimizer."""
