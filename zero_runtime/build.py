@@ -24,6 +24,7 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.settings import RuntimeSettings, moves_of
 from zero_runtime.shard_location import OffloadedShards
+from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
@@ -71,8 +72,10 @@ class UnitBuilder:
         settings: RuntimeSettings,
         collectives: Collectives,
         device: torch.device,
+        slices: TensorSlices = NOT_SPLIT,
     ) -> None:
         self._plan = plan
+        self._slices = slices
         self._precision = precision
         self._settings = settings
         self._collectives = collectives
@@ -84,7 +87,7 @@ class UnitBuilder:
         The optimizer is created in between, so that it can refuse a setting before the model's parameters are replaced.
         """
         settings = self._settings
-        specs = plan_units(model, UnitRules(self._precision, settings.unit_numel, settings.keep_dtype))
+        specs = plan_units(model, UnitRules(self._precision, settings.unit_numel, settings.keep_dtype, self._slices))
         settings.offload.check(self._plan, self._device.type)
         offloaded = offloaded_shards(settings.offload, specs, self._device.type)
         self._check_room(specs, offloaded, config)
@@ -150,7 +153,7 @@ class UnitBuilder:
         source = self._settings.weights
         if source is None:
             return frozenset()
-        shapes = {segment.name: segment.shape for unit in units for segment in unit.layout.segments}
+        shapes = {name: shape for unit in units for name, shape in unit.full_shapes.items()}
         for name in source.names():
             if shapes.get(name) != source.shape(name):
                 wanted = list(shapes[name]) if name in shapes else "no parameter of this name"
@@ -186,9 +189,9 @@ class UnitBuilder:
 
     def _size(self, spec: UnitSpec, offloaded: OffloadedShards, config: OptimizerConfig) -> UnitSize:
         layout = FlatLayout.build(
-            [(name, tuple(param.shape)) for name, param in spec.params],
+            spec.shapes,
             shard_count=self._collectives.shard_count,
-            world=self._collectives.world,
+            world=self._collectives.data_world,
             block_numel=config.block_numel if spec.trainable else 1,
         )
         return UnitSize.of(

@@ -23,6 +23,8 @@ from zero_runtime.initial_values import InitialValues, swap_content
 from zero_runtime.kernels import ops
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
+from zero_runtime.tensor_parallel.joined import slice_of
+from zero_runtime.tensor_parallel.slices import TensorSlices
 from zero_runtime.tensor_source import ReadInto
 from zero_runtime.unit_planner import UnitSpec
 
@@ -81,6 +83,7 @@ class UnitParameters:
         self.params = [param for _, param in spec.params]
         self.trainable = spec.trainable
         self.layout = layout
+        self._slices = spec.slices
         self.pieces: dict[str, Piece] = {piece.name: piece for piece in layout.pieces(collectives.shard_rank)}
         self.param_dtype = TORCH_DTYPE[precision.param]
         self.master_dtype = TORCH_DTYPE[precision.master]
@@ -155,6 +158,8 @@ class UnitParameters:
             for segment, param in self.placed():
                 if segment.name not in given:
                     self._take_values(segment, param, initial)
+                elif segment.name in self._slices.splits:
+                    segment.of(self.unsharded_param).zero_()  # the padding of a slice, which no source fills
                 self._bind(segment, param)
             if not self.param_is_slice:
                 self.param_shard.copy_(self._own_slice())
@@ -164,8 +169,9 @@ class UnitParameters:
     def _take_values(self, segment: Segment, param: nn.Parameter, initial: InitialValues) -> None:
         """Copy one parameter's values into the full tensor and into the master, which gets them before rounding."""
         values = initial.draw(segment.name, param) if param.is_meta else self._handed_over(param)
-        values = values.reshape(-1)
-        segment.of(self.unsharded_param).copy_(values)
+        split = self._slices.splits.get(segment.name)
+        own = values if split is None else slice_of(values, split, self._slices.rank)
+        segment.of(self.unsharded_param).copy_(own.reshape(-1))
         if self.master_shard is not None:
             self.fill(self.master_shard, [segment.name], reads_from({segment.name: values}))
 
@@ -205,11 +211,14 @@ class UnitParameters:
     # ---- the shards' values ------------------------------------------------------------------------------------------
 
     def fill(self, shard: torch.Tensor, names: Iterable[str], read_into: ReadInto) -> None:
-        """Fill this rank's pieces of the parameters in `names` in a tensor [S] of the unit, in the order of `names`."""
+        """Fill this rank's pieces of the parameters in `names` in a tensor [S] of the unit, in the order of `names`.
+
+        `read_into` is asked for elements of full parameters. Padding of slices is left as it is.
+        """
         for name in names:
             piece = self.pieces.get(name)
             if piece is not None:
-                read_into(name, piece.start, piece.of(shard))
+                fill_local(self._slices, name, piece.start, piece.of(shard), read_into)
 
     def refresh_param_shard(self) -> None:
         """Round the updated master into param_shard; a no-op if they are the same tensor."""
@@ -292,6 +301,12 @@ class UnitParameters:
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
+
+
+def fill_local(slices: TensorSlices, name: str, start: int, target: torch.Tensor, read_into: ReadInto) -> None:
+    """Fill the 1-D `target` with elements of this rank's tensor of a parameter, from its element `start` on."""
+    for span in slices.spans(name, start, start + target.numel()):
+        read_into(name, span.full, target[span.local - start : span.local - start + span.numel])
 
 
 def reads_from(values: dict[str, torch.Tensor]) -> ReadInto:

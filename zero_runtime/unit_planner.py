@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +46,14 @@ class UnitRules:
 
     unit_numel: see [Note: unit size]; None makes each block one unit. keep_dtype: patterns (as for file names) of the
     parameters that keep their dtype in the given model, such as `*norm*`; all others are cast to precision.param.
+    slices: the slices of parameters that this rank holds with tensor parallelism; `unit_numel` counts the elements of
+    full parameters, so that the units are those of any degree.
     """
 
     precision: MixedPrecision = field(default_factory=MixedPrecision)
     unit_numel: int | None = None
     keep_dtype: tuple[str, ...] = ()
+    slices: TensorSlices = NOT_SPLIT
 
     def __post_init__(self) -> None:
         if self.unit_numel is not None and self.unit_numel < 1:
@@ -63,7 +67,8 @@ class UnitSpec:
     """A planned unit, before its tensors are allocated.
 
     modules: their calls decide when the unit is gathered and released. params: pairs of full name and parameter.
-    shared: some parameter is used by several modules, so its gradient may arrive in several parts.
+    shared: some parameter is used by several modules, so its gradient may arrive in several parts. slices: what this
+    rank holds of the parameters, which are full ones until their unit is built.
     """
 
     name: str
@@ -72,10 +77,17 @@ class UnitSpec:
     trainable: bool
     precision: MixedPrecision
     shared: bool
+    slices: TensorSlices = NOT_SPLIT
 
     @property
     def numel(self) -> int:
+        """Number of elements of the full parameters."""
         return sum(param.numel() for _, param in self.params)
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Each parameter's name with the shape of this rank's tensor of it."""
+        return [(name, self.slices.local_shape(name, tuple(param.shape))) for name, param in self.params]
 
 
 def plan_units(model: nn.Module, rules: UnitRules | None = None) -> list[UnitSpec]:
@@ -97,6 +109,7 @@ def plan_units(model: nn.Module, rules: UnitRules | None = None) -> list[UnitSpe
             trainable=trainable,
             precision=precision,
             shared=any(len(users[id(param)]) > 1 for _, param in params),
+            slices=rules.slices,
         )
         for (owner, trainable, precision), params in members.items()
     ]
