@@ -162,20 +162,18 @@ class RankGroups(NamedTuple):
             return cls()
         if dist.get_backend() == "nccl":
             _launch_in_host_order()  # another program may have made the default group
-        tensor = None
+        # In this order on every rank, and destroyed in the reverse one.
+        axes = [range(slice_rank, world, tensor_degree) for slice_rank in range(tensor_degree)]
+        gather = reduce = replica = tensor = None
+        if shard_count > 1:
+            starts = range(0, data_world, shard_count)
+            shards = [axis[start : start + shard_count] for axis in axes for start in starts]
+            gather, reduce = _divide(shards), _divide(shards)
+        if shard_count < data_world:
+            replica = _divide([axis[place::shard_count] for axis in axes for place in range(shard_count)])
         if tensor_degree > 1:
             tensor = _divide([range(start, start + tensor_degree) for start in range(0, world, tensor_degree)])
-        axes = [range(slice_rank, world, tensor_degree) for slice_rank in range(tensor_degree)]
-        if data_world == 1:
-            return cls(tensor=tensor)
-        if shard_count == 1:
-            return cls(replica=_divide(axes), tensor=tensor)
-        shards = [
-            list(axis[start : start + shard_count]) for axis in axes for start in range(0, data_world, shard_count)
-        ]
-        replicas = [list(axis[place::shard_count]) for axis in axes for place in range(shard_count)]
-        replica = _divide(replicas) if shard_count < data_world else None
-        return cls(_divide(shards), _divide(shards), replica, tensor)
+        return cls(gather, reduce, replica, tensor)
 
     def destroy(self) -> None:
         """Destroy the groups, on every rank in the same order: the reverse of making.
