@@ -79,7 +79,7 @@ def plain_run(kind: str, data_world: int, dtype: torch.dtype) -> Result:
         for rank in range(data_world):
             loss = loss_sum(model, kind, batch_of(step, rank)) / (MICRO * SEQ * data_world)
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         steps.append((total, float(norm)))
         optimizer.step()
