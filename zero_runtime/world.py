@@ -157,7 +157,7 @@ class RankGroups(NamedTuple):
         world = dist.get_world_size()
         data_world = world // tensor_degree
         assert data_world * tensor_degree == world, f"tensor groups of {tensor_degree} in a world of {world}"
-        assert data_world % shard_count == 0, f"shard groups of {shard_count} over {data_world} ranks"
+        assert data_world % shard_count == 0, f"shard groups of {shard_count} in a world of {data_world}"
         if world == 1:
             return cls()
         if dist.get_backend() == "nccl":
