@@ -13,14 +13,14 @@ void moments_block(const float* __restrict grads, float* __restrict firsts, floa
 }  // namespace
 
 extern "C" void zlab_adamw(void* master, int32_t master_dtype, const void* grad, int32_t grad_dtype, void* exp_avg,
-                           int32_t first_dtype, void* exp_avg_sq, int32_t second_dtype, const float* grad_scale,
+                           int32_t exp_avg_dtype, void* exp_avg_sq, int32_t exp_avg_sq_dtype, const float* grad_scale,
                            void* out, int32_t out_dtype, int64_t numel, int64_t threads, float decay, float l2,
                            float weight1, float beta2, float weight2, float correction, float eps,
                            float minus_step_size) {
     const AdamNumbers numbers{decay, l2, weight1, beta2, weight2, correction, eps, minus_step_size};
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
     const AdamBlock block = adam_block_for(numbers);
-    const State first{exp_avg, first_dtype}, second{exp_avg_sq, second_dtype};
+    const State first{exp_avg, exp_avg_dtype}, second{exp_avg_sq, exp_avg_sq_dtype};
     in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK], wide_first[BLOCK], wide_second[BLOCK];
         const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
@@ -87,7 +87,7 @@ void lion_block(float* __restrict weights, const float* __restrict grads, float*
 
 // `momentum_buffer` is null without momentum; `kind` is 0 then, 1 in the first step, 2 later.
 extern "C" void zlab_sgd(void* master, int32_t master_dtype, const void* grad, int32_t grad_dtype,
-                         void* momentum_buffer, int32_t buffer_dtype, const float* grad_scale, void* out,
+                         void* momentum_buffer, int32_t momentum_buffer_dtype, const float* grad_scale, void* out,
                          int32_t out_dtype, int64_t numel, int64_t threads, int32_t kind, int32_t nesterov, float l2,
                          float momentum, float weight, float minus_lr) {
     const SgdNumbers numbers{l2, momentum, weight, minus_lr};
@@ -95,7 +95,7 @@ extern "C" void zlab_sgd(void* master, int32_t master_dtype, const void* grad, i
     const auto block = kind == NONE    ? sgd_block<NONE, false>
                        : kind == FIRST ? (nesterov ? sgd_block<FIRST, true> : sgd_block<FIRST, false>)
                                        : (nesterov ? sgd_block<LATER, true> : sgd_block<LATER, false>);
-    const State state{momentum_buffer, buffer_dtype};
+    const State state{momentum_buffer, momentum_buffer_dtype};
     in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK], wide_buffers[BLOCK];
         const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
@@ -108,12 +108,12 @@ extern "C" void zlab_sgd(void* master, int32_t master_dtype, const void* grad, i
 }
 
 extern "C" void zlab_lion(void* master, int32_t master_dtype, const void* grad, int32_t grad_dtype, void* exp_avg,
-                          int32_t first_dtype, const float* grad_scale, void* out, int32_t out_dtype, int64_t numel,
+                          int32_t exp_avg_dtype, const float* grad_scale, void* out, int32_t out_dtype, int64_t numel,
                           int64_t threads, float decay, float beta1, float weight1, float beta2, float weight2,
                           float minus_lr) {
     const LionNumbers numbers{decay, beta1, weight1, beta2, weight2, minus_lr};
     const Master target{master, master_dtype, out, out_dtype, numel >= STREAM_NUMEL};
-    const State first{exp_avg, first_dtype};
+    const State first{exp_avg, exp_avg_dtype};
     in_blocks<STEP>(numel, threads, [&](int64_t start, int64_t n) {
         alignas(64) float wide_weights[BLOCK], wide_grads[BLOCK], wide_first[BLOCK];
         const float* grads = widened(at(grad, grad_dtype, start), grad_dtype, wide_grads, n);
