@@ -18,7 +18,7 @@ from orchestrator.worker import measure
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share
 from orchestrator.worker.result import RunFacts, combined
-from orchestrator.worker.setup import build_data, build_runtime, prepare_process
+from orchestrator.worker.setup import build_data, build_runtime, prepare_process, refuse_different_data
 from orchestrator.workloads.models import IGNORED_LABEL, token_losses
 from zero_runtime.memory.census import take_census
 from zero_runtime.runtime import ZeroRuntime
@@ -73,7 +73,7 @@ class Evaluation:
 
     def _run(self) -> None:
         runtime, warmup, batches = self._runtime, self._config.measure.warmup_steps, self._batches()
-        self._refuse_different_data()
+        refuse_different_data(self._runtime.collectives, self._data.hash)
         self._tell(
             "ready",
             parameters=self._facts(batches).parameters,
@@ -169,14 +169,6 @@ class Evaluation:
 
     def _facts(self, steps: int) -> RunFacts:
         return RunFacts(self._config, self._runtime, self._data, self._rank.world, steps)
-
-    def _refuse_different_data(self) -> None:
-        hashes = self._runtime.collectives.gather_objects(self._data.hash)
-        if len(set(hashes)) > 1:
-            raise ValueError(
-                f"data: expected every rank to read the same tokens, found the hashes {hashes} by rank; give a "
-                "data.path that is the same on every machine and that nothing writes to"
-            )
 
     def _tell(self, event: str, **values: Any) -> None:
         if self._rank.rank == 0:

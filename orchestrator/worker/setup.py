@@ -21,6 +21,7 @@ from orchestrator.workloads.models import build_deferred_model
 from orchestrator.workloads.tokenizer import load_tokenizer
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
+from zero_runtime.collectives import Collectives
 from zero_runtime.dtypes import short_name
 from zero_runtime.initial_values import Initialise
 from zero_runtime.integrations.pretrained import weights_of
@@ -183,3 +184,13 @@ def cpu_model() -> str:
     facts = {key.strip(): value.strip() for key, value in fields.items()}
     native = {"avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split())
     return f"{facts.get('model name', os.uname().machine)}, {'native' if native else 'no native'} bf16"
+
+
+def refuse_different_data(collectives: Collectives, data_hash: str) -> None:
+    """Raises ValueError if ranks read different data, which a loss would not reveal. Every rank must call it."""
+    hashes = collectives.gather_objects(data_hash)
+    if len(set(hashes)) > 1:
+        raise ValueError(
+            f"data: expected every rank to read the same tokens, found the hashes {hashes} by rank; give a data.path "
+            "that is the same on every machine and that nothing writes to"
+        )

@@ -21,7 +21,7 @@ from orchestrator.worker.faults import Faults
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share
 from orchestrator.worker.result import RunFacts, combined
 from orchestrator.worker.saving import Progress, Saving
-from orchestrator.worker.setup import asked_dtypes, build_data, build_runtime, prepare_process
+from orchestrator.worker.setup import asked_dtypes, build_data, build_runtime, prepare_process, refuse_different_data
 from orchestrator.worker.stopping import StopSignals
 from orchestrator.workloads.data import TokenData, slice_for_rank
 from orchestrator.workloads.models import token_losses
@@ -286,7 +286,7 @@ class RankRun:
         return float(self._runtime.collectives.sum_over_ranks_(loss) / total)
 
     def _tell_ready(self) -> None:
-        self._compare_data()
+        refuse_different_data(self._runtime.collectives, self._data.hash)
         self._tell(
             "ready",
             parameters=self._parameters(),
@@ -297,15 +297,6 @@ class RankRun:
 
     def _planned(self) -> dict[str, Any]:
         return predicted.planned(self._config) if self._rank.rank == 0 else {}
-
-    def _compare_data(self) -> None:
-        """Raises ValueError if ranks read different data, which training would not reveal."""
-        hashes = self._runtime.collectives.gather_objects(self._data.hash)
-        if len(set(hashes)) > 1:
-            raise ValueError(
-                f"data: expected every rank to read the same tokens, found the hashes {hashes} by rank; give a "
-                "data.path that is the same on every machine and that nothing writes to"
-            )
 
     def _tell(self, event: str, **values: Any) -> None:
         if self._rank.rank == 0:
