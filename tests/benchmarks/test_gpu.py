@@ -120,6 +120,7 @@ def test_the_results_are_dated_and_hold_what_a_reader_needs(tried: Tried, tmp_pa
     assert "7 is not 8" in stored[1]["tail"]
 
 
+@pytest.mark.full
 def test_without_a_gpu_every_claim_is_unreached_at_once_and_nothing_is_written() -> None:
     before = set((ROOT / "benchmarks" / "results").iterdir())
     done = subprocess.run(
@@ -150,6 +151,7 @@ def test_every_claim_has_a_name_of_its_own_and_a_command_that_exists() -> None:
         assert all(f"def {word.partition('::')[2]}(" in (ROOT / word.partition("::")[0]).read_text() for word in tests)
 
 
+@pytest.mark.full
 def test_the_gpu_tests_are_collected_with_torch_numpy_safetensors_and_pytest_alone() -> None:
     program = f"""
 import sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from harness.ranks import run_ranks
 
@@ -35,6 +36,7 @@ def tried() -> dict[int, Pair]:
     return gpu_speed.measured(SIZE, MixedPrecision("bf16"), torch.device("cpu"), None)
 
 
+@pytest.mark.full
 def test_ranks_measure_and_predict_the_same() -> None:
     first, second = run_ranks(tried, 2)
     assert first == second

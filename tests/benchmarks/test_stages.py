@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from harness.ranks import run_ranks
 
@@ -22,6 +23,7 @@ def _measured_and_alone() -> tuple[dict[str, Any], list[float]]:
     return measured, [alone(batch_of(TASK, index, CPU)) for index in range(WARMUP + TASK.rounds)]
 
 
+@pytest.mark.full
 def test_every_row_has_the_losses_of_a_row_that_is_trained_alone() -> None:
     (measured, alone), (_, other) = run_ranks(_measured_and_alone, 2)
     expected = [mine + its for mine, its in zip(alone, other, strict=True)]

@@ -28,6 +28,7 @@ ROW_KERNELS = ("squares_kernel", "lamb_squares_kernel")  # a program adds up row
 FOLD = "fold_kernel"  # a program adds numbers that are not neighbours, one for each 16,384 elements
 
 
+@pytest.mark.full
 def test_the_main_kernels_of_an_h100_are_what_the_source_means(checked: Tally) -> None:
     """One launch each of the update, of the accumulation and of the norm, with aligned tensors."""
     aligned = {launch.operation: launch for launch in launches(LAYOUTS[:1])}

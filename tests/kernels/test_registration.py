@@ -85,6 +85,7 @@ def registered(**environment: str) -> list[str]:
     return run.stdout.split()
 
 
+@pytest.mark.full
 def test_prepare_registers_the_compiled_kernels_once_and_only_if_they_can_be_used() -> None:
     try:
         operations.library()

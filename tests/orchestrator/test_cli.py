@@ -156,6 +156,7 @@ def test_errors_of_hydras_own_flags_are_one_line(line: str, told: str) -> None:
     assert second == "nothing was started (exit 2)"
 
 
+@pytest.mark.full
 def test_our_sweep_flags_can_be_combined_with_hydras_flags() -> None:
     done = typed("--hydra-help", *arguments.SWEEPING, "--retry", "oom", "--prune", "off", "--max-points", "3")
     assert (done.returncode, done.stderr) == (0, "")
@@ -191,6 +192,7 @@ def test_verbs_without_json_output_say_so_in_one_line(verb: str, capsys: pytest.
     assert (told.out, told.err.count("error: --json: ")) == ("", 1)
 
 
+@pytest.mark.full
 def test_flags_that_show_the_configuration_read_the_users_conf_folder(tmp_path: Path) -> None:
     (tmp_path / "conf" / "model").mkdir(parents=True)
     own = (ROOT / "conf" / "model" / "gpt2.yaml").read_text().replace("name: gpt2", "name: my_own")

@@ -108,6 +108,7 @@ def told_and_resumed(disk: Disk, what: str, kib: int) -> int:
     return code
 
 
+@pytest.mark.full
 def test_a_sweep_on_a_full_disk_reports_the_error_and_resumes_with_space(disk: Disk) -> None:
     assert told_and_resumed(disk, "sweep", 60) != 0
 

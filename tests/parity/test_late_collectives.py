@@ -41,7 +41,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [pytest.param(form, marks=() if form == "late" else LONG) for form in FORMS])
 @pytest.mark.parametrize("prefetch", [pytest.param(0, marks=LONG), 1, pytest.param(2, marks=LONG)])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "bf16 twice" else LONG) for name in CASES])
 def test_every_stage_keeps_the_bits_of_plain_torch(name: str, prefetch: int, form: str) -> None:

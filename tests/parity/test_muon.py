@@ -52,7 +52,7 @@ def _counted(runtime: ZeroRuntime) -> Counted:
     "case",
     [
         Case(4),
-        Case(4, shard_ranks=2),
+        pytest.param(Case(4, shard_ranks=2), marks=pytest.mark.full),
         pytest.param(Case(2, precision=MixedPrecision("bf16"), clip_norm=0.5), marks=pytest.mark.full),
         pytest.param(Case(3, model=TinySpec(tied=True, frozen=True)), marks=pytest.mark.full),
     ],
@@ -155,6 +155,7 @@ def _load(path: Path, setting: Setting) -> dict[str, torch.Tensor]:
     return whole(runtime)
 
 
+@pytest.mark.full
 def test_a_checkpoint_loads_at_any_stage_and_number_of_ranks(tmp_path: Path) -> None:
     wanted = run_ranks(_save, 2, tmp_path, Setting(2, 2))[0]
     assert "momentum_buffer/blocks.0.up.weight" in wanted
@@ -176,5 +177,6 @@ def _continues(root: Path, setting: Setting) -> None:
         load_into(path, setting, MuonConfig(matrices=["*.mix.weight"]))
 
 
+@pytest.mark.full
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_run_and_other_matrices_are_refused(tmp_path: Path) -> None:
     run_ranks(_continues, 2, tmp_path, Setting(3, 2))

@@ -128,6 +128,7 @@ def test_offloaded_states_are_saved_and_loaded(precision: MixedPrecision, tmp_pa
     run_ranks(_saves, 2, tmp_path, precision)
 
 
+@pytest.mark.full
 def test_offloaded_8_bit_codes_are_saved_and_loaded_as_numbers(tmp_path: Path) -> None:
     run_ranks(_saves, 2, tmp_path, BF16, AdamW8bitConfig())
 
@@ -201,5 +202,6 @@ def _skips(folder: Path) -> None:
         assert torch.equal(weights[name], value), name
 
 
+@pytest.mark.full
 def test_a_skipped_step_leaves_offloaded_states_unchanged(tmp_path: Path) -> None:
     run_ranks(_skips, 2, tmp_path)

@@ -113,6 +113,7 @@ def test_states_of_other_optimizers_can_be_offloaded_to_the_host(optimizer: Opti
     run_ranks(_rows, 2, Setting(3, 2, BF16, micro_batches=1), optimizer, plans, None)
 
 
+@pytest.mark.full
 def test_replicated_shards_can_be_offloaded_to_the_host(tmp_path: Path) -> None:
     run_ranks(_rows, 2, Setting(3, 2, BF16, shard_ranks=1), ADAMW, [BOTH, *behind_it(3, tmp_path)[1::3]], CLIP)
 

@@ -121,6 +121,7 @@ def by_rank() -> list[list[Counted]]:
     return run_ranks(counted, WORLD, CASES)
 
 
+@pytest.mark.full
 def test_the_bytes_outside_of_steps_are_the_predicted_ones(by_rank: list[list[Counted]]) -> None:
     for place, case in enumerate(CASES):
         ranks = [rank[place] for rank in by_rank]

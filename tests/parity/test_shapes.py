@@ -266,6 +266,7 @@ SHAPES_DEEP: dict[str, Callable[[], Base]] = {
 }
 
 
+@pytest.mark.full
 def test_frozen_and_trained_units_are_released_in_forward_and_in_backward() -> None:
     """A block with adapters is two units, a frozen one and a trained one, that are unsharded together."""
     for found in run_ranks(_peaks, 2, list(SHAPES_DEEP), (0, 1, 2)):

@@ -129,6 +129,7 @@ def _saves_late(folder: Path) -> None:
                 again.close()
 
 
+@pytest.mark.full
 def test_states_on_a_slow_disk_are_saved_and_loaded(tmp_path: Path) -> None:
     run_ranks(_saves_late, 2, tmp_path)
 

@@ -209,7 +209,8 @@ def _saved(folder: Path, nth: int) -> None:
             again.close()
 
 
-@pytest.mark.parametrize("nth", [4, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("nth", [4, 2])
 def test_a_checkpoint_of_a_speculative_run_resumes_with_the_same_reports(nth: int, tmp_path: Path) -> None:
     run_ranks(_saved, 2, tmp_path, nth)
 

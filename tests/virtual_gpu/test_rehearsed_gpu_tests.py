@@ -60,6 +60,7 @@ def test_every_other_test_of_make_gpu_is_collected_on_the_virtual_gpu(virtual_gp
     assert found["collected"] == sorted(REHEARSED)
 
 
+@pytest.mark.full
 def test_a_cut_of_them_passes_with_values(virtual_gpu: VirtualGpu, tally: Tally) -> None:
     _passes(CUT, tally)
 

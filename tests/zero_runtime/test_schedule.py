@@ -186,6 +186,7 @@ def _by_depth(case: Case) -> dict[int, Any]:
     return {prefetch: train(case, prefetch=prefetch) for prefetch in (0, 1, 2, 5)}
 
 
+@pytest.mark.full
 def test_prefetch_depth_changes_no_bits_at_any_stage() -> None:
     for by_depth in run_ranks(_by_depth, 2, Case(2, 2, steps=4)):
         for prefetch in (1, 2, 5):

@@ -370,6 +370,7 @@ def _padding_of(unit: Unit, shard: torch.Tensor | None) -> tuple[str, int, float
     return unit.name, tail.numel(), float(tail.float().abs().sum())
 
 
+@pytest.mark.full
 def test_padding_stays_zero_in_every_state_during_training() -> None:
     results = run_ranks(_paddings, 3)
     assert sum(numel for found in results for _, numel, _ in found) > 0

@@ -143,6 +143,7 @@ raise SystemExit(join(make_point(make_config(Path(%r))), STUB, Admission()))
 """
 
 
+@pytest.mark.full
 def test_all_ranks_of_another_launcher_end_when_rank_0_refuses_the_run(tmp_path: Path) -> None:
     path = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parents[1]), str(Path(__file__).parent)])
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", "PYTHONPATH": path}

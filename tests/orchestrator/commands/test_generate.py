@@ -62,6 +62,7 @@ def test_ids_of_earlier_points_do_not_change() -> None:
     assert identity(now, 2, "cpu") != identity(earlier, 2, "cpu")
 
 
+@pytest.mark.full
 def test_prompts_are_answered_by_the_ranks_in_turn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["generate", "prompt=import", "prompt=x", "tokens=5,6", "new_tokens=4", "precision=fp32", "--json"]
     assert main([*words, f"output={tmp_path}"]) == 0

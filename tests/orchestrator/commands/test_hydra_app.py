@@ -67,6 +67,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> list[SweepRequest]:
     return asked
 
 
+@pytest.mark.full
 def test_a_batch_of_lines_is_one_sweep_and_gives_one_outcome_per_line_in_order(
     tmp_path: Path, stub: list[SweepRequest], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

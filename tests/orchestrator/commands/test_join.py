@@ -56,6 +56,7 @@ def test_ranks_meet_in_one_attempt_and_rank_0_shows_the_summary(tmp_path: Path) 
         assert {(read_json(attempt / f"rank{rank}.json") or {})["state"] for rank in range(2)} == {"ok"}
 
 
+@pytest.mark.full
 def test_a_stale_hello_of_a_dead_rank_does_not_disturb_the_next_run(tmp_path: Path) -> None:
     join_two(tmp_path)
     (folder,) = (tmp_path / "joins").iterdir()
@@ -63,6 +64,7 @@ def test_a_stale_hello_of_a_dead_rank_does_not_disturb_the_next_run(tmp_path: Pa
     assert [code for code, _ in join_two(tmp_path)] == [0, 0]
 
 
+@pytest.mark.full
 def test_a_failure_is_recorded_and_every_rank_exits_with_1(tmp_path: Path) -> None:
     environ = {"STUB_FAILING_STAGE": "2"}
     (lead, other) = join_two(tmp_path, **environ)

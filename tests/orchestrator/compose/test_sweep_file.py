@@ -253,6 +253,7 @@ def hydras_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.compose.merge.apply", lambda *_: False)
 
 
+@pytest.mark.full
 def test_merged_points_equal_the_points_that_hydra_composes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tries the first of `covering_lines`, of which the full suite tries all, and settings of every kind."""
     plain = ["optimizer.lr=1e-4", "zero=stage3", "batch.accumulation=null", "output=/a/b c", "data.path='x'"]

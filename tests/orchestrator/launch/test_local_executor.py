@@ -98,6 +98,7 @@ def test_ranks_get_their_place_and_start_with_the_recommended_environment(tmp_pa
     assert state["state"] == "ok"
 
 
+@pytest.mark.full
 def test_any_character_may_be_in_the_path_and_no_pickle_is_written(tmp_path: Path, sessions: list[int]) -> None:
     output = tmp_path / "a#1?b=%20%d;\t\n'\"$(x) ünï"
     code, _, attempt = run(make_config(output))
@@ -203,6 +204,7 @@ def test_a_stopped_run_prints_how_to_resume_if_it_saved_a_checkpoint(tmp_path: P
     assert row.text.endswith("(resumes from its last checkpoint)")
 
 
+@pytest.mark.full
 def test_a_run_cancelled_after_its_result_was_written_counts_as_measured(tmp_path: Path, sessions: list[int]) -> None:
     point = make_point(make_config(tmp_path))
     attempt = new_attempt(tmp_path, to_dict(point.config), "a", "cpu")

@@ -43,7 +43,9 @@ def test_ranks_meet_over_the_variables_that_torchrun_sets(tmp_path: Path) -> Non
     assert "ended with exit code 0" in done.stderr
 
 
-@pytest.mark.parametrize(("how", "told"), [("exit", "exit code 3"), ("kill", "killed by SIGKILL")])
+@pytest.mark.parametrize(
+    ("how", "told"), [pytest.param("exit", "exit code 3", marks=pytest.mark.full), ("kill", "killed by SIGKILL")]
+)
 def test_a_rank_that_ends_badly_ends_all_and_is_named(tmp_path: Path, how: str, told: str) -> None:
     began = time.monotonic()
     done = launched(tmp_path, how)

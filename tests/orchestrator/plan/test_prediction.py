@@ -174,6 +174,7 @@ def test_without_counted_activations_a_point_needs_its_model_states() -> None:
     assert (found.needed_bytes, found.ceiling_bytes, found.cannot_fit) == (3 * GIB, None, False)
 
 
+@pytest.mark.full
 def test_a_plan_shows_a_ranks_states_its_activations_and_its_total_need(cache: None, tmp_path: Path) -> None:
     found = points(f"{SIZES} output={tmp_path}")
     predicted = prediction.predict(found)

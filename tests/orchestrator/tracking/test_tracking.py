@@ -212,6 +212,7 @@ def test_attempts_of_dead_commands_are_completed_once_and_those_of_living_comman
     assert_is_whole(scene, f"left-{begun}")
 
 
+@pytest.mark.full
 def test_completion_is_tried_three_times_if_the_store_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,6 +160,7 @@ def _stage_3(config: RunConfig) -> tuple[int, int]:
     return one.kept, one.predicted.kept
 
 
+@pytest.mark.full
 def test_two_ranks_at_stage_3_keep_the_predicted_bytes() -> None:
     for kept, predicted in run_ranks(_stage_3, 2, config_of(stage=3, recompute=RecomputeRule("every_nth"))):
         assert kept == predicted

@@ -104,6 +104,7 @@ def left_by_an_update(words: str, folder: str) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
 
 
+@pytest.mark.full
 def test_a_scratch_file_leaves_no_folder(tmp_path: Path) -> None:
     line = f"{LINE} offload=optimizer_nvme output={tmp_path}/new/outputs"
     assert run_ranks(left_by_an_update, 2, line, str(tmp_path))[0] == []

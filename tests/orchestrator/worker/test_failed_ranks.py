@@ -59,6 +59,7 @@ def _run(root: Path, fault: str) -> tuple[list[int | None], Verdict | None]:
     return codes, judge(look_at_ranks(attempt, WORLD), has_result=attempt.result.exists(), controller_alive=True)
 
 
+@pytest.mark.full
 def test_ranks_that_succeed_destroy_their_groups_together(tmp_path: Path) -> None:
     codes, verdict = _run(tmp_path, "")
     assert codes == [0, 0]
@@ -66,7 +67,13 @@ def test_ranks_that_succeed_destroy_their_groups_together(tmp_path: Path) -> Non
     assert len(list(tmp_path.glob("destroys*"))) == WORLD
 
 
-@pytest.mark.parametrize(("fault", "state"), [("oom@step2:rank1", RunState.oom), ("raise@step2:rank0", RunState.error)])
+@pytest.mark.parametrize(
+    ("fault", "state"),
+    [
+        ("oom@step2:rank1", RunState.oom),
+        pytest.param("raise@step2:rank0", RunState.error, marks=pytest.mark.full),
+    ],
+)
 def test_a_rank_that_fails_alone_is_recorded_with_its_own_outcome_and_destroys_nothing(
     fault: str, state: RunState, tmp_path: Path
 ) -> None:

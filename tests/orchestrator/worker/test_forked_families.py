@@ -67,12 +67,14 @@ def count(tmp_path: Path) -> Count:
     return counted
 
 
+@pytest.mark.full
 def test_forked_answers_equal_those_of_one_process_byte_for_byte(count: Count) -> None:
     alone, forked = count(1, None), count(3, None)
     assert len(alone) == len(forked) >= 4 * 5
     assert sorted(alone) == sorted(forked)
 
 
+@pytest.mark.full
 def test_a_fork_that_dies_is_told_and_the_other_families_are_answered(count: Count) -> None:
     alone = dict(json.loads(line) for line in count(1, None))
     found = dict(json.loads(line) for line in count(2, 1) if not line.startswith('["torn'))

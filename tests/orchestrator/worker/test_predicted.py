@@ -14,6 +14,7 @@ from orchestrator.plan.point import Point
 from orchestrator.worker import predicted
 
 
+@pytest.mark.full
 def test_the_peak_of_a_run_is_that_of_its_plan_and_is_shown_first_if_there_was_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

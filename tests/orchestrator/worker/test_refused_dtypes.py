@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from harness.patience import HANG_S
 from harness.ranks import prepare_fork_server
@@ -72,6 +73,7 @@ def test_one_rank_with_another_dtype_ends_the_run_on_all_ranks_and_leaves_no_res
     assert not verdict.state.measured, "the same command would take it for an answer"
 
 
+@pytest.mark.full
 def test_the_result_of_a_correct_run_has_its_bytes_by_dtype(tmp_path: Path) -> None:
     attempt = AttemptPaths(tmp_path / "attempts" / "01")
     assert _run(attempt, 1, faulty=None) == Verdict(RunState.ok)

@@ -138,6 +138,7 @@ def test_a_checkpoint_resumes_at_another_stage_and_with_more_steps(tmp_path: Pat
     assert {step: loss for step, loss in second.curve().items() if step <= 10} == first.curve()
 
 
+@pytest.mark.full
 def test_a_resumed_run_says_which_steps_of_its_curve_are_missing(tmp_path: Path) -> None:
     first = Try(tmp_path / "point", config_of(12, every=3))
     saved = first.paths.checkpoints / "step-00000006"  # saved in the background, maybe until after the next step
@@ -190,6 +191,7 @@ def test_a_run_killed_between_its_last_save_and_its_result_recovers_the_measured
     assert any(row.name == "measured" for row in summary.checkpoint_rows(result))
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_refused_if_other_weights_are_now_at_the_same_path(tmp_path: Path) -> None:
     config = config_of(4, every=None)
     assert Try(tmp_path / "point", config, {"model": "old"}).wait() == [0, 0]
@@ -200,15 +202,12 @@ def test_a_checkpoint_is_refused_if_other_weights_are_now_at_the_same_path(tmp_p
     assert "changed since; give the same weights, or checkpoint.resume=none" in told
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        pytest.param(
-            {"measure": Measure(warmup_steps=2, steps=8)},
-            "nothing is left to train; give more measure.steps",
-            marks=pytest.mark.full,
-        ),
-        pytest.param({"seed": 5}, "expected the data that it was trained on", marks=pytest.mark.full),
+        ({"measure": Measure(warmup_steps=2, steps=8)}, "nothing is left to train; give more measure.steps"),
+        ({"seed": 5}, "expected the data that it was trained on"),
         ({"model": Model("tiny", "llama", {**LLAMA, "vocab_size": 65})}, "expected the data that it was trained on"),
     ],
 )

@@ -134,6 +134,7 @@ def a_silent_rank(root: Path) -> None:
     assert names(root) == []
 
 
+@pytest.mark.full
 def test_a_rank_that_never_finishes_its_file_fails_the_save_after_the_time_limit(tmp_path: Path) -> None:
     run_ranks(a_silent_rank, 2, tmp_path)
 

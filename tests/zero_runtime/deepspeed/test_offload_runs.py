@@ -199,7 +199,8 @@ def round_trip(root: Path) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2])
 def test_an_engine_with_scratch_files_saves_checkpoints_that_resume_with_any_offload(
     world: int, tmp_path: Path
 ) -> None:

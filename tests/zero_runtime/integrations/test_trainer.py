@@ -66,7 +66,7 @@ def tiny_other() -> Any:
     return model
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_losses_and_weights_equal_plain_pytorch_bit_for_bit_in_every_stage(tmp_path: Path, accumulation: int) -> None:
     cases = [TrainerCase({"stage": stage}, accumulation, arguments={"eval_strategy": "no"}) for stage in range(4)]
     ranks = run_ranks(trained_and_resumed, RANKS, str(tmp_path), cases)

@@ -235,6 +235,7 @@ def _resumed() -> None:
         assert new.optimizer.counters() == old.optimizer.counters()
 
 
+@pytest.mark.full
 def test_a_run_resumes_from_weights_named_states_and_counters_alone() -> None:
     run_ranks(_resumed, 2)
 

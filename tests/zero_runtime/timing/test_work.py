@@ -70,7 +70,7 @@ def test_recomputed_blocks_have_eight_without_the_result_that_no_gradient_needs(
     assert found.attention_flops == layers * (2 + 2 + 5) * 2 * tokens * SEQ * HIDDEN // 2
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.full), "full"])
 def test_five_blocks_stand_for_many(recompute: str) -> None:
     config = config_of("llama", 8, recompute)
     short, whole = counted_step(config).work, counted_step(config, whole=True).work

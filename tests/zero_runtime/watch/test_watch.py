@@ -111,7 +111,8 @@ def _has_a_wider_block(watch: RankWatch) -> None:
         one_step(runtime, step)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_with_a_different_model_size_is_named_even_though_the_backend_aborts(world: int) -> None:
     usual = SPEC.vocab * SPEC.width  # elements of the first broadcast from rank 0
     told = f"broadcast of unit embed ({usual} x float32) in start of step 1"
@@ -288,7 +289,8 @@ def _is_slow(watch: RankWatch) -> None:
     train_with(watch, _sleep)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3])
 def test_a_slow_rank_is_not_blamed(world: int) -> None:
     outcomes = rank_outcomes(_is_slow, world, replace(HASTY, slow_s=0.3))
     assert [outcome.how for outcome in outcomes] == ["ok"] * world, outcomes

@@ -216,7 +216,9 @@ def _fsdp_into_every_row(path: Path, wrapped: bool) -> None:
         runtime.close()
 
 
-@pytest.mark.parametrize(("world", "wrapped"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(
+    ("world", "wrapped"), [(2, True), *(pytest.param(*one, marks=pytest.mark.full) for one in ((1, True), (2, False)))]
+)
 def test_an_fsdp2_checkpoint_loads_at_every_stage(world: int, wrapped: bool, tmp_path: Path) -> None:
     run_ranks(_fsdp_into_every_row, world, tmp_path / "dcp", wrapped)
 
