@@ -1,4 +1,4 @@
-"""DeepSpeed's `zero`: building a model without its memory, and full parameters inside a context."""
+"""DeepSpeed's `zero`: building a model without its memory, full parameters inside a context, estimates of memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,18 @@ from zero_runtime.deepspeed.absent import ABSENT_OF_ZERO, missing
 from zero_runtime.deepspeed.live_engines import owned
 from zero_runtime.errors import PlanError
 from zero_runtime.initial_values import parameters_on_meta
+from zero_runtime.memory.live_estimate import (
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from zero_runtime.runtime import ZeroRuntime
 
-__all__ = ["GatheredParameters", "Init"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_live",
+]
 
 
 class Init(AbstractContextManager["Init"]):

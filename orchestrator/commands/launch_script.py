@@ -50,7 +50,9 @@ def main(words: Sequence[str]) -> int:
 
 def parser() -> VerbParser:
     parser = verb_parser("launch", "Runs a script on ranks of this machine, with the environment that torchrun gives.")
-    parser.add_argument("--ranks", type=_count, default=None, help="default: one for each GPU, else 1")
+    # The launchers of DeepSpeed and torch call it so.
+    names = ("--ranks", "--num_gpus", "--nproc_per_node")
+    parser.add_argument(*names, type=_count, default=None, metavar="RANKS", help="default: one for each GPU, else 1")
     parser.add_argument("--threads", type=_count, default=None, help="of each rank; default: its share of the cores")
     parser.add_argument("--device", choices=[device.value for device in (Device.cpu, Device.cuda)], default=None,
                         help="default: cuda if there are GPUs")  # fmt: skip

@@ -169,7 +169,7 @@ ROOMS = {
         "comm": "deepspeed",
         "ops": "deepspeed pure",
         "utils": "deepspeed pure world",
-        "zero": "deepspeed initial_values pure runtime",
+        "zero": "deepspeed initial_values memory pure runtime",
         "integrations": "checkpoint deepspeed initial_values pure",
         "zero_runtime": "",  # imports lazily, by name
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+_ESTIMATE = "the layers count, not their sum: build the model inside zero.Init() and call ..._all_live"
 _PARALLEL = "pipelines, experts and tensor parallelism are not here; zero_optimization shards the model instead"
 
 ABSENT = {
@@ -57,6 +58,8 @@ ABSENT_OF_ZERO = {
     "register_external_parameter": "parameters that another module reads are gathered by themselves; leave it out",
     "unregister_external_parameter": "parameters that another module reads are gathered by themselves; leave it out",
     "TiledLinear": "use nn.Linear",
+    "estimate_zero2_model_states_mem_needs_all_cold": _ESTIMATE,
+    "estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATE,
     "MiCS_Init": "build inside zero.Init(); zero_optimization.mics_shard_size sets the size of the groups",
 }
 ABSENT_OF_CHECKPOINTING = {

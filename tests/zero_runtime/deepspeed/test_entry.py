@@ -36,7 +36,7 @@ def mean_loss(model: Any, step: int, rank: int, micro: int) -> torch.Tensor:
 def scripts(folder: str) -> list[dict[str, Any]]:
     """Run the script in one process without a launcher: a refused file, then another one twice, as a notebook would."""
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & set(os.environ)
-    files = ("ds_config_autoTP_zero1.json", "ds_config_zero3.json", "ds_config_zero3.json")
+    files = ("auto_tp.json", "zero3_without_offload.json", "zero3_without_offload.json")
     return [run_script(folder, file, 30) for file in files]
 
 
