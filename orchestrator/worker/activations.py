@@ -25,7 +25,7 @@ from orchestrator.workloads.models import token_losses
 from zero_runtime.memory.activation_count import LinearTrace, Trace
 from zero_runtime.memory.activation_trace import trace_step
 from zero_runtime.memory.repeated_blocks import with_blocks
-from zero_runtime.memory.short_model import Shortened, shorten, treats_alike
+from zero_runtime.memory.short_model import Shortened, short_copy, treats_alike
 from zero_runtime.timing.segments import SegmentTable
 from zero_runtime.timing.work import LinearWork, Work
 from zero_runtime.timing.work_counter import WorkCounter
@@ -114,9 +114,8 @@ def _shortened(config: RunConfig, rules: UnitRules) -> FewerBlocks | None:
     be traced as a whole."""
 
     def make() -> FewerBlocks | None:
-        model = copy.deepcopy(built(config))
-        left = shorten(model, rules, config.recompute)
-        return None if left is None else FewerBlocks(model, left)
+        found = short_copy(built(config), rules, config.recompute)
+        return None if found is None else FewerBlocks(*found)
 
     return _short.of((_settings(config), rules, treats_alike(config.recompute)), make)
 
