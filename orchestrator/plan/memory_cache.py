@@ -87,10 +87,16 @@ def _recalled_folder() -> str:
 def _folder(name: str, rooms: Sequence[str]) -> str:
     """Of complete packages: a list of single files becomes wrong when code moves, and a stale prediction is worse than
     one that is computed again."""
-    parts = [file for room in rooms for file in sorted((CODE / room).rglob("*.py"))]
     versions = [provenance.version_of(library) or "none" for library in LIBRARIES]
-    source = b"".join(file.read_bytes() for file in parts) + " ".join(versions).encode()
-    return f"{name}-{hashlib.sha256(source).hexdigest()[:8]}"
+    source = " ".join([*map(_digest, rooms), *versions])
+    return f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+
+
+@functools.cache
+def _digest(room: str) -> str:
+    """A hash of the code of a package."""
+    source = b"".join(file.read_bytes() for file in sorted((CODE / room).rglob("*.py")))
+    return hashlib.sha256(source).hexdigest()
 
 
 def stored(key: str) -> Any | None:
