@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from orchestrator.commands import fit_estimator, fit_peers
 from orchestrator.commands.fit_page import FitPage, named
@@ -19,6 +18,7 @@ from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.plan import fit, memory_cache, step
 from orchestrator.plan.fit import Fit
+from orchestrator.plan.memory_cache import Answer
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import distinct, judged
 from orchestrator.plan.prediction import NOT_ASKED, gpu_bytes_here, overhead_of, target_here
@@ -197,7 +197,7 @@ def _given(words: Sequence[str]) -> dict[str, str]:
     return {key: value for key, value in pairs.items() if AXES.get(key) != value}
 
 
-def answers_for(points: Sequence[Point], *, quiet: bool) -> dict[str, dict[str, Any]]:
+def answers_for(points: Sequence[Point], *, quiet: bool) -> dict[str, Answer]:
     """The shapes and traces of the points, by key. Refusal if a model cannot be built."""
     configs = [point.config for point in points]
     answers = memory_cache.answers(configs, _traced_for(points), None if quiet else complain)

@@ -28,7 +28,7 @@ _WORD = re.compile(rf"({re.escape(RANKS)}|{re.escape(NODES)})=([1-9][0-9]{{0,8}}
 GIB, M = 1 << 30, 10**6
 
 
-class Asked(NamedTuple):
+class EstimatorInput(NamedTuple):
     """What the estimators are asked for. numel: parameters; largest_layer: those of the module with the most."""
 
     numel: int
@@ -83,14 +83,14 @@ def main(text: str, words: Sequence[str], *, as_json: bool) -> int:
     return 0
 
 
-def zero2(asked: Asked) -> Iterator[Estimate]:
+def zero2(asked: EstimatorInput) -> Iterator[Estimate]:
     """The lines of `estimate_zero2_model_states_mem_needs_all_cold`."""
     for on_host in (True, False):
         value = deepspeed_zero2_estimate(asked.numel, asked.gpus_per_node, asked.nodes, optimizer_on_host=on_host)
         yield Estimate(False, on_host, None, value)
 
 
-def zero3(asked: Asked) -> Iterator[Estimate]:
+def zero3(asked: EstimatorInput) -> Iterator[Estimate]:
     """The lines of `estimate_zero3_model_states_mem_needs_all_cold`."""
     for optimizer, params in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
@@ -106,7 +106,7 @@ def zero3(asked: Asked) -> Iterator[Estimate]:
             yield Estimate(params, optimizer, zero_init, value)
 
 
-def head(asked: Asked, *, with_layer: bool) -> list[str]:
+def head(asked: EstimatorInput, *, with_layer: bool) -> list[str]:
     """The lines above a table. Millions are truncated, as DeepSpeed does."""
     nodes, gpus = f"node{'s' * (asked.nodes > 1)}", f"GPU{'s' * (asked.gpus_per_node > 1)}"
     layer = f", {asked.largest_layer // M}M largest layer params" if with_layer else ""
@@ -118,7 +118,7 @@ def head(asked: Asked, *, with_layer: bool) -> list[str]:
     ]
 
 
-def _left_out(asked: Asked) -> list[Row]:
+def _left_out(asked: EstimatorInput) -> list[Row]:
     """What exists in a step and is in none of the lines, with the bytes that the numbers determine."""
     defaults = DeepSpeedSettings()
     live = HALF * min(asked.numel, defaults.max_live_parameters + defaults.prefetch_bucket_size)
@@ -142,7 +142,7 @@ def _plain(one: Estimate) -> dict[str, Any]:
     return {**options, "zero_init": one.zero_init, **nbytes}
 
 
-def _asked(text: str, words: Sequence[str]) -> Asked:
+def _asked(text: str, words: Sequence[str]) -> EstimatorInput:
     numel, largest_layer = ([_numel(part) for part in text.split(",")] + [0, 0])[:2]
     problems = []
     if text.count(",") != 1 or not 0 < largest_layer <= numel:
@@ -157,7 +157,7 @@ def _asked(text: str, words: Sequence[str]) -> Asked:
         problems.append(f"{RANKS} must be a multiple of {NODES}={nodes}, found {ranks}      fix: {RANKS}={nodes}")
     if problems:
         raise Refusal(problems)
-    return Asked(numel, largest_layer, ranks // nodes, nodes)
+    return EstimatorInput(numel, largest_layer, ranks // nodes, nodes)
 
 
 def _numel(text: str) -> int:

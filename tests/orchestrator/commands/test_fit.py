@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,7 +125,7 @@ def test_offload_that_exceeds_the_host_s_memory_does_not_fit(say: Say) -> None:
 def test_rows_that_cannot_be_counted_are_reported_with_the_reason(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = command.answers_for
 
-    def without_full(points: Sequence[Point], *, quiet: bool) -> dict[str, dict[str, Any]]:
+    def without_full(points: Sequence[Point], *, quiet: bool) -> dict[str, Mapping[str, Any]]:
         answers = counted(points, quiet=quiet)
         for config in command._traced_for([one for one in points if one.config.recompute.kind == "full"]):
             answers.pop(answers[memory_cache.activations_key(config)]["trace"], None)
