@@ -141,7 +141,7 @@ def _counted(config: RunConfig, model: nn.Module, rules: UnitRules) -> CountedSt
     return CountedStep(trace, work.table(trace))
 
 
-def known(config: RunConfig) -> dict[str, Answer]:
+def known(config: RunConfig) -> dict[str, memory_cache.Answer]:
     """The answer and its trace by key, from the cache that predictions fill; otherwise counted here and added to it."""
     key = memory_cache.activations_key(config)
     if key in (found := memory_cache.stored_answers([key])):
@@ -149,7 +149,7 @@ def known(config: RunConfig) -> dict[str, Answer]:
     counted = dict(answers([config]))
     for name, one in counted.items():
         memory_cache.store(name, one)
-    return counted
+    return {**counted}
 
 
 def answers(family: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:
