@@ -66,7 +66,7 @@ from zero_runtime.activations.rule import RecomputeRule  # noqa: E402
 from zero_runtime.memory.activation_count import LinearTrace, Trace  # noqa: E402
 from zero_runtime.memory.census import take_census  # noqa: E402
 from zero_runtime.memory.counted_unit import CountRules  # noqa: E402
-from zero_runtime.memory.step_memory import StepMemory, replay_states  # noqa: E402
+from zero_runtime.memory.step_memory import StepMemory, StepPeaks, replay_states  # noqa: E402
 from zero_runtime.offload.copy_streams import HoldingCopies  # noqa: E402
 from zero_runtime.offload.plan import Tier  # noqa: E402
 from zero_runtime.precision import MixedPrecision  # noqa: E402
@@ -197,7 +197,8 @@ class Predictions:
         rules = CountRules(plan, shards, world // shards, case.accumulation, shapes["state_bytes"], world > 1)
         states = replay_states(linear.trace, units, rules, prefetch=case.prefetch)
         names = [unit["name"] for unit in shapes["units"]]
-        memory = ConfigMemory(config, units, rules, (StepMemory(linear, states, tokens=0, names=names),))
+        part = StepMemory(linear, StepPeaks.of(linear, states, names), tokens=0)
+        memory = ConfigMemory(config, units, rules, (part,))
         peak, host = memory.peak(micro), memory.away().host
         assert peak is not None
         return Predicted(states.between_steps + host, peak.total + host, peak.when)

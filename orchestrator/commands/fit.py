@@ -7,9 +7,8 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from orchestrator.commands import fit_peers
+from orchestrator.commands import fit_estimator, fit_peers
 from orchestrator.commands.fit_page import FitPage, named
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
@@ -19,13 +18,15 @@ from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.plan import fit, memory_cache, step
 from orchestrator.plan.fit import Fit
+from orchestrator.plan.memory_cache import Answer
 from orchestrator.plan.point import Point
 from orchestrator.plan.points import distinct, judged
 from orchestrator.plan.prediction import NOT_ASKED, gpu_bytes_here, overhead_of, target_here
 from orchestrator.plan.rules.scene import here
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import expanded, program
-from orchestrator.text.streams import complain
+from orchestrator.text.streams import complain, few
+from orchestrator.text.units import many
 
 # What is tried of each group that the command line leaves open. Combinations that a rule forbids are left out.
 AXES = {
@@ -39,6 +40,7 @@ SMALLEST = 2  # a batch of one is traced alone: torch treats dimensions of one d
 TRACED_TOKENS = 1 << 17  # of the largest micro-batch that is traced
 TABLE_RANKS = re.compile(r"ranks=([0-9]+(?:,[0-9]+)*)")
 RANKS, NODES = "resources.ranks", "resources.nodes"
+NOT_COUNTED = "the activations cannot be counted"
 FLAGS = ("--multirun", "--plan", "--config-dir", "--max-points")  # that a line of fit may have; all others start runs
 # The keys that fit varies itself, and what to do instead.
 OWN_KEYS = {
@@ -51,16 +53,19 @@ def main(argv: Sequence[str]) -> int:
     """Prints the table, one row's arithmetic, or a table over numbers of ranks. Returns 0, or 1 if nothing fits."""
     asked, words = parser().parse_known_args(argv)
     overrides = [one for word in words for one in _with_folder(word)]
+    if asked.estimator is not None:
+        if asked.table or asked.engine or asked.explain or asked.all:
+            raise Refusal([f"{fit_estimator.FLAG} prints its own tables: leave out --table, --as, --explain and --all"])
+        return fit_estimator.main(asked.estimator, words, as_json=asked.json)
     ranks = _ranks(asked.table)
     if asked.engine is not None:
         if ranks:
             raise Refusal(["--table and --as cannot be asked for together"])
         points = _points(overrides, ())
         found = fit_peers.rows_as(asked.engine, points, answers_for(points, quiet=asked.json))
-        return fit_peers.show(asked.engine, found, overrides, asked.explain, as_json=asked.json)
-    fits = fits_of(_points(overrides, ranks), quiet=asked.json)
-    if asked.explain is not None:
-        fits = [named(fits, asked.explain)]
+        return fit_peers.show(asked.engine, found, len(points), overrides, asked.explain, as_json=asked.json)
+    points = _points(overrides, ranks)
+    fits = fits_of(points if asked.explain is None else [named(points, asked.explain)], quiet=asked.json)
     if asked.json:
         print(json.dumps([one.to_dict() for one in fits], ensure_ascii=False))
     else:
@@ -85,7 +90,7 @@ def parser() -> VerbParser:
     )
     parser.usage = (
         f"{program()} fit [-h] [group=option | key=value ...] [--all] [--explain ROW] [--table ranks=1,2,4,8] "
-        "[--as ENGINE] [--json]"
+        "[--as ENGINE] [--estimator P,L] [--json]"
     )
     parser.epilog = f"example: {program()} fit model=llama2_7b hardware=a100_80gb resources.ranks=8 batch.seq=4096"
     parser.add_argument("--all", action="store_true", help="every row, also those that another row makes needless")
@@ -93,6 +98,11 @@ def parser() -> VerbParser:
     parser.add_argument("--table", metavar="ranks=N,N,...", help="the largest micro-batch for several numbers of ranks")
     parser.add_argument(
         "--as", dest="engine", choices=fit_peers.engine_names(), help="by the byte rules of another engine"
+    )
+    parser.add_argument(
+        fit_estimator.FLAG,
+        metavar="P,L",
+        help="the tables of DeepSpeed's estimators for P parameters, L of them in the largest layer, such as 2783M,65M",
     )
     add_json(parser)
     return parser
@@ -187,7 +197,7 @@ def _given(words: Sequence[str]) -> dict[str, str]:
     return {key: value for key, value in pairs.items() if AXES.get(key) != value}
 
 
-def answers_for(points: Sequence[Point], *, quiet: bool) -> dict[str, dict[str, Any]]:
+def answers_for(points: Sequence[Point], *, quiet: bool) -> dict[str, Answer]:
     """The shapes and traces of the points, by key. Refusal if a model cannot be built."""
     configs = [point.config for point in points]
     answers = memory_cache.answers(configs, _traced_for(points), None if quiet else complain)
@@ -207,26 +217,37 @@ def _traced_for(points: Sequence[Point]) -> list[RunConfig]:
 
 
 def fits_of(points: Sequence[Point], *, quiet: bool) -> list[Fit]:
-    """How large a micro-batch of each point fits, in the order of `fit.order`. Refusal if none can be predicted."""
+    """How large a micro-batch of each point fits, in the order of `fit.order`. Points that cannot be predicted are
+    reported on stderr. Refusal if none can be."""
     answers = answers_for(points, quiet=quiet)
-    fits, gpu_bytes, memories = [], gpu_bytes_here(), step.Memories(answers)
+    memories = step.Memories(answers, recalls=True)
+    gpu_bytes = gpu_bytes_here()
+    fits: list[Fit] = []
+    left_out: dict[str, list[str]] = {}
     for point in points:
         memory = memories.of(point.config)
         target = target_here(point.config, gpu_bytes)
-        if memory is None:
-            continue
         if target.device_bytes is None:
             raise Refusal(["the memory of the GPU is not known      fix: name the GPU: hardware=a100_80gb"])
-        found = fit.fit_of(
-            point.label, point.overrides, memory, target, overhead_of(point.config), _group(point.overrides)
-        )
-        if found is not None:
+        found = None
+        if memory is not None:
+            group = _group(point.overrides)
+            found = fit.fit_of(point.label, point.overrides, memory, target, overhead_of(point.config), group)
+        if found is None:
+            left_out.setdefault(_unknown(memories, point), []).append(point.label)
+        else:
             fits.append(found)
     if not fits:
-        reasons = dict.fromkeys(memories.unknown(config) for config in _traced_for(points))
-        reasons.pop("", None)
-        raise Refusal([f"the activations cannot be counted: {reason}" for reason in reasons or [NOT_ASKED]])
+        raise Refusal([f"{NOT_COUNTED}: {reason}" for reason in left_out])
+    for reason, labels in left_out.items():
+        rows = f"{len(labels)} of {many(len(points), 'row')}"
+        complain(f"warning: {rows} left out, {NOT_COUNTED}: {reason}      rows: {' '.join(few(labels))}")
     return fit.order(fits)
+
+
+def _unknown(memories: step.Memories, point: Point) -> str:
+    """Why nothing was counted for a point."""
+    return next(filter(None, map(memories.unknown, _traced_for([point]))), NOT_ASKED)
 
 
 def _group(overrides: Sequence[str]) -> tuple[str, ...]:

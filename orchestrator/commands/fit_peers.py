@@ -17,7 +17,7 @@ from orchestrator.plan.step import Memories
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.report.summary import Row, Table
 from orchestrator.text.paths import program
-from orchestrator.text.units import ABSENT, size
+from orchestrator.text.units import ABSENT, many, size
 
 HEADER = ("row", "micro", "peak", "at rest", "activations", "largest term")
 
@@ -44,14 +44,21 @@ def rows_as(engine: str, points: Sequence[Point], answers: Mapping[str, Mapping[
     return found
 
 
-def show(engine: str, found: Sequence[PeerFit], words: Sequence[str], explain: str | None, *, as_json: bool) -> int:
-    """Prints the rows, or the terms of one. Returns 0 if something fits, else 1."""
+def show(
+    engine: str, found: Sequence[PeerFit], tried: int, words: Sequence[str], explain: str | None, *, as_json: bool
+) -> int:
+    """Prints the rows, or the terms of one. tried: how many were asked for. Returns 0 if something fits, else 1."""
     screen = Screen(make_console(on_stderr=as_json))
     chosen = found if explain is None else [named(found, explain)]
     if as_json:
         print(json.dumps([one.to_dict() for one in chosen], ensure_ascii=False))
     elif explain is None:
         _table(screen, chosen)
+        if tried > len(found):
+            screen.console.print()
+            screen.rows(
+                [Row("left out", f"{tried - len(found)} of {many(tried, 'row')}, which these rules do not know")]
+            )
         first = next((one for one in chosen if one.micro), chosen[0])
         line = shlex.join(["fit", *words, "--as", engine, "--explain", first.label])
         screen.closing(

@@ -19,6 +19,7 @@ WHOLE_FILES = ("experiment", "sweeps")  # groups whose files change the whole co
 # Mappings with keys of other programs: the architecture's (from the files of conf/model), torch.optim's and sbatch's.
 ARCHITECTURE = "model.config"
 OPEN_KEYS = (ARCHITECTURE, "optimizer.arguments", "cluster.additional")
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # that of the C library is faster, and not always there
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,6 @@ def _config_of(file: Path) -> Iterable[object]:
     """The keys of the file's `config`; empty for a broken file, whose problem composing it reports."""
     try:
         yaml_bounds.check(file)
-        return list(yaml.safe_load(file.read_text(encoding="utf-8"))["config"])
+        return list(yaml.load(file.read_text(encoding="utf-8"), Loader=_LOADER)["config"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):
         return []

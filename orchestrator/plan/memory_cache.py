@@ -22,7 +22,7 @@ from typing import Any
 from orchestrator.config.parts import plain
 from orchestrator.config.schema import Device, RunConfig, to_dict
 from orchestrator.machine import children, provenance
-from orchestrator.records.cache import read_cached, write_cached
+from orchestrator.records.cache import read_cached, read_cached_object, write_cached
 from orchestrator.text.paths import CODE
 
 # The groups that a model's units and the optimizer's states depend on, next to unit_numel and ratio in `units_key`.
@@ -30,8 +30,10 @@ DECIDING = ("model", "adapter", "optimizer", "precision")
 SILENCE_S = 120.0  # that the child may take for one answer
 TELL_S = 2.0
 LIBRARIES = ("torch", "transformers", "peft")  # whose code affects the answers
+ANSWERING = ("zero_runtime", "orchestrator/worker", "orchestrator/workloads")  # the packages that answer
 TRACE, WORK = "trace-", "work-"  # the starts of the keys of traces, and of the work of their segments
 Tell = Callable[[str], None]
+Answer = Mapping[str, Any]
 
 
 def units_key(config: RunConfig) -> str:
@@ -72,16 +74,29 @@ def _hash(parts: Mapping[str, Any]) -> str:
 
 @functools.cache
 def folder() -> str:
-    """The name of the folder in the cache: a hash of the code and the versions of libraries that answers depend on.
+    """The name of the folder in the cache: a hash of the code and the versions of libraries that answers depend on."""
+    return _folder("shapes", ANSWERING)
 
-    Of complete packages: a list of single files becomes wrong when code moves, and a stale prediction is worse than one
-    that is computed again.
-    """
-    rooms = ("zero_runtime", "orchestrator/worker", "orchestrator/workloads")
-    parts = [file for room in rooms for file in sorted((CODE / room).rglob("*.py"))]
+
+@functools.cache
+def _recalled_folder() -> str:
+    """The same of what is computed from answers."""
+    return _folder("peaks", (*ANSWERING, "orchestrator/config", "orchestrator/plan"))
+
+
+def _folder(name: str, rooms: Sequence[str]) -> str:
+    """Of complete packages: a list of single files becomes wrong when code moves, and a stale prediction is worse than
+    one that is computed again."""
     versions = [provenance.version_of(library) or "none" for library in LIBRARIES]
-    source = b"".join(file.read_bytes() for file in parts) + " ".join(versions).encode()
-    return f"shapes-{hashlib.sha256(source).hexdigest()[:8]}"
+    source = " ".join([*map(_digest, rooms), *versions])
+    return f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+
+
+@functools.cache
+def _digest(room: str) -> str:
+    """A hash of the code of a package."""
+    source = b"".join(file.read_bytes() for file in sorted((CODE / room).rglob("*.py")))
+    return hashlib.sha256(source).hexdigest()
 
 
 def stored(key: str) -> Any | None:
@@ -97,13 +112,34 @@ def store(key: str, answer: Any) -> None:
         write_cached(folder(), key, answer)
 
 
+def recalled(key: str, compute: Callable[[], Any]) -> Any:
+    """What was computed from answers, as plain data: stored under the key, or computed now and, if not None, stored.
+
+    The key must name the answers, and everything else that the result depends on but the code.
+    """
+    known = None
+    with suppress(OSError):
+        known = read_cached(_recalled_folder(), key)
+    if known is None:
+        known = compute()
+        with suppress(OSError):
+            if known is not None:
+                write_cached(_recalled_folder(), key, known)
+    return known
+
+
+def hash_of(*parts: object) -> str:
+    """Of dataclasses, enums and plain values, whose representations have all that they hold."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
 def answers(
     units: Sequence[RunConfig],
     activations: Sequence[RunConfig],
     tell: Tell | None = None,
     *,
     within_s: float = math.inf,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Answer]:
     """The answer for each distinct configuration by its key, from the cache or from the child.
 
     Configurations for which the child fails, or takes longer than `within_s` in all, have none. `tell` is called at
@@ -147,20 +183,22 @@ def _unanswered(counted: Mapping[str, RunConfig], known: Mapping[str, Any]) -> d
     return found
 
 
-def stored_answers(keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+def stored_answers(keys: Sequence[str]) -> dict[str, Answer]:
     """The stored answers by key, with the traces that they name."""
-    known = {key: answer for key in keys if (answer := stored(key)) is not None}
+    known: dict[str, Answer] = {key: answer for key in keys if (answer := stored(key)) is not None}
     return known | _traces_of(known)
 
 
-def _traces_of(known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _traces_of(known: dict[str, Answer]) -> dict[str, Answer]:
     """The stored traces that answers name. An answer without its trace is removed, so that it is computed again."""
-    traces: dict[str, dict[str, Any]] = {}
+    traces: dict[str, Answer] = {}
     for key, answer in list(known.items()):
         place = answer.get("trace")
         if place is None or place in traces:
             continue
-        trace = stored(place)
+        trace = None
+        with suppress(OSError):
+            trace = read_cached_object(folder(), place)  # not parsed: what follows from it may be known
         if trace is None:
             del known[key]
         else:

@@ -15,7 +15,7 @@ from orchestrator.config.schema import AdapterKind, Device, RunConfig, to_dict
 from orchestrator.machine import hardware
 from orchestrator.plan import memory_cache, remedies
 from orchestrator.plan.decision import Prediction
-from orchestrator.plan.memory_cache import Tell, activations_key, units_key
+from orchestrator.plan.memory_cache import Answer, Tell, activations_key, units_key
 from orchestrator.plan.point import Point
 from orchestrator.plan.remedies import PredictedPeak
 from orchestrator.plan.speed import speed_of
@@ -104,7 +104,7 @@ def _predictions(
 
 
 def _prediction(
-    config: RunConfig, answers: Mapping[str, dict[str, Any]], memories: Memories, gpu_bytes: int | None
+    config: RunConfig, answers: Mapping[str, Answer], memories: Memories, gpu_bytes: int | None
 ) -> Prediction | None:
     shapes = answers.get(units_key(config))
     if shapes is None or "units" not in shapes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 from orchestrator.config.schema import RunConfig
 from orchestrator.plan import memory_cache
 from orchestrator.plan.step import ConfigMemory
@@ -15,6 +17,17 @@ TERA, GIGA = 1e12, 1e9
 
 def rough_time(memory: ConfigMemory) -> StepSeconds | None:
     """The time of a step; None if it was not traced, offloads, or needs a number that the data sheet lacks."""
+
+    def seconds() -> tuple[float, ...] | None:
+        time = _computed(memory)
+        return None if time is None else astuple(time)
+
+    key = f"time-{memory.name}-{memory_cache.hash_of(memory.config)}"
+    found = memory_cache.recalled(key, seconds) if memory.name else seconds()
+    return None if found is None else StepSeconds(*found)
+
+
+def _computed(memory: ConfigMemory) -> StepSeconds | None:
     config, part = memory.config, memory.part(memory.config.batch.micro)
     peaks = peaks_of(config)
     if part is None or peaks is None or _offloads(config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.state_groups import Offload
-from orchestrator.plan.memory_cache import activations_key, trace_key, units_key
+from orchestrator.plan.memory_cache import activations_key, hash_of, recalled, trace_key, units_key
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.memory.activation_count import LinearTrace
 from zero_runtime.memory.caching_allocator import AllocatorSettings
@@ -18,7 +19,7 @@ from zero_runtime.memory.counted_unit import CountRules
 from zero_runtime.memory.model import CollectiveCounts, UnitSize
 from zero_runtime.memory.outside_step import MomentBytes, OutsideStep, UnitParts
 from zero_runtime.memory.reserved import Reserved, reserved_peak
-from zero_runtime.memory.step_memory import TOKEN_BYTES, Peak, StatesReplay, StepMemory, replay_states
+from zero_runtime.memory.step_memory import TOKEN_BYTES, Peak, StatesReplay, StepMemory, StepPeaks, replay_states
 from zero_runtime.offload.memory import Moves, OffloadBytes, host_bytes, nvme_bytes
 from zero_runtime.offload.plan import Tier
 from zero_runtime.optim.configs import MATRIX_STATES, STATE_ITEMSIZE_BYTES, whole_itemsize
@@ -88,7 +89,8 @@ def matrices_of(config: RunConfig, shapes: Mapping[str, Any]) -> list[OwnedMatri
 @dataclass(frozen=True)
 class ConfigMemory:
     """The memory of one configuration's step on a rank. parts: for the micro-batches of each trace, in their order.
-    largest_numels: elements of the largest parameter of each unit. matrices: those that are updated whole."""
+    largest_numels: elements of the largest parameter of each unit. matrices: those that are updated whole. name: under
+    which results of it are kept in the cache; empty if they are not."""
 
     config: RunConfig
     units: Units
@@ -96,10 +98,11 @@ class ConfigMemory:
     parts: tuple[StepMemory, ...]
     largest_numels: tuple[int, ...] = field(default=(), kw_only=True)
     matrices: tuple[OwnedMatrix, ...] = field(default=(), kw_only=True)
+    name: str = field(default="", kw_only=True)
 
     def part(self, micro: int) -> StepMemory | None:
         """The memory of the trace that has this micro-batch; None if none has."""
-        return next((part for part in self.parts if part.linear.low <= micro <= part.linear.high), None)
+        return next((part for part in self.parts if part.peaks.low <= micro <= part.peaks.high), None)
 
     def peak(self, micro: int) -> Peak | None:
         """The worst moment of a step; None for a micro-batch that was not traced."""
@@ -108,18 +111,24 @@ class ConfigMemory:
 
     def reserved(self, micro: int, settings: AllocatorSettings | None = None) -> Reserved | None:
         """What torch's caching allocator reserves at the peak on a GPU; None for a micro-batch that was not traced."""
-        for part in self.parts:
-            if part.linear.low <= micro <= part.linear.high:
-                inputs = part.tokens * TOKEN_BYTES // 2 * micro
-                return reserved_peak(
-                    part.linear.at(micro),
-                    self.units,
-                    self.rules,
-                    prefetch=self.config.zero.prefetch,
-                    other=(part.buffers, inputs, inputs),
-                    settings=settings,
-                )
-        return None
+        part = self.part(micro)
+        if part is None:
+            return None
+        inputs = part.tokens * TOKEN_BYTES // 2 * micro
+
+        def replayed() -> list[int]:
+            found = reserved_peak(
+                part.linear.at(micro),
+                self.units,
+                self.rules,
+                prefetch=self.config.zero.prefetch,
+                other=(part.buffers, inputs, inputs),
+                settings=settings,
+            )
+            return [found.allocated, found.reserved]
+
+        key = f"reserved-{self.name}-{micro}-{hash_of(settings)}"
+        return Reserved(*(recalled(key, replayed) if self.name else replayed()))
 
     def largest(self, limit_bytes: int) -> int:
         """The largest traced micro-batch whose peak is at most the limit; 0 if none is."""
@@ -127,7 +136,7 @@ class ConfigMemory:
 
     @property
     def highest_traced(self) -> int:
-        return max((part.linear.high for part in self.parts), default=0)
+        return max((part.peaks.high for part in self.parts), default=0)
 
     def away(self) -> OffloadBytes:
         """The bytes that a rank offloads to host memory and to the scratch file."""
@@ -148,10 +157,10 @@ class ConfigMemory:
 
     def host_bytes(self, micro: int) -> int:
         """Host memory of a rank for what it offloads, activations (`recompute.offload`) included."""
-        for part in self.parts:
-            if part.linear.low <= micro <= part.linear.high and any(part.linear.trace.on_host):
-                return self.away().host + part.linear.at(micro).total().host
-        return self.away().host
+        part = None if self.config.recompute.offload == "none" else self.part(micro)
+        if part is None or not any(part.linear.trace.on_host):
+            return self.away().host
+        return self.away().host + part.linear.at(micro).total().host
 
     def outside_step(self) -> list[MomentBytes]:
         """The moments outside of steps; none with offload, or if no micro-batch was traced."""
@@ -166,7 +175,7 @@ class ConfigMemory:
         return OutsideStep(
             [UnitParts(size, kind, largest) for (size, kind), largest in pairs],
             self.rules,
-            self.parts[0].states.between_steps,
+            self.parts[0].peaks.between_steps,
             len(rule.state_names) - (len(MATRIX_STATES) if rule.matrix_patterns is not None else 0),
             on_cpu=self.config.resources.device is not Device.cuda,
         )
@@ -202,14 +211,17 @@ class ConfigMemory:
 
     def _gathers(self) -> Sequence[int]:
         """How often the replayed schedule gathers each unit in a step."""
-        return self.parts[0].states.gathers if self.parts else [0] * len(self.units)
+        return self.parts[0].peaks.gathers if self.parts else [0] * len(self.units)
 
 
 class Memories:
-    """The memory of configurations from the answers of memory_cache.answers. What several share is computed once."""
+    """The memory of configurations from the answers of memory_cache.answers. What several share is computed once.
 
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
+    recalls: the answers are those of the cache, unchanged, so that what follows from them is kept there too.
+    """
+
+    def __init__(self, answers: Answers, *, recalls: bool = False) -> None:
+        self._answers, self._recalls = answers, recalls
         self._linear: dict[str, LinearTrace] = {}
         self._replayed: dict[tuple[object, ...], StatesReplay] = {}
         self._units: dict[tuple[object, ...], Units] = {}
@@ -220,15 +232,39 @@ class Memories:
         shapes = self._answers.get(key)
         if shapes is None or "units" not in shapes:
             return None
-        units, names = self._units_of(config, key, shapes), [unit["name"] for unit in shapes["units"]]
-        tokens, rules = config.batch.seq * (config.batch.accumulation or 1), rules_of(config, shapes)
+        units, rules = self._units_of(config, key, shapes), rules_of(config, shapes)
+        memory = ConfigMemory(
+            config,
+            units,
+            rules,
+            (),
+            largest_numels=tuple(max(math.prod(shape) for _, shape in unit["shapes"]) for unit in shapes["units"]),
+            matrices=tuple(matrices_of(config, shapes)),
+            name=hash_of(key, trace_key(config), rules, *_deciding(config)) if self._recalls else "",
+        )
+        tokens, family = config.batch.seq * (config.batch.accumulation or 1), trace_key(config)
         parts = [
-            StepMemory(linear, self._replay(config, linear, units, rules, key), tokens, shapes["buffer_bytes"], names)
-            for linear in self._traces(config)
+            StepMemory(
+                functools.partial(self._linear_of, trace),
+                self._peaks_of(memory, trace, shapes),
+                tokens,
+                shapes["buffer_bytes"],
+            )
+            for trace in self._answers
+            if trace.startswith(family)
         ]
-        largest = (max(math.prod(shape) for _, shape in unit["shapes"]) for unit in shapes["units"])
-        matrices = tuple(matrices_of(config, shapes))
-        return ConfigMemory(config, units, rules, tuple(parts), largest_numels=tuple(largest), matrices=matrices)
+        return replace(memory, parts=tuple(sorted(parts, key=lambda part: (part.peaks.low, part.peaks.high))))
+
+    def _peaks_of(self, memory: ConfigMemory, trace: str, shapes: Mapping[str, Any]) -> StepPeaks:
+        """The peaks of the micro-batches of one trace, which is only read if they are not in the cache."""
+
+        def computed() -> dict[str, Any]:
+            linear = self._linear_of(trace)
+            names = [unit["name"] for unit in shapes["units"]]
+            return StepPeaks.of(linear, self._replay(memory, linear), names).plain()
+
+        micros = trace.removeprefix(trace_key(memory.config))
+        return StepPeaks.of_plain(recalled(f"peaks-{memory.name}-{micros}", computed) if memory.name else computed())
 
     def _units_of(self, config: RunConfig, key: str, shapes: Mapping[str, Any]) -> Units:
         ranks, offload = config.resources.ranks or 1, config.offload
@@ -242,25 +278,24 @@ class Memories:
         """Why there is no trace of the configuration; empty if there is one."""
         return str(self._answers.get(activations_key(config), {}).get("unknown", ""))
 
-    def _traces(self, config: RunConfig) -> list[LinearTrace]:
-        """The traces of all micro-batches of the configuration's family, the smallest first."""
-        family = trace_key(config)
-        for key in self._answers:
-            if key.startswith(family) and key not in self._linear:
-                self._linear[key] = LinearTrace.of_plain(self._answers[key])
-        found = [linear for key, linear in self._linear.items() if key.startswith(family)]
-        return sorted(found, key=lambda linear: (linear.low, linear.high))
+    def _linear_of(self, trace: str) -> LinearTrace:
+        if trace not in self._linear:
+            self._linear[trace] = LinearTrace.of_plain(self._answers[trace])
+        return self._linear[trace]
 
-    def _replay(
-        self, config: RunConfig, linear: LinearTrace, units: Units, rules: CountRules, units_name: str
-    ) -> StatesReplay:
+    def _replay(self, memory: ConfigMemory, linear: LinearTrace) -> StatesReplay:
         # The runtime's half of a step depends on the order of the marks alone: see step_memory.py.
-        order = tuple((kind, unit) for _, kind, unit in linear.trace.marks)
-        offload, device = config.offload, config.resources.device  # which of the shards are elsewhere
-        key = (units_name, rules, config.zero.prefetch, offload.params, offload.optimizer, device, order)
+        config, order = memory.config, tuple((kind, unit) for _, kind, unit in linear.trace.marks)
+        key = (units_key(config), memory.rules, *_deciding(config), order)
         if key not in self._replayed:
-            self._replayed[key] = replay_states(linear.trace, units, rules, prefetch=config.zero.prefetch)
+            prefetch = config.zero.prefetch
+            self._replayed[key] = replay_states(linear.trace, memory.units, memory.rules, prefetch=prefetch)
         return self._replayed[key]
+
+
+def _deciding(config: RunConfig) -> tuple[object, ...]:
+    """What a replay depends on next to its units, rules and marks: prefetches, and where shards are stored."""
+    return config.zero.prefetch, config.offload.params, config.offload.optimizer, config.resources.device
 
 
 def error_bytes(config: RunConfig) -> int:

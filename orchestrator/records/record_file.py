@@ -134,16 +134,24 @@ def parsed(path: Path, text: bytes) -> Any:
 
 def loaded(path: Path) -> Any:
     """The file's JSON data, not yet checked; None if there is no such file. BadRecord if it is too large or no JSON."""
+    text = file_bytes(path)
+    if text is None:
+        return None
+    data = parsed(path, text)
+    if data is None:
+        raise BadRecord(path, "null")
+    return data
+
+
+def file_bytes(path: Path) -> bytes | None:
+    """The bytes of a regular file; None if there is no such file. BadRecord if it is too large or no file."""
     with _regular(path) as file:
         if file is None:
             return None
         size = os.fstat(file.fileno()).st_size
         if size > MOST_BYTES:
             raise BadRecord(path, f"{size:,} bytes, more than {MOST_BYTES:,}")
-        data = parsed(path, file.read())
-    if data is None:
-        raise BadRecord(path, "null")
-    return data
+        return file.read()
 
 
 @contextlib.contextmanager
@@ -189,14 +197,16 @@ def write_json_atomic(path: Path, data: Mapping[str, Any]) -> None:
     write_text_atomic(path, json.dumps(sealed(data), indent=2, ensure_ascii=False) + "\n")
 
 
-def write_text_atomic(path: Path, text: str) -> None:
-    """Replaces a text file atomically, as `write_json_atomic` does."""
+def write_text_atomic(path: Path, text: str, *, lasting: bool = True) -> None:
+    """Replaces a text file atomically, as `write_json_atomic` does. lasting: it has to survive a crash of the machine,
+    so that the data is on the disk first."""
     temporary = path.with_name(f".{path.name}.{mark()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if lasting:
+                os.fsync(file.fileno())
         try:
             temporary.replace(path)
         except IsADirectoryError:

@@ -25,7 +25,7 @@ from orchestrator.workloads.models import token_losses
 from zero_runtime.memory.activation_count import LinearTrace, Trace
 from zero_runtime.memory.activation_trace import trace_step
 from zero_runtime.memory.repeated_blocks import with_blocks
-from zero_runtime.memory.short_model import Shortened, shorten, treats_alike
+from zero_runtime.memory.short_model import Shortened, short_copy, treats_alike
 from zero_runtime.timing.segments import SegmentTable
 from zero_runtime.timing.work import LinearWork, Work
 from zero_runtime.timing.work_counter import WorkCounter
@@ -114,9 +114,8 @@ def _shortened(config: RunConfig, rules: UnitRules) -> FewerBlocks | None:
     be traced as a whole."""
 
     def make() -> FewerBlocks | None:
-        model = copy.deepcopy(built(config))
-        left = shorten(model, rules, config.recompute)
-        return None if left is None else FewerBlocks(model, left)
+        found = short_copy(built(config), rules, config.recompute)
+        return None if found is None else FewerBlocks(*found)
 
     return _short.of((_settings(config), rules, treats_alike(config.recompute)), make)
 
@@ -142,7 +141,7 @@ def _counted(config: RunConfig, model: nn.Module, rules: UnitRules) -> CountedSt
     return CountedStep(trace, work.table(trace))
 
 
-def known(config: RunConfig) -> dict[str, Answer]:
+def known(config: RunConfig) -> dict[str, memory_cache.Answer]:
     """The answer and its trace by key, from the cache that predictions fill; otherwise counted here and added to it."""
     key = memory_cache.activations_key(config)
     if key in (found := memory_cache.stored_answers([key])):
@@ -150,7 +149,7 @@ def known(config: RunConfig) -> dict[str, Answer]:
     counted = dict(answers([config]))
     for name, one in counted.items():
         memory_cache.store(name, one)
-    return counted
+    return {**counted}
 
 
 def answers(family: Sequence[RunConfig]) -> Iterator[tuple[str, Answer]]:

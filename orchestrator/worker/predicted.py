@@ -28,7 +28,7 @@ def known(config: RunConfig) -> Numbers:
     return _numbers(config, counted)
 
 
-def _numbers(config: RunConfig, counted: Mapping[str, dict[str, Any]]) -> Numbers:
+def _numbers(config: RunConfig, counted: Mapping[str, Mapping[str, Any]]) -> Numbers:
     """The activations that a forward keeps and the peak of a step, on a rank; or why they are unknown."""
     answer = counted[memory_cache.activations_key(config)]
     if "bytes" not in answer:

@@ -18,7 +18,6 @@ from orchestrator.launch.environment import set_kernel_cache
 from orchestrator.records.run_record import scratch_path
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
-from orchestrator.workloads.tokenizer import load_tokenizer
 from zero_runtime.activations.recompute import Recomputation
 from zero_runtime.checkpoint.hugging_face.source import WeightsFolder
 from zero_runtime.collectives import Collectives
@@ -57,6 +56,8 @@ def build_data(config: RunConfig) -> TokenData:
     encode = None
     if config.data.tokenizer is Tokenizer.model:
         assert config.model.path is not None
+        from orchestrator.workloads.tokenizer import load_tokenizer  # here: predictions do not wait for its libraries
+
         encode = load_tokenizer(config.model.path)
     return load_data(
         str(config.data.kind),

@@ -100,7 +100,7 @@ def test_bytes_between_steps_and_sent_bytes_are_the_predicted_ones(
 ) -> None:
     memory = predicted(CONFIGS[name])
     for counted in by_rank:
-        assert counted[name][0] == memory.parts[0].states.between_steps
+        assert counted[name][0] == memory.parts[0].peaks.between_steps
     assert max(counted[name][2] for counted in by_rank) == memory.sent_bytes()
 
 

@@ -195,6 +195,22 @@ class LinearTrace:
             found.append(_hull([(place, levels[place]) for place in (start, *inside, *last)]))
         return found
 
+    def parts(self, count: int) -> tuple[Line, Line, Line]:
+        """The three numbers of `Trace.parts` at each micro-batch, as lines."""
+        found = self._known_parts.get(count)
+        if found is None:
+            bases = self.trace.parts(count)
+            # Which storages exist does not depend on their sizes.
+            slopes = replace(self.trace, sizes=self.slopes).parts(count)
+            found = (bases[0], slopes[0]), (bases[1], slopes[1]), (bases[2], slopes[2])
+            self._known_parts[count] = found
+        return found
+
+    @cached_property
+    def _known_parts(self) -> dict[int, tuple[Line, Line, Line]]:
+        """Of the moments that were asked for: those of rows with the same trace are often the same."""
+        return {}
+
     def at(self, micro: int) -> Trace:
         """The trace of one micro-batch from low to high."""
         if not self.low <= micro <= self.high:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -33,18 +34,48 @@ def shorten(model: nn.Module, rules: UnitRules, recompute: RecomputeRule) -> Sho
     None, with the model unchanged, if they are not, or if the rule treats blocks by their place. None also if units
     span blocks; the model is shorter then, and has to be built again.
     """
+    blocks = _equal_blocks(model, recompute)
+    if blocks is None:
+        return None
+    count = len(blocks)
+    del blocks[MIDDLE : MIDDLE + count - SHORT]
+    return _left(model, rules, count)
+
+
+def short_copy(model: nn.Module, rules: UnitRules, recompute: RecomputeRule) -> tuple[nn.Module, Shortened] | None:
+    """A copy of the model that `shorten` has shortened; None where it returns None. The model is unchanged."""
+    blocks = _equal_blocks(model, recompute)
+    if blocks is None:
+        return None
+    complete, count = blocks._modules, len(blocks)
+    kept = [*list(blocks)[:MIDDLE], *list(blocks)[MIDDLE + count - SHORT :]]
+    try:  # a copy of all blocks takes longer than their tracing
+        blocks._modules = type(complete)((str(number), block) for number, block in enumerate(kept))
+        copied = copy.deepcopy(model)
+    finally:
+        blocks._modules = complete
+    left = _left(copied, rules, count)
+    return None if left is None else (copied, left)
+
+
+def _equal_blocks(model: nn.Module, recompute: RecomputeRule) -> nn.ModuleList | None:
+    """The list of the blocks, if they are more than five and all but the first and the last are equal."""
     blocks = block_modules(model)
     if len(blocks) <= SHORT or not treats_alike(recompute):
         return None
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and list(module) == blocks]
     if len(lists) != 1 or len({_signature(block) for block in blocks[1:-1]}) > 1:
         return None
-    del lists[0][MIDDLE : MIDDLE + len(blocks) - SHORT]
+    return lists[0]
+
+
+def _left(model: nn.Module, rules: UnitRules, blocks: int) -> Shortened | None:
+    """Where the units of a shortened model's blocks are; None if units span blocks."""
     left = block_modules(model)
     place = {module: number for number, block in enumerate(left) for module in block.modules()}
     of_units = [{place.get(module) for module in spec.modules} for spec in plan_units(model, rules)]
     units = None if any(len(found) > 1 for found in of_units) else equal_units([found.pop() for found in of_units])
-    return None if units is None else Shortened(len(blocks), units)
+    return None if units is None else Shortened(blocks, units)
 
 
 def _signature(block: nn.Module) -> tuple[object, ...]:

@@ -10,10 +10,10 @@ size of the micro-batch. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
 from zero_runtime.memory.counted_unit import TRANSFERS, Book, Copying, CountedUnit, CountRules
@@ -207,52 +207,96 @@ class Peak:
         return self.blocks + self.outside + self.backward
 
 
-class _Moment(NamedTuple):
-    """A candidate for the worst moment: its mark, the number of events before it, whether the runtime is handling the
-    mark, and its bytes as a line over the micro-batch, without inputs and buffers."""
-
-    place: int
-    position: int
-    is_highest: bool
-    base: int
-    slope: int
+Sized = tuple[int, int]  # bytes at the lowest micro-batch, and bytes for each sequence more
 
 
-@dataclass
+class WorstMoment(NamedTuple):
+    """A moment that is the worst at some micro-batch. when: in words. states: bytes of the runtime by component.
+    blocks, outside, backward: as in `Peak`, as lines over the micro-batch."""
+
+    when: str
+    states: dict[str, int]
+    blocks: Sized
+    outside: Sized
+    backward: Sized
+
+    @property
+    def line(self) -> Sized:
+        """All bytes of the moment, without inputs and buffers."""
+        parts = (self.blocks, self.outside, self.backward)
+        return sum(self.states.values()) + sum(base for base, _ in parts), sum(slope for _, slope in parts)
+
+
+@dataclass(frozen=True)
+class StepPeaks:
+    """What decides the memory of a step at any micro-batch from `low` to `high`: a small part of a trace and a replay.
+
+    moments: all that can be the worst, in the order of the step; the optimizer's step comes last. between_steps,
+    gathers: of the replay.
+    """
+
+    low: int
+    high: int
+    moments: tuple[WorstMoment, ...]
+    between_steps: int
+    gathers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, linear: LinearTrace, states: StatesReplay, names: Sequence[str] = ()) -> StepPeaks:
+        """From a trace and the replay of its marks. names: of the units."""
+        found = _Moments(linear, states, names).worst()
+        step = WorstMoment("in the optimizer's step", states.step.at_highest, (0, 0), (0, 0), (0, 0))
+        return cls(linear.low, linear.high, (*found, step), states.between_steps, states.gathers)
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data for JSON; `of_plain` is the inverse."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @classmethod
+    def of_plain(cls, data: Mapping[str, Any]) -> StepPeaks:
+        moments = tuple(
+            WorstMoment(when, states, *((base, slope) for base, slope in lines))
+            for when, states, *lines in data["moments"]
+        )
+        return cls(**{**data, "moments": moments, "gathers": tuple(data["gathers"])})
+
+
 class StepMemory:
     """The memory of one row's step for all micro-batches of a `LinearTrace`.
 
-    tokens: of all the step's micro-batches together, for each sequence of a micro-batch. buffers: bytes of the model's
-    buffers on the device. names: of the units.
+    trace: it, or a function that reads it when it is first needed. tokens: of all the step's micro-batches together,
+    for each sequence of a micro-batch. buffers: bytes of the model's buffers on the device.
     """
 
-    linear: LinearTrace
-    states: StatesReplay
-    tokens: int
-    buffers: int = 0
-    names: Sequence[str] = ()
+    def __init__(
+        self, trace: LinearTrace | Callable[[], LinearTrace], peaks: StepPeaks, tokens: int, buffers: int = 0
+    ) -> None:
+        self._trace = trace
+        self.peaks, self.tokens, self.buffers = peaks, tokens, buffers
+
+    @cached_property
+    def linear(self) -> LinearTrace:
+        return self._trace if isinstance(self._trace, LinearTrace) else self._trace()
 
     def peak(self, micro: int) -> Peak:
-        """The worst moment at a micro-batch from low to high."""
-        more = micro - self.linear.low
-        worst = max(self._moments, key=lambda one: one.base + one.slope * more)
-        inputs, step = self.tokens * TOKEN_BYTES * micro, self.states.step
-        if step.highest > worst.base + worst.slope * more:
-            states, parts, when = step.at_highest, (0, 0, 0), "in the optimizer's step"
-        else:
-            level = self._level(worst.place)
-            states = level.at_highest if worst.is_highest else level.at_left
-            parts, when = self.linear.at(micro).parts(worst.position), self._when(worst)
-        total = sum(states.values()) + sum(parts) + inputs + self.buffers
-        return Peak(total, states, *parts, inputs=inputs, buffers=self.buffers, when=when)
+        """The worst moment at a micro-batch from low to high; the first of several equal ones."""
+        more = micro - self.peaks.low
+
+        def at(line: Sized) -> int:
+            return line[0] + line[1] * more
+
+        worst = max(self.peaks.moments, key=lambda one: at(one.line))
+        parts = at(worst.blocks), at(worst.outside), at(worst.backward)
+        inputs = self.tokens * TOKEN_BYTES * micro
+        total = sum(worst.states.values()) + sum(parts) + inputs + self.buffers
+        return Peak(total, worst.states, *parts, inputs=inputs, buffers=self.buffers, when=worst.when)
 
     def largest(self, limit: int) -> int:
         """The largest micro-batch of at most `high` whose peak is at most `limit` bytes; 0 if not even `low` fits."""
-        room, low = limit - self.buffers, self.linear.low
+        room, low = limit - self.buffers, self.peaks.low
         inputs = self.tokens * TOKEN_BYTES
-        best = self.linear.high
-        lines = [(self.states.step.highest, 0), *((one.base, one.slope) for one in self._moments)]
-        for base, slope in lines:
+        best = self.peaks.high
+        for base, slope in (one.line for one in self.peaks.moments):
             left = room - base - inputs * low
             if left < 0:
                 return 0
@@ -260,39 +304,60 @@ class StepMemory:
                 best = min(best, low + left // (slope + inputs))
         return best
 
-    @cached_property
-    def _moments(self) -> list[_Moment]:
-        """The moments that can be the worst at some micro-batch from low to high, in the order of the step.
 
-        A line that another one reaches at both ends is below it between them too, so that it is left out. Where two are
-        equal the first is the worst, as `max` chooses.
+class _Moment(NamedTuple):
+    """A candidate for the worst moment: its bytes at the lowest and at the highest micro-batch, without inputs and
+    buffers; its mark, the number of events before it, and whether the runtime is handling the mark."""
+
+    at_low: int
+    at_high: int
+    place: int
+    position: int
+    is_highest: bool
+
+
+@dataclass
+class _Moments:
+    """The moments of a step that can be the worst at some micro-batch."""
+
+    linear: LinearTrace
+    states: StatesReplay
+    names: Sequence[str]
+
+    def worst(self) -> list[WorstMoment]:
+        """These moments, in the order of the step.
+
+        They are the upper envelope of all lines. Where two are equal, or meet at a micro-batch, the first is the worst,
+        as `max` chooses.
         """
+        moments = list(self._all())
+        kept: list[int] = []
+        most, first_of_most = -1, 0
+        for number in sorted(range(len(moments)), key=lambda one: -moments[one].at_low):
+            at_high = moments[number].at_high
+            if at_high < most or (at_high == most and number > first_of_most):
+                continue  # a line that another one reaches at both ends is below it between them too
+            most, first_of_most = at_high, number
+            while len(kept) > 1 and _hides(moments[kept[-2]], moments[number], moments[kept[-1]]):
+                kept.pop()
+            kept.append(number)
+        return [self._worst(moments[number]) for number in sorted(kept)]
+
+    def _all(self) -> Iterator[_Moment]:
         span, marks = self.linear.high - self.linear.low, self.states.marks
-        lines: list[tuple[int, int, int, int, bool]] = []  # less at low (to sort by), at high, place, position, highest
         for place, candidates in enumerate(self.linear.segments):
             level = self.states.start if place == 0 else marks[place - 1]
             first, (base, slope) = candidates[0]
             total = level.highest + base
-            lines.append((-total, total + slope * span, place, first, True))
+            yield _Moment(total, total + slope * span, place, first, True)
             left = level.left
-            lines += [
-                (-left - base, left + base + slope * span, place, position, False)
-                for position, (base, slope) in candidates
-            ]
-        found, most, first_of_most = [], -1, 0
-        for number in sorted(range(len(lines)), key=lambda one: lines[one][0]):
-            at_high = lines[number][1]
-            if at_high > most or (at_high == most and number < first_of_most):
-                most, first_of_most = at_high, number
-                found.append(number)
-        return [self._moment(lines[number], span) for number in sorted(found)]
+            for position, (base, slope) in candidates:
+                yield _Moment(left + base, left + base + slope * span, place, position, False)
 
-    def _moment(self, line: tuple[int, int, int, int, bool], span: int) -> _Moment:
-        less, at_high, place, position, is_highest = line
-        return _Moment(place, position, is_highest, -less, (at_high + less) // span if span else 0)
-
-    def _level(self, place: int) -> Level:
-        return self.states.start if place == 0 else self.states.marks[place - 1]
+    def _worst(self, moment: _Moment) -> WorstMoment:
+        level = self.states.start if moment.place == 0 else self.states.marks[moment.place - 1]
+        states = level.at_highest if moment.is_highest else level.at_left
+        return WorstMoment(self._when(moment), states, *self.linear.parts(moment.position))
 
     def _when(self, moment: _Moment) -> str:
         trace = self.linear.trace
@@ -305,6 +370,14 @@ class StepMemory:
             return "in the backward of the loss"
         name = self.names[unit] if unit < len(self.names) else f"unit {unit}"
         return f"{_WORDS[kind]} {name}"
+
+
+def _hides(first: _Moment, last: _Moment, middle: _Moment) -> bool:
+    """Whether one of two lines is above the middle one wherever that is between them. Of the three, the first is the
+    highest at the lowest micro-batch, and the last at the highest."""
+    fall, rise = first.at_low - last.at_low, last.at_high - first.at_high
+    # The first and the last meet at the share fall / (fall + rise) of the way.
+    return (middle.at_low - first.at_low) * rise + (middle.at_high - first.at_high) * fall < 0
 
 
 _WORDS = {

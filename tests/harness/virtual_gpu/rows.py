@@ -36,7 +36,7 @@ from zero_runtime.memory.activation_trace import trace_step
 from zero_runtime.memory.counted_unit import CountRules
 from zero_runtime.memory.dtype_audit import DTypeAudit
 from zero_runtime.memory.dtype_rules import AskedDTypes
-from zero_runtime.memory.step_memory import StepMemory, replay_states
+from zero_runtime.memory.step_memory import StepMemory, StepPeaks, replay_states
 from zero_runtime.offload.plan import OffloadPlan, Tier
 from zero_runtime.offload.scratch_file import ScratchFile
 from zero_runtime.offload.scratch_settings import ScratchSettings
@@ -214,7 +214,7 @@ def _predicted(row: Row, trace: Trace, runtime: ZeroRuntime) -> int:
     units = list(zip(unit_sizes(runtime), (unit.precision for unit in runtime.units), strict=True))
     linear = LinearTrace.of_one(SEQUENCES, trace)
     states = replay_states(trace, units, rules, prefetch=row.prefetch)
-    return StepMemory(linear, states, tokens=0).peak(SEQUENCES).total
+    return StepMemory(linear, StepPeaks.of(linear, states), tokens=0).peak(SEQUENCES).total
 
 
 def _build(bench: Bench, row: Row, scratch: Path) -> tuple[ZeroRuntime, Recomputation | None]:

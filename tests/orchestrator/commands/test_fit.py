@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,9 @@ from orchestrator.commands import fit as command
 from orchestrator.commands.fit_page import narrowed
 from orchestrator.config.strict import Refusal
 from orchestrator.plan import fit_arithmetic, memory_cache
+from orchestrator.plan.point import Point
 from orchestrator.report.summary import Table
+from zero_runtime.memory.activation_count import LinearTrace
 
 LINE = ("model=llama_tiny", "hardware=a10", "hardware.gpus=4", "recompute=none,full", "loss=full")
 TWO = (*LINE, "resources.ranks=2")
@@ -119,6 +122,25 @@ def test_offload_that_exceeds_the_host_s_memory_does_not_fit(say: Say) -> None:
     assert "stage0" not in lacking
 
 
+def test_rows_that_cannot_be_counted_are_reported_with_the_reason(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = command.answers_for
+
+    def without_full(points: Sequence[Point], *, quiet: bool) -> dict[str, Mapping[str, Any]]:
+        answers = counted(points, quiet=quiet)
+        for config in command._traced_for([one for one in points if one.config.recompute.kind == "full"]):
+            answers.pop(answers[memory_cache.activations_key(config)]["trace"], None)
+            answers[memory_cache.activations_key(config)] = {"unknown": "ValueError: no"}
+        return answers
+
+    monkeypatch.setattr(command, "answers_for", without_full)
+    code, out, err = say(*TWO, "--all")
+    assert code == 0
+    assert len([line for line in out.splitlines() if line.startswith("stage")]) == 9
+    told = "warning: 9 of 18 rows left out, the activations cannot be counted: ValueError: no      rows: stage0-full "
+    assert err.startswith(told)
+    assert len(err.splitlines()) == 1
+
+
 @pytest.mark.parametrize("label", ["stage0", "stage1", "stage2", "stage3-full", "stage3-optimizer_param_cpu"])
 def test_the_arithmetic_adds_up_to_the_peak_and_states_equal_their_closed_form(counted: Path, label: str) -> None:
     (one,) = [row for row in command.fits_of(command._points(TWO, ()), quiet=True) if row.label == label]
@@ -214,6 +236,24 @@ def test_other_lists_are_part_of_the_label() -> None:
     fixed = ["zero=stage2", "offload=none", "hardware=a10", "loss=full", "recompute=none,full"]
     points = command._points([*fixed, "precision=fp32,bf16", "batch.seq=64,128"], ())
     assert [point.label for point in points][:3] == ["stage2-fp32-seq64", "stage2-fp32-seq128", "stage2-bf16-seq64"]
+
+
+def test_rows_that_another_engine_s_rules_do_not_know_are_counted(say: Say) -> None:
+    code, out, err = say(*TWO, "--as", "deepspeed")
+    assert (code, err) == (0, "")
+    assert len([line for line in out.splitlines() if line.startswith("stage")]) == 16
+    assert "\nleft out  2 of 18 rows, which these rules do not know\n" in out  # stage 0 has no offload there
+
+
+def test_a_second_question_reads_no_trace(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = say(*TWO, "--all")
+
+    def read(data: object) -> LinearTrace:
+        raise AssertionError("a trace was read")
+
+    monkeypatch.setattr(LinearTrace, "of_plain", read)
+    assert say(*TWO, "--all") == first
+    assert say.json(*TWO, "hardware.memory_mib=1200")  # nor does another limit, but for what the allocator reserves
 
 
 def test_what_the_allocator_reserves_is_a_column_for_gpus_and_none_for_cpu_ranks(say: Say) -> None:

@@ -19,7 +19,7 @@ from orchestrator.plan.step import ConfigMemory, rules_of, with_micro
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
 from zero_runtime.memory.device_overhead import NO_OVERHEAD
 from zero_runtime.memory.model import UnitSize
-from zero_runtime.memory.step_memory import Peak, StepMemory, replay_states
+from zero_runtime.memory.step_memory import Peak, StepMemory, StepPeaks, replay_states
 from zero_runtime.precision import MixedPrecision
 from zero_runtime.timing.step_time import StepSeconds
 
@@ -33,7 +33,7 @@ def memory_of(config: RunConfig) -> ConfigMemory:
     rules = rules_of(config, {"state_bytes": 8.0})
     linear = LinearTrace(Trace(marks=list(MARKS)), [], 1, 100)
     states = replay_states(linear.trace, UNITS, rules, prefetch=1)
-    return ConfigMemory(config, UNITS, rules, (StepMemory(linear, states, tokens=10),))
+    return ConfigMemory(config, UNITS, rules, (StepMemory(linear, StepPeaks.of(linear, states), tokens=10),))
 
 
 def row(label: str, words: str, micro: int = 8) -> Fit:

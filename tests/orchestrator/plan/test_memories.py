@@ -24,7 +24,7 @@ def test_states_that_leave_a_gpu_stay_on_a_cpu_of_the_same_settings() -> None:
     linear = LinearTrace.of_one(1, Trace(marks=[(0, Mark.BEFORE_FORWARD, 0), (0, Mark.GRADIENT, 0)])).plain()
     answers = {units_key(cpu): shapes | {"buffer_bytes": 0}} | {trace_key(one, 1, 1): linear for one in (cpu, gpu)}
     memories = Memories(answers)
-    between = [memories.of(one).parts[0].states.between_steps for one in (cpu, gpu)]  # type: ignore[union-attr]
+    between = [memories.of(one).parts[0].peaks.between_steps for one in (cpu, gpu)]  # type: ignore[union-attr]
     assert between[0] - between[1] == 8 * NUMEL  # the optimizer's states
 
 

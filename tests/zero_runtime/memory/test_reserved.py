@@ -9,7 +9,7 @@ from zero_runtime.memory.caching_allocator import AllocatorSettings
 from zero_runtime.memory.counted_unit import CountRules
 from zero_runtime.memory.model import UnitSize
 from zero_runtime.memory.reserved import reserved_peak
-from zero_runtime.memory.step_memory import StepMemory, replay_states
+from zero_runtime.memory.step_memory import StepMemory, StepPeaks, replay_states
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
 
@@ -48,8 +48,8 @@ def test_of_tensors_that_are_whole_segments_the_allocated_bytes_are_the_predicte
     rules = CountRules(ZeroPlan.from_stage(stage), 1, 1, micro_batches, 8.0, by_messages=False)
     step = trace(16 * MIB)
     found = reserved_peak(step, units, rules, prefetch=1, other=(32 * MIB,))
-    states = replay_states(step, units, rules, prefetch=1)
-    tensors = StepMemory(LinearTrace.of_one(1, step), states, tokens=0).peak(1).total + 32 * MIB
+    linear, states = LinearTrace.of_one(1, step), replay_states(step, units, rules, prefetch=1)
+    tensors = StepMemory(linear, StepPeaks.of(linear, states), tokens=0).peak(1).total + 32 * MIB
     assert found.allocated == tensors
     assert found.reserved >= tensors
     assert found.reserved % (2 * MIB) == 0

@@ -3,6 +3,7 @@ between steps are those of the closed form."""
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from itertools import product
@@ -13,7 +14,7 @@ from zero_runtime.memory import counted_unit
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
 from zero_runtime.memory.counted_unit import GATHERED, GRADS, WHOLE_GRADS, CountRules
 from zero_runtime.memory.model import UnitSize, model_state_bytes
-from zero_runtime.memory.step_memory import TOKEN_BYTES, Level, StatesReplay, StepMemory, replay_states
+from zero_runtime.memory.step_memory import TOKEN_BYTES, Level, StatesReplay, StepMemory, StepPeaks, replay_states
 from zero_runtime.offload import copy_streams
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
@@ -75,8 +76,8 @@ def replayed(units: list[UnitSize], kind: MixedPrecision, rules: CountRules, pre
 # ---- the lines of a StepMemory ---------------------------------------------------------------------------------------
 
 
-def drawn(seed: int) -> StepMemory:
-    """A step with random sizes of storages and units, of micro-batches from 2 to 9."""
+def drawn(seed: int) -> tuple[StepMemory, StatesReplay]:
+    """A step with random sizes of storages and units, of micro-batches from 2 to 9, and the replay that it is from."""
     draw = random.Random(seed)
     small, large = (trace_of(micro, random.Random(seed)) for micro in (2, 9))
     linear = LinearTrace.between((2, small), (9, large))
@@ -84,12 +85,12 @@ def drawn(seed: int) -> StepMemory:
     rules = rules_of(draw.choice(PLANS), 2, draw.choice((1, 2, 5)), by_messages=draw.random() < 0.5)
     units = [(unit, draw.choice(KINDS)) for unit in sizes(*(8 * draw.randrange(1, 60) for _ in range(UNITS)))]
     states = replay_states(linear.trace, units, rules, prefetch=draw.randrange(3))
-    return StepMemory(linear, states, tokens=draw.randrange(4), buffers=draw.randrange(50))
+    return StepMemory(linear, StepPeaks.of(linear, states), draw.randrange(4), draw.randrange(50)), states
 
 
-def by_force(memory: StepMemory, micro: int) -> int:
+def by_force(memory: StepMemory, states: StatesReplay, micro: int) -> int:
     """The most bytes at any moment: every event with the level that the mark before it left, and every mark's own."""
-    trace, states = memory.linear.at(micro), memory.states
+    trace = memory.linear.at(micro)
     levels = [states.start, *states.marks]
     bounds = [0, *(mark[0] for mark in trace.marks), len(trace.events), len(trace.events)]
     highest = states.step.highest
@@ -101,9 +102,10 @@ def by_force(memory: StepMemory, micro: int) -> int:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_peak_is_the_most_of_all_moments_and_the_largest_micro_batch_is_the_last_that_fits(seed: int) -> None:
-    memory, micros = drawn(seed), range(2, 10)
+    (memory, states), micros = drawn(seed), range(2, 10)
     peaks = {micro: memory.peak(micro) for micro in micros}
-    assert {micro: peak.total for micro, peak in peaks.items()} == {micro: by_force(memory, micro) for micro in micros}
+    expected = {micro: by_force(memory, states, micro) for micro in micros}
+    assert {micro: peak.total for micro, peak in peaks.items()} == expected
     for peak in peaks.values():
         assert peak.total == sum(peak.states.values()) + peak.activations + peak.inputs + peak.buffers
     draw = random.Random(seed)
@@ -115,12 +117,20 @@ def test_the_peak_is_the_most_of_all_moments_and_the_largest_micro_batch_is_the_
 
 
 def test_the_optimizers_step_may_be_the_worst_moment() -> None:
-    memory = drawn(0)
-    memory.states = replace(memory.states, step=Level(10**6, {GRADS: 10**6}, 0, {}))
+    memory, states = drawn(0)
+    states = replace(states, step=Level(10**6, {GRADS: 10**6}, 0, {}))
+    memory.peaks = StepPeaks.of(memory.linear, states)
     found = memory.peak(2)
     assert (found.when, found.activations) == ("in the optimizer's step", 0)
-    assert found.total == by_force(memory, 2)
+    assert found.total == by_force(memory, states, 2)
     assert memory.largest(found.total - 1) == 0
+
+
+def test_few_moments_are_kept_and_they_are_read_back_as_they_were_written() -> None:
+    memory, _ = drawn(3)
+    plain = json.loads(json.dumps(memory.peaks.plain()))
+    assert StepPeaks.of_plain(plain) == memory.peaks
+    assert len(memory.peaks.moments) < len(memory.linear.trace.marks)
 
 
 # ---- the replay of the runtime's half --------------------------------------------------------------------------------
