@@ -20,7 +20,7 @@ install: .venv/.installed
 help:
 	@echo "make install    the program and what it needs, into .venv (run, test and check do so themselves)"
 	@echo "make run        python run.py, with ARGS='zero=stage2 precision=bf16'"
-	@echo "make example    NAME=plain_loop or trainer: a script of examples/ on 2 CPU ranks, with WORDS='--max_steps 20'"
+	@echo "make example    NAME=plain_loop, trainer or generate_two_prompts, on 2 CPU ranks, with WORDS='--max_steps 20'"
 	@echo "make test       a part of the tests that takes minutes; WORKERS=\"-n 4 --dist loadfile\" where there are more cores"
 	@echo "make test-full  all of them, the long forms too"
 	@echo "make test-slurm jobs on a real SLURM, started here for the tests"

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from orchestrator.commands import rank_job
-from orchestrator.commands.fit import names
+from orchestrator.commands.fit import names, refuse_evaluations
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the predicted speed of the points. Returns 0, or 1 if nothing could be measured."""
     asked, words = parser().parse_known_args(argv)
     points = local_points(words, AXES, "calibrate")
+    refuse_evaluations(points, "calibrate measures")
     screen = Screen(make_console(on_stderr=asked.json))
     try:
         predictions = predicted(points, screen, fresh=asked.fresh, quiet=asked.json)

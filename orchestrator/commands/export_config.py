@@ -14,7 +14,7 @@ from orchestrator.commands import verbs
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
-from orchestrator.config.schema import RunConfig, from_dict
+from orchestrator.config.schema import MeasureKind, RunConfig, from_dict
 from orchestrator.config.strict import ConfigError, Refusal
 from orchestrator.exit_codes import OK
 from orchestrator.foreign import deepspeed_export, fsdp2_export, launcher_export
@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     """Writes the files. Refusal: there is no such point, or the other stack cannot run it; nothing was written."""
     asked, more = parser().parse_known_args(argv)
     name, config = _point([*([] if asked.run is None else [asked.run]), *more], asked.output, asked.sweep)
+    if config.measure.kind is MeasureKind.eval:
+        raise Refusal([f"{name}: measure=eval trains nothing that another stack could run      fix: measure=quick"])
     made = WRITERS[asked.to](config, f"{name}, exported by zero-lab")
     folder = Path(asked.out) if asked.out else Path(asked.output) / EXPORTED / f"{name}-{asked.to}"
     _write(folder, made.files)

@@ -14,7 +14,7 @@ from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.pretrained import CONFIG
-from orchestrator.config.schema import Device, RunConfig
+from orchestrator.config.schema import Device, MeasureKind, RunConfig
 from orchestrator.config.strict import Refusal
 from orchestrator.plan import fit, memory_cache, step
 from orchestrator.plan.fit import Fit
@@ -188,7 +188,16 @@ def valid_points(words: Sequence[str], of_ranks: str = "") -> list[Point]:
         # What all points break is wrong with the line; the rest is wrong with options that it did not ask for.
         ending = f"      ({len(composition.points)} of {len(composition.points)} points)"
         raise Refusal([one.removesuffix(ending) for one in problems if one.endswith(ending)] or problems)
+    refuse_evaluations(points, "fit and choose predict")
     return [point for point in distinct(points) if isinstance(point, Point)]
+
+
+def refuse_evaluations(points: Sequence[Point], what: str) -> None:
+    """Refusal if one of the points is an evaluation. what: the verb, and what it does with steps of training."""
+    if any(point.config.measure.kind is MeasureKind.eval for point in points):
+        weights = "-m --plan measure=eval zero=stage0,stage3"
+        why = f"{what} steps of training, and measure=eval has none"
+        raise Refusal([f"{why}      fix: measure=quick, or for the bytes of the weights: {program()} {weights}"])
 
 
 def _given(words: Sequence[str]) -> dict[str, str]:

@@ -41,12 +41,7 @@ def main(words: Sequence[str]) -> int:
     """Prints each prompt with its answer. Returns 0, or 1 if the ranks failed."""
     flags, rest = parser().parse_known_args(words)
     asked = read(rest)
-    model = ["model=pretrained"] if "model.path" in names(asked.words) and "model" not in names(asked.words) else []
-    points = local_points([*model, *asked.words], USUAL, "generate")
-    if len(points) > 1:
-        raise Refusal([f"generate runs one configuration, found {len(points)}      fix: one value for each setting"])
-    config = points[0].config
-    _check_length(config, asked)
+    config = config_of(asked)
     screen = Screen(make_console(on_stderr=flags.json))
     try:
         found = rank_job.run(
@@ -110,6 +105,17 @@ def read(words: Sequence[str]) -> GenerationLine:
     if not prompts:
         raise Refusal([f"generate: expected a prompt, found none      fix: {program()} generate ... prompt='Once'"])
     return GenerationLine(prompts, new_tokens, rest)
+
+
+def config_of(asked: GenerationLine) -> RunConfig:
+    """The configuration of a line, resolved. Refusal if there are several, or if it cannot hold the prompts."""
+    given = names(asked.words)
+    model = ["model=pretrained"] if "model.path" in given and "model" not in given else []
+    points = local_points([*model, *asked.words], USUAL, "generate")
+    if len(points) > 1:
+        raise Refusal([f"generate runs one configuration, found {len(points)}      fix: one value for each setting"])
+    _check_length(points[0].config, asked)
+    return points[0].config
 
 
 def _lines(name: str) -> list[str]:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from orchestrator.commands.admission import Admission
+from orchestrator.commands.next_run import next_after_run
 from orchestrator.commands.run import begin, next_rows, tell, track
 from orchestrator.launch.environment import joined_settings
 from orchestrator.launch.local_run import record
@@ -25,7 +26,7 @@ from orchestrator.records.run_record import Attempt, AttemptPaths, joins_path
 from orchestrator.records.run_state import RunState
 from orchestrator.report import comparison
 from orchestrator.report.screen import Screen
-from orchestrator.report.summary import Row, next_after_run
+from orchestrator.report.summary import Row
 from orchestrator.text.paths import shown
 from orchestrator.tracking.feed import Tracker
 
@@ -188,7 +189,7 @@ def _close(point: Point, attempt: Attempt, verdict: Verdict, screen: Screen, tra
     tell(screen, point, attempt, verdict)
     rows = [Row("records", shown(attempt.paths.root))]
     if verdict.state.measured:
-        rows.append(Row("next", next_after_run(point.overrides)))
+        rows.append(Row("next", next_after_run(point)))
     screen.closing(rows)
     tracker.close()
     for warning in tracker.warnings():

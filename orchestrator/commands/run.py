@@ -10,6 +10,7 @@ from pathlib import Path
 
 from orchestrator.commands import admission
 from orchestrator.commands.admission import Admission
+from orchestrator.commands.next_run import next_after_run
 from orchestrator.config.schema import TrackingKind, to_dict
 from orchestrator.exit_codes import INTERRUPTED
 from orchestrator.launch import verdict as watch
@@ -172,7 +173,7 @@ def _close(point: Point, attempt: Attempt, screen: Screen, tracker: Tracker) -> 
 def next_rows(point: Point, attempt: Attempt) -> list[Row]:
     """The next command to type. A cancelled run gets one only if the command would resume from its checkpoint."""
     if attempt.state.measured:
-        return [Row("next", summary.next_after_run(point.overrides))]
+        return [Row("next", next_after_run(point))]
     if attempt.state is RunState.pruned:
         return admission.next_rows(point, attempt)
     again = summary.run_command(point.overrides)

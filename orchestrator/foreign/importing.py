@@ -21,6 +21,7 @@ from zero_runtime.deepspeed.schema import Reader
 
 OURS = "_zero_lab"  # the section of an exported file with the words that DeepSpeed has no keys for
 DEFAULT = "by default"
+_SECTIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}  # of a 16-bit dtype, by name and older name
 _CLIPPED = '"auto" clips at 1.0, the default of max_grad_norm, unless --max_grad_norm says otherwise (0: no clipping)'
 
 
@@ -173,7 +174,7 @@ def _findings(
             found.append(
                 KeyFinding(path, f"auto = {_shown(filled[path].value)}" if path in filled else text, Fate.idle)
             )
-        elif section in ("fp16", "bf16", "bfloat16") and words["precision"].partition("_")[0] not in section:
+        elif section in _SECTIONS and words["precision"].partition("_")[0] != _SECTIONS[section]:
             off = f"auto = {_shown(filled[path].value)}" if path in filled else text
             found.append(KeyFinding(path, off, Fate.mapped, (), f"{section} is off"))
         elif path in filled:

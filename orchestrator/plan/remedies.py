@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from orchestrator.config.schema import LossKind, RunConfig
+from orchestrator.config.schema import LossKind, MeasureKind, RunConfig
 from orchestrator.config.state_groups import Offload
+from orchestrator.plan.rules.scene import Scene, here
+from orchestrator.plan.rules.table import check_parts
 from orchestrator.text.units import size
 from zero_runtime.activations.rule import RecomputeKind
 from zero_runtime.offload.plan import Tier
@@ -89,7 +91,8 @@ def described(config: RunConfig, memory: Mapping[str, Any], needs: Needs) -> str
 
 
 def neighbours(config: RunConfig) -> list[Neighbour]:
-    """The settings to try, smallest changes first. None of them changes what the model learns."""
+    """The settings to try, smallest changes first. None of them changes what the model learns, and none breaks a rule,
+    as further stages do for an evaluation or for 1-bit messages."""
     halves = [config.batch.micro >> power for power in range(1, config.batch.micro.bit_length())]
     tried = [_smaller(config, micro) for micro in halves]
     if config.loss.kind is LossKind.full:
@@ -105,16 +108,26 @@ def neighbours(config: RunConfig) -> list[Neighbour]:
     ]
     if config.offload == Offload() and str(config.resources.device) == "cuda":
         tried.append(Neighbour("offload=optimizer_cpu", replace(config, offload=Offload(optimizer=Tier.HOST))))
-    return tried
+    scene = here()
+    broken = _broken(config, scene)
+    return [one for one in tried if _broken(one.config, scene) <= broken]
+
+
+def _broken(config: RunConfig, scene: Scene) -> set[str]:
+    """The rules that a resolved configuration breaks on this machine, which need not be that of its run."""
+    groups = {name: group for name, group in vars(config).items() if name != "output"}  # its rules probe the disk
+    return {broken.rule for broken in check_parts(groups, scene)}
 
 
 def _smaller(config: RunConfig, micro: int) -> Neighbour:
-    """A smaller micro-batch, with more accumulation for the same global size if it divides that evenly."""
+    """A smaller micro-batch, with more accumulation for the same global size if it divides that evenly. An evaluation
+    accumulates nothing."""
     samples = config.batch.micro * (config.batch.accumulation or 1)
-    divides = samples % micro == 0
-    accumulation = samples // micro if divides else config.batch.accumulation
-    more = f" batch.accumulation={accumulation}" if divides else ""
-    batch = replace(config.batch, micro=micro, accumulation=accumulation)
+    keeps_size = samples % micro == 0 and config.measure.kind is MeasureKind.train
+    accumulation = samples // micro if keeps_size else config.batch.accumulation
+    more = f" batch.accumulation={accumulation}" if keeps_size else ""
+    global_size = micro * (accumulation or 1) * (config.resources.ranks or 1)
+    batch = replace(config.batch, micro=micro, accumulation=accumulation, global_size=global_size)
     return Neighbour(f"batch.micro={micro}{more}", replace(config, batch=batch))
 
 

@@ -61,6 +61,8 @@ def _exact(read: Callable[[dict[str, Any]], float | None]) -> Callable[[dict[str
 # the p10-p90 range of most rows, by which ties are judged; a larger share could decide the order.
 NOTABLE_SHARE = 0.1
 REUSED_NAMED = 4  # rows whose time is printed under the table; the table marks all reused rows
+# The settings of an evaluation that generation does not have: in part they would contradict its own data.
+OF_EVALUATION = ("measure", "data", "batch")
 DEFAULT_METRIC = "tokens_per_second"
 METRICS = {
     DEFAULT_METRIC: Metric("median tokens/s of all ranks", True, _of_steps("tokens_per_second")),
@@ -354,12 +356,20 @@ def next_after_sweep(ranked: Sequence[Ranked]) -> str:
     entry = ranked[0].entry
     if entry.result is None:
         return run_command(entry.overrides)
-    if "perplexity" in entry.result["loss"]:  # text from the same weights; measure=standard would train them
-        kept = without_key(entry.overrides, "measure", "data", "batch")
-        return f"{program()} generate {shlex.join([*kept, 'prompt=Once'])}"
-    # Steps given on the command line would override those of measure=standard.
-    others = without_key(entry.overrides, "measure", "measure.steps", "measure.warmup_steps")
-    return run_command([*others, "measure=standard"])
+    return longer(entry.overrides, evaluates="perplexity" in entry.result["loss"])
+
+
+def longer(overrides: Sequence[str], *, evaluates: bool) -> str:
+    """The command that measures a point longer; after an evaluation text from the same weights, because
+    measure=standard would train them."""
+    if not evaluates:
+        # Steps given on the command line would override those of measure=standard.
+        others = without_key(overrides, "measure", "measure.steps", "measure.warmup_steps")
+        return run_command([*others, "measure=standard"])
+    kept = [word for word in without_key(overrides, "sweeps") if not word.lstrip("+~").startswith(OF_EVALUATION)]
+    # Synthetic data need no tokenizer, and with no other data the model may have none.
+    prompt = "tokens=5,6,7" if "data=synthetic" in overrides else "prompt=Once"
+    return f"{program()} generate {shlex.join([*kept, prompt])}"
 
 
 def markdown(table_: Table) -> str:

@@ -318,12 +318,6 @@ def without_key(overrides: Sequence[str], *keys: str) -> list[str]:
     return [override for override in overrides if override.lstrip("+~").partition("=")[0] not in keys]
 
 
-def next_after_run(overrides: Sequence[str]) -> str:
-    """A useful next command after one run: the same run under every stage."""
-    others = without_key(overrides, "zero", "zero.stage", "sweeps")
-    return f"{program()} {shlex.join(['-m', 'zero=stage0,stage1,stage2,stage3', *others])}"
-
-
 def changed_command(overrides: Sequence[str], changes: str) -> str:
     """The command that runs one point with other settings: overrides that the changes replace are left out."""
     words = changes.split()

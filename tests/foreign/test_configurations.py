@@ -62,6 +62,11 @@ def test_an_accepted_configuration_has_its_meaning(name: str) -> None:
     assert set(case.get("idle", ())) <= idle
 
 
+def test_an_older_section_of_bf16_is_not_called_off() -> None:
+    (key,) = (one for one in accepted("deepspeed_chat").keys if one.key == "bfloat16.enabled")
+    assert (key.fate, key.words, key.note) == (Fate.older, ("precision=bf16",), "an older name of bf16")
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_configuration_has_exactly_these_reasons(name: str) -> None:
     with pytest.raises(Refusal) as caught:

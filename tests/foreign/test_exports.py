@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import runpy
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.ranks import run_ranks
+from harness.trainer_runs import as_launched
 from torch import nn
 
 from orchestrator import cli
@@ -120,40 +125,123 @@ def loss_of(model: Any, rows: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def fsdp2_losses(path: str) -> tuple[list[float], list[float]]:
-    """Losses of the exported file on this rank, and of one process of plain torch."""
+def micro_batch(rank: int, micro: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * rank + micro))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses of this rank and the final parameters, by the exported file and by one process of plain torch."""
+
+    losses: list[float]
+    expected_losses: list[float]
+    params: list[torch.Tensor]
+    expected_params: list[torch.Tensor]
+
+
+def trained_by_fsdp2(path: str, updates: int, *, by_rank: bool) -> Trained:
+    """by_rank: a rank's micro-batches are added first, then the ranks, as where gradients are reduced once a step; else
+    the ranks of each micro-batch first. With two of each, both orders are complete, because additions commute."""
     parts = runpy.run_path(path)
     rank, world = dist.get_rank(), dist.get_world_size()
-    rows = [
-        [torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * r + m)) for m in range(2)] for r in range(world)
-    ]
+    rows = [[micro_batch(one, micro) for micro in range(2)] for one in range(world)]
     sharded, plain = parts["shard"](Blocks()), Blocks()
     optimizers = parts["optimizer"](sharded), parts["optimizer"](plain)
     schedules = [parts["schedule"](one) for one in optimizers]
     found, expected = [], []
-    for _ in range(4):
+    for _ in range(updates):
         found.append(parts["train_step"](sharded, optimizers[0], rows[rank], loss_of))
-        own = 0.0
-        for other in range(world):
-            for micro in rows[other]:
-                loss = loss_of(plain, micro) / 2 / world
-                loss.backward()
-                own += loss.item() * world if other == rank else 0.0
-        expected.append(own)
+        losses = [[loss_of(plain, micro) / 2 for micro in own] for own in rows]
+        expected.append(sum(one.item() for one in losses[rank]))
+        grads = [[torch.autograd.grad(one, list(plain.parameters())) for one in own] for own in losses]
+        pairs = grads if by_rank else list(zip(*grads, strict=True))
+        for index, param in enumerate(plain.parameters()):
+            sums = [first[index] + second[index] for first, second in pairs]
+            param.grad = (sums[0] + sums[1]) / world
         if parts["CLIP_NORM"] is not None:
             nn.utils.clip_grad_norm_(plain.parameters(), parts["CLIP_NORM"])
         optimizers[1].step()
-        optimizers[1].zero_grad()
         for schedule in schedules:
             schedule.step()
-    return found, expected
+    full = [param.full_tensor().detach() for param in sharded.parameters()]
+    return Trained(found, expected, full, [param.detach() for param in plain.parameters()])
 
 
-@pytest.mark.parametrize("level", [1, 3])
-def test_the_exported_file_for_fsdp2_trains_as_plain_torch(level: int) -> None:
-    config = point([f"zero=stage{level}", "precision=fp32", "batch.accumulation=2"])
+def exported_for_fsdp2(*words: str) -> str:
+    config = point([*words, "precision=fp32", "batch.accumulation=2"])
     Path("fsdp2_parts.py").write_text(WRITERS["fsdp2"](config, "a point").files["fsdp2_parts.py"])
-    for found, expected in run_ranks(fsdp2_losses, 2, str(Path("fsdp2_parts.py").absolute())):
-        # Sums of four fp32 gradients in another order; Adam's quotient of moments keeps their relative error.
-        assert found == pytest.approx(expected, rel=1e-5)
-        assert found[-1] < found[0]
+    return str(Path("fsdp2_parts.py").absolute())
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_the_exported_file_for_fsdp2_trains_as_plain_torch_bit_for_bit(level: int) -> None:
+    path = exported_for_fsdp2(f"zero=stage{level}", "optimizer.clip_norm=null")
+    for one in run_ranks(partial(trained_by_fsdp2, by_rank=level == 1), 2, path, 4):
+        assert one.losses == one.expected_losses
+        assert one.losses[-1] < one.losses[0]
+        assert all(torch.equal(*pair) for pair in zip(one.params, one.expected_params, strict=True))
+
+
+CLIP, LR = 0.01, 0.5
+CLIPPED = (
+    "optimizer=sgd", "optimizer.momentum=0.0", "optimizer.weight_decay=0.0", "scheduler=constant",
+    f"optimizer.lr={LR}", f"optimizer.clip_norm={CLIP}",
+)  # fmt: skip
+
+
+def check_clipped_update(params: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """One update of CLIPPED is that of plain torch, up to the roundings of fp32.
+
+    The norms sum the same squares in different orders: each is off by a relative numel x u at most, because all terms
+    are positive, and its root by half of that; root, quotient, product and update round a few times more. An update is
+    at most LR x CLIP, and parameters round once.
+    """
+    unit, before = 2.0**-24, [param.detach() for param in Blocks().parameters()]
+    numel = sum(param.numel() for param in before)
+    moved = sum(float((new - old).square().sum()) for new, old in zip(params, before, strict=True))
+    assert math.sqrt(moved) == pytest.approx(LR * CLIP, rel=1e-3), "the gradients were clipped"
+    for one, other in zip(params, expected, strict=True):
+        bound = LR * CLIP * (numel + 8) * unit + 2 * unit * other.abs()
+        assert bool(((one - other).abs() <= bound).all())
+
+
+def test_the_exported_file_for_fsdp2_clips_as_plain_torch() -> None:
+    path = exported_for_fsdp2("zero=stage3", *CLIPPED)
+    for one in run_ranks(partial(trained_by_fsdp2, by_rank=False), 2, path, 1):
+        check_clipped_update(one.params, one.expected_params)
+
+
+def trained_by_deepspeed(path: str, stage: int) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
+    """What DeepSpeed's engine says of the exported file, and the parameters after one update of two micro-batches."""
+    as_launched()
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    model, rank = Blocks(), dist.get_rank()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=path)
+    for micro in range(2):
+        engine.backward(loss_of(engine, micro_batch(rank, micro)))
+        engine.step()
+    said = (
+        engine.zero_optimization_stage(), engine.gradient_clipping(), engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(), engine.get_lr(), engine.global_steps,
+    )  # fmt: skip
+    return said, [safe_get_full_fp32_param(param) if stage else param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_trains_with_the_exported_file_as_plain_torch(stage: int) -> None:
+    pytest.importorskip("deepspeed.runtime.config", reason="deepspeed is not installed (extra bench)")
+    two = ("precision=fp32", "batch.accumulation=2", "resources.ranks=2", "resources.device=cpu")
+    config = point([f"zero=stage{stage}", *two, *CLIPPED])
+    Path("ds_config.json").write_text(WRITERS["deepspeed"](config, "").files["ds_config.json"])
+    plain = Blocks()
+    for rank in range(2):
+        for micro in range(2):
+            (loss_of(plain, micro_batch(rank, micro)) / 4).backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+    torch.optim.SGD(plain.parameters(), lr=LR).step()
+    for said, params in run_ranks(trained_by_deepspeed, 2, str(Path("ds_config.json").absolute()), stage):
+        assert said == (stage, CLIP, config.batch.micro, 2, [LR], 1)
+        check_clipped_update(params, [param.detach() for param in plain.parameters()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,21 +53,7 @@ class Scene:
         return decision.decide(self.points, self.output, lambda config: HARDWARE, wishes or Wishes(), {})
 
     def _sweep(self, name: str, points: tuple[Point, ...]) -> SweepPaths:
-        planned = decision.decide(points, self.output, lambda config: HARDWARE, Wishes(), {})
-        facts = {"command": ["zero=stage1"], "folder": str(self.output), "rank_by": "", "on_cluster": False}
-        sweep = sweep_record.open_sweep(self.output, name, planned, facts)
-        for one, point in zip(planned, points, strict=True):
-            if one.decision is RunState.queued:
-                attempt = ended(self.output, point)
-                where = {"label": one.label, "attempt": str(attempt.paths.root), "slots": ["0"]}
-                sweep_record.tell(sweep, "started", **where)
-                sweep_record.tell(sweep, "ended", **where)
-        sweep_record.tell(sweep, "end")
-        sweep_record.ask(sweep, "detach")
-        write_json_atomic(sweep.controller, {"pid": 2**22 + 1, "started": "gone"})
-        for file in (sweep.report, sweep.results, sweep.log):
-            file.write_text("text\n")
-        return sweep
+        return ended_sweep(self.output, name, points)
 
 
 def _text(attempt: Path) -> str:
@@ -77,6 +63,25 @@ def _text(attempt: Path) -> str:
 def _point(output: Path, stage: int) -> Point:
     point = make_point(make_config(output, stage=stage))
     return replace(point, label=f"stage{stage}")
+
+
+def ended_sweep(output: Path, name: str, points: Sequence[Point]) -> SweepPaths:
+    """Writes the records of a sweep whose points have ended as `ended` says."""
+    planned = decision.decide(points, output, lambda config: HARDWARE, Wishes(), {})
+    facts = {"command": ["zero=stage1"], "folder": str(output), "rank_by": "", "on_cluster": False}
+    sweep = sweep_record.open_sweep(output, name, planned, facts)
+    for one, point in zip(planned, points, strict=True):
+        if one.decision is RunState.queued:
+            attempt = ended(output, point)
+            where = {"label": one.label, "attempt": str(attempt.paths.root), "slots": ["0"]}
+            sweep_record.tell(sweep, "started", **where)
+            sweep_record.tell(sweep, "ended", **where)
+    sweep_record.tell(sweep, "end")
+    sweep_record.ask(sweep, "detach")
+    write_json_atomic(sweep.controller, {"pid": 2**22 + 1, "started": "gone"})
+    for file in (sweep.report, sweep.results, sweep.log):
+        file.write_text("text\n")
+    return sweep
 
 
 def ended(output: Path, point: Point) -> Attempt:

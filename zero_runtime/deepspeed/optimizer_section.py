@@ -37,7 +37,7 @@ class ChosenOptimizer:
 
 
 _REFUSED = {
-    "onebitadam": "its compressed communication is not here; use Adam or AdamW",
+    "onebitadam": "the drop-in does not have it (optimizer=onebitadam of the command line is it); use Adam or AdamW",
     "onebitlamb": "its compressed communication is not here; use Lamb",
     "zerooneadam": "its compressed communication is not here; use Adam or AdamW",
     "muadam": "muP's scaling by width is not here; give groups with rates of their own to AdamW",

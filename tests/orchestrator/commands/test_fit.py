@@ -289,3 +289,16 @@ def test_a_narrow_terminal_loses_columns_before_it_cuts_names() -> None:
     assert narrowed(table, 80) == table
     assert narrowed(table, 42).header == ("row", "micro", "activations", "largest part")
     assert narrowed(table, 20).header == ("row", "micro")
+
+
+@pytest.mark.parametrize("verb", ["fit", "choose", "calibrate"])
+@pytest.mark.parametrize("more", [(), ("zero=stage0", "precision.weights=int8")])
+def test_an_evaluation_is_refused_with_one_error(
+    verb: str, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([verb, "model=llama_tiny", "measure=eval", "resources.device=cpu", *more]) == 2
+    told = capsys.readouterr()
+    errors = [line for line in told.err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "steps of training, and measure=eval has none      fix: measure=quick" in errors[0]
+    assert told.out == ""

@@ -13,7 +13,8 @@ import pytest
 from points import make_config
 from stub_worker import make_result
 
-from orchestrator.commands import doctor
+from orchestrator.commands import doctor, generate
+from orchestrator.commands.next_run import next_after_run
 from orchestrator.compose import arguments, overrides
 from orchestrator.compose.arguments import VERBS
 from orchestrator.compose.line import composed
@@ -45,6 +46,9 @@ def problems(line: str, scene: Scene = CLUSTER) -> list[str]:
     assert words[: len(program)] == program
     words = words[len(program) :]
     if words[:1] and words[0] in VERBS:
+        if words[0] == "generate":
+            generate.config_of(generate.read(words[1:]))  # a Refusal says what is wrong
+            return []
         parser: argparse.ArgumentParser = importlib.import_module(f"orchestrator.commands.{VERBS[words[0]]}").parser()
         parser.parse_args(words if VERBS[words[0]] == "verbs" else words[1:])
         return []
@@ -53,16 +57,61 @@ def problems(line: str, scene: Scene = CLUSTER) -> list[str]:
     return wrong
 
 
-def measured(*typed: str) -> str:
-    config = make_config(Path("outputs"))
-    return ranking.next_after_sweep(ranking.rank([Entry("a", "ok", make_result(config, 100.0), overrides=typed)]))
+def measured(*typed: str, evaluates: bool = False) -> str:
+    result = make_result(make_config(Path("outputs")), 100.0)
+    result["loss"] |= {"perplexity": 90.0} if evaluates else {}
+    return ranking.next_after_sweep(ranking.rank([Entry("a", "ok", result, overrides=typed)]))
+
+
+def after_run(*typed: str) -> str:
+    (point,), wrong = checked_points(composed(arguments.split([*typed])), CLUSTER)
+    assert wrong == []
+    return next_after_run(point, CLUSTER)
 
 
 @pytest.mark.full
 def test_the_commands_proposed_after_a_run_and_after_a_sweep_can_be_pasted(own: str) -> None:
     for typed in (TYPED, (own, "zero=mine", "output=a b"), ("zero.prefetch=0", "experiment=paper_bytes")):
-        for line in (summary.next_after_run(typed), summary.run_command(typed), measured(*typed)):
+        for line in (after_run(*typed), summary.run_command(typed), measured(*typed)):
             assert problems(line) == []
+
+
+# Settings that some stages refuse, and the stages that take them.
+PARTIAL = (
+    ("measure=eval zero=stage3", "0,3"),
+    ("measure=eval zero=stage3 precision.weights=int8 measure.steps=3 data=synthetic batch.micro=2", "0,3"),
+    ("measure=eval zero=stage3 offload=optimizer_param_nvme", ""),
+    ("optimizer=onebitadam optimizer.clip_norm=null zero=stage1", "0,1"),
+    ("optimizer=onebitadam optimizer.clip_norm=null zero=stage0 measure.steps=4", "0,1"),
+    ("zero=stage2 zero.gather_dtype=int8", "1,2,3"),
+    ("zero=stage3 zero.reduce_dtype=int4 zero.error_feedback=true", "1,2,3"),
+    ("zero=stage3 precision=bf16_pure zero.gather_dtype=int8", ""),
+    ("zero=stage3 offload=optimizer_param_cpu", ""),
+    ("zero=stage1 optimizer=adamw8bit", "0,1,2,3"),
+)
+
+
+@pytest.mark.parametrize(("line", "stages"), PARTIAL)
+def test_no_command_proposes_a_stage_that_refuses_the_settings(line: str, stages: str) -> None:
+    typed = line.split()
+    then = after_run(*typed)
+    if stages:
+        assert "-m zero=" + ",".join(f"stage{one}" for one in stages.split(",")) in then
+    else:
+        assert "-m" not in then.split()
+    evaluates = "measure=eval" in typed
+    for proposed in (then, measured(*typed, evaluates=evaluates)):
+        assert problems(proposed) == []
+        assert not evaluates or "generate" in proposed or "measure=eval" in proposed
+
+
+def test_an_evaluation_of_a_text_is_followed_by_its_weights_text_from_a_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("text")
+    line = measured("measure=eval", "zero=stage0", "data=text", f"data.path={file}", evaluates=True)
+    assert line.endswith("generate zero=stage0 prompt=Once")
+    assert problems(line) == []
+    assert measured("measure=eval", "data=synthetic", evaluates=True).endswith("generate tokens=5,6,7")
 
 
 def test_the_winner_is_measured_longer_even_if_the_steps_were_typed() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from points import make_config
+from points import config_of_line, make_config
 
 from orchestrator.config.schema import LossKind, RunConfig
 from orchestrator.config.state_groups import Offload
@@ -77,6 +77,34 @@ def test_if_activations_are_predicted_their_settings_are_listed_and_nothing_is_e
         ("recompute=by_operation", 2, False),
         ("recompute=full", 2, False),
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        # No gradients and optimizer states, and no accumulation.
+        ("measure=eval zero=stage0 batch.micro=4", "batch.micro=2, batch.micro=1, zero=stage3"),
+        ("measure=eval zero=stage3 batch.micro=1", ""),
+        # 1-bit messages are made from each rank's full gradients.
+        ("optimizer=onebitadam optimizer.clip_norm=null zero=stage0 batch.micro=1", "zero=stage1"),
+        ("zero=stage1 zero.gather_dtype=int8 batch.micro=1", "zero=stage2, zero=stage3"),
+        ("zero=stage3 batch.micro=6 resources.ranks=2", "batch.micro=3 batch.accumulation=2, "
+         "batch.micro=1 batch.accumulation=6"),
+        ("zero=stage3 batch.micro=5 resources.ranks=2", "batch.micro=2, batch.micro=1 batch.accumulation=5"),
+    ],
+)  # fmt: skip
+def test_no_setting_is_proposed_that_a_rule_refuses(line: str, expected: str) -> None:
+    fixed = "resources.device=cpu loss=tiled recompute=full"
+    found = remedies.neighbours(config_of_line(f"{line} {fixed}"))
+    assert ", ".join(one.overrides for one in found) == expected
+    for one in found:
+        config_of_line(f"{changed(line, one.overrides)} {fixed}")
+
+
+def changed(line: str, overrides: str) -> str:
+    """The line with the overrides in place of those of the same group or key."""
+    groups = {word.partition("=")[0] for word in overrides.split()}
+    return " ".join([*(word for word in line.split() if word.partition("=")[0] not in groups), overrides])
 
 
 @pytest.mark.parametrize(

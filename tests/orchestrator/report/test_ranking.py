@@ -12,7 +12,6 @@ from stub_worker import make_result
 
 from orchestrator.report import ranking
 from orchestrator.report.ranking import Entry
-from orchestrator.report.summary import next_after_run
 from orchestrator.text.paths import program
 
 CONFIG = make_config(Path("outputs"))
@@ -179,8 +178,8 @@ def test_the_csv_has_one_row_for_each_point_and_units_in_its_column_names() -> N
 def test_the_next_command_measures_the_winner_longer_or_runs_the_failed_point_alone() -> None:
     assert ranking.next_after_sweep(ranking.rank([make_entry("a", 100)])) == f"{program()} zero=a measure=standard"
     assert ranking.next_after_sweep(ranking.rank([FAILED])) == f"{program()} zero=stage3"
-    after = next_after_run(("zero=stage2", "precision=bf16", "data.path=a b"))
-    assert after == f"{program()} -m zero=stage0,stage1,stage2,stage3 precision=bf16 'data.path=a b'"
+    line = ranking.longer(("zero=stage2", "measure.steps=3", "output=a b"), evaluates=False)
+    assert line == f"{program()} zero=stage2 'output=a b' measure=standard"
 
 
 def test_missing_steps_of_a_learning_curve_cause_a_warning() -> None:

@@ -163,8 +163,8 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         "quantised communication",
         zero(3, zero_quantized_weights=True),
         [
-            "zero_optimization.zero_quantized_weights: expected False, found True: quantised communication is not "
-            "here; set it to false"
+            "zero_optimization.zero_quantized_weights: expected False, found True: the drop-in quantises no "
+            "messages (zero.gather_dtype=int8 of the command line does); set it to false"
         ],
     ),
     (
@@ -176,9 +176,10 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         "OneBitAdam",
         config(optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3}}),
         [
-            "optimizer.type: 'OneBitAdam': its compressed communication is not here; use Adam or AdamW; expected Adam, "
-            "AdamW, Lion, Lamb, SGD or another of torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, "
-            "torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop"
+            "optimizer.type: 'OneBitAdam': the drop-in does not have it (optimizer=onebitadam of the command line is "
+            "it); use Adam or AdamW; expected Adam, AdamW, Lion, Lamb, SGD or another of torch.optim.ASGD, "
+            "torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, "
+            "torch.optim.RMSprop, torch.optim.Rprop"
         ],
     ),
     (

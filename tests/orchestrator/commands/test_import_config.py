@@ -1,0 +1,80 @@
+"""`zlab import` writes an experiment file that composes, prints JSON, and reads a file without some of its keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orchestrator import cli
+from orchestrator.compose import arguments
+from orchestrator.compose.line import composed
+from orchestrator.plan.points import checked_points
+from orchestrator.plan.rules.scene import here
+
+CONTENT = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": 3,
+    "bf16": {"enabled": True},
+    "gradient_c1ipping": 0.5,
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "max_live": 1e9},
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-4}},
+}
+WITHOUT = ("--without", "gradient_c1ipping", "--without", "zero_optimization.max_live")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("ds_config.json").write_text(json.dumps(CONTENT))
+    return "ds_config.json"
+
+
+def test_the_document_has_the_words_each_keys_fate_and_a_file_that_runs(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("batch.micro=2", "model=llama_tiny", "resources.ranks=2", "resources.device=cpu")
+    assert cli.main(["import", file, *WITHOUT, *settings, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["source"] == file
+    assert document["problems_here"] == []
+    assert {"zero=stage3", "precision=bf16", "batch.accumulation=3", "optimizer.lr=0.0002", *settings} <= set(
+        document["words"]
+    )
+    assert document["ranks"] == 2
+    keys = {one["key"]: one for one in document["keys"]}
+    assert keys["train_micro_batch_size_per_gpu"]["value"] == "auto = 2"
+    assert {key: keys[key]["fate"] for key in ("bf16.enabled", "zero_optimization.overlap_comm")} == {
+        "bf16.enabled": "mapped",
+        "zero_optimization.overlap_comm": "idle",
+    }
+    assert not {"gradient_c1ipping", "zero_optimization.max_live"} & keys.keys()
+    assert any("stage3_max_live_parameters" in text for text in document["silently"])
+    assert Path(document["config_dir"]) == tmp_path / "outputs" / "imported"
+    line = ["--config-dir", document["config_dir"], f"experiment={document['experiment']}"]
+    (point,), problems = checked_points(composed(arguments.split(line)), here())
+    assert problems == []
+    assert (point.config.zero.stage, point.config.optimizer.lr, point.config.batch.micro) == (3, 2e-4, 2)
+
+
+def test_keys_that_cannot_be_read_are_refused_and_may_be_left_out(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["import", file]) == 2
+    told = capsys.readouterr().err
+    assert "gradient_c1ipping: unknown key; did you mean gradient_clipping?" in told
+    assert "zero_optimization.max_live: unknown key" in told
+    assert not Path("outputs").exists()
+    assert cli.main(["import", file, *WITHOUT[:2]]) == 2
+    told = capsys.readouterr().err
+    assert "gradient_c1ipping" not in told
+    assert "zero_optimization.max_live: unknown key" in told
+    assert cli.main(["import", file, *WITHOUT]) == 0
+
+
+def test_a_key_that_is_not_there_cannot_be_left_out(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["import", file, "--without", "gradient_clipping", "--without", "bf16.loss_scale"]) == 2
+    told = capsys.readouterr().err
+    assert "--without gradient_clipping: there is no such key; the top-level keys are train_micro" in told
+    assert "--without bf16.loss_scale: there is no such key" in told
