@@ -133,8 +133,8 @@ def give_parameters(model: nn.Module, rules: UnitRules, make: Callable[..., torc
     made: dict[int, nn.Parameter] = {}
     for spec in plan_units(model, rules):
         dtype = TORCH_DTYPE[spec.precision.compute or spec.precision.param]
-        for _, param in spec.params:
-            made[id(param)] = nn.Parameter(make(param.shape, dtype=dtype), requires_grad=param.requires_grad)
+        for (_, param), (_, shape) in zip(spec.params, spec.shapes, strict=True):
+            made[id(param)] = nn.Parameter(make(shape, dtype=dtype), requires_grad=param.requires_grad)
     for module in model.modules():
         for name, held in module._parameters.items():
             if held is not None:
