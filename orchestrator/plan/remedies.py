@@ -92,7 +92,7 @@ def neighbours(config: RunConfig) -> list[Neighbour]:
     """The settings to try, smallest changes first. None of them changes what the model learns."""
     halves = [config.batch.micro >> power for power in range(1, config.batch.micro.bit_length())]
     tried = [_smaller(config, micro) for micro in halves]
-    if config.loss.kind is LossKind.full:
+    if config.loss.kind is LossKind.full and config.parallel.tp == 1:
         tried.append(Neighbour("loss=tiled", replace(config, loss=replace(config.loss, kind=LossKind.tiled))))
     kinds: tuple[RecomputeKind, ...] = ("by_operation", "full")
     for kind in kinds:
