@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.state_groups import Offload
 from orchestrator.plan.memory_cache import activations_key, trace_key, units_key
-from orchestrator.plan.tensor_messages import Sent, TensorMessages, messages_in
+from orchestrator.plan.tensor_messages import TensorMessages, TensorSent, messages_in
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.memory.activation_count import LinearTrace
 from zero_runtime.memory.caching_allocator import AllocatorSettings
@@ -207,7 +207,7 @@ class ConfigMemory:
         total += self.tensor_sent().nbytes * (config.batch.accumulation or 1)
         return total + most_sent_elements(self.matrices, shard_count) * whole_itemsize(config.optimizer.rule)
 
-    def tensor_sent(self) -> Sent:
+    def tensor_sent(self) -> TensorSent:
         """What a rank sends to its tensor-parallel group in one micro-batch."""
         return messages_in(self.config, self.tensor)
 

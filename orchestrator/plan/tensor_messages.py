@@ -14,7 +14,7 @@ NUMBER_BYTES = 4  # of the fp32 numbers of a token's loss
 
 
 @dataclass(frozen=True)
-class Sent:
+class TensorSent:
     """Bytes and calls of a rank in one micro-batch. elements: those of `nbytes`, a loss's numbers included."""
 
     elements: int = 0
@@ -45,23 +45,23 @@ class TensorMessages:
         """As plain data, for JSON."""
         return asdict(self)
 
-    def sent(self, degree: int, tokens: int, recompute: RecomputeRule, itemsize: int) -> Sent:
+    def sent(self, degree: int, tokens: int, recompute: RecomputeRule, itemsize: int) -> TensorSent:
         """Of one micro-batch with `tokens` tokens on a rank. itemsize: bytes of a number of the computation.
 
         A sum of n elements over k ranks sends 2 (k-1)/k n, and a gather of n elements of each rank (k-1) n.
         """
         if degree == 1:
-            return Sent()
+            return TensorSent()
         sizes = [tokens * width for width in self.widths]
         sizes += [tokens * width for block in recompute.picks(self.repeated) for width in block]
         sizes += self.parameters
         summed = sum(2 * (degree - 1) * size // degree for size in sizes)
         gathered = (degree - 1) * self.loss_numbers * tokens
         calls = len(sizes) + bool(gathered)
-        return Sent(summed + gathered, summed * itemsize + gathered * NUMBER_BYTES, calls)
+        return TensorSent(summed + gathered, summed * itemsize + gathered * NUMBER_BYTES, calls)
 
 
-def messages_in(config: RunConfig, messages: TensorMessages) -> Sent:
+def messages_in(config: RunConfig, messages: TensorMessages) -> TensorSent:
     """What a rank sends to its tensor-parallel group in one micro-batch of a resolved configuration."""
     mixed, tokens = config.precision.mixed, config.batch.micro * config.batch.seq
     return messages.sent(config.parallel.tp, tokens, config.recompute, ITEMSIZE_BYTES[mixed.compute or mixed.param])

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from orchestrator.plan.tensor_messages import Sent
+from orchestrator.plan.tensor_messages import TensorSent
 from zero_runtime.accounting import (
     error_bytes,
     kept_bytes,
@@ -27,7 +27,7 @@ from zero_runtime.optim.matrix_owners import owned_matrices, sent_elements
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.wire import EXACT, gathered, reduced, signs_bytes
 
-NOTHING_SENT = Sent()
+NOTHING_SENT = TensorSent()
 PHASES = ("data", "forward", "backward", "communication_exposed", "optimizer", "other")
 
 
@@ -139,7 +139,7 @@ def phases_ms(readings: Readings, warmup_steps: int) -> dict[str, float]:
 
 
 def communication(
-    runtime: ZeroRuntime, ledger: Ledger, *, reduces_at_boundary: bool, tensor: Sent = NOTHING_SENT
+    runtime: ZeroRuntime, ledger: Ledger, *, reduces_at_boundary: bool, tensor: TensorSent = NOTHING_SENT
 ) -> dict[str, Any]:
     """Communication volumes of one steady step on one rank, with the theoretical ones.
 

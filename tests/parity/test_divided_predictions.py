@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ from harness.ranks import run_ranks
 from benchmarks.predicted_peaks import ALLOWED_WORST, SEQ, WARM_UP, Case, allocated, config_of
 from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import RunConfig
-from orchestrator.plan.memory_cache import units_key
+from orchestrator.config.state_groups import Zero
+from orchestrator.plan.memory_cache import activations_key, units_key
 from orchestrator.plan.step import Memories
 from orchestrator.worker.activations import answers
 from orchestrator.worker.setup import build_runtime
@@ -52,6 +53,7 @@ OTHERS = [
     divided(3, "gpt_neox", "fp32", 1, "by_operation"),
     divided(3, "llama", "bf16", 1, "every_nth"),
     divided(0, "gpt2", "fp32", 2, "full"),
+    replace(divided(3), zero=Zero(stage=3, unit_numel=40_000)),  # several units in a block
 ]
 
 
@@ -83,8 +85,13 @@ def _measured(config: RunConfig) -> Bytes:
     return Bytes(census.states, census.states + highest, sent)
 
 
-def predicted(config: RunConfig) -> Bytes:
-    memory = Memories(dict(answers([config])) | {units_key(config): units_of(config)}).of(config)
+def predicted(config: RunConfig, known: dict[str, Any]) -> Bytes:
+    """known: the answers so far, to which those that are missing are added; stages share them."""
+    if activations_key(config) not in known:
+        known |= answers([config])
+    if units_key(config) not in known:
+        known[units_key(config)] = units_of(config)
+    memory = Memories(known).of(config)
     assert memory is not None
     peak = memory.peak(config.batch.micro)
     assert peak is not None
@@ -93,7 +100,8 @@ def predicted(config: RunConfig) -> Bytes:
 
 
 def check(configs: list[RunConfig]) -> None:
-    expected = [predicted(config) for config in configs]
+    known: dict[str, Any] = {}
+    expected = [predicted(config, known) for config in configs]
     for by_config in run_ranks(measured, RANKS, configs):
         for found, wanted, config in zip(by_config, expected, configs, strict=True):
             what = f"stage {config.zero.stage}, {config.model.name}, {config.recompute.kind}"

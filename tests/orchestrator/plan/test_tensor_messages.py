@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from orchestrator.plan.tensor_messages import Sent, TensorMessages
+from orchestrator.plan.tensor_messages import TensorSent, TensorMessages
 from zero_runtime.activations.rule import RecomputeRule
 
 BLOCKS, WIDTH, TOKENS, BF16_BYTES = 4, 16, 10, 2
@@ -15,7 +15,7 @@ MESSAGES = TensorMessages((WIDTH,) * (4 * BLOCKS + 2), ((WIDTH,),) * BLOCKS, los
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert MESSAGES.sent(1, TOKENS, RecomputeRule(), BF16_BYTES) == Sent()
+    assert MESSAGES.sent(1, TOKENS, RecomputeRule(), BF16_BYTES) == TensorSent()
 
 
 @pytest.mark.parametrize(
@@ -29,12 +29,12 @@ def test_a_block_costs_four_sums_of_the_hidden_states_and_one_more_if_it_recompu
     sums = of_a_block * BLOCKS + also + 2
     sent = MESSAGES.sent(degree, TOKENS, RecomputeRule(recompute), BF16_BYTES)  # type: ignore[arg-type]
     elements, numbers = sums * 2 * (degree - 1) * TOKENS * WIDTH // degree, (degree - 1) * 3 * TOKENS
-    assert sent == Sent(elements + numbers, BF16_BYTES * elements + 4 * numbers, sums + 1)
+    assert sent == TensorSent(elements + numbers, BF16_BYTES * elements + 4 * numbers, sums + 1)
 
 
 def test_gradients_of_replicated_parameters_in_divided_layers_are_summed_once_a_micro_batch() -> None:
     sent = TensorMessages(parameters=(8, 8)).sent(2, TOKENS, RecomputeRule(), BF16_BYTES)
-    assert sent == Sent(16, 32, 2)
+    assert sent == TensorSent(16, 32, 2)
 
 
 def test_counts_survive_json() -> None:

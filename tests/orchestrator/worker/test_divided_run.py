@@ -20,7 +20,7 @@ from orchestrator.records.record_file import EventTail, read_json, write_json_at
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.report import summary
 
-STEPS, DATA_RANKS = 4, 2
+STEPS, DATA_RANKS = 5, 2  # an odd number of steps is measured, so that medians are of one step
 # Both forwards compute the same sums of at most TERMS terms in another order, each with a relative rounding error of
 # TERMS x 2^-24 at most; SUMS of them follow one another in two blocks, and their values are below 4 here, as the loss.
 TERMS, SUMS, LARGEST = max(LLAMA["vocab_size"], LLAMA["intermediate_size"]), 14, 4.5

@@ -55,4 +55,4 @@ def test_heads_that_do_not_divide_are_a_problem_with_the_nearest_degrees_that_do
     answer = shapes._answer(divided("llama", LLAMA, 4))
     assert answer is not None
     assert "parallel.tp=4: expected a divisor of the 6 heads" in answer["problem"]
-    assert "parallel.tp=3 or parallel.tp=6" in answer["problem"]
+    assert "parallel.tp=2 or parallel.tp=3" in answer["problem"]

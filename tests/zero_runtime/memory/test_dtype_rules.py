@@ -76,7 +76,7 @@ def test_slices_are_summed_in_the_dtype_of_the_computation_and_their_loss_in_fp3
     assert differences(ASKED, [UNIT], [*ASKED.of_unit(UNIT), *right]) == []
     wrong = right[0]._replace(dtype="fp32", nbytes=32)
     (text,) = differences(ASKED, [UNIT], [*ASKED.of_unit(UNIT), wrong])
-    assert text.startswith("tensor_all_reduce of unit : expected bf16 (16 bytes) (precision.compute), found fp32")
+    assert text.startswith("tensor_all_reduce of unit none: expected bf16 (16 bytes) (precision.compute), found fp32")
 
 
 def test_a_reduction_of_a_frozen_or_unknown_unit_is_told_of() -> None:

@@ -134,7 +134,7 @@ BROKEN = [
     (LAPTOP, "zero=stage3 zero.shard_ranks=3", "zero.shard_ranks must divide the 2 ranks"),
     (LAPTOP, "zero=stage0 zero.shard_ranks=2", "zero.shard_ranks needs a stage that shards"),
     (LAPTOP, "parallel.tp=2 resources.ranks=3", "parallel.tp must divide the 3 ranks"),
-    (LAPTOP, "parallel=tp4", "parallel.tp must divide the 2 ranks"),
+    (LAPTOP, "parallel.tp=4", "parallel.tp must divide the 2 ranks"),
     (LAPTOP, "parallel.patterns=[a]", "parallel.tp=1 uses no parallel.patterns"),
     (LAPTOP, "parallel=tp2 loss=tiled", "parallel.tp=2 divides the logits by the vocabulary, and needs loss=full"),
     (SERVER, "parallel=tp2 adapter=lora adapter.rank=4", "cannot divide those with adapters"),
