@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from orchestrator.plan.tensor_messages import TensorSent, TensorMessages
+from orchestrator.plan.tensor_messages import TensorMessages, TensorSent
 from zero_runtime.activations.rule import RecomputeRule
 
 BLOCKS, WIDTH, TOKENS, BF16_BYTES = 4, 16, 10, 2
