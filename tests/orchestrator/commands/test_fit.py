@@ -165,6 +165,19 @@ def test_a_table_has_a_column_for_each_number_of_ranks_on_as_many_nodes_as_they_
     assert any("resources.nodes=2" in row["overrides"] for row in rows)  # of 4 GPUs each
 
 
+@pytest.mark.full
+def test_a_table_has_a_column_for_each_number_of_slices(monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
+    monkeypatch.setattr(memory_cache, "_start_child", WarmShapes)  # slices are counted for this table alone
+    small = (*LINE, "zero=stage1,stage3", "offload=none", "resources.ranks=4")
+    code, out, _ = say(*small, "--table", "tp=1,2")
+    assert code == 0
+    assert [line.split() for line in out.splitlines() if line.startswith("row ")] == [["row", "1", "2"]]
+    rows = {row["label"]: row for row in say.json(*small, "--table", "tp=1,2")}
+    assert {row["tp"] for row in rows.values()} == {1, 2}
+    states = {label: row["peak_parts_bytes"]["parameters"] for label, row in rows.items()}
+    assert states["stage1-tp2"] < states["stage1-tp1"] < 2 * states["stage1-tp2"]  # norms are replicated
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
