@@ -43,7 +43,7 @@ class TimedPoint:
 
     def __init__(self, config: RunConfig, device: torch.device, watch: RankWatch, rank: int, world: int) -> None:
         self._config, self._rank, self._world = config, rank, world
-        self.runtime, _ = build_runtime(config, device, watch)
+        self.runtime = build_runtime(config, device, watch).runtime
         self._data, self._index = build_data(config), 0
 
     def turn(self) -> float:

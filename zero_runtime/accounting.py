@@ -71,7 +71,7 @@ def predicted_state_bytes(runtime: Accounted) -> StateBytes:
     return total_state_bytes(
         runtime.plan,
         _sizes_with_precision(runtime),
-        world=runtime.collectives.world,
+        world=runtime.collectives.data_world,
         micro_batches=runtime.settings.micro_batches,
         state_bytes=runtime.optimizer.config.state_bytes,
         error_bytes=error_bytes(runtime),
@@ -91,7 +91,7 @@ def predicted_peak(runtime: Accounted, plan: ZeroPlan | None = None) -> StepPeak
     return step_peak_bytes(
         plan or runtime.plan,
         _sizes_with_precision(runtime),
-        world=runtime.collectives.world,
+        world=runtime.collectives.data_world,
         prefetch=runtime.settings.prefetch,
         micro_batches=runtime.settings.micro_batches,
         state_bytes=runtime.optimizer.config.state_bytes,
@@ -103,7 +103,7 @@ def predicted_peak(runtime: Accounted, plan: ZeroPlan | None = None) -> StepPeak
 def saving_trouble(runtime: Accounted) -> str | None:
     """A warning if the plan that shards one state less has no higher predicted peak than this plan; else None."""
     other = runtime.plan.less_sharded()
-    if other is None or runtime.collectives.world == 1:
+    if other is None or runtime.collectives.data_world == 1:
         return None
     own, less = predicted_peak(runtime), predicted_peak(runtime, other)
     if own.total < less.total:

@@ -25,6 +25,7 @@ from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import WEIGHT_BLOCK_NUMEL, MixedPrecision
 from zero_runtime.settings import RuntimeSettings, moves_of
 from zero_runtime.shard_location import OffloadedShards
+from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
 from zero_runtime.tensor_source import TensorSource
 from zero_runtime.unit import Unit
 from zero_runtime.unit_planner import UnitRules, UnitSpec, move_buffers, plan_units
@@ -80,8 +81,10 @@ class UnitBuilder:
         settings: RuntimeSettings,
         collectives: Collectives,
         device: torch.device,
+        slices: TensorSlices = NOT_SPLIT,
     ) -> None:
         self._plan = plan
+        self._slices = slices
         self._precision = precision
         self._settings = settings
         self._collectives = collectives
@@ -94,7 +97,10 @@ class UnitBuilder:
         """
         settings = self._settings
         specs = plan_units(
-            model, UnitRules(self._precision, settings.unit_numel, settings.keep_dtype, config.matrix_patterns)
+            model,
+            UnitRules(
+                self._precision, settings.unit_numel, settings.keep_dtype, config.matrix_patterns, slices=self._slices
+            ),
         )
         settings.offload.check(self._plan, self._device.type)
         settings.wire.check_plan(self._plan)
@@ -167,7 +173,7 @@ class UnitBuilder:
         source = self._settings.weights
         if source is None:
             return frozenset()
-        shapes = {segment.name: segment.shape for unit in units for segment in unit.layout.segments}
+        shapes = {name: shape for unit in units for name, shape in unit.full_shapes.items()}
         for name in source.names():
             if shapes.get(name) != source.shape(name):
                 wanted = list(shapes[name]) if name in shapes else "no parameter of this name"
@@ -203,9 +209,9 @@ class UnitBuilder:
 
     def _size(self, spec: UnitSpec, offloaded: OffloadedShards, config: OptimizerConfig) -> UnitSize:
         layout = FlatLayout.build(
-            [(name, tuple(param.shape)) for name, param in spec.params],
+            spec.shapes,
             shard_count=self._collectives.shard_count,
-            world=self._collectives.world,
+            world=self._collectives.data_world,
             block_numel=_block_numel(spec, config),
         )
         return UnitSize.of(

@@ -83,16 +83,23 @@ class Collectives:
     """Collectives of one rank: data over its shard group and over the replicas of its shard, control over all ranks.
 
     A shard group is `shard_count` consecutive ranks, each with a different shard; the ranks at the same position in
-    every group are replicas of one shard.
+    every group are replicas of one shard. With tensor parallelism, `tensor_degree` consecutive ranks hold the slices of
+    one model and compute on the same batch; ranks are then counted along the data axis, which holds every
+    `tensor_degree`-th rank, and `data_world` is its size.
     """
 
-    def __init__(self, shard_count: int, clock: PhaseClock, watch: RankWatch | None = None) -> None:
+    def __init__(
+        self, shard_count: int, clock: PhaseClock, watch: RankWatch | None = None, *, tensor_degree: int = 1
+    ) -> None:
         self.world = dist.get_world_size()
         self.rank = dist.get_rank()
+        self.tensor_degree = tensor_degree
+        self.data_world = self.world // tensor_degree
+        self.data_rank, self.tensor_rank = divmod(self.rank, tensor_degree)
         self.shard_count = shard_count
-        self.replica_count = self.world // shard_count
-        self.replica_rank, self.shard_rank = divmod(self.rank, shard_count)
-        self._groups = RankGroups.make(shard_count)
+        self.replica_count = self.data_world // shard_count
+        self.replica_rank, self.shard_rank = divmod(self.data_rank, shard_count)
+        self._groups = RankGroups.make(shard_count, tensor_degree)
         self._messages: dict[dist.ProcessGroup | None, Messages] = {}  # by group, for gloo only; see gloo.py
         if self.world > 1 and dist.get_backend() == "gloo":
             self._messages = {group: Messages(group) for group in self._groups if group is not None}
@@ -105,6 +112,11 @@ class Collectives:
         self._progress = None if watch is None or dist.get_backend() == "gloo" else watch.progress
         if dist.get_backend() != "gloo":
             self.journal.keep_one_order()
+
+    def holds_shard_of(self, rank: int) -> bool:
+        """Whether another rank, or this one, holds the same shards as this rank."""
+        data_rank, tensor_rank = divmod(rank, self.tensor_degree)
+        return (data_rank % self.shard_count, tensor_rank) == (self.shard_rank, self.tensor_rank)
 
     def free(self) -> None:
         """Destroy the process groups that this object created; all ranks must call it together. Idempotent."""
@@ -250,6 +262,47 @@ class Collectives:
         wait = self._issue("all_reduce", unit, shard, self._summing(own, shard, group))
         return Pending(wait, then=lambda: self._issue("all_reduce", unit, shard, self._gathering(shard, own, group))())
 
+    # ---- over the tensor axis ----------------------------------------------------------------------------------------
+
+    def sum_over_slices_(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a contiguous tensor over the ranks of this tensor-parallel group, in place. Blocks.
+
+        The result has the same bits on every rank of the group: each element is summed on one of them, over gloo in
+        rank order. The journal gets no size, because only the ranks of one group must have batches of one shape.
+        """
+        degree, group = self.tensor_degree, self._groups.tensor
+        if degree == 1 or values.numel() == 0:
+            return values
+        kind, flat = "tensor_all_reduce", values.view(-1)
+        self.ledger.record(kind, "", 2 * (degree - 1) * flat.numel() // degree, values.dtype)
+        if group not in self._messages:
+            reduce = _starting(dist.all_reduce, flat, op=dist.ReduceOp.SUM, group=group)
+            self._issue(kind, "", values.new_empty(0), reduce)()
+            return values
+        missing = -flat.numel() % degree  # messages exchange equal chunks
+        padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+        own = padded.chunk(degree)[self.tensor_rank]
+        for start in (self._summing(own, padded, group), self._gathering(padded, own, group)):
+            self._issue(kind, "", values.new_empty(0), start)()
+        if missing:
+            flat.copy_(padded[: flat.numel()])
+        return values
+
+    def gather_slices(self, values: torch.Tensor, *, counted: bool = True) -> torch.Tensor:
+        """The tensors of all ranks of this tensor-parallel group, [degree, *shape] in rank order. Blocks.
+
+        counted: whether the ledger counts it, as a message of a training step.
+        """
+        full = values.new_empty((self.tensor_degree, *values.shape))
+        if self.tensor_degree == 1 or values.numel() == 0:
+            return full.copy_(values)
+        kind = "tensor_all_gather"
+        if counted:
+            self.ledger.record(kind, "", (self.tensor_degree - 1) * values.numel(), values.dtype)
+        start = self._gathering(full.view(-1), values.contiguous().view(-1), self._groups.tensor)
+        self._issue(kind, "", values.new_empty(0), start)()
+        return full
+
     def _counted_all_reduce(self, shard: torch.Tensor, unit: str) -> Start:
         elements = 2 * (self.replica_count - 1) * shard.numel() // self.replica_count
         self.ledger.record("all_reduce", unit, elements, shard.dtype)
@@ -273,6 +326,13 @@ class Collectives:
             start = _starting(dist.all_reduce, control, op=dist.ReduceOp.SUM)
             self._issue("control_sum", "", control, start, polled=True)()
         return control
+
+    def sum_over_data_(self, control: torch.Tensor) -> torch.Tensor:
+        """Sum a few numbers over the data axis in place. Every rank must call it. Blocks; counted as `sum_over_ranks_`.
+
+        The ranks of a tensor-parallel group have the same numbers, and those of its first rank count.
+        """
+        return self.sum_over_ranks_(control if self.tensor_rank == 0 else control.zero_())
 
     def order_of_rank_0(self, order: list[int], device: torch.device) -> list[int]:
         """Rank 0's `order`, on every rank; each rank gives a list of the same length. Blocks, and is not counted."""

@@ -34,6 +34,9 @@ from zero_runtime.precision import MixedPrecision
 from zero_runtime.schedule import Schedule
 from zero_runtime.settings import RuntimeSettings
 from zero_runtime.step_report import StepReport
+from zero_runtime.tensor_parallel.axis import TensorAxis
+from zero_runtime.tensor_parallel.division import DividedModel
+from zero_runtime.tensor_parallel.slices import NOT_SPLIT
 from zero_runtime.unit import Unit
 from zero_runtime.world import world_size
 
@@ -72,16 +75,25 @@ class ZeroRuntime:
         self.settings = settings
         self.device = device = make_current(device)
         self.clock = PhaseClock(device)
-        self.collectives = Collectives(plan.shard_count(world_size()), self.clock, settings.watch)
+        tensor = settings.tensor_parallel
+        shard_count = plan.shard_count(tensor.data_world(world_size()))
+        split = tensor.plan(model) if tensor.degree > 1 else None
+        self.collectives = Collectives(shard_count, self.clock, settings.watch, tensor_degree=tensor.degree)
         self.collectives.journal.begin("start")
         # As the model is given: its parameters are views of flat tensors from here on.
         self.given_dtypes = {name: param.dtype for name, param in model.named_parameters()}
         try:
-            builder = UnitBuilder(plan, precision, settings, self.collectives, device)
+            slices = NOT_SPLIT if split is None else split.slices(self.collectives.tensor_rank)
+            builder = UnitBuilder(plan, precision, settings, self.collectives, device, slices)
             self.units, self.optimizer, self.tier = builder.build(model, optimizer or NO_OPTIMIZER)
         except BaseException:
             self.collectives.free()  # the caller gets no runtime to close
             raise
+        self._divided: DividedModel | None = None
+        if split is not None:
+            self._divided = DividedModel(
+                model, split, TensorAxis(self.collectives), gathers_logits=tensor.gathers_logits
+            )
         self.scaler: LossScaler = settings.loss_scale.start()
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch, has_backward=self.trains)
         self._hooks = ModuleHooks(model, self.units, self._schedule)
@@ -121,9 +133,12 @@ class ZeroRuntime:
         return self.model(*args, **kwargs)
 
     def sum_over_ranks(self, count: int) -> torch.Tensor:
-        """The sum of `count` over all ranks, as a 0-dim int64 tensor on the device. Every rank must call it."""
+        """The sum of `count` over all ranks, as a 0-dim int64 tensor on the device. Every rank must call it.
+
+        With tensor parallelism, ranks with the same batch count once.
+        """
         # Not torch.tensor, which copies from the host and waits for the copy on a GPU.
-        return self.collectives.sum_over_ranks_(torch.full((), count, dtype=torch.int64, device=self.device))
+        return self.collectives.sum_over_data_(torch.full((), count, dtype=torch.int64, device=self.device))
 
     # ---- forwards without gradients ------------------------------------------------------------------------------
 
@@ -311,17 +326,21 @@ class ZeroRuntime:
         """
         squares = local_sum_of_squares(self.units, self.device)
         asked = self.settings.stop_asked
+        loss = self._loss if self.collectives.tensor_rank == 0 else torch.zeros_like(self._loss)
+        batch = [] if self._divided is None else [self._divided.batch_difference(self.device)]
         numbers = [*self.collectives.fingerprint(), *([] if asked is None else [float(asked())])]
         # Written by the device: a copy from the host's memory would wait for all of the backward.
         own = [torch.full((), number, dtype=torch.float64, device=self.device) for number in numbers]
-        sums = self.collectives.sum_over_ranks_(torch.stack([self._loss, squares, *own]))
+        sums = self.collectives.sum_over_ranks_(torch.stack([loss, squares, *own, *batch]))
         norm = root64(sums[1]) / self.scaler.scale
-        loss_value, norm_value, total, square, *wishes = self.settings.read_host(
+        loss_value, norm_value, total, square, *rest = self.settings.read_host(
             torch.cat([torch.stack([sums[0], norm]), sums[2:]])
         )
         self.collectives.check_fingerprints(total, square)
+        if self._divided is not None and rest.pop() != 0:
+            self._divided.refuse_batches(self.collectives.gather_objects)
         skipped = not math.isfinite(norm_value)
-        return StepReport(loss_value, norm_value, skipped, self.scaler.scale, any(wishes)), norm
+        return StepReport(loss_value, norm_value, skipped, self.scaler.scale, any(rest)), norm
 
     def check_between_steps(self, call: str) -> None:
         """Raise CallOrderError if the current step already has gradients, which `call` would lose."""
@@ -364,6 +383,8 @@ class ZeroRuntime:
         """Remove the hooks and free every flat tensor; the model's parameters are empty afterwards. Idempotent."""
         unwrap_generate(self._wrapped)
         self._hooks.remove()
+        if self._divided is not None:
+            self._divided.remove()
         self.tier.close()  # first: it waits for updates under way, which use the units and the optimizer
         for unit in self.units:
             unit.free()

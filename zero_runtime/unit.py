@@ -23,6 +23,7 @@ from zero_runtime.guarded_parameter import ParameterGuard
 from zero_runtime.initial_values import InitialValues
 from zero_runtime.plan import Phase, ZeroPlan
 from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
+from zero_runtime.tensor_parallel.joined import join_slices
 from zero_runtime.tensor_source import ReadInto, TensorSource, read_in_blocks
 from zero_runtime.unit_gradients import GradState, UnitGradients
 from zero_runtime.unit_parameters import DataState, UnitParameters, reads_from
@@ -54,10 +55,12 @@ class Unit:
         self.precision = spec.precision
         self.device = device  # that the unit computes on, wherever its shards are stored
         self.uses = 0  # running calls of modules that read the parameters
+        self.slices = spec.slices
+        self.full_shapes = {name: tuple(param.shape) for name, param in spec.params}
         self.layout = FlatLayout.build(
-            [(name, tuple(param.shape)) for name, param in spec.params],
+            spec.shapes,
             shard_count=collectives.shard_count,
-            world=collectives.world,
+            world=collectives.data_world,
             block_numel=block_numel,
         )
         self._plan = plan
@@ -232,13 +235,16 @@ class Unit:
         `sums_locally`: later micro-batches add to the flat gradient before it is reduced.
         """
         param = self.params[index]
-        assert param.grad is not None, f"unit {self.name}: no gradient for {self.layout.segments[index].name}"
+        name = self.layout.segments[index].name
+        assert param.grad is not None, f"unit {self.name}: no gradient for {name}"
         if self._parameters.state is DataState.STALE:
             raise UnitStateError(
-                f"unit {self.name}: a gradient for {self.layout.segments[index].name} came while its parameters were "
+                f"unit {self.name}: a gradient for {name} came while its parameters were "
                 "released or stale, so something read them without calling the module that owns them; call the "
                 "module, or give the parameter to a module that is called"
             )
+        if name in self.slices.summed:
+            param.grad = self._collectives.sum_over_slices_(param.grad.contiguous())
         self._gradients.take(index, param.grad, sums_locally=sums_locally)
         param.grad = None
 
@@ -326,20 +332,30 @@ class Unit:
 
     @property
     def pieces(self) -> Collection[Piece]:
-        """The parts of parameters in this rank's shards, in order."""
+        """The parts of this rank's tensors of the parameters in its shards, in order."""
         return self._parameters.pieces.values()
 
     def full_of(self, shard: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Gather a [S] tensor over the shards; returns it by parameter name, in the parameters' shapes. A collective.
+        """Gather a [S] tensor over the shards; returns it by parameter name, in the full shapes. A collective.
 
-        The result is a copy that the caller owns; its entries are views of one tensor.
+        The result is a copy that the caller owns; its entries may be views of one tensor.
         """
         full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.device)
         self._collectives.all_gather_uncounted(full, shard.to(self.device))
-        return {segment.name: segment.of(full).view(segment.shape) for segment in self.layout.segments}
+        return {segment.name: self._full(segment, segment.of(full)) for segment in self.layout.segments}
+
+    def _full(self, segment: Segment, own: torch.Tensor) -> torch.Tensor:
+        """The full tensor of a parameter from the slices of it, of which `own` [numel] is this rank's. A collective."""
+        split = self.slices.splits.get(segment.name)
+        if split is None:
+            return own.view(segment.shape)
+        return join_slices(self._collectives.gather_slices(own, counted=False), split)
 
     def fill(self, shard: torch.Tensor, names: Sequence[str], read_into: ReadInto) -> None:
-        """Fill this rank's pieces of the parameters in `names` in a [S] tensor, such as an optimizer state."""
+        """Fill this rank's pieces of the parameters in `names` in a [S] tensor, such as an optimizer state.
+
+        `read_into` is asked for elements of full parameters.
+        """
         self._parameters.fill(shard, names, read_into)
 
     def fill_weights(self, names: Sequence[str], read_into: ReadInto) -> None:

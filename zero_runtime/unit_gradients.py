@@ -15,6 +15,7 @@ from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.kernels import ops
 from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise_
 from zero_runtime.plan import ZeroPlan
+from zero_runtime.tensor_parallel.slices import TensorSlices
 from zero_runtime.unit_planner import UnitSpec
 from zero_runtime.wire import BITS, EXACT, Wire
 
@@ -90,6 +91,7 @@ class UnitGradients:
         # Each parameter's elements of unsharded_grad. One call makes all views, in less time than a slice for each.
         self._flats: Sequence[torch.Tensor] = ()
         self._sizes = _sizes(layout)
+        self._counted = _counted(layout, collectives, spec.slices)
         self._closed = False  # reduced in the current backward, so that another gradient of it would be lost
         self._reducing: Reduction | None = None
         self._squares: torch.Tensor | None = None  # result of `squares`, kept for a gradient that was sent away
@@ -238,9 +240,11 @@ class UnitGradients:
             return self._squares
         if not self.sums_over_ranks and self.unsharded_grad is not None:
             return ops.sum_of_squares(self.unsharded_grad)
-        part_numel = self.layout.shard_numel // self._collectives.replica_count
-        part = self.grad_shard.narrow(0, self._collectives.replica_rank * part_numel, part_numel)
-        return ops.sum_of_squares(part)
+        total: torch.Tensor | None = None
+        for start, stop in self._counted:
+            squares = ops.sum_of_squares(self.grad_shard[start:stop])
+            total = squares if total is None else total + squares
+        return torch.zeros((), dtype=torch.float64, device=self.grad_shard.device) if total is None else total
 
     def keep_squares(self) -> None:
         """Compute `squares` now, while the gradient is still on the device."""
@@ -291,6 +295,23 @@ class UnitGradients:
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
+
+
+def _counted(layout: FlatLayout, collectives: Collectives, slices: TensorSlices) -> list[tuple[int, int]]:
+    """The ranges [start, stop) of the shard whose squares this rank adds; see [Note: each element once]."""
+    part_numel = layout.shard_numel // collectives.replica_count
+    low = collectives.replica_rank * part_numel
+    if slices.rank == 0:
+        return [(low, low + part_numel)]
+    ranges: list[tuple[int, int]] = []
+    for piece in layout.pieces(collectives.shard_rank):
+        start, stop = max(piece.shard_offset, low), min(piece.shard_offset + piece.numel, low + part_numel)
+        if start >= stop or not slices.counts_here(piece.name):
+            continue
+        if ranges and ranges[-1][1] == start:
+            start = ranges.pop()[0]
+        ranges.append((start, stop))
+    return ranges
 
 
 def _sizes(layout: FlatLayout) -> list[int]:

@@ -26,6 +26,8 @@ from zero_runtime.kernels.wire_format import dequantise_, packed_numel, quantise
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import CODE_BITS, WEIGHT_BLOCK_NUMEL
 from zero_runtime.shard_location import ON_DEVICE, OffloadedShards, ShardLocation
+from zero_runtime.tensor_parallel.joined import slice_of
+from zero_runtime.tensor_parallel.slices import TensorSlices
 from zero_runtime.tensor_source import ReadInto
 from zero_runtime.unit_planner import UnitSpec
 from zero_runtime.wire import BITS, EXACT, Wire
@@ -90,6 +92,7 @@ class UnitParameters:
         self.params = [param for _, param in spec.params]
         self.trainable = spec.trainable
         self.layout = layout
+        self._slices = spec.slices
         self.pieces: dict[str, Piece] = {piece.name: piece for piece in layout.pieces(collectives.shard_rank)}
         self._bits = 0 if precision.weights is None else CODE_BITS[precision.weights]  # 0: not quantised
         self.stored_numel = layout.shard_numel if not self._bits else int(layout.shard_numel * precision.stored_bytes)
@@ -172,6 +175,8 @@ class UnitParameters:
             for segment, param in self.placed():
                 if segment.name not in given:
                     self._take_values(segment, param, initial)
+                elif segment.name in self._slices.splits:
+                    segment.of(self.unsharded_param).zero_()  # the padding of a slice, which no source fills
                 self._bind(segment, param)
             if self._bits:
                 encode_weights(self._own_slice(), self.param_shard, bits=self._bits)
@@ -186,8 +191,9 @@ class UnitParameters:
     def _take_values(self, segment: Segment, param: nn.Parameter, initial: InitialValues) -> None:
         """Copy one parameter's values into the full tensor and into the master, which gets them before rounding."""
         values = initial.draw(segment.name, param) if param.is_meta else self._handed_over(param)
-        values = values.reshape(-1)
-        segment.of(self.unsharded_param).copy_(values)
+        split = self._slices.splits.get(segment.name)
+        own = values if split is None else slice_of(values, split, self._slices.rank)
+        segment.of(self.unsharded_param).copy_(own.reshape(-1))
         if self.master_shard is not None:
             self.fill(self.master_shard, [segment.name], reads_from({segment.name: values}))
 
@@ -227,11 +233,14 @@ class UnitParameters:
     # ---- the shards' values ------------------------------------------------------------------------------------------
 
     def fill(self, shard: torch.Tensor, names: Iterable[str], read_into: ReadInto) -> None:
-        """Fill this rank's pieces of the parameters in `names` in a tensor [S] of the unit, in the order of `names`."""
+        """Fill this rank's pieces of the parameters in `names` in a tensor [S] of the unit, in the order of `names`.
+
+        `read_into` is asked for elements of full parameters. Padding of slices is left as it is.
+        """
         for name in names:
             piece = self.pieces.get(name)
             if piece is not None:
-                read_into(name, piece.start, piece.of(shard))
+                fill_local(self._slices, name, piece.start, piece.of(shard), read_into)
 
     def fill_codes(self, names: Iterable[str], read_into: ReadInto) -> None:
         """Like `fill` for a quantised param_shard: each piece is read as fp32 values and encoded."""
@@ -387,6 +396,12 @@ class UnitParameters:
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
+
+
+def fill_local(slices: TensorSlices, name: str, start: int, target: torch.Tensor, read_into: ReadInto) -> None:
+    """Fill the 1-D `target` with elements of this rank's tensor of a parameter, from its element `start` on."""
+    for span in slices.spans(name, start, start + target.numel()):
+        read_into(name, span.full, target[span.local - start : span.local - start + span.numel])
 
 
 def reads_from(values: dict[str, torch.Tensor]) -> ReadInto:

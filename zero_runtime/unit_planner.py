@@ -36,6 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zero_runtime.dtypes import TORCH_DTYPE
 from zero_runtime.errors import PlanError
 from zero_runtime.precision import ITEMSIZE_BYTES, MixedPrecision
+from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +54,15 @@ class UnitRules:
     parameters that keep their dtype in the given model, such as `*norm*`; all others are cast to precision.param.
     matrices: the matrices that the optimizer updates whole are in units of their own, see [Note: matrices]; None if it
     has none.
+    slices: the slices of parameters that this rank holds with tensor parallelism; `unit_numel` counts the elements of
+    full parameters, so that the units are those of any degree.
     """
 
     precision: MixedPrecision = field(default_factory=MixedPrecision)
     unit_numel: int | None = None
     keep_dtype: tuple[str, ...] = ()
     matrices: tuple[str, ...] | None = None
+    slices: TensorSlices = NOT_SPLIT
 
     def __post_init__(self) -> None:
         if self.unit_numel is not None and self.unit_numel < 1:
@@ -73,7 +77,7 @@ class UnitSpec:
 
     modules: their calls decide when the unit is gathered and released. params: pairs of full name and parameter.
     shared: some parameter is used by several modules, so its gradient may arrive in several parts. matrices: see
-    [Note: matrices].
+    [Note: matrices]. slices: what this rank holds of the parameters, which are full ones until their unit is built.
     """
 
     name: str
@@ -83,10 +87,17 @@ class UnitSpec:
     precision: MixedPrecision
     shared: bool
     matrices: bool = False
+    slices: TensorSlices = NOT_SPLIT
 
     @property
     def numel(self) -> int:
+        """Number of elements of the full parameters."""
         return sum(param.numel() for _, param in self.params)
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Each parameter's name with the shape of this rank's tensor of it."""
+        return [(name, self.slices.local_shape(name, tuple(param.shape))) for name, param in self.params]
 
 
 def plan_units(model: nn.Module, rules: UnitRules | None = None) -> list[UnitSpec]:
@@ -111,6 +122,7 @@ def plan_units(model: nn.Module, rules: UnitRules | None = None) -> list[UnitSpe
             precision=precision,
             shared=any(len(users[id(param)]) > 1 for _, param in params),
             matrices=whole,
+            slices=rules.slices,
         )
         for (owner, trainable, precision, whole), params in members.items()
     ]

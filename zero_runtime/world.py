@@ -133,7 +133,8 @@ def _fails_on_nccl() -> bool:
 
 
 class RankGroups(NamedTuple):
-    """The process groups of one rank: for gathers, for reductions, and for the replicas of its shard.
+    """The process groups of one rank: for gathers, for reductions, for the replicas of its shard, and for the slices of
+    its layers.
 
     None if not needed. Gathers and reductions have separate groups: all ranks must issue the collectives of one group
     in the same order, but the two kinds interleave differently on a rank that leaves parameters unused. Gathers over
@@ -144,22 +145,35 @@ class RankGroups(NamedTuple):
     gather: dist.ProcessGroup | None = None
     reduce: dist.ProcessGroup | None = None
     replica: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
 
     @classmethod
-    def make(cls, shard_count: int) -> RankGroups:
-        """Create the groups for shard groups of `shard_count` consecutive ranks. Every rank must call it."""
+    def make(cls, shard_count: int, tensor_degree: int = 1) -> RankGroups:
+        """Create the groups for shard groups of `shard_count` consecutive ranks. Every rank must call it.
+
+        With tensor parallelism, `tensor_degree` consecutive ranks hold the slices of one model, and the shard groups
+        and replicas are among the ranks that hold the same slice.
+        """
         world = dist.get_world_size()
-        assert world % shard_count == 0, f"shard groups of {shard_count} in a world of {world}"
-        ranks = range(world)
+        data_world = world // tensor_degree
+        assert data_world * tensor_degree == world, f"tensor groups of {tensor_degree} in a world of {world}"
+        assert data_world % shard_count == 0, f"shard groups of {shard_count} in a world of {data_world}"
         if world == 1:
             return cls()
         if dist.get_backend() == "nccl":
             _launch_in_host_order()  # another program may have made the default group
-        if shard_count == 1:
-            return cls(replica=_divide([ranks]))
-        shards = [list(ranks[start : start + shard_count]) for start in ranks[::shard_count]]
-        replicas = [list(ranks[place::shard_count]) for place in range(shard_count)]
-        return cls(_divide(shards), _divide(shards), _divide(replicas) if shard_count < world else None)
+        # In this order on every rank, and destroyed in the reverse one.
+        axes = [range(slice_rank, world, tensor_degree) for slice_rank in range(tensor_degree)]
+        gather = reduce = replica = tensor = None
+        if shard_count > 1:
+            starts = range(0, data_world, shard_count)
+            shards = [axis[start : start + shard_count] for axis in axes for start in starts]
+            gather, reduce = _divide(shards), _divide(shards)
+        if shard_count < data_world:
+            replica = _divide([axis[place::shard_count] for axis in axes for place in range(shard_count)])
+        if tensor_degree > 1:
+            tensor = _divide([range(start, start + tensor_degree) for start in range(0, world, tensor_degree)])
+        return cls(gather, reduce, replica, tensor)
 
     def destroy(self) -> None:
         """Destroy the groups, on every rank in the same order: the reverse of making.

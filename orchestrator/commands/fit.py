@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orchestrator.commands import fit_estimator, fit_peers
-from orchestrator.commands.fit_page import FitPage, named
+from orchestrator.commands.fit_page import Columns, FitPage, named
 from orchestrator.commands.verb_parser import VerbParser, add_json, verb_parser
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
@@ -38,8 +38,9 @@ AXES = {
 PLAIN = {"offload": "none", "recompute": "none", "loss": "full"}  # options that a label leaves out
 SMALLEST = 2  # a batch of one is traced alone: torch treats dimensions of one differently
 TRACED_TOKENS = 1 << 17  # of the largest micro-batch that is traced
-TABLE_RANKS = re.compile(r"ranks=([0-9]+(?:,[0-9]+)*)")
-RANKS, NODES = "resources.ranks", "resources.nodes"
+TABLE = re.compile(r"(ranks|tp)=([0-9]+(?:,[0-9]+)*)")
+RANKS, NODES, TP = "resources.ranks", "resources.nodes", "parallel.tp"
+KEYS = {"ranks": RANKS, "tp": TP}  # that the columns of --table vary
 NOT_COUNTED = "the activations cannot be counted"
 FLAGS = ("--multirun", "--plan", "--config-dir", "--max-points")  # that a line of fit may have; all others start runs
 # The keys that fit varies itself, and what to do instead.
@@ -50,21 +51,21 @@ OWN_KEYS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table, one row's arithmetic, or a table over numbers of ranks. Returns 0, or 1 if nothing fits."""
+    """Prints the table, one row's arithmetic, or a table over numbers. Returns 0, or 1 if nothing fits."""
     asked, words = parser().parse_known_args(argv)
     overrides = [one for word in words for one in _with_folder(word)]
     if asked.estimator is not None:
         if asked.table or asked.engine or asked.explain or asked.all:
             raise Refusal([f"{fit_estimator.FLAG} prints its own tables: leave out --table, --as, --explain and --all"])
         return fit_estimator.main(asked.estimator, words, as_json=asked.json)
-    ranks = _ranks(asked.table)
+    over = _columns(asked.table)
     if asked.engine is not None:
-        if ranks:
+        if over:
             raise Refusal(["--table and --as cannot be asked for together"])
-        points = _points(overrides, ())
+        points = _points(overrides, None)
         found = fit_peers.rows_as(asked.engine, points, answers_for(points, quiet=asked.json))
         return fit_peers.show(asked.engine, found, len(points), overrides, asked.explain, as_json=asked.json)
-    points = _points(overrides, ranks)
+    points = _points(overrides, over)
     fits = fits_of(points if asked.explain is None else [named(points, asked.explain)], quiet=asked.json)
     if asked.json:
         print(json.dumps([one.to_dict() for one in fits], ensure_ascii=False))
@@ -75,8 +76,8 @@ def main(argv: Sequence[str]) -> int:
         page = FitPage(Screen(make_console()), typed.overrides, flags)
         if asked.explain is not None:
             page.explain(fits[0])
-        elif ranks:
-            page.by_ranks(fits, ranks, show_all=asked.all)
+        elif over:
+            page.by_number(fits, over, show_all=asked.all)
         else:
             page.rows(fits, show_all=asked.all)
     return int(not any(one.micro for one in fits))
@@ -90,12 +91,16 @@ def parser() -> VerbParser:
     )
     parser.usage = (
         f"{program()} fit [-h] [group=option | key=value ...] [--all] [--explain ROW] [--table ranks=1,2,4,8] "
-        "[--as ENGINE] [--estimator P,L] [--json]"
+        "[--table tp=1,2,4] [--as ENGINE] [--estimator P,L] [--json]"
     )
     parser.epilog = f"example: {program()} fit model=llama2_7b hardware=a100_80gb resources.ranks=8 batch.seq=4096"
     parser.add_argument("--all", action="store_true", help="every row, also those that another row makes needless")
     parser.add_argument("--explain", metavar="ROW", help="the arithmetic of one row of the table, by its label")
-    parser.add_argument("--table", metavar="ranks=N,N,...", help="the largest micro-batch for several numbers of ranks")
+    parser.add_argument(
+        "--table",
+        metavar="ranks=N,N,...",
+        help="the largest micro-batch for several numbers of ranks, or of parallel.tp",
+    )
     parser.add_argument(
         "--as", dest="engine", choices=fit_peers.engine_names(), help="by the byte rules of another engine"
     )
@@ -108,13 +113,14 @@ def parser() -> VerbParser:
     return parser
 
 
-def _ranks(table: str | None) -> list[int]:
+def _columns(table: str | None) -> Columns | None:
     if table is None:
-        return []
-    match = TABLE_RANKS.fullmatch(table)
-    if match is None or any(int(number) == 0 for number in match[1].split(",")):
-        raise Refusal([f"--table: expected numbers of ranks, found '{table}'      fix: --table ranks=1,2,4,8"])
-    return sorted({int(number) for number in match[1].split(",")})
+        return None
+    match = TABLE.fullmatch(table)
+    if match is None or any(int(number) == 0 for number in match[2].split(",")):
+        fixes = "fix: --table ranks=1,2,4,8   or   --table tp=1,2,4"
+        raise Refusal([f"--table: expected numbers of ranks or of parallel.tp, found '{table}'      {fixes}"])
+    return Columns(match[1], sorted({int(number) for number in match[2].split(",")}))
 
 
 def _with_folder(word: str) -> list[str]:
@@ -127,12 +133,13 @@ def _with_folder(word: str) -> list[str]:
     return [*(["model=pretrained"] if key == "model" else []), f"model.path={folder}"]
 
 
-def _points(overrides: Sequence[str], ranks: Sequence[int]) -> list[Point]:
+def _points(overrides: Sequence[str], over: Columns | None) -> list[Point]:
     """The combinations of the settings that the command line leaves open, without those that a rule forbids."""
     given = names(overrides)
     problems = [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in given]
-    if ranks and RANKS in given:
-        problems.append(f"--table varies {RANKS}      fix: leave one of them out")
+    key = over and KEYS[over.name]
+    if key and (key in given or (key == TP and "parallel" in given)):
+        problems.append(f"--table varies {key}      fix: leave one of them out")
     if "resources.device=cuda" in overrides and "hardware" not in given and not here().hardware.gpus:
         problems.append(
             "resources.device=cuda: no GPU is here      fix: name one that a plan can assume: hardware=a100_80gb"
@@ -142,13 +149,13 @@ def _points(overrides: Sequence[str], ranks: Sequence[int]) -> list[Point]:
     if problems:
         raise Refusal(problems)
     axes = [f"{group}={options}" for group, options in AXES.items() if group not in given]
-    if not ranks:
+    if over is None:
         return valid_points([*overrides, *axes])
-    gpus = _gpus_of_a_node(overrides) if NODES not in given else None
+    gpus = _gpus_of_a_node(overrides) if over.name == "ranks" and NODES not in given else None
     found: list[Point] = []
-    for number in ranks:
+    for number in over.numbers:
         nodes = [f"{NODES}={-(-number // gpus)}"] if gpus and number > gpus else []
-        found += valid_points([*overrides, *axes, f"{RANKS}={number}", *nodes], f"-ranks{number}")
+        found += valid_points([*overrides, *axes, f"{key}={number}", *nodes], f"-{over.name}{number}")
     return found
 
 
@@ -164,7 +171,7 @@ def _gpus_of_a_node(overrides: Sequence[str]) -> int | None:
     return gpus if isinstance(gpus, int) and gpus > 0 else None
 
 
-def valid_points(words: Sequence[str], of_ranks: str = "") -> list[Point]:
+def valid_points(words: Sequence[str], column: str = "") -> list[Point]:
     """The points of the words that no rule refuses, with labels of options only where they are not the plain ones."""
     composition = composed(arguments.split(["--multirun", "--plan", *words]))
     if own := [f"{key}: {why}" for key, why in OWN_KEYS.items() if key in composition.axes]:  # from a file of sweeps/
@@ -183,7 +190,7 @@ def valid_points(words: Sequence[str], of_ranks: str = "") -> list[Point]:
             named = [options[key] for key in PLAIN if key in axes and options[key] != PLAIN[key]]
             named += [f"{key.rpartition('.')[2]}{options[key]}" if "." in key else options[key] for key in varied]
             label = "-".join([f"stage{point.config.zero.stage}", *named])
-            points.append(replace(point, label=re.sub(r"[^\w.+-]+", "_", label) + of_ranks))
+            points.append(replace(point, label=re.sub(r"[^\w.+-]+", "_", label) + column))
     if not points:
         # What all points break is wrong with the line; the rest is wrong with options that it did not ask for.
         ending = f"      ({len(composition.points)} of {len(composition.points)} points)"

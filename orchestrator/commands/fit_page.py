@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from orchestrator.config import pretrained
 from orchestrator.config.lossy import lossy_words
@@ -23,11 +23,26 @@ from zero_runtime.memory.caching_allocator import AllocatorSettings
 
 # Columns in the order in which a narrow terminal leaves them out.
 DROPPED = ("tokens", "activations", "states", "reserved", "largest part", "closed form", "what exists")
-MACHINES = ("resources.ranks=", "resources.nodes=")
+MACHINES = ("resources.ranks=", "resources.nodes=", "parallel.tp=")
 ROUGH = "~"
 GAP = 2  # characters between columns
 OFFLOADED = " is not predicted with offload"
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+class Columns(NamedTuple):
+    """What the columns of a table are: ranks, or the ranks of a tensor-parallel group (tp); and their numbers."""
+
+    name: str
+    numbers: list[int]
+
+    def of(self, one: Fit) -> int:
+        """The column of a row's cell."""
+        return one.config.ranks if self.name == "ranks" else one.config.parallel.tp
+
+    def row(self, one: Fit) -> str:
+        """The label without the number."""
+        return one.label.rpartition(f"-{self.name}")[0]
 
 
 class FitPage:
@@ -52,21 +67,24 @@ class FitPage:
                 self._screen.say(f"tokens/s: of all ranks; {ROUGH} roughly, from the data sheet, see docs/speed.md")
         self._close(fits, best, shown)
 
-    def by_ranks(self, fits: Sequence[Fit], ranks: Sequence[int], *, show_all: bool) -> None:
-        """One row for each setting, one column for each number of ranks: the largest micro-batch."""
+    def by_number(self, fits: Sequence[Fit], over: Columns, *, show_all: bool) -> None:
+        """One row for each setting, one column for each number: the largest micro-batch."""
         best = fit.best(fits)
         shown = list(fits) if show_all else best
-        self._screen.rows(_head(fits[0], over_ranks=True))
-        cells = {(_name(one), one.config.resources.ranks): _micro(one) for one in fits}
-        names = dict.fromkeys(_name(one) for one in shown)
-        self._say("the largest micro-batch of a rank, by the number of ranks")
-        rows = tuple((name, *(cells.get((name, number), ABSENT) for number in ranks)) for name in names)
-        self._screen.table(Table(("row", *map(str, ranks)), rows))
-        if left := len({_name(one) for one in fits} - set(names)):
+        self._screen.rows(_head(fits[0], over_ranks=over.name == "ranks"))
+        cells = {(over.row(one), over.of(one)): _micro(one) for one in fits}
+        names = dict.fromkeys(over.row(one) for one in shown)
+        what = (
+            "the number of ranks" if over.name == "ranks" else "the ranks that hold slices of one model (parallel.tp)"
+        )
+        self._say(f"the largest micro-batch of a rank, by {what}")
+        rows = tuple((name, *(cells.get((name, number), ABSENT) for number in over.numbers)) for name in names)
+        self._screen.table(Table(("row", *map(str, over.numbers)), rows))
+        if left := len({over.row(one) for one in fits} - set(names)):
             self._say(f"{many(left, 'row')} not shown: others fit as much with less to do; --all shows them")
         first = (best or [_nearest(fits)])[0]
         machines = [word for word in first.overrides if word.startswith(MACHINES) and word not in self._words]
-        self._propose([replace(first, label=_name(first))], machines)
+        self._propose([replace(first, label=over.row(first))], machines)
 
     def explain(self, one: Fit) -> None:
         """The arithmetic of one row: each part of the peak, what libraries take, and what is left."""
@@ -169,7 +187,7 @@ def narrowed(table: Table, width: int | None) -> Table:
 def _head(one: Fit, *, over_ranks: bool = False) -> list[Row]:
     """The model and the machine."""
     config, node = one.config, one.config.hardware
-    numel = fit_arithmetic.psi(one) + fit_arithmetic.frozen(one)
+    numel = one.memory.full_numel(trainable=True) + one.memory.full_numel(trainable=False)
     model = f"{config.model.name}, {count(numel)} parameters, sequences of {config.batch.seq:,} tokens"
     precision = f"parameters {config.precision.dtypes.param}, {config.optimizer.rule.kind}"
     accumulation = config.batch.accumulation or 1
@@ -247,11 +265,6 @@ def _micro(one: Fit) -> str:
     if one.micro == one.most_micro:
         return str(one.micro) if one.micro else ABSENT
     return f"{one.micro}-{one.most_micro}"
-
-
-def _name(one: Fit) -> str:
-    """The label without the number of ranks."""
-    return one.label.rpartition("-ranks")[0]
 
 
 def _settings(one: Fit) -> list[str]:

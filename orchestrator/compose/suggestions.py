@@ -32,6 +32,9 @@ KEYS = {
     "world_size": "resources.ranks",
     "nproc_per_node": "resources.ranks",
     "dtype": "precision",
+    "tp": "parallel.tp",
+    "tp_size": "parallel.tp",
+    "tensor_parallel": "parallel.tp",
 }
 VALUES = {"gpu": "cuda", "float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 # The key to suggest if a group is given a number.
@@ -40,6 +43,7 @@ NUMBERED = {
     "measure": "measure.steps",
     "resources": "resources.ranks",
     "optimizer": "optimizer.lr",
+    "parallel": "parallel.tp",
 }
 # The option and the key to suggest if a group is given a file or folder.
 FILED = {"data": "data=text data.path", "model": "model=pretrained model.path"}

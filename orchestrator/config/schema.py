@@ -9,6 +9,7 @@ from typing import Any
 from orchestrator.config.cluster import Cluster
 from orchestrator.config.hardware import GpuNode
 from orchestrator.config.optimizer import Optimizer, Scheduler
+from orchestrator.config.parallel import Parallel
 from orchestrator.config.parts import plain
 from orchestrator.config.state_groups import Offload, Precision, Zero
 from orchestrator.config.strict import ConfigError, Limits, Word, build
@@ -67,7 +68,7 @@ class TrackingKind(Word):
 @dataclass(frozen=True)
 class Batch:
     """`micro` and `global_size` are numbers of sequences, `seq` is the number of tokens in a sequence;
-    global_size = micro x accumulation x ranks."""
+    global_size = micro x accumulation x ranks / parallel.tp."""
 
     micro: int = 4
     accumulation: int | None = None
@@ -247,6 +248,7 @@ class RunConfig:
     scheduler: Scheduler = field(default_factory=Scheduler)
     recompute: RecomputeRule = field(default_factory=RecomputeRule)
     loss: Loss = field(default_factory=Loss)
+    parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resources: Resources = field(default_factory=Resources)
     hardware: GpuNode = field(default_factory=GpuNode)
@@ -256,6 +258,16 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         root_limits(vars(self)).conclude()
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of a resolved configuration."""
+        return self.resources.ranks or 1
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks with different batches, which ZeRO shards over, of a resolved configuration."""
+        return self.parallel.data_ranks(self.ranks)
 
 
 def root_limits(values: Mapping[str, Any]) -> Limits:
@@ -274,10 +286,10 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
     """The inverse of to_dict. Raises one ConfigError with every unknown key, wrong type and bad value.
 
-    A record without `hardware` is of an earlier version, which knew this machine only.
+    A record without `hardware` or `parallel` is of an earlier version, which knew this machine and full models only.
     """
     config: RunConfig
-    config, broken = build(RunConfig, {"hardware": plain(GpuNode()), **data})
+    config, broken = build(RunConfig, {"hardware": plain(GpuNode()), "parallel": plain(Parallel()), **data})
     if broken:
         raise ConfigError(broken)
     return config

@@ -28,11 +28,12 @@ class StepTime(Word):
 class Zero:
     """How model states are sharded.
 
-    `prefetch`: number of units that are gathered ahead of the one in use; it affects the time of a step, never the bits
-    of its result. `shard_ranks`: shard over groups of this many ranks and replicate across the groups; null shards over
-    all ranks. `reduce_at_boundary`: in stages 2 and 3 too, keep full gradients over the micro-batches and reduce them
-    once. `unit_numel`: the most elements of a unit, which is gathered and reduced together; only a unit that cannot be
-    split is larger. null makes one unit of each block.
+    `prefetch`: number of units that are gathered ahead of the one in use; it affects the time of a step, never the
+    bits of its result. `shard_ranks`: shard over groups of this many ranks and replicate across the groups; null
+    shards over all ranks (with tensor parallelism, over those that hold the same slice). `reduce_at_boundary`: in
+    stages 2 and 3 too, keep full gradients over the micro-batches and reduce them once. `unit_numel`: the most
+    elements of a unit, which is gathered and reduced together; only a unit that cannot be split is larger. null
+    makes one unit of each block.
 
     Lossy, and less on the wire: `gather_dtype`: int8 gathers parameters as 8-bit codes with a scale for each 256
     elements; null gathers them in precision.param. `reduce_dtype`: int8 or int4 sends gradients as such codes and sums

@@ -62,6 +62,8 @@ def problems_of(config: RunConfig) -> list[str]:
     found = []
     if isinstance(config.optimizer.rule, AdamW8bitConfig):
         found.append("optimizer=adamw8bit: DeepSpeed has no AdamW with 8-bit states      fix: optimizer=adamw")
+    if config.parallel.tp > 1:
+        found.append("parallel.tp: the written configuration has no tensor parallelism      fix: parallel.tp=1")
     if config.precision.keep_dtype:
         found.append("precision.keep_dtype: DeepSpeed casts every parameter      fix: precision.keep_dtype=[]")
     if config.zero.stage < 3 and config.zero.shard_ranks is not None:

@@ -63,6 +63,8 @@ def problems_of(config: RunConfig) -> list[str]:
     """Why FSDP2 cannot run this point, one line each."""
     found = []
     dtypes = config.precision.dtypes
+    if config.parallel.tp > 1:
+        found.append("parallel.tp: the written script has no tensor parallelism      fix: parallel.tp=1")
     if config.zero.stage == 0:
         found.append("zero=stage0: FSDP2 shards; use DistributedDataParallel      fix: zero=stage1, or --to deepspeed")
     if dtypes.param == "fp16":

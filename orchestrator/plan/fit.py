@@ -117,6 +117,7 @@ class Fit:
             "label": self.label,
             "overrides": list(self.overrides),
             "ranks": self.config.resources.ranks,
+            "tp": self.config.parallel.tp,
             "micro": self.micro,
             "micro_at_most": self.most_micro,
             "micro_capped": self.capped,
@@ -182,7 +183,7 @@ def fit_of(
         peak,
         memory.host_bytes(max(micro, 1)),
         memory.away().scratch,
-        memory.sent_bytes(),
+        replace(memory, config=with_micro(memory.config, max(micro, 1))).sent_bytes(),
         target.ranks_per_node,
         host_limit,
     )

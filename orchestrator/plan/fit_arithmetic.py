@@ -7,10 +7,11 @@ from the replay of the step.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from orchestrator.plan.fit import BACKWARD, BLOCKS, BUFFERS, INPUTS, OUTSIDE, STATES, Fit
-from orchestrator.plan.step import error_bytes, kept_bytes
+from orchestrator.plan.step import error_bytes, kept_bytes, with_micro
 from orchestrator.text.units import count, many, size
 from zero_runtime.memory.counted_unit import GATHERED, GRADS, OPTIMIZER, PARAMS, TRANSFERS, WHOLE_GRADS
 from zero_runtime.memory.model import (
@@ -53,15 +54,18 @@ def frozen(fit: Fit) -> int:
 
 def letters(fit: Fit) -> str:
     """The letters of the closed forms with their numbers."""
-    ranks, shards, also = fit.config.resources.ranks or 1, shard_count(fit), frozen(fit)
-    text = f"Ψ = {psi(fit):,} trained parameters, N = {many(ranks, 'rank')}"
+    ranks, shards, also = fit.config.data_ranks, shard_count(fit), frozen(fit)
+    tp, full = fit.config.parallel.tp, fit.memory.full_numel(trainable=True)
+    slice_of = f" in the slice of a rank, of {full:,} that {tp} ranks hold" if tp > 1 else ""
+    text = f"Ψ = {psi(fit):,} trained parameters{slice_of}, N = {many(ranks, 'rank')}"
+    text += " with different batches" if tp > 1 else ""
     text += f", G = {shards} of them that share one copy of the states" if 1 < shards < ranks else ""
     return text + (f"; {also:,} frozen parameters are added to the closed form in bytes" if also else "")
 
 
 def shard_count(fit: Fit) -> int:
     """The number of ranks of a shard group: all N of them, or fewer (G)."""
-    return fit.config.zero.plan.shard_count(fit.config.resources.ranks or 1)
+    return fit.config.zero.plan.shard_count(fit.config.data_ranks)
 
 
 def kind_of(fit: Fit) -> MixedPrecision:
@@ -76,7 +80,7 @@ def _states(fit: Fit) -> Iterator[Part]:
     expected = total_state_bytes(
         config.zero.plan,
         fit.memory.units,
-        world=config.resources.ranks or 1,
+        world=config.data_ranks,
         micro_batches=accumulation,
         state_bytes=state_bytes,
         error_bytes=error_bytes(config),
@@ -111,7 +115,7 @@ def _closed(fit: Fit, terms: tuple[Term, ...]) -> str:
     """Such as "4Ψ/N = 4 x 6.74 B / 8"."""
     used = [(f"{nbytes:.10g}", partition is Partition.SHARDED) for nbytes, partition in terms if nbytes]
     numel, shards = count(psi(fit)), shard_count(fit)
-    letter = "N" if shards == (fit.config.resources.ranks or 1) else "G"
+    letter = "N" if shards == fit.config.data_ranks else "G"
     symbols = " + ".join(f"{nbytes}Ψ{f'/{letter}' if sharded else ''}" for nbytes, sharded in used)
     numbers = " + ".join(f"{nbytes} x {numel}{f' / {shards}' if sharded else ''}" for nbytes, sharded in used)
     return f"{symbols} = {numbers}" if used else "0"
@@ -150,13 +154,23 @@ def sent(fit: Fit) -> str:
     counts = CollectiveCounts.of(
         config.zero.plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
     )
-    closed = collective_formula(counts, world=config.resources.ranks or 1, shard_count=shard_count(fit))
+    closed = collective_formula(counts, world=config.data_ranks, shard_count=shard_count(fit))
     wire = config.zero.wire
     gathered, reduced = wire.gather or kind.param, wire.reduce or kind.reduce
     gathers = f"{counts.gathers} x gathered in {gathered}, " if counts.gathers and shard_count(fit) > 1 else ""
     text = f"{closed} elements: {gathers}{counts.reductions} x reduced in {reduced}"
     text += "; 4 bytes of scale for each 256 quantised" if wire != EXACT else ""
+    if tensor := _tensor(fit):
+        text += f"; {tensor}"
     text += "; parts of matrices to their owners and back" if fit.memory.matrices and shard_count(fit) > 1 else ""
     frozen_elements = fit.memory.frozen_gathers() if shard_count(fit) > 1 else 0
     also = f"; {count(frozen_elements)} frozen elements gathered, each as often as the schedule does"
     return text + also if frozen_elements else text
+
+
+def _tensor(fit: Fit) -> str:
+    """What a rank sends to its tensor-parallel group; empty without one."""
+    memory = replace(fit.memory, config=with_micro(fit.config, max(fit.micro, 1)))
+    if not (sent := memory.tensor_sent()).calls:
+        return ""
+    return f"{fit.config.batch.accumulation or 1} x {size(sent.nbytes)} in {sent.calls} sums of parallel.tp"

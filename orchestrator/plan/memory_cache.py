@@ -26,7 +26,7 @@ from orchestrator.records.cache import read_cached, read_cached_object, write_ca
 from orchestrator.text.paths import CODE
 
 # The groups that a model's units and the optimizer's states depend on, next to unit_numel and ratio in `units_key`.
-DECIDING = ("model", "adapter", "optimizer", "precision")
+DECIDING = ("model", "adapter", "optimizer", "precision", "parallel")
 SILENCE_S = 120.0  # that the child may take for one answer
 TELL_S = 2.0
 LIBRARIES = ("torch", "transformers", "peft")  # whose code affects the answers
@@ -47,7 +47,8 @@ def activations_key(config: RunConfig, *, any_micro: bool = False) -> str:
     """The key of the activations of a micro-batch. `any_micro`: the key of all configurations that differ only in its
     size."""
     precision = config.precision
-    parts: dict[str, Any] = {name: plain(getattr(config, name)) for name in ("model", "adapter", "recompute", "loss")}
+    groups = ("model", "adapter", "recompute", "loss", "parallel")
+    parts: dict[str, Any] = {name: plain(getattr(config, name)) for name in groups}
     parts |= {"compute": precision.compute, "keep": precision.keep_dtype, "seq": config.batch.seq}
     parts |= {"unit_numel": config.zero.unit_numel}  # the trace has marks by unit
     parts |= {"kind": str(config.measure.kind)}

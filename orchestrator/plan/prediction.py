@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from orchestrator.compose.folders import CONF
+from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import AdapterKind, Device, RunConfig, to_dict
 from orchestrator.machine import hardware
 from orchestrator.plan import memory_cache, remedies
@@ -82,7 +83,9 @@ def problems(points: Sequence[Point], *, counting_within_s: float = 0.0) -> dict
 
 
 def _ships(config: RunConfig) -> bool:
-    """Whether the model is an unchanged one from conf/, without adapters."""
+    """Whether the model is an unchanged one from conf/, without adapters and not divided."""
+    if config.parallel != Parallel():
+        return False
     return config.adapter.kind is AdapterKind.none and to_dict(config)["model"] in _shipped_models()
 
 
@@ -109,12 +112,12 @@ def _prediction(
     shapes = answers.get(units_key(config))
     if shapes is None or "units" not in shapes:
         return None
-    ranks, micro_batches = config.resources.ranks or 1, config.batch.accumulation or 1
+    micro_batches = config.batch.accumulation or 1
     units, state_bytes = units_of(config, shapes), shapes["state_bytes"]
     states = total_state_bytes(
         held_plan(config),
         units,
-        world=ranks,
+        world=config.data_ranks,
         micro_batches=micro_batches,
         state_bytes=state_bytes,
         error_bytes=error_bytes(config),
@@ -145,10 +148,10 @@ _detected = functools.cache(hardware.detect)
 
 def overhead_of(config: RunConfig) -> DeviceOverhead:
     """What libraries take of a rank's GPU; nothing on a CPU."""
-    ranks = config.resources.ranks or 1
     if config.resources.device is not Device.cuda:
         return NO_OVERHEAD
-    return DeviceOverhead.on_cuda(ranks, config.zero.plan.shard_count(ranks))
+    shard_count = config.zero.plan.shard_count(config.data_ranks)
+    return DeviceOverhead.on_cuda(config.ranks, shard_count, tensor_degree=config.parallel.tp)
 
 
 def gpu_bytes_here() -> int | None:

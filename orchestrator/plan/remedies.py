@@ -95,7 +95,7 @@ def neighbours(config: RunConfig) -> list[Neighbour]:
     as further stages do for an evaluation or for 1-bit messages."""
     halves = [config.batch.micro >> power for power in range(1, config.batch.micro.bit_length())]
     tried = [_smaller(config, micro) for micro in halves]
-    if config.loss.kind is LossKind.full:
+    if config.loss.kind is LossKind.full and config.parallel.tp == 1:
         tried.append(Neighbour("loss=tiled", replace(config, loss=replace(config.loss, kind=LossKind.tiled))))
     kinds: tuple[RecomputeKind, ...] = ("by_operation", "full")
     for kind in kinds:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.plan import memory_cache
 from orchestrator.plan.step import ConfigMemory
 from zero_runtime.offload.plan import Tier
-from zero_runtime.timing.data_sheet import Layout, Peaks, segment_s, step_costs, update_bytes
+from zero_runtime.timing.data_sheet import PUBLISHED, Layout, Peaks, Ring, segment_s, step_costs, update_bytes
 from zero_runtime.timing.step_time import StepSeconds, step_time
 from zero_runtime.timing.work import LinearWork
 
@@ -40,15 +40,33 @@ def _computed(memory: ConfigMemory) -> StepSeconds | None:
     segments = work.in_order([(kind, unit) for _, kind, unit in linear.trace.marks])
     if segments is None:
         return None
-    rules, ranks, optimizer = memory.rules, config.resources.ranks or 1, config.optimizer
+    rules, optimizer = memory.rules, config.optimizer
     element_bytes = update_bytes(
         config.precision.mixed,
         optimizer.rule.state_bytes,
         config.batch.accumulation or 1,
         clips=optimizer.clip_norm is not None,
     )
-    costs = step_costs(peaks, Layout(ranks, config.resources.nodes, rules.shard_count), element_bytes)
-    return step_time(linear.trace, memory.units, rules, segments, costs, prefetch=config.zero.prefetch)
+    costs = step_costs(peaks, data_layout(config, rules.shard_count), element_bytes)
+    time = step_time(linear.trace, memory.units, rules, segments, costs, prefetch=config.zero.prefetch)
+    return replace(time, exposed_s=time.exposed_s + _tensor_s(memory, peaks))
+
+
+def data_layout(config: RunConfig, shards: int) -> Layout:
+    """The ranks that ZeRO shards over. With tensor parallelism, one rank of each group of consecutive ranks."""
+    return Layout(config.data_ranks, min(config.resources.nodes, config.data_ranks), shards)
+
+
+def _tensor_s(memory: ConfigMemory, peaks: Peaks) -> float:
+    """Seconds of the messages of tensor parallelism in a step; the ranks wait for all of them."""
+    config, sent, tp = memory.config, memory.tensor_sent(), memory.config.parallel.tp
+    if not sent.calls:
+        return 0.0
+    per_node = config.ranks // config.resources.nodes
+    ring = Ring(tp, -(-tp // per_node)).curve(peaks, PUBLISHED, rounds=2)
+    # All messages as sums: those of one token's width are alike, and the loss's gather is small.
+    summed_bytes = sent.nbytes * tp / (2 * (tp - 1))
+    return (config.batch.accumulation or 1) * sent.calls * ring.at(summed_bytes / sent.calls)
 
 
 def peak_flops_per_s(config: RunConfig) -> float | None:

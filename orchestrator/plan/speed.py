@@ -67,7 +67,7 @@ def jobs(config: RunConfig) -> list[TimingJob]:
     """What has to be measured for a prediction of this configuration's step, the cheapest first."""
     found = [_copies(config)]
     both = (config, anchored(config))
-    if (config.resources.ranks or 1) > 1:
+    if config.data_ranks > 1:
         found += {job.key: job for job in map(_links, both)}.values()
     found += {job.key: job for job in map(_update, both)}.values()
     return [*found, _segments(config)]
@@ -98,7 +98,7 @@ def _of_model(config: RunConfig, activations: str) -> dict[str, Any]:
 
 
 def _links(config: RunConfig) -> TimingJob:
-    shards = config.zero.plan.shard_count(config.resources.ranks or 1)
+    shards = config.zero.plan.shard_count(config.data_ranks)
     return TimingJob("links", _key("links", {"shards": shards, **place_of(config)}), config)
 
 
@@ -135,9 +135,10 @@ def _key(kind: str, parts: Mapping[str, Any]) -> str:
 def missing(configs: Iterable[RunConfig], hardware: str, *, fresh: bool = False) -> list[TimingJob]:
     """What was not measured yet for these configurations, each once, the cheapest kinds first. fresh: all of it.
 
-    Nothing is measured for described hardware.
+    Nothing is measured for described hardware, nor with tensor parallelism.
     """
-    wanted = {job.key: job for config in configs if not config.hardware.is_described for job in jobs(config)}
+    local = [config for config in configs if not config.hardware.is_described and config.parallel.tp == 1]
+    wanted = {job.key: job for config in local for job in jobs(config)}
     order = ("copies", "links", "update", "segments")
     left = [job for job in wanted.values() if fresh or stored(hardware, job.key) is None]
     return sorted(left, key=lambda job: order.index(job.kind))
@@ -166,16 +167,16 @@ def speed_of(memory: ConfigMemory, hardware: str) -> Speed | None:
     """The predicted speed of a configuration, on this machine or on its described hardware.
 
     None if something that it needs was not measured or is not on the data sheet, or is not predicted: parameters in a
-    scratch file, and any offload on described hardware.
+    scratch file, and any offload on described hardware. Of tensor parallelism on this machine nothing is measured.
     """
     config = memory.config
     if not config.hardware.is_described:
-        time = _measured_time(memory, hardware)
+        time = _measured_time(memory, hardware) if config.parallel.tp == 1 else None
         return None if time is None else Speed(time, _tokens(config) / time.total_s)
     time, peak = rough_time(memory), peak_flops_per_s(config)
     if time is None or peak is None:
         return None
-    per_second = (config.resources.ranks or 1) * peak * time.total_s
+    per_second = config.ranks * peak * time.total_s
     return Speed(time, _tokens(config) / time.total_s, rough=True, mfu=model_flops(memory) / per_second)
 
 
@@ -187,7 +188,8 @@ def _tokens(config: RunConfig) -> int:
 def model_flops(memory: ConfigMemory) -> int:
     """Operations that a step needs by the usual convention: 6 for each trained parameter and token, 4 for each frozen
     one, whatever attention and recomputation add."""
-    return sum((6 if size.trainable else 4) * size.numel for size, _ in memory.units) * _tokens(memory.config)
+    operations = 6 * memory.full_numel(trainable=True) + 4 * memory.full_numel(trainable=False)
+    return operations * _tokens(memory.config)
 
 
 def _measured_time(memory: ConfigMemory, hardware: str) -> StepSeconds | None:
@@ -239,7 +241,7 @@ def _segments_at(config: RunConfig, hardware: str, of_anchor: StepCosts) -> tupl
 def _surplus_s(config: RunConfig, measured: Mapping[str, Any], costs: StepCosts) -> float:
     """From the real step that was measured next to the segments; see calibrate.py."""
     anchor, one = measured["anchor"], anchored(config)
-    ranks = config.resources.ranks or 1
+    ranks = config.data_ranks
     on_cuda = config.resources.device is Device.cuda
     state_bytes = one.optimizer.rule.state_bytes
     return surplus_s(

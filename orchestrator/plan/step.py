@@ -12,6 +12,7 @@ from typing import Any
 from orchestrator.config.schema import Device, RunConfig
 from orchestrator.config.state_groups import Offload
 from orchestrator.plan.memory_cache import activations_key, hash_of, recalled, trace_key, units_key
+from orchestrator.plan.tensor_messages import TensorMessages, TensorSent, messages_in
 from zero_runtime.flat_layout import FlatLayout
 from zero_runtime.memory.activation_count import LinearTrace
 from zero_runtime.memory.caching_allocator import AllocatorSettings
@@ -35,8 +36,9 @@ Units = list[tuple[UnitSize, MixedPrecision]]
 
 def with_micro(config: RunConfig, micro: int) -> RunConfig:
     """The configuration with another micro-batch and the same accumulation."""
-    ranks, accumulation = config.resources.ranks or 1, config.batch.accumulation or 1
-    batch = replace(config.batch, micro=micro, accumulation=accumulation, global_size=micro * accumulation * ranks)
+    accumulation = config.batch.accumulation or 1
+    global_size = micro * accumulation * config.data_ranks
+    batch = replace(config.batch, micro=micro, accumulation=accumulation, global_size=global_size)
     return replace(config, batch=batch)
 
 
@@ -71,11 +73,10 @@ def _block_numel(unit: Mapping[str, Any], shapes: Mapping[str, Any]) -> int:
 
 
 def _layout(config: RunConfig, shapes: Mapping[str, Any], unit: Mapping[str, Any]) -> FlatLayout:
-    ranks = config.resources.ranks or 1
     return FlatLayout.build(
         [(name, tuple(shape)) for name, shape in unit["shapes"]],
-        shard_count=held_plan(config).shard_count(ranks),
-        world=ranks,
+        shard_count=held_plan(config).shard_count(config.data_ranks),
+        world=config.data_ranks,
         block_numel=_block_numel(unit, shapes),
     )
 
@@ -83,14 +84,16 @@ def _layout(config: RunConfig, shapes: Mapping[str, Any], unit: Mapping[str, Any
 def matrices_of(config: RunConfig, shapes: Mapping[str, Any]) -> list[OwnedMatrix]:
     """The matrices that the optimizer updates whole, with the ranks that own them."""
     layouts = [_layout(config, shapes, unit) for unit in shapes.get("units", ()) if unit.get("matrices")]
-    return owned_matrices(layouts, config.zero.plan.shard_count(config.resources.ranks or 1))
+    return owned_matrices(layouts, config.zero.plan.shard_count(config.data_ranks))
 
 
 @dataclass(frozen=True)
 class ConfigMemory:
     """The memory of one configuration's step on a rank. parts: for the micro-batches of each trace, in their order.
     largest_numels: elements of the largest parameter of each unit. matrices: those that are updated whole. name: under
-    which results of it are kept in the cache; empty if they are not."""
+    which results of it are kept in the cache; empty if they are not. full_numels: elements of each unit in the full
+    model, of which a rank of a tensor-parallel group has a slice; empty: the same. tensor: the messages of that
+    group."""
 
     config: RunConfig
     units: Units
@@ -99,6 +102,14 @@ class ConfigMemory:
     largest_numels: tuple[int, ...] = field(default=(), kw_only=True)
     matrices: tuple[OwnedMatrix, ...] = field(default=(), kw_only=True)
     name: str = field(default="", kw_only=True)
+    full_numels: tuple[int, ...] = field(default=(), kw_only=True)
+    tensor: TensorMessages = field(default=TensorMessages(), kw_only=True)
+
+    def full_numel(self, *, trainable: bool) -> int:
+        """The number of trained, or of frozen, parameters of the full model."""
+        numels = self.full_numels or tuple(size.numel for size, _ in self.units)
+        pairs = zip(numels, self.units, strict=True)
+        return sum(numel for numel, (size, _) in pairs if size.trainable == trainable)
 
     def part(self, micro: int) -> StepMemory | None:
         """The memory of the trace that has this micro-batch; None if none has."""
@@ -143,7 +154,7 @@ class ConfigMemory:
         config, offload = self.config, self.config.offload
         plan, separate = offload.plan(), any(size.separate_memory for size, _ in self.units)
         moves = Moves(
-            config.zero.plan.shard_count(config.resources.ranks or 1),
+            config.zero.plan.shard_count(config.data_ranks),
             config.zero.prefetch,
             config.batch.accumulation or 1,
             tuple(STATE_ITEMSIZE_BYTES[held.dtype] / held.per for held in config.optimizer.rule.held_states),
@@ -185,9 +196,9 @@ class ConfigMemory:
 
         How often frozen parameters are gathered depends on where a backward needs them: it is read from the replayed
         schedule, and they are left out if no micro-batch was traced. With matrices that are updated whole, the most of
-        any rank.
+        any rank. With tensor parallelism, the messages of one group in addition.
         """
-        config, ranks = self.config, self.config.resources.ranks or 1
+        config, ranks = self.config, self.config.data_ranks
         shard_count = config.zero.plan.shard_count(ranks)
         counts = CollectiveCounts.of(
             config.zero.plan, config.batch.accumulation or 1, reduces_at_boundary=config.zero.reduce_at_boundary
@@ -202,7 +213,12 @@ class ConfigMemory:
                 continue
             one = reduced(wire, shard, shard_count, ranks // shard_count, ITEMSIZE_BYTES[kind.reduce])
             total += one.nbytes * counts.reductions * train
+        total += self.tensor_sent().nbytes * (config.batch.accumulation or 1)
         return total + most_sent_elements(self.matrices, shard_count) * whole_itemsize(config.optimizer.rule)
+
+    def tensor_sent(self) -> TensorSent:
+        """What a rank sends to its tensor-parallel group in one micro-batch."""
+        return messages_in(self.config, self.tensor)
 
     def frozen_gathers(self) -> int:
         """The elements of frozen parameters that are gathered in a step, each as often as it is."""
@@ -241,6 +257,8 @@ class Memories:
             largest_numels=tuple(max(math.prod(shape) for _, shape in unit["shapes"]) for unit in shapes["units"]),
             matrices=tuple(matrices_of(config, shapes)),
             name=hash_of(key, trace_key(config), rules, *_deciding(config)) if self._recalls else "",
+            full_numels=tuple(unit["numel"] for unit in shapes["units"]),
+            tensor=TensorMessages.of_plain(shapes["tensor"]),
         )
         tokens, family = config.batch.seq * (config.batch.accumulation or 1), trace_key(config)
         parts = [
@@ -267,7 +285,7 @@ class Memories:
         return StepPeaks.of_plain(recalled(f"peaks-{memory.name}-{micros}", computed) if memory.name else computed())
 
     def _units_of(self, config: RunConfig, key: str, shapes: Mapping[str, Any]) -> Units:
-        ranks, offload = config.resources.ranks or 1, config.offload
+        ranks, offload = config.data_ranks, config.offload
         shard_count, device = config.zero.plan.shard_count(ranks), config.resources.device
         same = (key, ranks, shard_count, device, offload.params, offload.optimizer)
         if same not in self._units:
@@ -300,19 +318,19 @@ def _deciding(config: RunConfig) -> tuple[object, ...]:
 
 def error_bytes(config: RunConfig) -> int:
     """Bytes of error feedback for each trainable element; none with one shard."""
-    one_shard = config.zero.plan.shard_count(config.resources.ranks or 1) == 1
+    one_shard = config.zero.plan.shard_count(config.data_ranks) == 1
     return 0 if one_shard else config.zero.wire.error_bytes(config.zero.plan)
 
 
 def kept_bytes(config: RunConfig) -> float:
     """Bytes per element that the optimizer keeps on every rank besides its states."""
-    ranks = config.resources.ranks or 1
+    ranks = config.data_ranks
     return config.optimizer.rule.kept_bytes(shard_count=config.zero.plan.shard_count(ranks), world=ranks)
 
 
 def rules_of(config: RunConfig, shapes: Mapping[str, Any]) -> CountRules:
     """By which the runtime allocates the tensors of the units."""
-    ranks, plan = config.resources.ranks or 1, config.zero.plan
+    ranks, plan = config.data_ranks, config.zero.plan
     shard_count = plan.shard_count(ranks)
     matrices, rule = matrices_of(config, shapes), config.optimizer.rule
     return CountRules(

@@ -60,6 +60,8 @@ LATER_KEYS: Mapping[str, Any] = {
     "optimizer.lr_scaling": None,
     "optimizer.matrices": None,
     "optimizer.adamw_lr_ratio": None,
+    "parallel.tp": 1,
+    "parallel.patterns": [],
 }
 
 
@@ -136,12 +138,18 @@ def joins_path(output: str | Path) -> Path:
 
 
 def without_ignored(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The configuration without IGNORED_KEYS, and without those of LATER_KEYS that have the value given there."""
+    """The configuration without IGNORED_KEYS, and without those of LATER_KEYS that have the value given there.
+
+    A group of which nothing is left is left out too: it was added later itself.
+    """
     kept: dict[str, Any] = {}
     for key, value in config.items():
         full = prefix + key
-        if full not in IGNORED_KEYS and not (full in LATER_KEYS and LATER_KEYS[full] == value):
-            kept[key] = without_ignored(value, f"{full}.") if isinstance(value, dict) else value
+        if full in IGNORED_KEYS or (full in LATER_KEYS and LATER_KEYS[full] == value):
+            continue
+        kept[key] = without_ignored(value, f"{full}.") if isinstance(value, dict) else value
+        if value and kept[key] == {}:
+            del kept[key]
     return kept
 
 

@@ -44,6 +44,7 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
     """The configuration of the run, with the batch size spelled out."""
     precision, batch, resources = config.precision.dtypes, config.batch, config.resources
     ranks = resources.ranks or 1
+    per_group = f" / tp {config.parallel.tp}" if config.parallel.tp > 1 else ""
     tokens = (batch.global_size or 0) * batch.seq
     threads = f", {many(resources.threads or 1, 'thread')} each" if resources.device.value == "cpu" else ""
     steps = config.measure.steps + config.measure.warmup_steps
@@ -58,16 +59,21 @@ def plan_rows(config: RunConfig, folder: str) -> list[Row]:
         ),
         *([Row("lossy", f"{lossy}; the loss differs from that of the exact run")] if lossy else []),
         *([] if config.offload == Offload() else [Row("offload", _offload_text(config.offload))]),
-        Row("ranks", f"{ranks} x {resources.device}{threads}"),
+        Row("ranks", f"{ranks} x {resources.device}{threads}{_groups_text(config)}"),
         Row(
             "batch",
-            f"micro {batch.micro} x accumulation {batch.accumulation} x ranks {ranks} = {batch.global_size} "
+            f"micro {batch.micro} x accumulation {batch.accumulation} x ranks {ranks}{per_group} = {batch.global_size} "
             f"sequences x {batch.seq} tokens = {tokens:,} tokens/step",
         ),
         Row("data", _data_text(config)),
         Row("steps", f"{steps} = {config.measure.warmup_steps} of warm-up + {config.measure.steps} measured"),
         Row("outputs", folder),
     ]
+
+
+def _groups_text(config: RunConfig) -> str:
+    tp = config.parallel.tp
+    return f"; {tp} consecutive ranks hold slices of each layer and read the same batch" if tp > 1 else ""
 
 
 def _model_text(config: RunConfig) -> str:

@@ -21,6 +21,7 @@ from orchestrator.config.parts import plain
 from orchestrator.config.schema import Device, MeasureKind, RunConfig
 from orchestrator.plan import memory_cache
 from orchestrator.worker.setup import build_deferred, unit_rules
+from orchestrator.worker.sliced import divide
 from orchestrator.workloads.models import token_losses
 from zero_runtime.memory.activation_count import LinearTrace, Trace
 from zero_runtime.memory.activation_trace import trace_step
@@ -55,7 +56,7 @@ def counted_step(config: RunConfig, *, whole: bool = False) -> CountedStep:
 
     Of many equal blocks five are traced, unless `whole` is asked for: see zero_runtime/memory/repeated_blocks.py.
     """
-    rules = unit_rules(config)
+    rules = unit_rules(config, built(config))
     short = None if whole else _shortened(config, rules)
     if short is not None:
         # Tracing uses a model up, and copying one takes a fraction of the time of building it.
@@ -123,18 +124,18 @@ def _shortened(config: RunConfig, rules: UnitRules) -> FewerBlocks | None:
 def shorten_once(config: RunConfig) -> None:
     """Builds and shortens the configuration's model for all traces to come. A problem of it is left to them."""
     with suppress(Exception):
-        _shortened(config, unit_rules(config))
+        _shortened(config, unit_rules(config, built(config)))
 
 
 def _counted(config: RunConfig, model: nn.Module, rules: UnitRules) -> CountedStep:
     ids = torch.zeros((config.batch.micro, config.batch.seq), dtype=torch.int64)
-    work = WorkCounter()
+    head, work = divide(config, model), WorkCounter()
     trace = trace_step(
         model,
         rules,
         config.recompute,
         [ids, ids.clone(), torch.ones((), dtype=torch.int64)],
-        lambda built, ids, labels, tokens: token_losses(built, ids, labels, config.loss.tile_tokens) / tokens,
+        lambda built, ids, labels, tokens: token_losses(built, ids, labels, config.loss.tile_tokens, head) / tokens,
         on_cuda=config.resources.device is Device.cuda,
         observe=work,
     )

@@ -73,7 +73,7 @@ class ShortModel(NamedTuple):
 def _short_model(config: RunConfig) -> ShortModel:
     """The configured model, of whose equal blocks at most five are left."""
     model, initialise = build_deferred(config)
-    rules = unit_rules(config)
+    rules = unit_rules(config, model)
     short = shorten(model, rules, config.recompute)
     if short is None:
         model, initialise = build_deferred(config)  # it may have lost blocks

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from orchestrator.plan.tensor_messages import TensorSent
 from zero_runtime.accounting import (
     error_bytes,
     kept_bytes,
@@ -26,6 +27,7 @@ from zero_runtime.optim.matrix_owners import owned_matrices, sent_elements
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.wire import EXACT, gathered, reduced, signs_bytes
 
+NOTHING_SENT = TensorSent()
 PHASES = ("data", "forward", "backward", "communication_exposed", "optimizer", "other")
 
 
@@ -136,9 +138,14 @@ def phases_ms(readings: Readings, warmup_steps: int) -> dict[str, float]:
     return {name: statistics.median(step.get(name, 0.0) for step in steps) * 1e3 for name in PHASES}
 
 
-def communication(runtime: ZeroRuntime, ledger: Ledger, *, reduces_at_boundary: bool) -> dict[str, Any]:
-    """Communication volumes of one steady step on one rank, with the theoretical ones."""
-    world, shard_count = runtime.collectives.world, runtime.collectives.shard_count
+def communication(
+    runtime: ZeroRuntime, ledger: Ledger, *, reduces_at_boundary: bool, tensor: TensorSent = NOTHING_SENT
+) -> dict[str, Any]:
+    """Communication volumes of one steady step on one rank, with the theoretical ones.
+
+    tensor: what a rank sends to its tensor-parallel group in one micro-batch, in theory.
+    """
+    world, shard_count = runtime.collectives.data_world, runtime.collectives.shard_count
     if runtime.trains:
         counts = memory_model.CollectiveCounts.of(
             runtime.plan, runtime.settings.micro_batches, reduces_at_boundary=reduces_at_boundary
@@ -163,6 +170,10 @@ def communication(runtime: ZeroRuntime, ledger: Ledger, *, reduces_at_boundary: 
     if shard_count > 1 and matrices:
         theory += sent_elements(matrices, runtime.collectives.shard_rank)
         text += " + parts of matrices to their owners and back"
+    if tensor.calls:
+        micro_batches = runtime.settings.micro_batches
+        theory += micro_batches * tensor.elements
+        text += f" + {micro_batches} x {tensor.calls} sums of parallel.tp (N: ranks with different batches)"
     return {
         "data": {kind: asdict(volume) for kind, volume in sorted(ledger.data.items())},
         "theory": text,
@@ -189,7 +200,7 @@ def _sign_elements(runtime: ZeroRuntime, counts: memory_model.CollectiveCounts) 
     collectives, total = runtime.collectives, 0
     for unit in (one for one in runtime.units if one.trainable):
         total += counts.gathers * (collectives.shard_count - 1) * unit.layout.shard_numel
-        total += signs_bytes(unit.layout.padded_numel, collectives.world)
+        total += signs_bytes(unit.layout.padded_numel, collectives.data_world)
     return total
 
 

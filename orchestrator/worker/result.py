@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,17 @@ class RunFacts:
 
     @property
     def parameters(self) -> int:
-        return sum(unit.layout.numel for unit in self.runtime.units)
+        return full_numel(self.runtime)
 
     @property
     def tokens_per_step(self) -> int:
         assert self.config.batch.global_size is not None
         return self.config.batch.global_size * self.config.batch.seq
+
+
+def full_numel(runtime: ZeroRuntime) -> int:
+    """The number of parameters of the full model."""
+    return sum(prod(shape) for unit in runtime.units for shape in unit.full_shapes.values())
 
 
 def combined(

@@ -15,7 +15,9 @@ from torch import nn
 from orchestrator.config.schema import AdapterKind, RunConfig, Tokenizer
 from orchestrator.config.state_groups import Offload
 from orchestrator.launch.environment import set_kernel_cache
+from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.records.run_record import scratch_path
+from orchestrator.worker.sliced import messages_of, slices_of, tensor_parallel
 from orchestrator.workloads.data import TokenData, load_data
 from orchestrator.workloads.models import build_deferred_model
 from zero_runtime.activations.recompute import Recomputation
@@ -70,19 +72,24 @@ def build_data(config: RunConfig) -> TokenData:
     )
 
 
-def unit_rules(config: RunConfig) -> UnitRules:
-    """The settings that decide the units of the model."""
+def unit_rules(config: RunConfig, model: nn.Module) -> UnitRules:
+    """The settings that decide the units of the full model. PlanError if tensor parallelism does not divide it."""
     precision = config.precision
     return UnitRules(
-        precision.mixed, config.zero.unit_numel, tuple(precision.keep_dtype), config.optimizer.rule.matrix_patterns
+        precision.mixed,
+        config.zero.unit_numel,
+        tuple(precision.keep_dtype),
+        config.optimizer.rule.matrix_patterns,
+        slices_of(config, model),
     )
 
 
 class TrainingSetup(NamedTuple):
-    """The runtime that trains the model, and the recomputation of the model's blocks."""
+    """The runtime that trains the model, the recomputation of the model's blocks, and the messages of its slices."""
 
     runtime: ZeroRuntime
     recomputation: Recomputation
+    tensor: TensorMessages
 
 
 def build_runtime(
@@ -99,6 +106,7 @@ def build_runtime(
     """
     assert config.batch.accumulation is not None
     model, initialise = build_deferred(config)
+    tensor = messages_of(config, model)
     recomputation = Recomputation(model, config.recompute, device)
     precision = config.precision
     settings = RuntimeSettings(
@@ -114,6 +122,7 @@ def build_runtime(
         offload=offload_plan(config.offload, config.output),
         stop_asked=stop_asked,
         wire=config.zero.wire,
+        tensor_parallel=tensor_parallel(config),
     )
     with ExitStack() as stack:
         if config.model.path is not None:
@@ -128,7 +137,7 @@ def build_runtime(
             device,
         )
     _compile_kernels(config, device)
-    return TrainingSetup(runtime, recomputation)
+    return TrainingSetup(runtime, recomputation, tensor)
 
 
 def asked_dtypes(config: RunConfig, runtime: ZeroRuntime) -> AskedDTypes:

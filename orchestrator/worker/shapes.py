@@ -31,6 +31,7 @@ from orchestrator.config.schema import RunConfig, from_dict
 from orchestrator.machine.processes import die_with_parent
 from orchestrator.worker.activations import answers, built, shorten_once
 from orchestrator.worker.setup import unit_rules
+from orchestrator.worker.sliced import messages_of
 from zero_runtime.offload.plan import offloaded_units
 from zero_runtime.unit_planner import plan_units
 
@@ -40,15 +41,19 @@ _NUMBER = struct.Struct("=H")
 
 def units_of(config: RunConfig) -> dict[str, Any]:
     """Shapes by unit in the order of registration, the bytes of optimizer state per element, the number of elements per
-    block of that state, and the bytes of the model's buffers."""
+    block of that state, the bytes of the model's buffers, and the messages of tensor parallelism.
+
+    The shapes are those of a rank's slices; the number of elements (`numel`) is that of the full parameters.
+    """
     model = built(config)
-    specs = plan_units(model, unit_rules(config))
+    specs = plan_units(model, unit_rules(config, model))
     optimizer = config.optimizer.rule
     return {
         "units": [
             {
                 "name": spec.name,
-                "shapes": [[name, list(param.shape)] for name, param in spec.params],
+                "shapes": [[name, list(shape)] for name, shape in spec.shapes],
+                "numel": spec.numel,
                 "trainable": spec.trainable,
                 "matrices": spec.matrices,
                 "is_root": model in spec.modules,
@@ -60,6 +65,7 @@ def units_of(config: RunConfig) -> dict[str, Any]:
         "state_bytes": optimizer.state_bytes,
         "block_numel": optimizer.block_numel,
         "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
+        "tensor": messages_of(config, model).plain(),
     }
 
 

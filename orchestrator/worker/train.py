@@ -13,13 +13,14 @@ import torch
 
 from orchestrator.config.schema import MeasureKind, RunConfig, from_dict
 from orchestrator.launch.rank import RankInfo, RankRecord, Stopped
+from orchestrator.plan.tensor_messages import TensorMessages, messages_in
 from orchestrator.records.record_file import require_json, write_json_atomic
 from orchestrator.records.run_record import AttemptPaths
 from orchestrator.worker import evaluate, measure, predicted
 from orchestrator.worker.event_writer import EventWriter
 from orchestrator.worker.faults import Faults
 from orchestrator.worker.machine_load import LoadMeter, Used, others_share
-from orchestrator.worker.result import RunFacts, combined
+from orchestrator.worker.result import RunFacts, combined, full_numel
 from orchestrator.worker.saving import Progress, Saving
 from orchestrator.worker.setup import asked_dtypes, build_data, build_runtime, prepare_process, refuse_different_data
 from orchestrator.worker.stopping import StopSignals
@@ -34,6 +35,7 @@ from zero_runtime.memory.dtype_audit import DTypeAudit
 from zero_runtime.phase_clock import Lap
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.step_report import StepReport
+from zero_runtime.tensor_parallel.division import head_of
 from zero_runtime.watch.watch import WatchSettings
 from zero_runtime.world import WorldSettings, join_world, leave_world
 
@@ -70,6 +72,7 @@ class RankRun:
         rank: RankInfo,
         runtime: ZeroRuntime,
         recomputation: Recomputation,
+        tensor: TensorMessages,
     ) -> None:
         self._attempt = attempt
         self._config = config
@@ -80,6 +83,8 @@ class RankRun:
         self._faults = Faults.from_env()
         self._data: TokenData = build_data(config)
         self._runtime = runtime
+        self._head, self._tensor = head_of(runtime.model), tensor
+        self._data_rank, self._data_world = runtime.collectives.data_rank, runtime.collectives.data_world
         self._kept = recomputation.memory
         self._steps = config.measure.warmup_steps + config.measure.steps
         self._schedule = config.scheduler.curve.build(config.optimizer.lr, self._steps)
@@ -178,13 +183,17 @@ class RankRun:
         for index, (ids, labels) in enumerate(batches):
             activations = ActivationCensus(runtime) if counting else None
             with clock.phase("forward"), activations or contextlib.nullcontext():
-                loss = token_losses(runtime.model, ids, labels, self._config.loss.tile_tokens) / tokens
+                loss = self._losses(ids, labels) / tokens
             if activations is not None:
                 self._readings.activations_bytes = max(self._readings.activations_bytes, activations.bytes)
             keeps = self._config.zero.reduce_at_boundary and index < len(batches) - 1
             with clock.phase("backward"), runtime.no_sync() if keeps else contextlib.nullcontext():
                 runtime.backward(loss)
             del loss
+
+    def _losses(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The sum of the tokens' losses of a micro-batch."""
+        return token_losses(self._runtime.model, ids, labels, self._config.loss.tile_tokens, self._head)
 
     def _micro_batches(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
         """This rank's slice of the step's global batch, split into micro-batches of [micro, seq] int64.
@@ -193,7 +202,7 @@ class RankRun:
         """
         size = self._config.batch.global_size
         assert size is not None
-        offset, count = slice_for_rank(size, self._rank.rank, self._rank.world)
+        offset, count = slice_for_rank(size, self._data_rank, self._data_world)
         ids, labels = self._data.train_batch(self._progress.samples + offset, count)
         micro = self._config.batch.micro
         parts = [
@@ -269,7 +278,7 @@ class RankRun:
         per_rank = self._config.batch.micro
         batches = min(
             self._config.measure.validation_batches,
-            self._data.validation_samples // (per_rank * self._rank.world),
+            self._data.validation_samples // (per_rank * self._data_world),
         )
         if batches == 0:
             return None
@@ -277,19 +286,19 @@ class RankRun:
         tokens = 0
         with torch.no_grad():
             for index in range(batches):
-                position = (index * self._rank.world + self._rank.rank) * per_rank
+                position = (index * self._data_world + self._data_rank) * per_rank
                 batch = self._data.validation_batch(position, per_rank)
                 ids, labels = map(self._on_device, batch)
-                loss += token_losses(self._runtime.model, ids, labels, self._config.loss.tile_tokens)
+                loss += self._losses(ids, labels)
                 tokens += _count(batch.labels)
         total = self._runtime.sum_over_ranks(tokens)
-        return float(self._runtime.collectives.sum_over_ranks_(loss) / total)
+        return float(self._runtime.collectives.sum_over_data_(loss) / total)
 
     def _tell_ready(self) -> None:
         refuse_different_data(self._runtime.collectives, self._data.hash)
         self._tell(
             "ready",
-            parameters=self._parameters(),
+            parameters=full_numel(self._runtime),
             data_hash=self._data.hash,
             predicted=measure.model_states(self._runtime, {}) | self._planned(),
             warning=saving_trouble(self._runtime),
@@ -301,9 +310,6 @@ class RankRun:
     def _tell(self, event: str, **values: Any) -> None:
         if self._rank.rank == 0:
             self._events.write(event, **values)
-
-    def _parameters(self) -> int:
-        return sum(unit.layout.numel for unit in self._runtime.units)
 
     def _tell_earlier(self, result: dict[str, Any]) -> None:
         """Writes the result of an earlier run that saved its last step but ended before it wrote the result."""
@@ -344,7 +350,10 @@ class RankRun:
         facts = RunFacts(self._config, runtime, self._data, self._rank.world, self._steps)
         return combined(facts, readings, memory, others, self._warmup_steps) | {
             "communication": measure.communication(
-                runtime, readings.ledger, reduces_at_boundary=self._config.zero.reduce_at_boundary
+                runtime,
+                readings.ledger,
+                reduces_at_boundary=self._config.zero.reduce_at_boundary,
+                tensor=messages_in(self._config, self._tensor),
             ),
             "loss": {
                 "first": None if missing and missing[0][0] == 1 else finite[0],

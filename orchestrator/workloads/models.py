@@ -32,6 +32,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from orchestrator.config.strict import nearest
 from zero_runtime.activations.tiled_loss import tiled_cross_entropy
 from zero_runtime.initial_values import parameters_on_meta
+from zero_runtime.tensor_parallel.cross_entropy import vocabulary_cross_entropy
+from zero_runtime.tensor_parallel.layers import HeadForward
 
 IGNORED_LABEL = -100
 
@@ -80,16 +82,25 @@ def prepare_to_generate(model: nn.Module, folder: str | None) -> None:
 
 
 def token_losses(
-    model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, tile: int | None = None
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    tile: int | None = None,
+    head: HeadForward | None = None,
 ) -> torch.Tensor:
     """The cross entropy summed in fp32 over the tokens whose label is not -100: a scalar with a graph.
 
     `labels[b, i]` is the target of `input_ids[b, i]` (already shifted), both [B, T] int64. The caller
     divides by the number of unmasked tokens in the global batch. Without any such token the loss and all its gradients
     are zero. Reads no value on the host. `tile`: the number of tokens whose logits exist at a time; None for all.
+    `head`: the divided head of `head_of`, if the model has one; the loss is then the same on all ranks of its group.
     """
     if tile is not None:
         return _tiled_losses(model, input_ids, labels, tile)
+    if head is not None:
+        return vocabulary_cross_entropy(
+            _logits(model, input_ids), labels, head.axis, vocabulary=head.vocabulary, ignored=IGNORED_LABEL
+        )
     # The logits are not bound to a name, so only the fp32 log-probabilities that backward needs stay alive.
     return F.cross_entropy(
         _logits(model, input_ids).flatten(0, -2).float(),

@@ -37,6 +37,7 @@ from orchestrator.launch.script_ranks import ScriptEnd
 from orchestrator.machine import hardware
 from orchestrator.plan import memory_cache
 from orchestrator.plan.point import Point
+from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.report.screen import Screen, make_console
 from orchestrator.text.paths import program
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
@@ -58,6 +59,7 @@ UNITS = {
         {
             "name": name,
             "shapes": SHAPES,
+            "numel": 64 * 33,
             "trainable": True,
             "is_root": root,
             "precision": PRECISION,
@@ -68,6 +70,7 @@ UNITS = {
     "state_bytes": 8,
     "block_numel": 1,
     "buffer_bytes": 0,
+    "tensor": TensorMessages().plain(),
 }
 ACTIVATIONS = {
     "bytes": {"kept": 1 << 20, "kept_outside": 1 << 18, "peak": 1 << 21, "peak_outside": 1 << 18, "peak_backward": 1}

@@ -44,6 +44,7 @@ NOT_FOR: dict[str, Collection[str]] = {
     "zero/stage0": ("shard_ranks", "reduce_at_boundary", "gather_dtype", "reduce_dtype", "error_feedback"),
     "zero/stage1": ("reduce_at_boundary",),
     "loss/full": ("tile",),
+    "parallel/none": ("patterns",),
     "adapter/none": ("rank", "alpha", "targets"),
     "checkpoint/none": ("every", "keep_last", "keep_every", "background"),
     "tracking/none": ("uri", "experiment"),

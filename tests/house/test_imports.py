@@ -38,6 +38,7 @@ PURE = (
     "memory.reserved",
     "memory.step_memory",
     "schedule",
+    "tensor_parallel.slices",
     "timing.costs",
     "timing.data_sheet",
     "timing.segments",
@@ -137,10 +138,12 @@ ROOMS = {
         "unit_planner": "dtypes pure",
         "initial_values": "pure",
         "guarded_parameter": "pure",
-        "unit_parameters": "collectives dtypes guarded_parameter initial_values pure shard_location tensor_source "
-        "unit_planner",
+        "tensor_parallel": "pure unit_planner",
+        "unit_parameters": "collectives dtypes guarded_parameter initial_values pure shard_location tensor_parallel "
+        "tensor_source unit_planner",
         "unit_gradients": "collectives dtypes pure unit_planner",
-        "unit": "collectives guarded_parameter initial_values pure shard_location tensor_source unit_gradients "
+        "unit": "collectives guarded_parameter initial_values pure shard_location tensor_parallel tensor_source "
+        "unit_gradients "
         "unit_parameters unit_planner",
         "parameter_reads": "guarded_parameter unit",
         "module_hooks": "parameter_reads pure unit",
@@ -150,18 +153,19 @@ ROOMS = {
         "gather_turns": "collectives pure unit unit_parameters",
         "generation": "",
         "inference": "offload pure",
-        "settings": "initial_values offload pure tensor_source watch",
+        "settings": "initial_values offload pure tensor_parallel tensor_source watch",
         "build": "agreement collectives initial_values offload optim pure settings shard_location tensor_source unit "
         "unit_planner",
         "non_finite": "pure step_report unit",
         "whole_tensors": "collectives offload optim pure unit",
         "accounting": "collectives offload optim pure settings unit",
         "runtime": "accounting build collectives gather_turns generation inference ledger module_hooks non_finite "
-        "offload optim own_device phase_clock pure settings step_report unit whole_tensors world",
+        "offload optim own_device phase_clock pure settings step_report tensor_parallel unit whole_tensors world",
         "memory": "accounting activations dtypes guarded_parameter ledger module_hooks offload pure runtime unit "
         "unit_planner",
         "timing": "activations collectives memory module_hooks pure runtime settings unit_planner",
-        "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit",
+        "checkpoint": "agreement collectives offload optim process_identity pure runtime tensor_source unit "
+        "unit_parameters",
         "deepspeed": "agreement checkpoint dtypes offload own_device pure runtime step_report tensor_source watch "
         "world",
         "accelerator": "",

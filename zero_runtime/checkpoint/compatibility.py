@@ -55,7 +55,7 @@ def check_shapes(
     runtime: ZeroRuntime, found: Mapping[str, Shaped], where: str, tied: Mapping[str, str] | None = None
 ) -> None:
     """Raise CheckpointError unless `found` has exactly the runtime's parameters, with equal shapes."""
-    expected = {segment.name: segment.shape for unit in runtime.units for segment in unit.layout.segments}
+    expected = {name: shape for unit in runtime.units for name, shape in unit.full_shapes.items()}
     missing = [name for name in expected if name not in found]
     extra = [name for name in found if name not in expected]
     if missing or extra:

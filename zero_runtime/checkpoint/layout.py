@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 
 from zero_runtime.errors import CheckpointError, brief
 from zero_runtime.optim.configs import MATRIX_STATES, MuonConfig
+from zero_runtime.tensor_parallel.slices import Split
 
 FORMAT = "zero-lab checkpoint"
 VERSION = 1
+SLICED_VERSION = 2  # of an index with split parameters, which earlier releases cannot read
 INDEX = "index.json"
 OWNER = "owner"  # in a partial folder: the mark of the process that leads the save; removed by the commit
 MASTER = "master"  # the state that holds the weights
@@ -83,16 +85,24 @@ class ParameterEntry:
     """One parameter. dtype: that of its master, as safetensors names it. pieces: by state, in order of start.
 
     A frozen parameter may be left out: then it has no pieces, and the run that loads the checkpoint keeps its values.
+    split: how tensor-parallel ranks divided the parameter; its pieces then count the elements of all slices, padding
+    included, one slice after another.
     """
 
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
     pieces: dict[str, tuple[Extent, ...]]
+    split: Split | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def stored_numel(self) -> int:
+        """Number of elements that the pieces of one state have together."""
+        return self.numel if self.split is None else self.split.degree * self.split.local_numel
 
     @property
     def left_out(self) -> bool:
@@ -180,11 +190,11 @@ class Index:
 def _as_json(index: Index) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION if all(entry.split is None for entry in index.parameters.values()) else SLICED_VERSION,
         "step": index.step,
         "world": index.world,
         "ranks": list(index.ranks),
-        "parameters": {name: vars(entry) for name, entry in index.parameters.items()},
+        "parameters": {name: _parameter_as_json(entry) for name, entry in index.parameters.items()},
         "buffers": {name: entry._asdict() for name, entry in index.buffers.items()},
         "tied": index.tied,
         "files": {name: entry._asdict() for name, entry in index.files.items()},
@@ -193,6 +203,13 @@ def _as_json(index: Index) -> dict[str, Any]:
         "rng": index.rng,
         "trainer": index.trainer,
     }
+
+
+def _parameter_as_json(entry: ParameterEntry) -> dict[str, Any]:
+    plain = {key: value for key, value in vars(entry).items() if key != "split"}
+    if entry.split is not None:
+        plain["split"] = {"dim": entry.split.dim, "parts": entry.split.parts, "degree": entry.split.degree}
+    return plain
 
 
 class _Strict:
@@ -217,9 +234,9 @@ class _Strict:
 
     def check_version(self, found: Mapping[str, Any]) -> None:
         version = found.get("version")
-        if version != VERSION:
+        if version not in (VERSION, SLICED_VERSION):
             raise self.fail(
-                f"format version {VERSION}",
+                f"format version {VERSION} or {SLICED_VERSION}",
                 f"version {version!r}",
                 "read it with the release that wrote it and save it anew, or train on with that release",
             )
@@ -264,7 +281,16 @@ class _Strict:
             for state, extents in self.take(entry, "pieces", dict).items()
         }
         shape = tuple(int(size) for size in self.take(entry, "shape", list))
-        return ParameterEntry(shape, self.take(entry, "dtype", str), self.take(entry, "trainable", bool), pieces)
+        split = self._split(self.take(entry, "split", dict), shape) if "split" in entry else None
+        return ParameterEntry(shape, self.take(entry, "dtype", str), self.take(entry, "trainable", bool), pieces, split)
+
+    def _split(self, found: Mapping[str, Any], shape: tuple[int, ...]) -> Split:
+        dim, degree = self.take(found, "dim", int), self.take(found, "degree", int)
+        parts = tuple(int(size) for size in self.take(found, "parts", list))
+        divides = len(parts) == 1 or all(size % max(degree, 1) == 0 for size in parts)
+        if degree < 2 or not 0 <= dim < len(shape) or sum(parts) != shape[dim] or not divides:
+            raise self.fail(f"a division of the shape {list(shape)}", f"{dict(found)}")
+        return Split(shape, dim, parts, degree)
 
     def _buffer(self, entry: Mapping[str, Any]) -> BufferEntry:
         shape = tuple(int(size) for size in self.take(entry, "shape", list))
@@ -286,10 +312,10 @@ class _Strict:
             for state in (MASTER, *(index.optimizer.states_of(entry) if entry.trainable else ())):
                 end = 0
                 for file, start, stop in entry.pieces.get(state, ()):
-                    if file not in index.files or not start < stop <= entry.numel or start < end:
+                    if file not in index.files or not start < stop <= entry.stored_numel or start < end:
                         raise self.fail(f"pieces of {state}/{name} in order", f"[{start}, {stop}) of {file}")
                     if index.is_whole and start > end:
                         break
                     end = stop
-                if index.is_whole and end != entry.numel and not entry.left_out:
-                    raise self.fail(f"all {entry.numel} elements of {state}/{name}", f"a gap at {end}")
+                if index.is_whole and end != entry.stored_numel and not entry.left_out:
+                    raise self.fail(f"all {entry.stored_numel} elements of {state}/{name}", f"a gap at {end}")

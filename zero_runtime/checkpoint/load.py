@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from zero_runtime.optim.sharded import ToldState
 from zero_runtime.runtime import ZeroRuntime
 from zero_runtime.tensor_source import ReadInto, TensorSource, read_in_blocks
 from zero_runtime.unit import Unit
+from zero_runtime.unit_parameters import fill_local
 
 
 class CheckpointReader:
@@ -120,8 +121,18 @@ class CheckpointReader:
             self._files[name] = TensorFile(self.path / name)
         return self._files[name]
 
+    def stored(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Where elements [start, stop) of a flattened full parameter are among the elements of its pieces: (element of
+        the parameter, element of the pieces, number)."""
+        split = self.index.parameters[name].split
+        if split is None:
+            yield start, start, stop - start
+            return
+        for span in split.spans_of_full(start, stop):
+            yield span.full, span.rank * split.local_numel + span.local, span.numel
+
     def extents(self, state: str, name: str, start: int, stop: int) -> Sequence[Extent]:
-        """The pieces that overlap [start, stop), in order; CheckpointError if part of the range is missing."""
+        """The pieces that overlap their elements [start, stop), in order; CheckpointError if some are missing."""
         pieces = self.index.parameters[name].pieces.get(state, ())
         first = max(bisect_right(pieces, start, key=lambda piece: piece.start) - 1, 0)
         found, end = [], start
@@ -147,7 +158,15 @@ class CheckpointReader:
         return values
 
     def read_into(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill the 1-D `target` from element `start` on; without a copy if it is on the CPU and in the file's dtype."""
+        """Fill the 1-D `target` from element `start` of the full parameter on.
+
+        Without a copy if it is on the CPU and in the file's dtype.
+        """
+        for element, place, numel in self.stored(name, start, start + target.numel()):
+            self._read_stored(state, name, place, target[element - start : element - start + numel])
+
+    def _read_stored(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
+        """The same from element `start` of the pieces on."""
         key, stop = tensor_key(state, name), start + target.numel()
         for piece in self.extents(state, name, start, stop):
             file = self._file(piece.file)
@@ -294,8 +313,8 @@ def _fill_state(unit: Unit, shard: ToldState, names: Sequence[str], read_into: R
     for piece in unit.pieces:
         # READ_NUMEL is a multiple of the block size, so every write begins at a block.
         for start in range(piece.start, piece.stop, READ_NUMEL) if piece.name in names else ():
-            values = torch.empty(min(READ_NUMEL, piece.stop - start))
-            read_into(piece.name, start, values)
+            values = torch.zeros(min(READ_NUMEL, piece.stop - start))  # padding of slices is not read
+            fill_local(unit.slices, piece.name, start, values, read_into)
             shard.write(piece.shard_offset + start - piece.start, values)
 
 
@@ -317,8 +336,10 @@ def _check(runtime: ZeroRuntime, checkpoint: CheckpointReader, *, weights_only: 
             for piece in unit.pieces:
                 if index.parameters[piece.name].left_out:
                     continue
-                for extent in checkpoint.extents(state, piece.name, piece.start, piece.stop):
-                    checkpoint._file(extent.file)
+                for span in unit.slices.spans(piece.name, piece.start, piece.stop):
+                    for _, start, numel in checkpoint.stored(piece.name, span.full, span.full + span.numel):
+                        for extent in checkpoint.extents(state, piece.name, start, start + numel):
+                            checkpoint._file(extent.file)
     for entry in index.buffers.values():
         checkpoint._file(entry.file)
 

@@ -3,6 +3,7 @@
 [Note: every byte once]
 If several ranks that write to the same folder hold the same shard (stage 0, hybrid sharding), the shard is cut into as
 many equal ranges as there are such ranks, and each writes one. So all ranks write the same amount at every stage.
+With tensor parallelism this holds for the slices; replicated parameters are written by the first rank of each group.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool 
     `members`: the ranks that write to this rank's folder. See [Note: every byte once].
     """
     collectives = runtime.collectives
-    alike = [rank for rank in members if rank % collectives.shard_count == collectives.shard_rank]
+    alike = [rank for rank in members if collectives.holds_shard_of(rank)]
     place, places = alike.index(collectives.rank), len(alike)
     found = []
     for unit in runtime.units:
@@ -83,8 +84,10 @@ def parts_of(runtime: ZeroRuntime, members: Sequence[int], *, with_frozen: bool 
                 # The overlap of this piece with the range [low, high) of the shard that this rank writes.
                 begin = max(piece.shard_offset, low)
                 end = min(piece.shard_offset + piece.numel, high)
-                if begin < end:
-                    start = piece.start + begin - piece.shard_offset
+                if begin < end and unit.slices.counts_here(piece.name):
+                    split = unit.slices.splits.get(piece.name)
+                    first = 0 if split is None else unit.slices.rank * split.local_numel
+                    start = first + piece.start + begin - piece.shard_offset
                     values = _values(runtime, unit, state, shard, begin, end)
                     found.append(StatePart(state, piece.name, start, start + end - begin, values))
     if collectives.rank == members[0]:
@@ -164,9 +167,11 @@ def index_without_files(
     """The index without pieces and files. `own`: what each rank contributed, by rank; its counters and rng are used."""
     optimizer, scaler = runtime.optimizer, runtime.scaler
     parameters = {
-        segment.name: ParameterEntry(segment.shape, DTYPE_NAMES[unit.weights_shard.dtype], unit.trainable, {})
+        name: ParameterEntry(
+            shape, DTYPE_NAMES[unit.weights_shard.dtype], unit.trainable, {}, unit.slices.splits.get(name)
+        )
         for unit in runtime.units
-        for segment in unit.layout.segments
+        for name, shape in unit.full_shapes.items()
     }
     counters: dict[str, float] = {}
     for one in own:

@@ -17,6 +17,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -104,7 +105,8 @@ def trace_step(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = recompute.offload == "none"  # its keys would keep offloaded storages alive
     with fake:
-        params = give_parameters(model, rules, torch.empty)
+        specs = give_parameters(model, rules, torch.empty)
+    params = [param for spec in specs for _, param in spec.params]
     counter = Counter([*params, *model.buffers(), *inputs], observe)
     marking = MarkingSchedule(counter.trace)
     if on_cuda:  # before Recomputation wraps the blocks, so that the recomputation uses it too
@@ -113,7 +115,7 @@ def trace_step(
     recomputation = Recomputation(model, recompute, copies=_FakeCopies(fake, counter) if on_cuda else None)
     for block in block_modules(model):  # after Recomputation, so that only the first forward is marked
         block.forward = _Marked(block.forward, counter)
-    units = [MarkedUnit(spec, position, marking) for position, spec in enumerate(plan_units(model, rules))]
+    units = [MarkedUnit(spec, position, marking) for position, spec in enumerate(specs)]
     hooks = ModuleHooks(model, cast("list[Any]", units), cast("Any", marking))
     with _no_collection(), CudaLayerNorm() if on_cuda else nullcontext(), counter:
         loss = loss_of(model, *inputs)
@@ -128,18 +130,22 @@ def trace_step(
     return counter.trace
 
 
-def give_parameters(model: nn.Module, rules: UnitRules, make: Callable[..., torch.Tensor]) -> list[nn.Parameter]:
-    """Replace every parameter with `make(shape, dtype=its compute dtype)`; tied parameters stay tied."""
+def give_parameters(model: nn.Module, rules: UnitRules, make: Callable[..., torch.Tensor]) -> list[UnitSpec]:
+    """Replace every parameter with `make(shape of its slice, dtype=its compute dtype)`; tied parameters stay tied.
+
+    Returns the units of the full model, with the new parameters: units planned from slices could be others.
+    """
     made: dict[int, nn.Parameter] = {}
-    for spec in plan_units(model, rules):
+    specs = plan_units(model, rules)
+    for spec in specs:
         dtype = TORCH_DTYPE[spec.precision.compute or spec.precision.param]
-        for _, param in spec.params:
-            made[id(param)] = nn.Parameter(make(param.shape, dtype=dtype), requires_grad=param.requires_grad)
+        for (_, param), (_, shape) in zip(spec.params, spec.shapes, strict=True):
+            made[id(param)] = nn.Parameter(make(shape, dtype=dtype), requires_grad=param.requires_grad)
     for module in model.modules():
         for name, held in module._parameters.items():
             if held is not None:
                 module._parameters[name] = made[id(held)]
-    return list(made.values())
+    return [replace(spec, params=tuple((name, made[id(param)]) for name, param in spec.params)) for spec in specs]
 
 
 class _Marked:

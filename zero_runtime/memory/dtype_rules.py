@@ -28,11 +28,12 @@ ACCUMULATED, AUTOCAST = "accumulated", "autocast"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 ALL_TO_ALL = "all_to_all"  # parts of matrices, of all units together
 SIGNS = ("sign_all_to_all", "sign_all_gather")  # of 1-bit Adam
+SLICE_SUM, LOSS_NUMBERS = "tensor_all_reduce", "tensor_all_gather"  # of tensor parallelism, of all units together
 MESSAGES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL)
 _SIZES = STATE_ITEMSIZE_BYTES | dict[str, int](ITEMSIZE_BYTES.items())
 _SETTINGS = {
     **dict.fromkeys((PARAMS, ALL_GATHER), "precision.param"),
-    **dict.fromkeys((GATHERED, AUTOCAST), "precision.compute"),
+    **dict.fromkeys((GATHERED, AUTOCAST, SLICE_SUM, LOSS_NUMBERS), "precision.compute"),
     **dict.fromkeys((REDUCED, REDUCE_SCATTER, ALL_REDUCE), "precision.reduce"),
     **dict.fromkeys((GRADS, ACCUMULATED), "precision.accumulate"),
     MASTER: "precision.master",
@@ -125,6 +126,14 @@ class AskedDTypes:
         sums |= {ALL_TO_ALL: "uint8"} if self.wire.reduce else {REDUCE_SCATTER: kind.reduce}
         return sums.get(component)
 
+    def of_all_units(self, component: str) -> str | None:
+        """The dtype of messages that belong to no unit; None if there are no such messages.
+
+        The loss of a divided head sends fp32 numbers of each token.
+        """
+        computed = self.precision.compute or self.precision.param
+        return {ALL_TO_ALL: self.whole, SLICE_SUM: computed, LOSS_NUMBERS: "fp32"}.get(component)
+
     def setting(self, component: str) -> str:
         """The key that decides a component's dtype."""
         if component == GRADS and self.micro_batches == 1:
@@ -141,7 +150,7 @@ def differences(asked: AskedDTypes, units: Iterable[SizedUnit], found: Iterable[
         if key not in wanted:
             unit = by_name.get(key[1])
             dtype = None if unit is None else asked.in_passing(key[0], unit)
-            dtype = asked.whole if key == (ALL_TO_ALL, "") else dtype
+            dtype = dtype if key[1] else asked.of_all_units(key[0]) or dtype
             wanted[key] = _in_passing(dtype, amounts)
     return _texts(
         asked, {key: (wanted[key], counted.get(key, {})) for key in wanted if wanted[key] != counted.get(key)}

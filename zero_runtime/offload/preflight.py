@@ -48,7 +48,7 @@ def check_offload(
         memory += total_state_bytes(
             plan,
             units,
-            world=collectives.world,
+            world=collectives.data_world,
             micro_batches=moves.micro_batches,
             state_bytes=sum(moves.state_bytes),
         ).total

@@ -4,7 +4,9 @@
 Each unit's summed gradient is divided into as many equal parts as there are ranks, and rank r squares part r. This part
 is a complete shard if gradients are split over all ranks, and a piece of a shard if several ranks hold the same shard.
 Padding is zero and a tied parameter belongs to one unit, so one sum over the ranks counts each element once. The parts
-are the same in every row of the plan's table, and so are the bits of the norm.
+are the same in every row of the plan's table, and so are the bits of the norm. With tensor parallelism the parts are
+those of a slice, over the ranks that hold this slice; of a replicated parameter only the replica of the first rank of
+each tensor-parallel group counts.
 """
 
 from __future__ import annotations

@@ -195,12 +195,14 @@ def pieces_of(held: Held, shard: int) -> Iterator[tuple[str, int, int, Run]]:
 
 
 def squared_pieces_of(held: Held, collectives: Collectives) -> Iterator[tuple[str, int, int, Run]]:
-    """The same for the elements that this rank squares: replicas of a shard square different parts of it."""
+    """The same for the elements that this rank squares: replicas of a shard square different parts of it, and replicas
+    of a tensor-parallel group count once."""
+    assert isinstance(held.unit, Unit), "the units of LAMB are not offloaded"
     part_numel = held.unit.layout.shard_numel // collectives.replica_count
     low = collectives.replica_rank * part_numel
     for name, start, stop, run in pieces_of(held, collectives.shard_rank):
         start, stop = max(start, low), min(stop, low + part_numel)
-        if start < stop:
+        if start < stop and held.unit.slices.counts_here(name):
             yield name, start, stop, run
 
 

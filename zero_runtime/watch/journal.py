@@ -27,7 +27,14 @@ _FINGERPRINT_BITS = 20
 # The channel (process group, see Collectives) of each kind of collective. All ranks issue the collectives of one
 # channel in the same order; gathers and reductions may interleave differently on ranks that leave parameters unused,
 # unless the channels share a device (see Journal.keep_one_order).
-_CHANNEL = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "replica", "all_to_all": "reduce"}
+_CHANNEL = {
+    "all_gather": "gather",
+    "reduce_scatter": "reduce",
+    "all_reduce": "replica",
+    "all_to_all": "reduce",
+    "tensor_all_reduce": "tensor",
+    "tensor_all_gather": "tensor",
+}
 
 
 class Op(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import Device, Resources
 from orchestrator.config.state_groups import Compute, Precision, Zero
 from orchestrator.config.strict import Broken
@@ -63,11 +64,12 @@ def errors_are_fed_back_in_one_scale(scene: Scene, zero: Zero, precision: Precis
     return Broken(rule, "fp16", ("zero.error_feedback=false",))
 
 
-def shard_groups_divide_the_ranks(scene: Scene, zero: Zero, resources: Resources) -> Broken | None:
+def shard_groups_divide_the_ranks(scene: Scene, zero: Zero, resources: Resources, parallel: Parallel) -> Broken | None:
     if zero.shard_ranks is None:
         return None
-    ranks = scene.ranks(resources)
+    ranks = parallel.data_ranks(scene.ranks(resources))
     if ranks % zero.shard_ranks == 0:
         return None
-    rule = f"zero.shard_ranks must divide the {ranks} ranks"
+    slices = f" that hold the same slice with parallel.tp={parallel.tp}" if parallel.tp > 1 else ""
+    rule = f"zero.shard_ranks must divide the {ranks} ranks{slices}"
     return Broken(rule, str(zero.shard_ranks), ("zero.shard_ranks=null",))

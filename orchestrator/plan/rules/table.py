@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from orchestrator.config import pretrained
 from orchestrator.config.cluster import Cluster
+from orchestrator.config.parallel import Parallel
 from orchestrator.config.schema import (
     Batch,
     Checkpoint,
@@ -33,6 +34,7 @@ from orchestrator.plan.rules import inference as inference_rules
 from orchestrator.plan.rules import offload as offload_rules
 from orchestrator.plan.rules import optimizer as optimizer_rules
 from orchestrator.plan.rules import output as output_rules
+from orchestrator.plan.rules import parallel as parallel_rules
 from orchestrator.plan.rules import precision as precision_rules
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.records.run_record import scratch_path
@@ -45,11 +47,12 @@ def resolve(config: RunConfig, scene: Scene) -> RunConfig:
     device, ranks = scene.device(config.resources), scene.ranks(config.resources)
     threads = config.resources.threads or _threads(config.cluster, ranks, scene)
     batch, data, model = config.batch, config.data, pretrained.completed(config.model)
-    accumulation = batch.accumulation or (batch.global_size or batch.micro * ranks) // (batch.micro * ranks)
+    one = batch.micro * config.parallel.data_ranks(ranks)
+    accumulation = batch.accumulation or (batch.global_size or one) // one
     return replace(
         config,
         output=str(expanded(config.output).absolute()),
-        batch=replace(batch, accumulation=accumulation, global_size=batch.micro * accumulation * ranks),
+        batch=replace(batch, accumulation=accumulation, global_size=one * accumulation),
         model=model,
         data=replace(
             data,
@@ -139,26 +142,29 @@ def _each_rank_has_a_gpu(scene: Scene, resources: Resources, cluster: Cluster) -
     return Broken(rule, str(ranks), (*fewer, "resources.device=cpu"))
 
 
-def _batch_divides(scene: Scene, batch: Batch, resources: Resources) -> Broken | None:
+def _batch_divides(scene: Scene, batch: Batch, resources: Resources, parallel: Parallel) -> Broken | None:
     if batch.global_size is None:
         return None
-    ranks = scene.ranks(resources)
+    ranks = parallel.data_ranks(scene.ranks(resources))
+    of_tp = f" (parallel.tp={parallel.tp} makes one of each {parallel.tp})" if parallel.tp > 1 else ""
     one = batch.micro * ranks * (batch.accumulation or 1)
     if batch.global_size == one or (batch.accumulation is None and batch.global_size % one == 0):
         return None
     if batch.accumulation is None:
-        rule = f"batch.global_size must be a multiple of micro {batch.micro} x {ranks} ranks = {one}"
+        rule = f"batch.global_size must be a multiple of micro {batch.micro} x {ranks} ranks{of_tp} = {one}"
         return Broken(rule, str(batch.global_size), _divisible(batch, ranks))
-    product = f"micro {batch.micro} x accumulation {batch.accumulation} x {ranks} ranks = {one}"
+    product = f"micro {batch.micro} x accumulation {batch.accumulation} x {ranks} ranks{of_tp} = {one}"
     free = ("batch.accumulation=null",) if batch.global_size % (batch.micro * ranks) == 0 else ()
     rule = f"batch.global_size must be {product}"
     return Broken(rule, str(batch.global_size), (f"batch.global_size={one}", *free))
 
 
-def _one_reduction_has_micro_batches(scene: Scene, zero: Zero, batch: Batch, resources: Resources) -> Broken | None:
+def _one_reduction_has_micro_batches(
+    scene: Scene, zero: Zero, batch: Batch, resources: Resources, parallel: Parallel
+) -> Broken | None:
     if not zero.reduce_at_boundary:
         return None
-    share = (batch.global_size or 0) // (batch.micro * scene.ranks(resources))
+    share = (batch.global_size or 0) // (batch.micro * parallel.data_ranks(scene.ranks(resources)))
     many = max(batch.accumulation or 1, share) > 1
     if zero.stage >= 2 and many:
         return None
@@ -247,7 +253,7 @@ RULES = (
     Rule(cluster_rules.slurm_is_told_what_to_ask_for, ("resources", "cluster")),
     Rule(cluster_rules.ranks_spread_over_the_nodes, ("resources",)),
     Rule(cluster_rules.the_limit_leaves_time_before_the_signal, ("resources", "cluster")),
-    Rule(_batch_divides, ("batch", "resources")),
+    Rule(_batch_divides, ("batch", "resources", "parallel")),
     Rule(data_rules.weights_are_there, ("model",)),
     Rule(data_rules.tokenizer_is_there, ("model", "data")),
     Rule(data_rules.adapter_can_be_made, ("adapter",)),
@@ -268,10 +274,17 @@ RULES = (
     Rule(precision_rules.compute_is_param_or_fp32, ("precision",)),
     Rule(precision_rules.scale_keys_are_used, ("precision",)),
     Rule(precision_rules.tf32_is_used, ("precision", "resources")),
-    Rule(precision_rules.shard_groups_divide_the_ranks, ("zero", "resources")),
+    Rule(precision_rules.shard_groups_divide_the_ranks, ("zero", "resources", "parallel")),
     Rule(precision_rules.quantised_gathers_keep_masters, ("zero", "precision")),
     Rule(precision_rules.errors_are_fed_back_in_one_scale, ("zero", "precision")),
-    Rule(_one_reduction_has_micro_batches, ("zero", "batch", "resources")),
+    Rule(_one_reduction_has_micro_batches, ("zero", "batch", "resources", "parallel")),
+    Rule(parallel_rules.tp_divides_the_ranks, ("parallel", "resources")),
+    Rule(parallel_rules.patterns_are_used, ("parallel",)),
+    Rule(parallel_rules.divided_heads_have_full_losses, ("parallel", "loss")),
+    Rule(parallel_rules.divided_layers_have_no_adapters, ("parallel", "adapter")),
+    Rule(parallel_rules.slices_are_sent_exactly, ("parallel", "zero")),
+    Rule(parallel_rules.optimizer_updates_slices, ("parallel", "optimizer")),
+    Rule(parallel_rules.inference_has_full_layers, ("parallel", "measure")),
     Rule(offload_rules.offloaded_params_are_sharded, ("offload", "zero")),
     Rule(offload_rules.optimizer_can_be_offloaded, ("offload", "optimizer", "resources")),
     Rule(offload_rules.guesses_need_a_tier, ("offload", "resources")),

@@ -143,7 +143,7 @@ def test_rows_that_cannot_be_counted_are_reported_with_the_reason(say: Say, monk
 
 @pytest.mark.parametrize("label", ["stage0", "stage1", "stage2", "stage3-full", "stage3-optimizer_param_cpu"])
 def test_the_arithmetic_adds_up_to_the_peak_and_states_equal_their_closed_form(counted: Path, label: str) -> None:
-    (one,) = [row for row in command.fits_of(command._points(TWO, ()), quiet=True) if row.label == label]
+    (one,) = [row for row in command.fits_of(command._points(TWO, None), quiet=True) if row.label == label]
     parts = fit_arithmetic.walk(one)
     assert sum(part.counted for part in parts) == one.peak.total
     for part in parts[:2]:  # parameters and the optimizer's states exist for the complete step
@@ -187,14 +187,28 @@ def test_a_table_has_a_column_for_each_number_of_ranks_on_as_many_nodes_as_they_
     assert any("resources.nodes=2" in row["overrides"] for row in rows)  # of 4 GPUs each
 
 
+@pytest.mark.full
+def test_a_table_has_a_column_for_each_number_of_slices(monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
+    monkeypatch.setattr(memory_cache, "_start_child", WarmShapes)  # slices are counted for this table alone
+    small = (*LINE, "zero=stage1,stage3", "offload=none", "resources.ranks=4")
+    code, out, _ = say(*small, "--table", "tp=1,2")
+    assert code == 0
+    assert [line.split() for line in out.splitlines() if line.startswith("row ")] == [["row", "1", "2"]]
+    rows = {row["label"]: row for row in say.json(*small, "--table", "tp=1,2")}
+    assert {row["tp"] for row in rows.values()} == {1, 2}
+    states = {label: row["peak_parts_bytes"]["parameters"] for label, row in rows.items()}
+    assert states["stage1-tp2"] < states["stage1-tp1"] < 2 * states["stage1-tp2"]  # norms are replicated
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         ((*TWO, "--explain", "stage1-ful"), "there is no row 'stage1-ful'. Did you mean 'stage1-full'?"),
         ((*TWO, "batch.micro=4"), "batch.micro: fit finds the largest"),
         ((*TWO, "batch.global_size=64"), "batch.global_size: it varies with the micro-batch"),
-        ((*TWO, "--table", "ranks=0"), "--table: expected numbers of ranks, found 'ranks=0'"),
+        ((*TWO, "--table", "ranks=0"), "--table: expected numbers of ranks or of parallel.tp, found 'ranks=0'"),
         ((*TWO, "--table", "ranks=1,2"), "--table varies resources.ranks"),
+        ((*TWO, "parallel=tp2", "--table", "tp=1,2"), "--table varies parallel.tp"),
         ((*TWO, "--detach"), "fit starts no run and has no --detach"),
         ((*TWO, "--tabel"), "there is no flag '--tabel'"),
         (("model=llama_tiny", "hardware=a100"), "hardware has no option 'a100'"),
@@ -215,26 +229,26 @@ def test_a_config_json_suffices_for_a_model(tmp_path: Path) -> None:
     for words in (f"model={tmp_path}", f"model={tmp_path}/config.json"):
         overrides = command._with_folder(words)
         assert overrides == ["model=pretrained", f"model.path={tmp_path}"]
-    points = command._points([*overrides, "hardware=a10"], ())
+    points = command._points([*overrides, "hardware=a10"], None)
     assert points[0].config.model.model_type == "llama"
     assert command._with_folder("model=llama2_7b") == ["model=llama2_7b"]
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(Refusal, match="model_type"):
-        command._points([*overrides, "hardware=a10"], ())
+        command._points([*overrides, "hardware=a10"], None)
 
 
 def test_a_group_that_is_given_is_kept_and_lists_are_compared() -> None:
-    points = command._points(["zero=stage2,stage3", "offload=none", "hardware=a10", "loss=full"], ())
+    points = command._points(["zero=stage2,stage3", "offload=none", "hardware=a10", "loss=full"], None)
     assert [point.label for point in points] == [
         f"stage{stage}{ending}" for stage in (2, 3) for ending in ("", "-by_operation", "-full")
     ]
-    (one,) = command._points(["zero=stage2", "offload=none", "hardware=a10", "loss=full", "recompute=full"], ())
+    (one,) = command._points(["zero=stage2", "offload=none", "hardware=a10", "loss=full", "recompute=full"], None)
     assert one.label == "stage2"
 
 
 def test_other_lists_are_part_of_the_label() -> None:
     fixed = ["zero=stage2", "offload=none", "hardware=a10", "loss=full", "recompute=none,full"]
-    points = command._points([*fixed, "precision=fp32,bf16", "batch.seq=64,128"], ())
+    points = command._points([*fixed, "precision=fp32,bf16", "batch.seq=64,128"], None)
     assert [point.label for point in points][:3] == ["stage2-fp32-seq64", "stage2-fp32-seq128", "stage2-bf16-seq64"]
 
 
@@ -277,7 +291,7 @@ def test_one_row_also_shows_what_building_saving_and_exporting_take(say: Say) ->
 
 
 def test_ranks_on_a_cpu_have_no_offload_to_host_memory() -> None:
-    points = command._points(["model=llama_tiny", "resources.device=cpu", "loss=full", "recompute=none"], ())
+    points = command._points(["model=llama_tiny", "resources.device=cpu", "loss=full", "recompute=none"], None)
     assert [point.label for point in points] == ["stage0", "stage1", "stage2", "stage3"]
 
 

@@ -9,6 +9,7 @@ from points import config_of_line
 from orchestrator.config.schema import Device
 from orchestrator.plan.memory_cache import trace_key, units_key
 from orchestrator.plan.step import ConfigMemory, Memories, rules_of
+from orchestrator.plan.tensor_messages import TensorMessages
 from zero_runtime.memory.activation_count import LinearTrace, Mark, Trace
 from zero_runtime.memory.model import UnitSize
 from zero_runtime.precision import MixedPrecision
@@ -20,7 +21,8 @@ def test_states_that_leave_a_gpu_stay_on_a_cpu_of_the_same_settings() -> None:
     cpu = config_of_line("zero=stage2 precision=fp32 offload=optimizer_cpu resources.device=cpu resources.ranks=1")
     gpu = replace(cpu, resources=replace(cpu.resources, device=Device.cuda))
     unit = {"name": "h.0", "shapes": [["weight", [NUMEL]]], "trainable": True, "is_root": True, "offloaded": True}
-    shapes = {"units": [unit | {"precision": asdict(MixedPrecision())}], "state_bytes": 8.0, "block_numel": 1}
+    unit |= {"numel": NUMEL, "precision": asdict(MixedPrecision())}
+    shapes = {"units": [unit], "state_bytes": 8.0, "block_numel": 1, "tensor": TensorMessages().plain()}
     linear = LinearTrace.of_one(1, Trace(marks=[(0, Mark.BEFORE_FORWARD, 0), (0, Mark.GRADIENT, 0)])).plain()
     answers = {units_key(cpu): shapes | {"buffer_bytes": 0}} | {trace_key(one, 1, 1): linear for one in (cpu, gpu)}
     memories = Memories(answers)

@@ -24,6 +24,7 @@ from orchestrator.plan.point import Point
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.plan.step import Memories
+from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.records.cache import cache_file
 from orchestrator.records.run_state import RunState
 from orchestrator.records.sweep_record import Planned
@@ -157,8 +158,9 @@ def test_on_a_gpu_what_cuda_nccl_and_cublas_take_is_part_of_the_prediction_and_o
 def test_only_points_on_gpus_have_the_allowance() -> None:
     (point,) = points("zero=stage3 resources.device=cpu resources.ranks=4")
     unit = {"name": "h.0", "shapes": [["weight", [8, 8]]], "trainable": True, "is_root": True, "offloaded": False}
+    unit["numel"] = 64
     shapes = {"units": [unit | {"precision": asdict(MixedPrecision())}], "state_bytes": 8, "block_numel": 1}
-    shapes["buffer_bytes"] = 0
+    shapes |= {"buffer_bytes": 0, "tensor": TensorMessages().plain()}
     on_gpu = replace(point.config, resources=replace(point.config.resources, device=Device.cuda))
     answers = {units_key(config): shapes for config in (point.config, on_gpu)}
     memories = Memories(answers)

@@ -14,9 +14,10 @@ from orchestrator.plan import memory_cache, rough_time, speed, step
 from orchestrator.plan.memory_cache import activations_key, units_key, work_key
 from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
+from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.worker import shapes
 from orchestrator.worker.activations import answers
-from zero_runtime.timing.data_sheet import PUBLISHED, segment_s, update_bytes
+from zero_runtime.timing.data_sheet import PUBLISHED, Layout, Ring, segment_s, update_bytes
 from zero_runtime.timing.work import LinearWork
 
 SEQ, MICROS = 16, (2, 4)
@@ -117,3 +118,22 @@ def test_the_work_is_stored_beside_the_trace_and_changes_no_other_answer(counted
     keys = [memory_cache.trace_key(one, *MICROS), work_key(one, *MICROS), units_key(one)]
     keys += [activations_key(replace(one, batch=replace(one.batch, micro=micro))) for micro in MICROS]
     assert sorted(counted) == sorted(keys)
+
+
+def test_the_ranks_of_a_group_wait_for_every_sum_over_their_slices(counted: dict[str, Any]) -> None:
+    """A micro-batch of 3 x 16 tokens has 6 sums of 3 x 16 x 128 numbers in bf16, over a ring of 4 ranks on a node."""
+    one, memory = config("resources.ranks=8 parallel.tp=4"), step.Memories(counted).of(config("resources.ranks=8"))
+    peaks = rough_time.peaks_of(one)
+    assert memory is not None
+    assert peaks is not None
+    divided = replace(memory, config=one, tensor=TensorMessages((128,) * 6))
+    alone_s = Ring(4, 1).curve(peaks, PUBLISHED, rounds=2).at(2 * 3 * SEQ * 128)
+    assert rough_time._tensor_s(divided, peaks) == pytest.approx(6 * alone_s)
+    across = replace(divided, config=config("resources.ranks=8 resources.nodes=4 parallel.tp=4"))
+    assert rough_time._tensor_s(across, peaks) > rough_time._tensor_s(divided, peaks)
+    assert rough_time._tensor_s(memory, peaks) == 0.0
+
+
+def test_zero_shards_over_one_rank_of_each_group() -> None:
+    assert rough_time.data_layout(config("resources.ranks=8 parallel.tp=4"), 2) == Layout(2, 1, 2)
+    assert rough_time.data_layout(config("resources.ranks=16 resources.nodes=2 parallel.tp=8"), 2) == Layout(2, 2, 2)

@@ -20,6 +20,7 @@ from orchestrator.plan.points import checked_points
 from orchestrator.plan.rules.scene import Scene
 from orchestrator.plan.step import Memories
 from orchestrator.plan.target import target_of
+from orchestrator.plan.tensor_messages import TensorMessages
 from orchestrator.records.run_record import point_id
 from zero_runtime.memory.device_overhead import DeviceOverhead
 from zero_runtime.precision import MixedPrecision
@@ -88,7 +89,8 @@ def test_the_device_is_cuda_and_ranks_are_the_gpus_of_all_nodes_unless_they_are_
 def test_the_limit_is_the_described_memory_of_which_a_rank_leaves_what_cuda_takes() -> None:
     found = config("model=llama_tiny zero=stage3 hardware=a100_80gb")
     unit = {"name": "h.0", "shapes": [["weight", [8, 8]]], "trainable": True, "is_root": True, "offloaded": False}
-    shapes = {"units": [unit | {"precision": asdict(MixedPrecision())}], "state_bytes": 8, "block_numel": 1}
+    unit |= {"numel": 64, "precision": asdict(MixedPrecision())}
+    shapes = {"units": [unit], "state_bytes": 8, "block_numel": 1, "tensor": TensorMessages().plain()}
     answers = {units_key(found): shapes | {"buffer_bytes": 0}}
     predicted = prediction._prediction(found, answers, Memories(answers), 7)
     assert predicted is not None

@@ -8,7 +8,7 @@ import pytest
 from points import make_config
 from stub_worker import make_result
 
-from orchestrator.config.schema import to_dict
+from orchestrator.config.schema import from_dict, to_dict
 from orchestrator.records import run_record
 from orchestrator.records.record_file import read_json, require_json, write_json_atomic
 from orchestrator.records.run_record import Attempt, all_attempts, attempts_at, new_attempt, point_id, settle
@@ -22,6 +22,15 @@ def test_the_id_ignores_the_output_folder_the_time_limit_and_tracking(tmp_path: 
     other = to_dict(make_config(tmp_path / "elsewhere", limit_min=5))
     other["tracking"]["uri"] = "http://somewhere"
     assert point_id(config, 2, "cpu") == point_id(other, 2, "cpu")
+
+
+def test_a_point_without_slices_keeps_the_id_that_it_had_before_there_were_any(tmp_path: Path) -> None:
+    config = to_dict(make_config(tmp_path))
+    earlier = {name: group for name, group in config.items() if name != "parallel"}
+    assert point_id(config, 2, "cpu") == point_id(earlier, 2, "cpu")
+    config["parallel"]["tp"] = 2
+    assert point_id(config, 2, "cpu") != point_id(earlier, 2, "cpu")
+    assert from_dict(earlier).data_ranks == 2
 
 
 @pytest.mark.parametrize("change", [("zero", "stage"), ("batch", "micro"), ("resources", "threads")])

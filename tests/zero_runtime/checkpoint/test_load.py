@@ -334,7 +334,7 @@ SPOILT = {
     "index_flipped": (lambda path: spoil_index(path, '"samples":96', '"samples":97', honest=False), "after its first"),
     "older": (
         lambda path: spoil_index(path, '"version":1', '"version":0'),
-        "expected format version 1, found version 0",
+        "expected format version 1 or 2, found version 0",
     ),
     "key_missing": (lambda path: spoil_index(path, '"world":', '"words":'), "expected the key 'world'"),
     "foreign": (lambda path: spoil_index(path, '"format":"zero-lab checkpoint"', '"format":"x"'), "expected format"),

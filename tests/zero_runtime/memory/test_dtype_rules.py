@@ -71,6 +71,14 @@ def test_of_messages_and_sums_only_the_dtype_is_fixed(component: str, right: str
     ]
 
 
+def test_slices_are_summed_in_the_dtype_of_the_computation_and_their_loss_in_fp32() -> None:
+    right = [DTypeCount("tensor_all_reduce", "", "bf16", 8, 16), DTypeCount("tensor_all_gather", "", "fp32", 3, 12)]
+    assert differences(ASKED, [UNIT], [*ASKED.of_unit(UNIT), *right]) == []
+    wrong = right[0]._replace(dtype="fp32", nbytes=32)
+    (text,) = differences(ASKED, [UNIT], [*ASKED.of_unit(UNIT), wrong])
+    assert text.startswith("tensor_all_reduce of unit none: expected bf16 (16 bytes) (precision.compute), found fp32")
+
+
 def test_a_reduction_of_a_frozen_or_unknown_unit_is_told_of() -> None:
     frozen = replace(UNIT, trainable=False)
     assert set(asked_of(unit=frozen)) == {"params", "gathered"}

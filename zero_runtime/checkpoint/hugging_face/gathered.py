@@ -27,7 +27,7 @@ def save_gathered_weights(
     """
     runtime.check_between_steps("save_gathered_weights")
     collectives = runtime.collectives
-    shapes = {segment.name: segment.shape for unit in runtime.units for segment in unit.layout.segments}
+    shapes = {name: shape for unit in runtime.units for name, shape in unit.full_shapes.items()}
     writer: FolderWriter | None = None
     written: Written | None = None
 

@@ -58,7 +58,10 @@ def put(data: dict[str, Any], key: str, value: str) -> None:
     here = data
     for name in way:
         here = here[name]
-    here[last] = yaml.safe_load(option.read_text()) if option.exists() else scalar(value)
+    if option.exists():
+        here[last] = yaml.safe_load(option.read_text())
+    else:
+        here[last] = yaml.safe_load(value) if value.startswith("[") else scalar(value)
 
 
 BROKEN = [
@@ -130,6 +133,16 @@ BROKEN = [
     (SERVER, "precision=bf16 precision.tf32=true", "precision.tf32 is for fp32"),
     (LAPTOP, "zero=stage3 zero.shard_ranks=3", "zero.shard_ranks must divide the 2 ranks"),
     (LAPTOP, "zero=stage0 zero.shard_ranks=2", "zero.shard_ranks needs a stage that shards"),
+    (LAPTOP, "parallel.tp=2 resources.ranks=3", "parallel.tp must divide the 3 ranks"),
+    (LAPTOP, "parallel.tp=4", "parallel.tp must divide the 2 ranks"),
+    (LAPTOP, "parallel.patterns=[a]", "parallel.tp=1 uses no parallel.patterns"),
+    (LAPTOP, "parallel=tp2 loss=tiled", "parallel.tp=2 divides the logits by the vocabulary, and needs loss=full"),
+    (SERVER, "parallel=tp2 adapter=lora adapter.rank=4", "cannot divide those with adapters"),
+    (SERVER, "parallel=tp2 zero=stage3 zero.gather_dtype=int8", "parallel.tp=2 sends exact messages"),
+    (SERVER, "parallel=tp2 optimizer=muon", "needs an optimizer that updates slices of parameters"),
+    (LAPTOP, "parallel=tp2 measure=eval zero=stage3", "parallel.tp=2 is for training"),
+    (SERVER, "parallel=tp2 batch.global_size=12", "a multiple of micro 4 x 2 ranks (parallel.tp=2 makes one of each"),
+    (SERVER, "parallel=tp2 zero=stage3 zero.shard_ranks=4", "must divide the 2 ranks that hold the same slice"),
     (LAPTOP, "zero.reduce_at_boundary=true", "zero.reduce_at_boundary changes nothing but"),
     (LAPTOP, "zero=stage1 zero.reduce_at_boundary=true batch.accumulation=2", "zero.reduce_at_boundary changes"),
     (LAPTOP, "scheduler=constant scheduler.warmup_steps=3", "scheduler=constant has no scheduler.warmup_steps"),
@@ -257,6 +270,8 @@ def test_a_group_that_cannot_be_built_hides_no_other_broken_rule() -> None:
         (LAPTOP, "batch.accumulation=2 batch.global_size=16", (Device.cpu, 2, 2, 2, 16)),
         (SERVER, "", (Device.cuda, 4, 4, 1, 16)),
         (SERVER, "resources.device=cpu", (Device.cpu, 2, 8, 1, 8)),
+        (SERVER, "parallel=tp2", (Device.cuda, 4, 4, 1, 8)),
+        (SERVER, "parallel=tp2 batch.global_size=24", (Device.cuda, 4, 4, 3, 24)),
         (JOINED, "", (Device.cuda, 8, 4, 1, 32)),
         (PLANNED, "hardware=a100_80gb resources.nodes=2", (Device.cuda, 16, 1, 1, 64)),
         (A100S, "hardware=a100_80gb hardware.gpus=4", (Device.cuda, 4, 4, 1, 16)),

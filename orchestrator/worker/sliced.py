@@ -1,0 +1,101 @@
+"""Tensor parallelism of a configured model: its slices, the messages of its layers, and its layers divided for a
+trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from orchestrator.config.schema import Device, RunConfig
+from orchestrator.plan.tensor_messages import TensorMessages
+from zero_runtime.tensor_parallel.axis import AloneOnAxis, TensorAxis
+from zero_runtime.tensor_parallel.cross_entropy import NUMBERS_PER_TOKEN
+from zero_runtime.tensor_parallel.division import DividedModel, TensorParallel, head_of
+from zero_runtime.tensor_parallel.layers import HeadForward
+from zero_runtime.tensor_parallel.plan import SplitPlan, owner_of
+from zero_runtime.tensor_parallel.slices import NOT_SPLIT, TensorSlices
+from zero_runtime.tensor_parallel.structure import Kind, linear_sizes
+from zero_runtime.unit_planner import block_modules
+
+
+def tensor_parallel(config: RunConfig) -> TensorParallel:
+    """The runtime's settings: each rank keeps its own logits, for the loss by the vocabulary."""
+    return TensorParallel(config.parallel.tp, tuple(config.parallel.patterns), gathers_logits=False)
+
+
+def slices_of(config: RunConfig, model: nn.Module) -> TensorSlices:
+    """What the first rank of a group holds of a full model. PlanError, with degrees that do, if tp does not divide."""
+    return NOT_SPLIT if config.parallel.tp == 1 else tensor_parallel(config).plan(model).slices(0)
+
+
+def divide(config: RunConfig, model: nn.Module) -> HeadForward | None:
+    """Install the forwards of divided layers in a full model that is to be traced alone. Returns the divided head.
+
+    None without tensor parallelism, or if the head is not divided.
+    """
+    if config.parallel.tp == 1:
+        return None
+    settings = tensor_parallel(config)
+    on_cuda = config.resources.device is Device.cuda
+    axis = TensorAxis((AloneOnAxis if on_cuda else _Messages)(settings.degree))
+    DividedModel(model, settings.plan(model), axis, gathers_logits=settings.gathers_logits)
+    return head_of(model)
+
+
+class _Messages(AloneOnAxis):
+    """Stands in for messages between CPUs, which receive the terms of the other ranks in tensors: see gloo.py."""
+
+    def sum_over_slices_(self, values: torch.Tensor) -> torch.Tensor:
+        padded = -(-values.numel() // self.tensor_degree) * self.tensor_degree
+        copy = values.new_empty(padded) if padded > values.numel() else None
+        received = [values.new_empty(padded // self.tensor_degree) for _ in range(self.tensor_degree - 1)]
+        del received, copy
+        return values
+
+
+def messages_of(config: RunConfig, model: nn.Module) -> TensorMessages:
+    """The messages of a full model's layers, counted from the plan that divides them."""
+    if config.parallel.tp == 1:
+        return TensorMessages()
+    plan, modules = tensor_parallel(config).plan(model), dict(model.named_modules())
+    params = dict(model.named_parameters())
+    head = any(division.kind is Kind.HEAD for division in plan.divisions.values())
+    return TensorMessages(
+        widths=(*_forward(plan, modules), *_backward(plan, modules)),
+        repeated=tuple(_repeated(plan, modules, block_modules(model))),
+        parameters=tuple(params[name].numel() for name in sorted(plan.summed)),
+        loss_numbers=NUMBERS_PER_TOKEN if head else 0,
+    )
+
+
+def _forward(plan: SplitPlan, modules: dict[str, nn.Module]) -> Iterator[int]:
+    """A sum of the outputs of each row layer and of the embeddings of tokens."""
+    for path, division in plan.divisions.items():
+        module, sizes = modules[path], linear_sizes(modules[path])
+        if division.kind is Kind.ROW and sizes is not None:
+            yield sizes[1]
+        elif division.kind is Kind.VOCABULARY and isinstance(module, nn.Embedding):
+            yield module.embedding_dim
+
+
+def _backward(plan: SplitPlan, modules: dict[str, nn.Module]) -> Iterator[int]:
+    """A sum of the gradient of each input of column layers, which those of one module share, and of the head's."""
+    owners: dict[str, int] = {}
+    for path, division in plan.divisions.items():
+        sizes = linear_sizes(modules[path])
+        if sizes is not None and division.kind in (Kind.COLUMN, Kind.HEAD):
+            owners[path if division.kind is Kind.HEAD else owner_of(path)] = sizes[0]
+    yield from owners.values()
+
+
+def _repeated(plan: SplitPlan, modules: dict[str, nn.Module], blocks: Sequence[nn.Module]) -> Iterator[tuple[int, ...]]:
+    """Of each block, what a recomputation repeats: all sums of its forward but the last, before which it ends."""
+    paths = {id(module): path for path, module in modules.items()}
+    for block in blocks:
+        inside = f"{paths[id(block)]}."
+        own = {path: division for path, division in plan.divisions.items() if path.startswith(inside)}
+        rows = [path for path in modules if path in own and own[path].kind is Kind.ROW]
+        widths = [sizes[1] for path in rows if (sizes := linear_sizes(modules[path])) is not None]
+        yield tuple(widths[:-1])

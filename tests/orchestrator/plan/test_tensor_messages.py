@@ -1,0 +1,41 @@
+"""The messages of tensor parallelism by the formulas of docs/parallel.md."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from orchestrator.plan.tensor_messages import TensorMessages, TensorSent
+from zero_runtime.activations.rule import RecomputeRule
+
+BLOCKS, WIDTH, TOKENS, BF16_BYTES = 4, 16, 10, 2
+# Two row layers and two shared inputs of column layers in a block, the embedding and the head's input.
+MESSAGES = TensorMessages((WIDTH,) * (4 * BLOCKS + 2), ((WIDTH,),) * BLOCKS, loss_numbers=3)
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert MESSAGES.sent(1, TOKENS, RecomputeRule(), BF16_BYTES) == TensorSent()
+
+
+@pytest.mark.parametrize(
+    ("recompute", "of_a_block", "also"),
+    [("none", 4, 0), ("full", 5, 0), ("by_operation", 5, 0), ("every_nth", 4, BLOCKS // 2)],
+)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_block_costs_four_sums_of_the_hidden_states_and_one_more_if_it_recomputes(
+    degree: int, recompute: str, of_a_block: int, also: int
+) -> None:
+    sums = of_a_block * BLOCKS + also + 2
+    sent = MESSAGES.sent(degree, TOKENS, RecomputeRule(recompute), BF16_BYTES)  # type: ignore[arg-type]
+    elements, numbers = sums * 2 * (degree - 1) * TOKENS * WIDTH // degree, (degree - 1) * 3 * TOKENS
+    assert sent == TensorSent(elements + numbers, BF16_BYTES * elements + 4 * numbers, sums + 1)
+
+
+def test_gradients_of_replicated_parameters_in_divided_layers_are_summed_once_a_micro_batch() -> None:
+    sent = TensorMessages(parameters=(8, 8)).sent(2, TOKENS, RecomputeRule(), BF16_BYTES)
+    assert sent == TensorSent(16, 32, 2)
+
+
+def test_counts_survive_json() -> None:
+    assert TensorMessages.of_plain(json.loads(json.dumps(MESSAGES.plain()))) == MESSAGES

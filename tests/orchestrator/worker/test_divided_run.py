@@ -1,0 +1,81 @@
+"""A run with tensor parallelism learns what a run on its data ranks learns, and counts tokens and messages once."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from harness.patience import HANG_S
+from harness.ranks import prepare_fork_server
+from points import LLAMA, config_of
+
+from orchestrator.config.parallel import Parallel
+from orchestrator.config.schema import RunConfig, to_dict
+from orchestrator.launch.rank import RankInfo
+from orchestrator.records.record_file import EventTail, read_json, write_json_atomic
+from orchestrator.records.run_record import AttemptPaths
+from orchestrator.report import summary
+
+STEPS, DATA_RANKS = 5, 2  # an odd number of steps is measured, so that medians are of one step
+# Both forwards compute the same sums of at most TERMS terms in another order, each with a relative rounding error of
+# TERMS x 2^-24 at most; SUMS of them follow one another in two blocks, and their values are below 4 here, as the loss.
+TERMS, SUMS, LARGEST = max(LLAMA["vocab_size"], LLAMA["intermediate_size"]), 14, 4.5
+ROUNDING = 2 * TERMS * 2**-24 * SUMS * LARGEST
+
+
+def _rank_main(root: Path, rank: int, world: int) -> None:
+    from orchestrator.worker.train import run_rank
+
+    try:
+        run_rank(AttemptPaths(root), RankInfo(rank, world, rank, root / "rendezvous"))
+    except BaseException:
+        (root / f"rank{rank}.log").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)
+
+
+def run(root: Path, config: RunConfig) -> dict[str, Any]:
+    """The result of a run, with the losses of its steps in `curve`."""
+    paths = AttemptPaths(root / "attempts" / "01")
+    paths.root.mkdir(parents=True)
+    write_json_atomic(paths.config, to_dict(config))
+    write_json_atomic(paths.state, {"contents": {}})
+    prepare_fork_server()
+    context, world = mp.get_context("forkserver"), config.ranks
+    ranks = [context.Process(target=_rank_main, args=(paths.root, rank, world)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(HANG_S)
+    result = read_json(paths.result)
+    assert result is not None, [file.read_text() for file in paths.root.glob("rank*.log")]
+    events = EventTail(paths.metrics).read_new()
+    return {**result, "curve": [event["loss"] for event in events if event["event"] == "step"]}
+
+
+def config_with(tp: int) -> RunConfig:
+    config = config_of(STEPS, every=None, stage=1, ranks=DATA_RANKS * tp)
+    return replace(config, parallel=Parallel(tp), batch=replace(config.batch, global_size=DATA_RANKS))
+
+
+def test_a_run_on_slices_has_the_losses_tokens_and_parameters_of_its_data_ranks(tmp_path: Path) -> None:
+    alone, divided = (run(tmp_path / f"tp{tp}", config_with(tp)) for tp in (1, 2))
+    assert abs(alone["curve"][0] - divided["curve"][0]) <= ROUNDING
+    assert alone["data"] == divided["data"]
+    assert alone["batch"] == divided["batch"]
+    assert alone["model"] == divided["model"]
+    assert divided["world"] == 4
+    speed = divided["throughput"]
+    step_s = speed["step_ms"]["median"] / 1e3
+    assert abs(speed["tokens_per_second"]["median"] * step_s - DATA_RANKS * 16) <= DATA_RANKS * 16 * 2**-40
+    (theory,) = (row for row in summary.communication_rows(divided) if row.name == "  and in theory")
+    assert theory.text.endswith(": equal")
+    assert "sums of parallel.tp" in theory.text
+    assert {"tensor_all_reduce", "tensor_all_gather"} <= divided["communication"]["data"].keys()
+    assert divided["memory"]["peak_predicted_bytes"] > 0
+    for state in divided["memory"]["states"]:
+        assert state["measured_bytes"] == state["predicted_bytes"], state

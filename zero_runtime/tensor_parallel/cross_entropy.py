@@ -1,0 +1,71 @@
+"""The cross entropy of logits that are divided over a tensor-parallel group by the vocabulary.
+
+[Note: one message a loss]
+Each rank sends three numbers of each token: the maximum of its logits, the sum of their exponentials relative to it,
+and the label's logit if it holds it, else 0. Every rank combines them in rank order, so the loss has the same bits on
+all of them. Backward sends nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zero_runtime.tensor_parallel.axis import TensorAxis
+
+NUMBERS_PER_TOKEN = 3
+
+
+def vocabulary_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, axis: TensorAxis, *, vocabulary: int, ignored: int = -100
+) -> torch.Tensor:
+    """Sum of the token losses in fp32 over the labels that are not `ignored`: 0-dim, the same on every rank.
+
+    logits: [..., rows], those of the rows of the vocabulary that this rank holds, padding included. labels: int64 of
+    the same shape without the last dimension, in terms of the full vocabulary.
+    """
+    axis.note(labels)
+    loss: torch.Tensor = _VocabularyCrossEntropy.apply(
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), axis, vocabulary, ignored
+    )
+    return loss
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, axis: TensorAxis, vocabulary: int, ignored: int
+    ) -> torch.Tensor:
+        low = axis.rank * logits.shape[1]
+        valid = min(max(vocabulary - low, 0), logits.shape[1])
+        own = logits[:, :valid].float()
+        lowest = torch.finfo(torch.float32).min  # of a rank that holds padding alone: its sum is zero
+        largest = own.amax(1) if valid else own.new_full((len(own),), lowest)
+        scores = (own - largest[:, None]).exp_()
+        here = (labels >= low) & (labels < low + valid)
+        place = (labels - low).where(here, 0)
+        target = own.gather(1, place[:, None])[:, 0].where(here, 0.0) if valid else torch.zeros_like(largest)
+        every = axis.gather(torch.stack([largest, scores.sum(1), target]))
+        peak = every[:, 0].amax(0)
+        total = torch.zeros_like(peak)
+        for part in every:
+            total = total + part[1] * (part[0] - peak).exp()
+        counts = labels != ignored
+        losses = (total.log() + peak - every[:, 2].sum(0)).where(counts, 0.0)
+        scores.mul_(((largest - peak).exp() / total)[:, None])
+        ctx.save_for_backward(scores, place, here & counts, counts)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        shares, place, here, counts = ctx.saved_tensors
+        found = shares * (counts * grad)[:, None]
+        valid = found.shape[1]
+        if valid:
+            found.scatter_add_(1, place[:, None], -(here * grad)[:, None])
+        result = found.to(ctx.dtype)
+        if valid < ctx.shape[1]:
+            result = torch.nn.functional.pad(result, (0, ctx.shape[1] - valid))
+        return result, None, None, None, None

@@ -1,0 +1,116 @@
+"""Divides a model for one rank: installs the forwards and local sizes of a plan, until it is removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from zero_runtime.errors import PlanError
+from zero_runtime.tensor_parallel.axis import TensorAxis
+from zero_runtime.tensor_parallel.layers import ColumnForward, ColumnInput, EmbeddingForward, HeadForward, RowForward
+from zero_runtime.tensor_parallel.plan import SplitPlan, owner_of, plan_split
+from zero_runtime.tensor_parallel.structure import Kind
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Settings of tensor parallelism.
+
+    degree: number of consecutive ranks that hold the slices of one model. patterns: see `divisions_of`. gathers_logits:
+    the head returns all logits on every rank, for any loss; else this rank's rows of them, which only
+    `vocabulary_cross_entropy` may use.
+    """
+
+    degree: int = 1
+    patterns: tuple[str, ...] = ()
+    gathers_logits: bool = True
+
+    def __post_init__(self) -> None:
+        if self.degree < 1:
+            raise PlanError(f"parallel.tp: expected at least 1, found {self.degree}; use parallel.tp=1")
+
+    def data_world(self, world: int) -> int:
+        """Number of ranks along the data axis. PlanError if the degree does not divide the ranks."""
+        if world % self.degree:
+            raise PlanError(
+                f"parallel.tp={self.degree}: expected a divisor of the {world} ranks; start a multiple of "
+                f"{self.degree} ranks, or use parallel.tp=1"
+            )
+        return world // self.degree
+
+    def plan(self, model: nn.Module) -> SplitPlan:
+        """The plan of this division for a full model."""
+        return plan_split(model, self.degree, self.patterns)
+
+
+class DividedModel:
+    """The installed forwards and sizes. The model's parameters must be slices when a forward runs."""
+
+    def __init__(self, model: nn.Module, plan: SplitPlan, axis: TensorAxis, *, gathers_logits: bool) -> None:
+        self.axis = axis
+        self._fingerprint = torch.zeros(())
+        self._modules = dict(model.named_modules())
+        self._installed: list[nn.Module] = []
+        self._attributes: list[tuple[nn.Module, str, int]] = []
+        shared: dict[str, ColumnInput] = {}
+        for path, division in plan.divisions.items():
+            module = self._modules[path]
+            own = shared.setdefault(owner_of(path), ColumnInput(axis))
+            if division.kind is Kind.COLUMN:
+                self._install(module, ColumnForward(module, own))
+            elif division.kind is Kind.ROW:
+                self._install(module, RowForward(module, own, axis))
+            elif division.kind is Kind.VOCABULARY:
+                assert isinstance(module, nn.Embedding)
+                self._install(module, EmbeddingForward(module, axis))
+            elif division.kind is Kind.HEAD:
+                assert isinstance(module, nn.Linear)
+                assert plan.vocabulary is not None
+                self._install(module, HeadForward(module, axis, plan.vocabulary, gathers=gathers_logits))
+        for path, values in plan.attributes.items():
+            for name, value in values.items():
+                self._attributes.append((self._modules[path], name, getattr(self._modules[path], name)))
+                setattr(self._modules[path], name, value)
+
+    def _install(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        module.forward = forward
+        self._installed.append(module)
+
+    def batch_difference(self, device: torch.device) -> torch.Tensor:
+        """0-dim fp64: zero, summed over all ranks, if each group saw one batch since the last call."""
+        self._fingerprint = self.axis.fingerprint(device)
+        return self.axis.difference(self._fingerprint)
+
+    def refuse_batches(self, gather_objects: Callable[[Any], list[Any]]) -> NoReturn:
+        """Raise PlanError on every rank: the ranks of a group had different batches in the last step. A collective."""
+        found: list[float] = gather_objects(float(self._fingerprint))
+        degree = self.axis.degree
+        groups = [range(start, start + degree) for start in range(0, len(found), degree)]
+        wrong = [list(group) for group in groups if len({found[rank] for rank in group}) > 1]
+        raise PlanError(
+            f"parallel.tp={degree}: expected the ranks of each tensor-parallel group to be given the same batch, found "
+            f"different tokens or labels on ranks {' and '.join(map(str, wrong))}; slice the data by "
+            f"rank // {degree} of world // {degree}, as runtime.collectives.data_rank and data_world count"
+        )
+
+    def remove(self) -> None:
+        """Restore the modules' own forwards and sizes. Idempotent."""
+        for module in self._installed:
+            del module.forward
+        for module, name, value in self._attributes:
+            setattr(module, name, value)
+        self._installed.clear()
+        self._attributes.clear()
+
+
+def head_of(model: nn.Module) -> HeadForward | None:
+    """The divided head of a model that returns its own logits alone; None if all logits are returned."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, HeadForward) and not forward.gathers:
+            return forward
+    return None
