@@ -36,6 +36,7 @@ from zero_runtime.settings import RuntimeSettings
 from zero_runtime.step_report import StepReport
 from zero_runtime.tensor_parallel.axis import TensorAxis
 from zero_runtime.tensor_parallel.division import DividedModel
+from zero_runtime.tensor_parallel.refusals import check_divided
 from zero_runtime.tensor_parallel.slices import NOT_SPLIT
 from zero_runtime.unit import Unit
 from zero_runtime.world import world_size
@@ -64,6 +65,7 @@ class ZeroRuntime:
         settings: RuntimeSettings,
         device: torch.device,
     ) -> None:
+        check_divided(settings.tensor_parallel.degree, optimizer, precision, settings.wire)
         if optimizer is None:
             plan = begin_inference(model, plan, precision, settings.offload, settings.wire)
         else:
@@ -77,7 +79,7 @@ class ZeroRuntime:
         self.clock = PhaseClock(device)
         tensor = settings.tensor_parallel
         shard_count = plan.shard_count(tensor.data_world(world_size()))
-        split = tensor.plan(model) if tensor.degree > 1 else None
+        split = tensor.plan(model, trains=self.trains) if tensor.degree > 1 else None
         self.collectives = Collectives(shard_count, self.clock, settings.watch, tensor_degree=tensor.degree)
         self.collectives.journal.begin("start")
         # As the model is given: its parameters are views of flat tensors from here on.
@@ -101,6 +103,7 @@ class ZeroRuntime:
         self._wrapped: list[nn.Module] = []
         if not plan.keeps_full_params and self.collectives.shard_count > 1:
             self._turns = GatherTurns(self.units, self._schedule, self.collectives, device, self._hooks.release_unused)
+        if self._turns is not None or self._divided is not None:
             self._wrapped = wrap_generate(model, self.uneven_forwards)
         # The order of the gathers in `renew`: the same on all ranks and close to that of the forward, which needs the
         # root's unit first.
@@ -149,15 +152,19 @@ class ZeroRuntime:
         Every rank must enter it, also one that makes no call, and must issue no collective inside but those of the
         model's calls. Ranks that have left it take part in the gathers of the others, and it ends on all together
         (see [Note: gather turns] in gather_turns.py). `generate` of the model is inside it already. An error of one
-        rank is raised there, and as RankError on the others.
+        rank is raised there, and as RankError on the others. With tensor parallelism, the ranks of a group must make
+        the same calls, and the head returns all logits.
         """
-        with torch.no_grad(), nullcontext() if self._turns is None else self._turns.running():
+        turns = nullcontext() if self._turns is None else self._turns.running()
+        logits = nullcontext() if self._divided is None else self._divided.full_logits()
+        with torch.no_grad(), logits, turns:
             yield
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's `generate` (that of transformers) with its arguments and result, on every rank.
 
-        Prompts, lengths and the number of tokens may differ between the ranks; see `uneven_forwards`.
+        Prompts, lengths and the number of tokens may differ between the ranks, but not inside a tensor-parallel group;
+        see `uneven_forwards`.
         """
         if not callable(getattr(self.model, "generate", None)):
             raise PlanError(
@@ -337,8 +344,8 @@ class ZeroRuntime:
             torch.cat([torch.stack([sums[0], norm]), sums[2:]])
         )
         self.collectives.check_fingerprints(total, square)
-        if self._divided is not None and rest.pop() != 0:
-            self._divided.refuse_batches(self.collectives.gather_objects)
+        if self._divided is not None:
+            self._divided.check_batches(rest.pop(), self.collectives.gather_objects)
         skipped = not math.isfinite(norm_value)
         return StepReport(loss_value, norm_value, skipped, self.scaler.scale, any(rest)), norm
 
