@@ -44,6 +44,21 @@ from zero_runtime.world import world_size
 __all__ = ["RuntimeSettings", "ZeroRuntime"]
 
 
+def _checked_plan(
+    model: nn.Module,
+    plan: ZeroPlan,
+    precision: MixedPrecision,
+    optimizer: OptimizerConfig | None,
+    settings: RuntimeSettings,
+) -> ZeroPlan:
+    """The plan to follow. ConfigError, before the model is changed, for settings that do not go together."""
+    check_divided(settings.tensor_parallel.degree, optimizer, precision, settings.wire)
+    if optimizer is None:
+        return begin_inference(model, plan, precision, settings.offload, settings.wire)
+    check_training(precision)
+    return plan
+
+
 class ZeroRuntime:
     """Trains `model` over all ranks of the default process group, which must be initialized.
 
@@ -65,11 +80,7 @@ class ZeroRuntime:
         settings: RuntimeSettings,
         device: torch.device,
     ) -> None:
-        check_divided(settings.tensor_parallel.degree, optimizer, precision, settings.wire)
-        if optimizer is None:
-            plan = begin_inference(model, plan, precision, settings.offload, settings.wire)
-        else:
-            check_training(precision)
+        plan = _checked_plan(model, plan, precision, optimizer, settings)
         self.trains = optimizer is not None
         self.model = model
         self.plan = plan
@@ -93,9 +104,8 @@ class ZeroRuntime:
             raise
         self._divided: DividedModel | None = None
         if split is not None:
-            self._divided = DividedModel(
-                model, split, TensorAxis(self.collectives), gathers_logits=tensor.gathers_logits
-            )
+            axis = TensorAxis(self.collectives)
+            self._divided = DividedModel(model, split, axis, gathers_logits=tensor.gathers_logits)
         self.scaler: LossScaler = settings.loss_scale.start()
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch, has_backward=self.trains)
         self._hooks = ModuleHooks(model, self.units, self._schedule)
