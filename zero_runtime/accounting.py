@@ -59,7 +59,7 @@ def error_bytes(runtime: Accounted) -> int:
 def kept_bytes(runtime: Accounted) -> float:
     """Bytes per element that the optimizer keeps on every rank besides its states."""
     ranks = runtime.collectives
-    return runtime.optimizer.config.kept_bytes(shard_count=ranks.shard_count, world=ranks.world)
+    return runtime.optimizer.config.kept_bytes(shard_count=ranks.shard_count, world=ranks.data_world)
 
 
 def _sizes_with_precision(runtime: Accounted) -> list[tuple[UnitSize, MixedPrecision]]:

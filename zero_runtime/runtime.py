@@ -36,11 +36,27 @@ from zero_runtime.settings import RuntimeSettings
 from zero_runtime.step_report import StepReport
 from zero_runtime.tensor_parallel.axis import TensorAxis
 from zero_runtime.tensor_parallel.division import DividedModel
+from zero_runtime.tensor_parallel.refusals import check_divided
 from zero_runtime.tensor_parallel.slices import NOT_SPLIT
 from zero_runtime.unit import Unit
 from zero_runtime.world import world_size
 
 __all__ = ["RuntimeSettings", "ZeroRuntime"]
+
+
+def _checked_plan(
+    model: nn.Module,
+    plan: ZeroPlan,
+    precision: MixedPrecision,
+    optimizer: OptimizerConfig | None,
+    settings: RuntimeSettings,
+) -> ZeroPlan:
+    """The plan to follow. ConfigError, before the model is changed, for settings that do not go together."""
+    check_divided(settings.tensor_parallel.degree, optimizer, precision, settings.wire)
+    if optimizer is None:
+        return begin_inference(model, plan, precision, settings.offload, settings.wire)
+    check_training(precision)
+    return plan
 
 
 class ZeroRuntime:
@@ -64,10 +80,7 @@ class ZeroRuntime:
         settings: RuntimeSettings,
         device: torch.device,
     ) -> None:
-        if optimizer is None:
-            plan = begin_inference(model, plan, precision, settings.offload, settings.wire)
-        else:
-            check_training(precision)
+        plan = _checked_plan(model, plan, precision, optimizer, settings)
         self.trains = optimizer is not None
         self.model = model
         self.plan = plan
@@ -77,7 +90,7 @@ class ZeroRuntime:
         self.clock = PhaseClock(device)
         tensor = settings.tensor_parallel
         shard_count = plan.shard_count(tensor.data_world(world_size()))
-        split = tensor.plan(model) if tensor.degree > 1 else None
+        split = tensor.plan(model, trains=self.trains) if tensor.degree > 1 else None
         self.collectives = Collectives(shard_count, self.clock, settings.watch, tensor_degree=tensor.degree)
         self.collectives.journal.begin("start")
         # As the model is given: its parameters are views of flat tensors from here on.
@@ -91,9 +104,8 @@ class ZeroRuntime:
             raise
         self._divided: DividedModel | None = None
         if split is not None:
-            self._divided = DividedModel(
-                model, split, TensorAxis(self.collectives), gathers_logits=tensor.gathers_logits
-            )
+            axis = TensorAxis(self.collectives)
+            self._divided = DividedModel(model, split, axis, gathers_logits=tensor.gathers_logits)
         self.scaler: LossScaler = settings.loss_scale.start()
         self._schedule = Schedule(self.units, plan, prefetch=settings.prefetch, has_backward=self.trains)
         self._hooks = ModuleHooks(model, self.units, self._schedule)
@@ -101,6 +113,7 @@ class ZeroRuntime:
         self._wrapped: list[nn.Module] = []
         if not plan.keeps_full_params and self.collectives.shard_count > 1:
             self._turns = GatherTurns(self.units, self._schedule, self.collectives, device, self._hooks.release_unused)
+        if self._turns is not None or self._divided is not None:
             self._wrapped = wrap_generate(model, self.uneven_forwards)
         # The order of the gathers in `renew`: the same on all ranks and close to that of the forward, which needs the
         # root's unit first.
@@ -149,15 +162,19 @@ class ZeroRuntime:
         Every rank must enter it, also one that makes no call, and must issue no collective inside but those of the
         model's calls. Ranks that have left it take part in the gathers of the others, and it ends on all together
         (see [Note: gather turns] in gather_turns.py). `generate` of the model is inside it already. An error of one
-        rank is raised there, and as RankError on the others.
+        rank is raised there, and as RankError on the others. With tensor parallelism, the ranks of a group must make
+        the same calls, and the head returns all logits.
         """
-        with torch.no_grad(), nullcontext() if self._turns is None else self._turns.running():
+        turns = nullcontext() if self._turns is None else self._turns.running()
+        logits = nullcontext() if self._divided is None else self._divided.full_logits()
+        with torch.no_grad(), logits, turns:
             yield
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's `generate` (that of transformers) with its arguments and result, on every rank.
 
-        Prompts, lengths and the number of tokens may differ between the ranks; see `uneven_forwards`.
+        Prompts, lengths and the number of tokens may differ between the ranks, but not inside a tensor-parallel group;
+        see `uneven_forwards`.
         """
         if not callable(getattr(self.model, "generate", None)):
             raise PlanError(
@@ -337,8 +354,8 @@ class ZeroRuntime:
             torch.cat([torch.stack([sums[0], norm]), sums[2:]])
         )
         self.collectives.check_fingerprints(total, square)
-        if self._divided is not None and rest.pop() != 0:
-            self._divided.refuse_batches(self.collectives.gather_objects)
+        if self._divided is not None:
+            self._divided.check_batches(rest.pop(), self.collectives.gather_objects)
         skipped = not math.isfinite(norm_value)
         return StepReport(loss_value, norm_value, skipped, self.scaler.scale, any(rest)), norm
 

@@ -192,10 +192,11 @@ class UnitParameters:
         """Copy one parameter's values into the full tensor and into the master, which gets them before rounding."""
         values = initial.draw(segment.name, param) if param.is_meta else self._handed_over(param)
         split = self._slices.splits.get(segment.name)
-        own = values if split is None else slice_of(values, split, self._slices.rank)
-        segment.of(self.unsharded_param).copy_(own.reshape(-1))
-        if self.master_shard is not None:
-            self.fill(self.master_shard, [segment.name], reads_from({segment.name: values}))
+        own = (values if split is None else slice_of(values, split, self._slices.rank)).reshape(-1)
+        segment.of(self.unsharded_param).copy_(own)
+        piece = self.pieces.get(segment.name)
+        if self.master_shard is not None and piece is not None:
+            piece.of(self.master_shard).copy_(own[piece.start : piece.stop])
 
     def _handed_over(self, param: nn.Parameter) -> torch.Tensor:
         """The model's own values, broadcast from rank 0: ranks with different seeds would train different models."""

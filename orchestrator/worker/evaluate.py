@@ -89,7 +89,7 @@ class Evaluation:
             for step in range(batches):
                 self._forward(step, counted=True, step=warmup + step)
         tokens = int(runtime.sum_over_ranks(self._tokens))
-        loss = float(runtime.collectives.sum_over_ranks_(self._losses)) / max(tokens, 1)
+        loss = float(runtime.collectives.sum_over_data_(self._losses)) / max(tokens, 1)
         self._write(self._result(loss, tokens, batches, load.end()))
 
     def _batches(self) -> int:

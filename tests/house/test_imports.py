@@ -38,6 +38,7 @@ PURE = (
     "memory.reserved",
     "memory.step_memory",
     "schedule",
+    "tensor_parallel.refusals",
     "tensor_parallel.slices",
     "timing.costs",
     "timing.data_sheet",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zero_runtime.errors import PlanError
 from zero_runtime.tensor_parallel.axis import TensorAxis
 
 NUMBERS_PER_TOKEN = 3
@@ -25,6 +26,12 @@ def vocabulary_cross_entropy(
     logits: [..., rows], those of the rows of the vocabulary that this rank holds, padding included. labels: int64 of
     the same shape without the last dimension, in terms of the full vocabulary.
     """
+    rows = -(-vocabulary // axis.degree)
+    if logits.shape[-1] != rows:
+        raise PlanError(
+            f"vocabulary_cross_entropy: expected the {rows} rows of {vocabulary} logits that this rank holds, found "
+            f"{logits.shape[-1]}; give the head's output as it is, of TensorParallel(gathers_logits=False)"
+        )
     axis.note(labels)
     loss: torch.Tensor = _VocabularyCrossEntropy.apply(
         logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), axis, vocabulary, ignored

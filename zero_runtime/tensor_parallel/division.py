@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero_runtime.errors import PlanError
 from zero_runtime.tensor_parallel.axis import TensorAxis
@@ -42,9 +44,24 @@ class TensorParallel:
             )
         return world // self.degree
 
-    def plan(self, model: nn.Module) -> SplitPlan:
-        """The plan of this division for a full model."""
+    def plan(self, model: nn.Module, *, trains: bool = True) -> SplitPlan:
+        """The plan of this division for a full model. PlanError if it trains with dropout: masks would differ."""
+        if trains:
+            _refuse_dropout(model)
         return plan_split(model, self.degree, self.patterns)
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    """Raise PlanError for dropout: each rank of a group draws its own mask, for values that must be equal on all."""
+    for path, module in model.named_modules():
+        own = {"dropout": module.p} if isinstance(module, nn.modules.dropout._DropoutNd) else vars(module)
+        for name, value in own.items():
+            if "drop" in name and isinstance(value, float) and value > 0:
+                raise PlanError(
+                    f"parallel.tp: expected a model without dropout, since each rank of a group would draw another "
+                    f"mask, found {name}={value:g} in {path or type(model).__name__}; set the model's dropout to 0, or "
+                    "use parallel.tp=1"
+                )
 
 
 class DividedModel:
@@ -55,6 +72,7 @@ class DividedModel:
         self._fingerprint = torch.zeros(())
         self._modules = dict(model.named_modules())
         self._installed: list[nn.Module] = []
+        self._heads: list[HeadForward] = []
         self._attributes: list[tuple[nn.Module, str, int]] = []
         shared: dict[str, ColumnInput] = {}
         for path, division in plan.divisions.items():
@@ -70,7 +88,8 @@ class DividedModel:
             elif division.kind is Kind.HEAD:
                 assert isinstance(module, nn.Linear)
                 assert plan.vocabulary is not None
-                self._install(module, HeadForward(module, axis, plan.vocabulary, gathers=gathers_logits))
+                self._heads.append(HeadForward(module, axis, plan.vocabulary, gathers=gathers_logits))
+                self._install(module, self._heads[-1])
         for path, values in plan.attributes.items():
             for name, value in values.items():
                 self._attributes.append((self._modules[path], name, getattr(self._modules[path], name)))
@@ -85,8 +104,13 @@ class DividedModel:
         self._fingerprint = self.axis.fingerprint(device)
         return self.axis.difference(self._fingerprint)
 
-    def refuse_batches(self, gather_objects: Callable[[Any], list[Any]]) -> NoReturn:
-        """Raise PlanError on every rank: the ranks of a group had different batches in the last step. A collective."""
+    def check_batches(self, difference: float, gather_objects: Callable[[Any], list[Any]]) -> None:
+        """Raise PlanError on every rank unless `difference`, summed over all ranks, is zero; then a collective.
+
+        A no-op in a dry run, which has no values.
+        """
+        if difference == 0 or isinstance(self._fingerprint, FakeTensor):
+            return
         found: list[float] = gather_objects(float(self._fingerprint))
         degree = self.axis.degree
         groups = [range(start, start + degree) for start in range(0, len(found), degree)]
@@ -96,6 +120,18 @@ class DividedModel:
             f"different tokens or labels on ranks {' and '.join(map(str, wrong))}; slice the data by "
             f"rank // {degree} of world // {degree}, as runtime.collectives.data_rank and data_world count"
         )
+
+    @contextmanager
+    def full_logits(self) -> Iterator[None]:
+        """Inside, the head returns the logits of the whole vocabulary, which generation chooses from."""
+        own = [head.gathers for head in self._heads]
+        for head in self._heads:
+            head.gathers = True
+        try:
+            yield
+        finally:
+            for head, gathers in zip(self._heads, own, strict=True):
+                head.gathers = gathers
 
     def remove(self) -> None:
         """Restore the modules' own forwards and sizes. Idempotent."""

@@ -59,6 +59,7 @@ def plan_split(model: nn.Module, degree: int, patterns: tuple[str, ...] = ()) ->
     PlanError if a number of heads or a width does not divide; it names the nearest degrees that divide all of them.
     """
     modules = dict(model.named_modules())
+    _refuse_adapters(modules)
     divisions = divisions_of(model, patterns)
     _check_degree(list(_counts(modules, divisions)), degree)
     names: dict[int, str] = {id(param): name for name, param in model.named_parameters()}
@@ -79,6 +80,16 @@ def plan_split(model: nn.Module, degree: int, patterns: tuple[str, ...] = ()) ->
     return SplitPlan(
         degree, divisions, splits, frozenset(summed), dict(_attributes(modules, divisions, degree)), vocabulary
     )
+
+
+def _refuse_adapters(modules: Mapping[str, nn.Module]) -> None:
+    """Raise PlanError for layers of PEFT: the matrices of an adapter would have to be divided like its layer."""
+    for path, module in modules.items():
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            raise PlanError(
+                f"parallel.tp: expected a model without adapters, found {type(module).__name__} of "
+                f"{type(module).__module__.partition('.')[0]} at {path}; use adapter=none, or parallel.tp=1"
+            )
 
 
 def owner_of(path: str) -> str:
@@ -145,7 +156,7 @@ def _check_degree(counts: list[Count], degree: int) -> None:
     nearest = " or ".join(f"parallel.tp={one}" for one in sorted(fits[:_NEAREST]))
     raise PlanError(
         f"parallel.tp={degree}: expected a divisor of the {first.number} {first.things} of {first.path}, found "
-        f"{degree}; use {nearest}, which divide all layers"
+        f"{degree}; use {nearest}, which fits all layers"
     )
 
 

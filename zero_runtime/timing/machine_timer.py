@@ -100,7 +100,7 @@ class LinkTimes:
 
 def time_links(repeated: Repeated, collectives: Collectives, device: torch.device, sizes: Sequence[int]) -> LinkTimes:
     """Times collectives whose full tensors have these sizes in bytes."""
-    shards, world = collectives.shard_count, collectives.world
+    shards, world = collectives.shard_count, collectives.data_world
 
     def cost(start: Callable[[torch.Tensor, torch.Tensor], Pending]) -> CollectiveCost:
         starts, rests = [], []
@@ -144,7 +144,7 @@ def _slowdowns(
 
     alone_s = repeated.seconds(compute)
     count = max(2, round(2 * alone_s / alone.rest.at(BESIDE_BYTES)))
-    shards, world = collectives.shard_count, collectives.world
+    shards, world = collectives.shard_count, collectives.data_world
     fulls = [torch.zeros(-(-BESIDE_BYTES // ITEMSIZE_BYTES // world) * world, device=device) for _ in range(count)]
 
     def begun() -> list[Pending]:

@@ -28,8 +28,8 @@ def problems(source: Any, world: int = 2) -> list[str]:
 
 AUTO = "is filled in from TrainingArguments, and none that say it were given as args; "
 TENSOR_PARALLEL = (
-    "tensor_parallel.tp_size: found 4: tensor parallelism is not here yet; set it to 1, and shard the model by "
-    "zero_optimization instead (3 shards the parameters too)"
+    "tensor_parallel.tp_size: found 4: tensor parallelism is on the command line alone (parallel.tp=4); set it to 1, "
+    "and shard the model by zero_optimization instead (3 shards the parameters too)"
 )
 
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [

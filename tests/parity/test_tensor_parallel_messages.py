@@ -1,0 +1,154 @@
+"""The messages of tensor parallelism and of ZeRO below it equal closed forms, on ranks and in a dry run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from harness.divided import BLOCKS, MICRO, SEQ, VOCABULARY, WIDTH, DividedRun, model_of, one_step
+from harness.ranks import run_alone, run_ranks
+
+from zero_runtime.activations.recompute import Recomputation
+from zero_runtime.activations.rule import RecomputeRule
+from zero_runtime.memory.model import CollectiveCounts, collective_elements
+from zero_runtime.optim.configs import AdamWConfig
+from zero_runtime.plan import Partition, ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.tensor_parallel.division import TensorParallel
+
+STAGES = (0, 1, 2, 3)
+FP32_BYTES = 4
+Sent = dict[str, tuple[int, int]]  # (calls, bytes) by kind of message
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The ranks of the two axes, and what the messages depend on. tokens: of a micro-batch."""
+
+    data_world: int
+    degree: int
+    micro_batches: int
+    tokens: int
+    width: int
+    vocabulary: int
+    sums_of_a_block: int = 4
+    gathers_logits: bool = True
+
+
+def tensor_messages(axes: Axes) -> Sent:
+    """Per micro-batch: four sums of b*s*h a block, one for the embedding, one for the head's input, and one gather."""
+    degree, hidden = axes.degree, axes.tokens * axes.width * FP32_BYTES
+    sums = axes.micro_batches * (axes.sums_of_a_block * BLOCKS + 2)
+    numbers = -(-axes.vocabulary // degree) if axes.gathers_logits else 3  # of a token, that each rank sends
+    return {
+        "tensor_all_reduce": (sums, sums * (2 * (degree - 1) * hidden // degree)),
+        "tensor_all_gather": (
+            axes.micro_batches,
+            axes.micro_batches * (degree - 1) * axes.tokens * numbers * FP32_BYTES,
+        ),
+    }
+
+
+def data_messages(stage: int, axes: Axes, units: int, padded: int) -> Sent:
+    """Those of ZeRO over the data axis: each gather and reduce-scatter sends (N-1)/N of a rank's slices, an all-reduce
+    twice that; every unit has a message of its own."""
+    plan, world = ZeroPlan.from_stage(stage), axes.data_world
+    counts = CollectiveCounts.of(plan, axes.micro_batches)
+    one = padded * (world - 1) // world * FP32_BYTES
+    if plan.optimizer is Partition.REPLICATED:
+        return {"all_reduce": (units, 2 * one)}
+    return {
+        "all_gather": (counts.gathers * units, counts.gathers * one),
+        "reduce_scatter": (counts.reductions * units, counts.reductions * one),
+    }
+
+
+def counted(runtime: ZeroRuntime) -> tuple[Sent, int, int]:
+    """What was sent since the last call, the number of units, and their elements."""
+    sent = {kind: (one.calls, one.bytes) for kind, one in runtime.reset_ledger().data.items()}
+    return sent, len(runtime.units), sum(unit.layout.padded_numel for unit in runtime.units)
+
+
+# ---- on ranks --------------------------------------------------------------------------------------------------------
+
+
+def sent_by_stage(micro_batches: int) -> dict[int, tuple[Sent, int, int]]:
+    """By stage: what this rank sends in the second step."""
+    found = {}
+    for stage in STAGES:
+        runtime = DividedRun("llama", stage, micro_batches=micro_batches, gathers_logits=False).runtime()
+        for step in range(2):
+            runtime.reset_ledger()
+            one_step(runtime, step)
+        found[stage] = counted(runtime)
+        runtime.close()
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_four_ranks_send_the_closed_forms_at_every_stage(micro_batches: int) -> None:
+    axes = Axes(2, 2, micro_batches, MICRO * SEQ, WIDTH, VOCABULARY, gathers_logits=False)
+    for by_stage in run_ranks(sent_by_stage, 4, micro_batches):
+        for stage, (sent, units, padded) in by_stage.items():
+            assert sent == tensor_messages(axes) | data_messages(stage, axes, units, padded), stage
+
+
+def sent_with_recomputation(recompute: str) -> Sent:
+    model = model_of("llama")
+    Recomputation(model, RecomputeRule(recompute))  # type: ignore[arg-type]
+    runtime = DividedRun("llama", gathers_logits=True).runtime(model)
+    one_step(runtime, 0)
+    return counted(runtime)[0]
+
+
+def test_recomputation_repeats_one_sum_of_a_block() -> None:
+    """That of the attention; the sum of the MLP is not needed again: nothing after it is saved, and torch stops."""
+    axes = Axes(1, 2, 1, MICRO * SEQ, WIDTH, VOCABULARY, sums_of_a_block=5)
+    assert run_ranks(sent_with_recomputation, 2, "full") == [tensor_messages(axes)] * 2
+
+
+# ---- in a dry run ----------------------------------------------------------------------------------------------------
+
+WORLD, DEGREE, DRY_WIDTH, DRY_HEADS, DRY_VOCABULARY = 64, 8, 512, 8, 32_001
+
+
+def dry_steps() -> dict[int, tuple[Sent, int, int]]:
+    """By stage: what a rank among 64 sends in the second step, on fake tensors with a fake process group."""
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from orchestrator.workloads.models import token_losses
+
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=WORLD)
+    sizes = {"hidden_size": DRY_WIDTH, "intermediate_size": 4 * DRY_WIDTH, "num_attention_heads": DRY_HEADS}
+    found = {}
+    for stage in STAGES:
+        settings = RuntimeSettings(
+            clip_norm=1.0, read_host=lambda numbers: [1.0] * numbers.numel(), tensor_parallel=TensorParallel(DEGREE)
+        )
+        with FakeTensorMode():
+            model = model_of("llama", num_key_value_heads=DRY_HEADS, vocab_size=DRY_VOCABULARY, **sizes)
+            plan = ZeroPlan.from_stage(stage)
+            runtime = ZeroRuntime(model, plan, MixedPrecision(), AdamWConfig(), settings, torch.device("cpu"))
+            ids = torch.zeros((MICRO, SEQ), dtype=torch.int64)
+            for _ in range(2):
+                runtime.reset_ledger()
+                runtime.backward(token_losses(runtime.model, ids, ids) / runtime.sum_over_ranks(MICRO * SEQ))
+                runtime.step(1e-3)
+            found[stage] = counted(runtime)
+    return found
+
+
+def test_a_dry_run_of_64_ranks_sends_the_closed_forms_at_every_stage() -> None:
+    axes = Axes(WORLD // DEGREE, DEGREE, 1, MICRO * SEQ, DRY_WIDTH, DRY_VOCABULARY)
+    for stage, (sent, units, padded) in run_alone(dry_steps).items():
+        assert sent == tensor_messages(axes) | data_messages(stage, axes, units, padded), stage
+        plan = ZeroPlan.from_stage(stage)
+        theory = collective_elements(
+            CollectiveCounts.of(plan), padded, world=axes.data_world, shard_count=plan.shard_count(axes.data_world)
+        )
+        of_data = sum(nbytes for kind, (_, nbytes) in sent.items() if not kind.startswith("tensor_"))
+        assert of_data == theory * FP32_BYTES
