@@ -161,6 +161,6 @@ def _check_tensor_parallel(values: Mapping[str, Any], reader: Reader) -> None:
     if values.get("enabled", True) and size > 1:
         reader.refuse(
             f"tensor_parallel.{max(names, key=values.__getitem__)}",
-            f"found {size}: tensor parallelism is on the command line alone (parallel.tp={size}); set it to 1, and shard "
-            "the model by zero_optimization instead (3 shards the parameters too)",
+            f"found {size}: tensor parallelism is on the command line alone (parallel.tp={size}); set it to 1, and "
+            "shard the model by zero_optimization instead (3 shards the parameters too)",
         )
