@@ -101,6 +101,15 @@ def test_no_setting_is_proposed_that_a_rule_refuses(line: str, expected: str) ->
         config_of_line(f"{changed(line, one.overrides)} {fixed}")
 
 
+def test_a_tensor_parallel_group_is_one_rank_of_the_global_batch_and_keeps_its_loss() -> None:
+    config = config_of_line(
+        "zero=stage3 parallel.tp=2 resources.ranks=4 resources.device=cpu batch.micro=2 recompute=full"
+    )
+    found = remedies.neighbours(config)
+    assert [one.overrides for one in found] == ["batch.micro=1 batch.accumulation=2"]
+    assert found[0].config.batch.global_size == config.batch.global_size == 4
+
+
 def changed(line: str, overrides: str) -> str:
     """The line with the overrides in place of those of the same group or key."""
     groups = {word.partition("=")[0] for word in overrides.split()}
