@@ -132,7 +132,7 @@ def _tiled_losses(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tenso
     head = cast(PreTrainedModel, model).get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ValueError(f"loss=tiled: expected an nn.Linear as the head, found {type(head).__name__}; use loss=full")
-    if "forward" in vars(head):
+    if isinstance(vars(head).get("forward"), HeadForward):
         raise ValueError("loss=tiled: expected an undivided head, found one of parallel.tp; use loss=full")
     losses: list[torch.Tensor] = []
 

@@ -96,7 +96,7 @@ def predicted(config: RunConfig, known: dict[str, Any]) -> Bytes:
     peak = memory.peak(config.batch.micro)
     assert peak is not None
     existing = peak.inputs + peak.buffers  # before the step
-    return Bytes(memory.parts[0].states.between_steps, peak.total - existing, memory.sent_bytes())
+    return Bytes(memory.parts[0].peaks.between_steps, peak.total - existing, memory.sent_bytes())
 
 
 def check(configs: list[RunConfig]) -> None:

@@ -82,7 +82,6 @@ def test_repeating_a_command_keeps_measured_results_and_runs_nothing(
     assert len(attempts(tmp_path)) == 5
 
 
-@pytest.mark.full
 def test_a_failed_point_is_a_row_and_is_retried_only_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +137,6 @@ def test_the_exit_code_is_4_if_no_point_fits(tmp_path: Path, monkeypatch: pytest
     assert "no point has a result" in shown
 
 
-@pytest.mark.full
 def test_three_equal_failures_in_a_row_stop_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZLAB_FAULT", "raise@step1:rank0")
     micros = [1, 2, 3, 4, 5]
@@ -158,7 +156,6 @@ def test_three_equal_failures_stop_the_queue_after_a_different_failure(
     assert (code, states(sweep)) == (1, ["error"] * 4 + ["cancelled"])
 
 
-@pytest.mark.full
 def test_a_refused_point_is_a_row_with_its_fix(tmp_path: Path) -> None:
     refused = Refused("stage0-param", ("zero=stage0",), (Broken("offload.params=cpu needs zero=stage3", "", ("a=b",)),))
     code, shown, sweep = run(tmp_path, [1], points=(*points(tmp_path, [1]), refused))
@@ -393,7 +390,6 @@ def test_a_request_for_a_running_sweep_waits_for_it_and_repeats_no_point(tmp_pat
     assert len(attempts(tmp_path)) == 3
 
 
-@pytest.mark.full
 def test_verbs_work_from_another_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start(tmp_path, [1, 2, 3, 4, 5, 6], detach=True).communicate(timeout=HANG_S)
     wait_until(lambda: bool(running(tmp_path)))
