@@ -84,7 +84,7 @@ def _path(file: str | None, words: list[str]) -> tuple[Path | None, list[str]]:
 
 def _settings(words: Sequence[str]) -> dict[str, str]:
     """The typed settings by key. Refusal names words that are none."""
-    wrong = [word for word in words if word.startswith("-") or "=" not in word]
+    wrong = dict.fromkeys(word for word in words if word.startswith("-") or "=" not in word)
     if wrong:
         raise Refusal(
             [f"{word}: expected a setting, such as batch.seq=512      see: {program()} import --help" for word in wrong]

@@ -78,3 +78,10 @@ def test_a_key_that_is_not_there_cannot_be_left_out(file: str, capsys: pytest.Ca
     told = capsys.readouterr().err
     assert "--without gradient_clipping: there is no such key; the top-level keys are train_micro" in told
     assert "--without bf16.loss_scale: there is no such key" in told
+
+
+def test_a_word_that_is_no_setting_is_one_problem_however_often_it_is_typed(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["import", file, "--port", "--port"]) == 2
+    assert capsys.readouterr().err.count("--port: expected a setting") == 1
