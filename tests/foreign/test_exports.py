@@ -73,7 +73,7 @@ def test_deepspeed_accepts_the_exported_sections() -> None:
     pytest.importorskip("deepspeed.runtime.config", reason="deepspeed is not installed (extra bench)")
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    for line in (*LINES[:7], *LINES[-2:]):
+    for line in (*LINES[:7], LINES[-2]):
         content = json.loads(WRITERS["deepspeed"](point(line.split()), "").files["ds_config.json"])
         content["train_batch_size"] = content["train_micro_batch_size_per_gpu"] * content["gradient_accumulation_steps"]
         assert DeepSpeedConfig(content).zero_optimization_stage == content["zero_optimization"]["stage"]
@@ -98,7 +98,7 @@ def test_compressed_messages_are_written_as_deepspeeds_keys() -> None:
         ("zero=stage2 zero.gather_dtype=int8", "deepspeed", "zero.gather_dtype: DeepSpeed quantises messages at stage"),
         ("zero=stage3 zero.reduce_dtype=int8", "deepspeed", "DeepSpeed quantises gradients to int4"),
         ("zero=stage3 zero.reduce_dtype=int4 zero.error_feedback=true", "deepspeed", "DeepSpeed's LoCo"),
-        ("zero=stage1 optimizer=onebitadam", "deepspeed", "DeepSpeed has 1-bit Adam at stage 0 alone"),
+        ("zero=stage1 optimizer=onebitadam", "deepspeed", "DeepSpeed has 1-bit Adam up to 0.19.6, at stage 0 alone"),
         ("zero=stage0 optimizer=onebitadam", "trainer", "the Trainer's arguments say AdamW"),
         ("zero=stage1 optimizer=onebitadam", "fsdp2", "optimizer=onebitadam: torch.optim has none"),
         ("zero=stage3 optimizer=muon", "deepspeed", "optimizer=muon: DeepSpeed's has matrices and rates of other"),

@@ -28,9 +28,9 @@ _NOTES = {
     ),
 }
 _ONE_BIT_NOTE = (
-    "OneBitAdam: moments are corrected for their bias here; DeepSpeed corrects none, whatever bias_correction says, "
-    "which makes its updates larger unless freeze_step is long against 1 / (1 - beta2), and its first step updates "
-    "nothing; signs have a scale for a rank's part of a unit here, for a parameter there"
+    "OneBitAdam: moments are corrected for their bias here; DeepSpeed's (0.19.8 has none any more) corrects none, "
+    "whatever bias_correction says, which makes its updates larger unless freeze_step is long against 1 / (1 - beta2), "
+    "and its first step updates nothing; signs have a scale for a rank's part of a unit here, for a parameter there"
 )
 
 
@@ -70,17 +70,17 @@ def check_one_bit(chosen: ChosenOptimizer | None, plan: ZeroPlan, clip_norm: flo
         reader.refuse(
             _LEVEL,
             f"OneBitAdam needs stage 0 or 1, found stage {plan.stage}, which sums gradients as they arrive "
-            "(DeepSpeed has it at stage 0 alone); set it to 0 or 1",
+            "(DeepSpeed had it at stage 0 alone); set it to 0 or 1",
         )
     if clip_norm:
         reader.refuse(
             "gradient_clipping",
             f"OneBitAdam cannot clip here, found {clip_norm}: after freeze_step gradients are not summed, so that "
-            "their norm is not known (DeepSpeed then clips each rank's own gradients by their own norm); set it to 0",
+            "their norm is not known (DeepSpeed then clipped each rank's own gradients by their own norm); set it to 0",
         )
     reader.notes.append(_ONE_BIT_NOTE)
     if plan.stage == 1:
-        reader.notes.append("OneBitAdam: DeepSpeed refuses stage 1 with it, which has the bits of stage 0 here")
+        reader.notes.append("OneBitAdam: DeepSpeed refused stage 1 with it, which has the bits of stage 0 here")
 
 
 def check_trained(wire: Wire) -> None:

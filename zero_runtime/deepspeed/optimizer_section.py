@@ -70,7 +70,7 @@ _ONE_BIT_ADAM = {
     "eps": mapped(NUMBER),
     "freeze_step": mapped(WHOLE),
     "amsgrad": only(False, kind=BOOL, reason="1-bit Adam has none"),
-    # DeepSpeed's class reads neither of these two, whatever they say.
+    # DeepSpeed's class has these two and reads neither.
     "bias_correction": idle(BOOL),
     "eps_inside_sqrt": idle(BOOL),
     "cuda_aware": idle(BOOL),
@@ -152,7 +152,8 @@ def _adam(kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimiz
 
 
 def _one_bit_adam(_kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
-    """Its weight decay is decoupled in DeepSpeed too, and step freeze_step + 1 is the first that sends signs."""
+    """1-bit Adam of DeepSpeed up to 0.19.6. Its weight decay is decoupled there too, and step freeze_step + 1 is the
+    first that sends signs."""
     values = reader.read(_ONE_BIT_ADAM, params, "optimizer.params.")
     decay = float(values.get("weight_decay", 0.0))
     beta1, beta2 = values.get("betas", (0.9, 0.999))

@@ -206,10 +206,10 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         zero(2, contiguous_gradients=True) | {"gradient_clipping": 1.0, "optimizer": {"type": "OneBitAdam"}},
         [
             "zero_optimization.stage: OneBitAdam needs stage 0 or 1, found stage 2, which sums gradients as they "
-            "arrive (DeepSpeed has it at stage 0 alone); set it to 0 or 1",
+            "arrive (DeepSpeed had it at stage 0 alone); set it to 0 or 1",
             "gradient_clipping: OneBitAdam cannot clip here, found 1.0: after freeze_step gradients are not summed, "
-            "so that their norm is not known (DeepSpeed then clips each rank's own gradients by their own norm); set "
-            "it to 0",
+            "so that their norm is not known (DeepSpeed then clipped each rank's own gradients by their own norm); "
+            "set it to 0",
         ],
     ),
     (
