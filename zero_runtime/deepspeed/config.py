@@ -74,16 +74,19 @@ def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader) -
     zero = with_new_names(values.get("zero_optimization", {}), reader)
     plan = read_plan(zero, reader)
     wire = read_wire(zero, plan, reader)
+    offload = read_offload(zero, values.get("aio", {}), plan, device, reader)
+    loss_scale = _loss_scale(values.get("fp16", {}), reader)
+    batch = read_batch(values, world, reader)
     clip_norm = _clip_norm(values, reader)
     optimizer = choose_optimizer(values.get("optimizer"), reader)
     check_one_bit(optimizer, plan, clip_norm, reader)
     return DropinConfig(
         plan=plan,
         wire=wire,
-        offload=read_offload(zero, values.get("aio", {}), plan, device, reader),
+        offload=offload,
         precision=precision,
-        loss_scale=_loss_scale(values.get("fp16", {}), reader),
-        batch=read_batch(values, world, reader),
+        loss_scale=loss_scale,
+        batch=batch,
         clip_norm=clip_norm,
         optimizer=optimizer,
         schedule=choose_schedule(values.get("scheduler"), reader),
