@@ -272,8 +272,8 @@ def runtime_messages(level: int, optimizer: OptimizerConfig, wire: Wire, steps: 
     return found
 
 
-PLAIN_ADAM = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0}
-ADAM_PARAMS = {"lr": CONSTANTS["lr"], "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}
+PLAIN_ADAM: dict[str, Any] = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0}
+ADAM_PARAMS: dict[str, Any] = {"lr": CONSTANTS["lr"], "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}
 
 
 def quantised_messages() -> list[tuple[bool, bool, float, float]]:
