@@ -18,6 +18,8 @@ from zero_runtime.optim.configs import (
     AdamWConfig,
     LambConfig,
     LionConfig,
+    MuonConfig,
+    OneBitAdamConfig,
     SgdConfig,
     TorchConfig,
 )
@@ -29,6 +31,7 @@ from zero_runtime.optim.lr_settings import (
     WarmupDecaySettings,
     WarmupSettings,
 )
+from zero_runtime.wire import EXACT
 
 _DEVICES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.NVME: "nvme"}
 _TESTED = (AdamConfig, AdamWConfig, LionConfig)  # that DeepSpeed's stages take without zero_allow_untested_optimizer
@@ -64,6 +67,13 @@ def problems_of(config: RunConfig) -> list[str]:
         found.append("optimizer=adamw8bit: DeepSpeed has no AdamW with 8-bit states      fix: optimizer=adamw")
     if config.parallel.tp > 1:
         found.append("parallel.tp: the written configuration has no tensor parallelism      fix: parallel.tp=1")
+    if isinstance(config.optimizer.rule, MuonConfig):
+        found.append("optimizer=muon: DeepSpeed's has matrices and rates of other rules      fix: optimizer=adamw")
+    if isinstance(config.optimizer.rule, OneBitAdamConfig) and config.zero.stage > 0:
+        found.append(
+            "optimizer=onebitadam: DeepSpeed has 1-bit Adam up to 0.19.6, at stage 0 alone      fix: zero=stage0"
+        )
+    found += _wire_problems(config)
     if config.precision.keep_dtype:
         found.append("precision.keep_dtype: DeepSpeed casts every parameter      fix: precision.keep_dtype=[]")
     if config.zero.stage < 3 and config.zero.shard_ranks is not None:
@@ -80,6 +90,22 @@ def problems_of(config: RunConfig) -> list[str]:
     return found
 
 
+def _wire_problems(config: RunConfig) -> list[str]:
+    wire, shards, found = config.zero.wire, config.zero.shard_ranks, []
+    exact = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
+    if wire != EXACT and (config.zero.stage < 3 or shards is not None):
+        what = "zero.gather_dtype" if wire.gather else "zero.reduce_dtype"
+        found.append(f"{what}: DeepSpeed quantises messages at stage 3 over all ranks alone      fix: {exact}")
+    if wire.reduce == "int8":
+        found.append("zero.reduce_dtype=int8: DeepSpeed quantises gradients to int4      fix: zero.reduce_dtype=int4")
+    if wire.error_feedback:
+        found.append(
+            "zero.error_feedback: the errors of DeepSpeed's LoCo fade and are dropped      fix: "
+            "zero.error_feedback=false"
+        )
+    return found
+
+
 def notes_of(config: RunConfig) -> list[str]:
     """What DeepSpeed does differently with the written configuration, one sentence each."""
     notes = []
@@ -89,6 +115,15 @@ def notes_of(config: RunConfig) -> list[str]:
         notes.append("offload.step=speculative: DeepSpeed updates after backward; its ZenFlow is another algorithm")
     if isinstance(config.optimizer.rule, LambConfig):
         notes.append("Lamb: DeepSpeed limits the trust ratio to [0.01, 10]")
+    if isinstance(config.optimizer.rule, OneBitAdamConfig):
+        notes.append(
+            "OneBitAdam: DeepSpeed 0.19.8 has none any more, 0.19.6 did; it corrected no moments for their bias, "
+            "updated nothing in its first step, and needed cupy for its default comm_backend_name"
+        )
+    if config.zero.wire.gather:
+        notes.append("zero_quantized_weights: DeepSpeed rounds to fp16 first, with a scale for up to 16,000 elements")
+    if config.zero.wire.reduce:
+        notes.append("zero_quantized_gradients: DeepSpeed sums exactly on one node, and rounds twice on several")
     if config.recompute.kind != "none":
         notes.append(f"recompute={config.recompute.kind}: call model.gradient_checkpointing_enable() in your script")
     if config.adapter.kind.value != "none":
@@ -128,6 +163,8 @@ def _zero(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"stage": config.zero.stage, "overlap_comm": True, "contiguous_gradients": True}
     if config.zero.shard_ranks is not None:
         found["mics_shard_size"] = config.zero.shard_ranks
+    found |= {"zero_quantized_weights": True} if config.zero.wire.gather else {}
+    found |= {"zero_quantized_gradients": True} if config.zero.wire.reduce else {}
     nvme = {"nvme_path": folder}
     if offload.optimizer is not Tier.DEVICE:
         section: dict[str, Any] = {"device": _DEVICES[offload.optimizer], "pin_memory": True}
@@ -151,9 +188,10 @@ def _aio(config: RunConfig) -> dict[str, Any]:
 def _optimizer(config: RunConfig) -> dict[str, Any]:
     rule, lr = config.optimizer.rule, config.optimizer.lr
     params: dict[str, Any] = {"lr": lr, "weight_decay": rule.decay}
-    if isinstance(rule, AdamWConfig):  # Adam and Lamb have its constants too
+    if isinstance(rule, AdamWConfig):  # Adam, Lamb and 1-bit Adam have its constants too
         params |= {"betas": [rule.beta1, rule.beta2], "eps": rule.eps}
-        kind = {AdamConfig: "Adam", LambConfig: "Lamb"}.get(type(rule), "AdamW")
+        params |= {"freeze_step": rule.warmup_updates} if isinstance(rule, OneBitAdamConfig) else {}
+        kind = {AdamConfig: "Adam", LambConfig: "Lamb", OneBitAdamConfig: "OneBitAdam"}.get(type(rule), "AdamW")
         return {"type": kind, "params": {**params, **({"adam_w_mode": False} if kind == "Adam" else {})}}
     if isinstance(rule, LionConfig):
         return {"type": "Lion", "params": {**params, "betas": [rule.beta1, rule.beta2]}}

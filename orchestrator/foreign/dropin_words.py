@@ -23,6 +23,7 @@ from zero_runtime.optim.lr_schedule import (
 )
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.wire import EXACT, Wire
 
 MIB = 1 << 20
 DIGITS = 12  # of a ratio of two rates, so that 0.1 x lr / lr is 0.1 again
@@ -30,7 +31,11 @@ DIGITS = 12  # of a ratio of two rates, so that 0.1 x lr / lr is 0.1 again
 
 def words_of(config: DropinConfig) -> dict[str, str]:
     """The words by key, options of groups first. `inexpressible` names what they cannot say."""
-    words = {**_zero(config.plan), **_precision(config.precision, config.loss_scale), **_offload(config.offload)}
+    words = {
+        **_zero(config.plan, config.wire),
+        **_precision(config.precision, config.loss_scale),
+        **_offload(config.offload),
+    }
     batch = {"batch.micro": config.batch.micro, "batch.accumulation": config.batch.accumulation}
     words |= {key: as_word(value) for key, value in batch.items()} | {"batch.global_size": "null"}
     words["optimizer.clip_norm"] = as_word(config.clip_norm)
@@ -63,10 +68,10 @@ def _groups_first(words: dict[str, str]) -> dict[str, str]:
     return dict(sorted(words.items(), key=lambda item: "." in item[0]))
 
 
-def _zero(plan: ZeroPlan) -> dict[str, str]:
+def _zero(plan: ZeroPlan, wire: Wire) -> dict[str, str]:
     level = next(one for one in range(4) if ZeroPlan.from_stage(one) == replace(plan, shard_ranks=None))
     shard = {} if plan.shard_ranks is None else {"zero.shard_ranks": as_word(plan.shard_ranks)}
-    return {"zero": f"stage{level}"} | shard
+    return {"zero": f"stage{level}"} | shard | _differing("zero", values_of(wire), values_of(EXACT))
 
 
 def _precision(precision: MixedPrecision, scale: LossScaleRule) -> dict[str, str]:

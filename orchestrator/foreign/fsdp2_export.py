@@ -5,6 +5,7 @@ from __future__ import annotations
 from orchestrator.config.schema import RunConfig
 from orchestrator.foreign import loop_lines
 from zero_runtime.offload.plan import Tier
+from zero_runtime.wire import EXACT
 
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _FILE = '''"""{why}
@@ -73,6 +74,9 @@ def problems_of(config: RunConfig) -> list[str]:
         found.append("precision=bf16_pure: cast the model itself and use fp32 policies      fix: precision=bf16")
     if Tier.NVME in (config.offload.params, config.offload.optimizer):
         found.append("offload on a disk: FSDP2 has none      fix: offload=optimizer_param_cpu, or --to deepspeed")
+    if config.zero.wire != EXACT:
+        exact = "zero.gather_dtype=null zero.reduce_dtype=null zero.error_feedback=false"
+        found.append(f"quantised messages: FSDP2 sends exact ones      fix: {exact}")
     if not loop_lines.optimizer_line(config):
         found.append(f"optimizer={config.optimizer.rule.kind}: torch.optim has none      fix: optimizer=adamw")
     return found

@@ -11,7 +11,7 @@ import yaml
 from orchestrator.config.schema import RunConfig
 from orchestrator.foreign import loop_lines
 from orchestrator.foreign.findings import as_word
-from zero_runtime.optim.configs import AdamConfig, AdamWConfig, LambConfig
+from zero_runtime.optim.configs import AdamConfig, AdamWConfig, LambConfig, OneBitAdamConfig
 from zero_runtime.optim.lr_settings import (
     ConstantSettings,
     CosineSettings,
@@ -64,7 +64,7 @@ def accelerate_file(config: RunConfig) -> str:
 def trainer_problems(config: RunConfig) -> list[str]:
     """Why the Trainer cannot run this point by arguments alone, one line each."""
     rule, found = config.optimizer.rule, []
-    if not isinstance(rule, AdamWConfig) or isinstance(rule, (AdamConfig, LambConfig)):
+    if not isinstance(rule, AdamWConfig) or isinstance(rule, (AdamConfig, LambConfig, OneBitAdamConfig)):
         found.append(
             f"optimizer={rule.kind}: the Trainer's arguments say AdamW      fix: --to deepspeed, or optimizer=adamw"
         )

@@ -6,7 +6,7 @@ They import nothing of this project, so that the exported files run where only t
 from __future__ import annotations
 
 from orchestrator.config.schema import RunConfig
-from zero_runtime.optim.configs import AdamConfig, AdamWConfig, LambConfig, LionConfig, SgdConfig, TorchConfig
+from zero_runtime.optim.configs import AdamConfig, AdamWConfig, SgdConfig, TorchConfig
 
 _GROUPS = '''
 def parameter_groups(model):
@@ -50,7 +50,7 @@ def rates(config: RunConfig) -> str:
 def optimizer_line(config: RunConfig) -> str:
     """The call of torch.optim that makes the point's optimizer; empty if torch has none."""
     rule, lr = config.optimizer.rule, config.optimizer.lr
-    if isinstance(rule, AdamWConfig) and not isinstance(rule, LambConfig) and rule.kind != "adamw8bit":
+    if isinstance(rule, AdamWConfig) and rule.kind in ("adam", "adamw"):
         kind = "Adam" if isinstance(rule, AdamConfig) else "AdamW"
         given = f"lr={lr!r}, betas=({rule.beta1!r}, {rule.beta2!r}), eps={rule.eps!r}"
         return f"torch.optim.{kind}(parameter_groups(model), {given})"
@@ -60,7 +60,6 @@ def optimizer_line(config: RunConfig) -> str:
     if isinstance(rule, TorchConfig):
         given = ", ".join([f"lr={lr!r}", *(f"{key}={value!r}" for key, value in rule.arguments.items())])
         return f"torch.optim.{rule.class_name}(parameter_groups(model), {given})"
-    assert isinstance(rule, (LionConfig, AdamWConfig))
     return ""
 
 

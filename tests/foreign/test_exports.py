@@ -24,6 +24,7 @@ from orchestrator.commands.import_config import source_of
 from orchestrator.compose import arguments
 from orchestrator.compose.line import composed
 from orchestrator.config.schema import RunConfig
+from orchestrator.config.strict import Refusal
 from orchestrator.foreign.importing import Line, imported
 from orchestrator.foreign.point_words import same_point
 from orchestrator.plan.point import Point
@@ -40,6 +41,8 @@ LINES = (
     "optimizer=lion scheduler=one_cycle model=gpt2 batch.seq=64 loss=tiled measure.steps=9",
     "optimizer=torch optimizer.name=Adagrad scheduler=lr_range_test optimizer.no_decay=false zero.shard_ranks=null",
     "optimizer=lamb scheduler=warmup scheduler.start_lr_ratio=0.1 model.config.num_hidden_layers=2",
+    "zero=stage3 zero.gather_dtype=int8 zero.reduce_dtype=int4 precision=bf16",
+    "zero=stage0 optimizer=onebitadam optimizer.warmup_updates=7 optimizer.beta2=0.99 scheduler=warmup",
 )
 
 
@@ -70,10 +73,43 @@ def test_deepspeed_accepts_the_exported_sections() -> None:
     pytest.importorskip("deepspeed.runtime.config", reason="deepspeed is not installed (extra bench)")
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    for line in LINES[:7]:
+    for line in (*LINES[:7], LINES[-2]):
         content = json.loads(WRITERS["deepspeed"](point(line.split()), "").files["ds_config.json"])
         content["train_batch_size"] = content["train_micro_batch_size_per_gpu"] * content["gradient_accumulation_steps"]
         assert DeepSpeedConfig(content).zero_optimization_stage == content["zero_optimization"]["stage"]
+
+
+def test_compressed_messages_are_written_as_deepspeeds_keys() -> None:
+    quantised, one_bit = (
+        json.loads(WRITERS["deepspeed"](point(line.split()), "").files["ds_config.json"]) for line in LINES[-2:]
+    )
+    names = ("zero_quantized_weights", "zero_quantized_gradients")
+    assert [quantised["zero_optimization"].get(name) for name in names] == [True, True]
+    assert [one_bit["zero_optimization"].get(name) for name in names] == [None, None]
+    assert (one_bit["optimizer"]["type"], one_bit["optimizer"]["params"]["freeze_step"]) == ("OneBitAdam", 7)
+    words = [word for content in (quantised, one_bit) for word in content["_zero_lab"]["words"]]
+    keys = ("zero.gather_dtype", "zero.reduce_dtype", "optimizer", "optimizer.warmup_updates", "optimizer.beta2")
+    assert [word for word in words if word.partition("=")[0] in keys] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "stack", "told"),
+    [
+        ("zero=stage2 zero.gather_dtype=int8", "deepspeed", "zero.gather_dtype: DeepSpeed quantises messages at stage"),
+        ("zero=stage3 zero.reduce_dtype=int8", "deepspeed", "DeepSpeed quantises gradients to int4"),
+        ("zero=stage3 zero.reduce_dtype=int4 zero.error_feedback=true", "deepspeed", "DeepSpeed's LoCo"),
+        ("zero=stage1 optimizer=onebitadam", "deepspeed", "DeepSpeed has 1-bit Adam up to 0.19.6, at stage 0 alone"),
+        ("zero=stage0 optimizer=onebitadam", "trainer", "the Trainer's arguments say AdamW"),
+        ("zero=stage1 optimizer=onebitadam", "fsdp2", "optimizer=onebitadam: torch.optim has none"),
+        ("zero=stage3 optimizer=muon", "deepspeed", "optimizer=muon: DeepSpeed's has matrices and rates of other"),
+        ("zero=stage3 optimizer=muon", "fsdp2", "optimizer=muon: torch.optim has none"),
+        ("zero=stage3 zero.gather_dtype=int8", "fsdp2", "quantised messages: FSDP2 sends exact ones"),
+    ],
+)
+def test_a_stack_that_lacks_compression_or_the_optimizer_is_refused(line: str, stack: str, told: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        WRITERS[stack](point(line.split()), "")
+    assert [problem for problem in caught.value.problems if told in problem and "fix: " in problem]
 
 
 def test_accelerate_reads_the_exported_file_and_import_reads_it_back() -> None:

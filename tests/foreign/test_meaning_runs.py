@@ -17,6 +17,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from zero_runtime.errors import PlanError
+from zero_runtime.optim.configs import AdamWConfig, OneBitAdamConfig, OptimizerConfig
+from zero_runtime.plan import ZeroPlan
+from zero_runtime.precision import MixedPrecision
+from zero_runtime.runtime import RuntimeSettings, ZeroRuntime
+from zero_runtime.wire import Wire
 
 SPEC = TinySpec()
 STEPS = 3
@@ -225,6 +230,116 @@ def scaled() -> list[bool]:
 def test_loss_scale_is_that_of_a_loop_that_scales_by_hand() -> None:
     for right in run_ranks(scaled, 2):
         assert all(right)
+
+
+Sent = dict[str, tuple[int, int]]  # calls and bytes of each kind of collective
+
+
+def trained_with_ledger(runtime: ZeroRuntime, update: Callable[[int], None], steps: int) -> tuple[Weights, list[Sent]]:
+    sent = []
+    for step in range(steps):
+        runtime.reset_ledger()
+        update(step)
+        sent.append({kind: (one.calls, one.bytes) for kind, one in runtime.reset_ledger().data.items()})
+    with runtime.full_params() as full:
+        return {name: value.clone() for name, value in full.items()}, sent
+
+
+def engine_messages(config: dict[str, Any], steps: int) -> tuple[Weights, list[Sent]]:
+    """The weights after some steps of the drop-in, and what this rank sent in each."""
+    engine, *_ = initialize_quietly(model=TinyTransformer(SPEC), config=config)
+
+    def update(step: int) -> None:
+        engine.backward(mean_loss(engine, step, dist.get_rank(), 0))
+        engine.step()
+
+    found = trained_with_ledger(engine.runtime, update, steps)
+    engine.destroy()
+    return found
+
+
+def runtime_messages(level: int, optimizer: OptimizerConfig, wire: Wire, steps: int) -> tuple[Weights, list[Sent]]:
+    """The same by the runtime, with settings of its own."""
+    plan, settings = ZeroPlan.from_stage(level), RuntimeSettings(wire=wire)
+    runtime = ZeroRuntime(TinyTransformer(SPEC), plan, MixedPrecision(), optimizer, settings, torch.device("cpu"))
+
+    def update(step: int) -> None:
+        runtime.backward(mean_loss(runtime.model, step, dist.get_rank(), 0) / dist.get_world_size())
+        runtime.step(CONSTANTS["lr"])
+
+    found = trained_with_ledger(runtime, update, steps)
+    runtime.close()
+    return found
+
+
+PLAIN_ADAM: dict[str, Any] = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0}
+ADAM_PARAMS: dict[str, Any] = {"lr": CONSTANTS["lr"], "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}
+
+
+def quantised_messages() -> list[tuple[bool, bool, float, float]]:
+    """For qwZ and qgZ alone: whether weights and messages are those of the runtime's own setting, and the bytes of
+    gathers and reductions as shares of the exact ones."""
+    adamw = AdamWConfig(0.8, 0.95, 1e-6, 0.1, no_decay=False)
+    _, exact = runtime_messages(3, adamw, Wire(), STEPS)
+    found = []
+    for key, wire in (("zero_quantized_weights", Wire("int8")), ("zero_quantized_gradients", Wire(None, "int4"))):
+        config = PLAIN_ADAM | {"optimizer": {"type": "AdamW", "params": ADAM_PARAMS}}
+        weights, sent = engine_messages(config | {"zero_optimization": {"stage": 3, key: True}}, STEPS)
+        own, own_sent = runtime_messages(3, adamw, wire, STEPS)
+        gathers, sums = (one / other for one, other in zip(bytes_of(sent[-1]), bytes_of(exact[-1]), strict=True))
+        found.append((differing(own, weights) == [], sent == own_sent, gathers, sums))
+    return found
+
+
+def bytes_of(sent: Sent) -> tuple[int, int]:
+    """Bytes of gathers, and of all else."""
+    gathers = sum(nbytes for kind, (_, nbytes) in sent.items() if kind == "all_gather")
+    return gathers, sum(nbytes for _, nbytes in sent.values()) - gathers
+
+
+def test_zero_plus_plus_is_int8_gathers_and_int4_reductions() -> None:
+    """Exact messages have 4 bytes an element; a scale of 4 bytes for each 256 elements, or fewer in a small unit."""
+    for weights, gradients in run_ranks(quantised_messages, 2):
+        assert weights[:2] == gradients[:2] == (True, True)
+        assert 1 / 4 < weights[2] < 1 / 3
+        assert weights[3] == 1.0
+        assert gradients[2] == 1.0
+        assert 1 / 8 < gradients[3] < 1 / 6
+
+
+def one_bit_messages() -> list[tuple[list[str], bool, list[bool]]]:
+    """By level: differing weights, whether messages are those of the runtime's own setting, and which steps send
+    signs."""
+    found = []
+    params = {**ADAM_PARAMS, "freeze_step": 2, "cuda_aware": False}
+    for level in (0, 1):
+        config = PLAIN_ADAM | {"optimizer": {"type": "OneBitAdam", "params": params}}
+        weights, sent = engine_messages(config | {"zero_optimization": {"stage": level}}, 4)
+        own, own_sent = runtime_messages(
+            level, OneBitAdamConfig(0.8, 0.95, 1e-6, 0.1, warmup_updates=2, no_decay=False), Wire(), 4
+        )
+        signs = ["sign_all_to_all" in step and not {"reduce_scatter", "all_reduce"} & {*step} for step in sent]
+        found.append((differing(own, weights), sent == own_sent, signs))
+    return found
+
+
+def test_one_bit_adam_sends_signs_after_freeze_step() -> None:
+    for found in run_ranks(one_bit_messages, 2):
+        assert found == [([], True, [False, False, True, True])] * 2
+
+
+def frozen_with_quantised_gathers() -> str:
+    section = {"stage": 3, "zero_quantized_weights": True}
+    with pytest.raises(PlanError) as caught:
+        initialize_quietly(
+            model=nn.Linear(4, 4).requires_grad_(False), config=PLAIN_ADAM | {"zero_optimization": section}
+        )
+    return str(caught.value)
+
+
+def test_quantised_gathers_of_a_frozen_model_are_refused_by_their_key() -> None:
+    told = run_alone(frozen_with_quantised_gathers)
+    assert told.startswith("zero_optimization: zero_quantized_weights: expected a model that is trained")
 
 
 def refused_without_arguments() -> str:

@@ -19,6 +19,7 @@ FILES = sorted(RUNTIME.rglob("*.py"))
 SPEAKERS = (
     RUNTIME / "plan.py",
     RUNTIME / "deepspeed" / "zero_section.py",
+    RUNTIME / "deepspeed" / "compressed.py",
     RUNTIME / "deepspeed" / "engine_settings.py",
     RUNTIME / "checkpoint" / "foreign" / "deepspeed.py",
 )

@@ -16,7 +16,7 @@ ABSENT = {
     "profiling": "`zlab` reports the time of each phase of a run; torch.profiler profiles a script",
     "autotuning": "`zlab choose` predicts and confirms the fastest settings",
     "elasticity": "checkpoints load at any number of ranks: start again with the ranks that are there",
-    "compression": "there is no compression of gradients or weights here",
+    "compression": "compressed models are not here; zero_quantized_weights and _gradients compress messages",
     "DeepSpeedEngine": "initialize returns the engine; for its type, zero_runtime.deepspeed.engine.Engine",
     "DeepSpeedConfig": "hand the dict or the file to initialize, which checks it",
     "DeepSpeedTransformerLayer": "there are no fused layers; torch's own attention is fused",

@@ -9,6 +9,7 @@ from typing import Any
 
 from zero_runtime.deepspeed.auto import AutoValues, auto_values, with_values
 from zero_runtime.deepspeed.batch import BatchSizes, read_batch
+from zero_runtime.deepspeed.compressed import check_one_bit, read_wire
 from zero_runtime.deepspeed.json_text import load, shown
 from zero_runtime.deepspeed.keys import HOMES, TOP
 from zero_runtime.deepspeed.offload_section import read_offload
@@ -21,6 +22,7 @@ from zero_runtime.offload.plan import OffloadPlan
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import ITEMSIZE_BYTES, DType, MixedPrecision
+from zero_runtime.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class DropinConfig:
     """
 
     plan: ZeroPlan
+    wire: Wire
     offload: OffloadPlan
     precision: MixedPrecision
     loss_scale: LossScaleRule
@@ -70,14 +73,22 @@ def examine(given: Mapping[str, Any], world: int, device: str, reader: Reader) -
     precision = _precision(values, reader)
     zero = with_new_names(values.get("zero_optimization", {}), reader)
     plan = read_plan(zero, reader)
+    wire = read_wire(zero, plan, reader)
+    offload = read_offload(zero, values.get("aio", {}), plan, device, reader)
+    loss_scale = _loss_scale(values.get("fp16", {}), reader)
+    batch = read_batch(values, world, reader)
+    clip_norm = _clip_norm(values, reader)
+    optimizer = choose_optimizer(values.get("optimizer"), reader)
+    check_one_bit(optimizer, plan, clip_norm, reader)
     return DropinConfig(
         plan=plan,
-        offload=read_offload(zero, values.get("aio", {}), plan, device, reader),
+        wire=wire,
+        offload=offload,
         precision=precision,
-        loss_scale=_loss_scale(values.get("fp16", {}), reader),
-        batch=read_batch(values, world, reader),
-        clip_norm=_clip_norm(values, reader),
-        optimizer=choose_optimizer(values.get("optimizer"), reader),
+        loss_scale=loss_scale,
+        batch=batch,
+        clip_norm=clip_norm,
+        optimizer=optimizer,
         schedule=choose_schedule(values.get("scheduler"), reader),
         casts_inputs=precision.param == "fp16" and values["fp16"].get("auto_cast", False),
         drop_last=values.get("dataloader_drop_last", False),

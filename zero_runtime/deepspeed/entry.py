@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zero_runtime.deepspeed.auto import AutoValues
+from zero_runtime.deepspeed.compressed import check_trained
 from zero_runtime.deepspeed.config import DropinConfig, read_config
 from zero_runtime.deepspeed.engine import Engine, EngineParts
 from zero_runtime.deepspeed.engine_optimizer import EngineOptimizer
@@ -106,6 +107,8 @@ def initialize(
     _warn(read, notes)
     is_named = optimizer is not None or read.optimizer is not None
     is_frozen = not is_named and not any(param.requires_grad for param in model.parameters())
+    if is_frozen:
+        check_trained(read.wire)
     engine = _compose(model, view, schedule, read, None if is_frozen else trained, lazy_states=not is_named)
     loader = None if training_data is None else _loader(training_data, collate_fn, read)
     return engine, view, loader, schedule
@@ -198,6 +201,7 @@ def _compose(
         offload=read.offload,
         watch=watch,
         lazy_states=lazy_states,
+        wire=read.wire,
     )
     try:
         with pending_weights(model) as weights:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_runtime.deepspeed.json_text import shown
-from zero_runtime.deepspeed.schema import ANY, BOOL, NUMBER, PAIR, Key, Reader, idle, mapped, only
+from zero_runtime.deepspeed.schema import ANY, BOOL, NUMBER, PAIR, TEXT, WHOLE, Key, Reader, idle, mapped, only
 from zero_runtime.errors import PlanError
 from zero_runtime.limits import ConfigError
 from zero_runtime.optim.configs import (
@@ -19,6 +19,7 @@ from zero_runtime.optim.configs import (
     AdamWConfig,
     LambConfig,
     LionConfig,
+    OneBitAdamConfig,
     OptimizerConfig,
     SgdConfig,
     TorchConfig,
@@ -37,7 +38,6 @@ class ChosenOptimizer:
 
 
 _REFUSED = {
-    "onebitadam": "the drop-in does not have it (optimizer=onebitadam of the command line is it); use Adam or AdamW",
     "onebitlamb": "its compressed communication is not here; use Lamb",
     "zerooneadam": "its compressed communication is not here; use Adam or AdamW",
     "muadam": "muP's scaling by width is not here; give groups with rates of their own to AdamW",
@@ -64,6 +64,19 @@ _ADAM = {
     "bias_correction": _BIAS,
     "fp32_optimizer_states": only(True, kind=BOOL, reason="optimizer states are fp32 here"),
 }
+_ONE_BIT_ADAM = {
+    **_COMMON,
+    "betas": mapped(PAIR),
+    "eps": mapped(NUMBER),
+    "freeze_step": mapped(WHOLE),
+    "amsgrad": only(False, kind=BOOL, reason="1-bit Adam has none"),
+    # DeepSpeed's class has these two and reads neither.
+    "bias_correction": idle(BOOL),
+    "eps_inside_sqrt": idle(BOOL),
+    "cuda_aware": idle(BOOL),
+    "comm_backend_name": idle(TEXT),
+}
+_FREEZE_STEP = 100_000  # DeepSpeed's default
 _LION = {**_COMMON, "betas": mapped(PAIR)}
 _LIMIT = Key(ANY, only=(), reason="Lamb's trust ratio is not limited here; leave it out")
 _LAMB = {
@@ -96,7 +109,8 @@ def choose_optimizer(section: Mapping[str, Any] | None, reader: Reader) -> Chose
     if build is None and not torch_name:
         reason = _REFUSED.get(lower, "it is not known here")
         reader.problems.append(
-            f"optimizer.type: {shown(kind)}: {reason}; expected Adam, AdamW, Lion, Lamb, SGD or another of {_others()}"
+            f"optimizer.type: {shown(kind)}: {reason}; expected Adam, AdamW, OneBitAdam, Lion, Lamb, SGD or another of "
+            f"{_others()}"
         )
         return None
     params = section.get("params", {})
@@ -134,6 +148,23 @@ def _adam(kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimiz
         config = TorchConfig("AdamW" if decoupled else "Adam", arguments, decay, no_decay=False)
     else:
         config = (AdamWConfig if decoupled else AdamConfig)(beta1, beta2, eps, decay, no_decay=False)
+    return ChosenOptimizer(config, float(values.get("lr", _DEFAULT_LR)), decay)
+
+
+def _one_bit_adam(_kind: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimizer:
+    """1-bit Adam of DeepSpeed up to 0.19.6. Its weight decay is decoupled there too, and step freeze_step + 1 is the
+    first that sends signs."""
+    values = reader.read(_ONE_BIT_ADAM, params, "optimizer.params.")
+    decay = float(values.get("weight_decay", 0.0))
+    beta1, beta2 = values.get("betas", (0.9, 0.999))
+    config = OneBitAdamConfig(
+        beta1,
+        beta2,
+        float(values.get("eps", 1e-8)),
+        decay,
+        warmup_updates=values.get("freeze_step", _FREEZE_STEP),
+        no_decay=False,
+    )
     return ChosenOptimizer(config, float(values.get("lr", _DEFAULT_LR)), decay)
 
 
@@ -180,6 +211,7 @@ def _torch(name: str, params: Mapping[str, Any], reader: Reader) -> ChosenOptimi
 _BUILDERS: dict[str, Callable[[str, Mapping[str, Any], Reader], ChosenOptimizer]] = {
     "adam": _adam,
     "adamw": _adam,
+    "onebitadam": _one_bit_adam,
     "lion": _lion,
     "lamb": _lamb,
     "sgd": _sgd,

@@ -40,7 +40,8 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "true or false": lambda value: isinstance(value, bool),
     "a whole number": _is_whole,
     "a number": _is_number,
-    "a number or inf": lambda value: value == math.inf or _is_number(value),
+    # Some writers of YAML and JSON make a text of it.
+    "a number or inf": lambda value: value in (math.inf, "inf", "Infinity") or _is_number(value),
     "a text": lambda value: isinstance(value, str),
     "two numbers": _is_pair,
     "a list": lambda value: isinstance(value, (list, tuple)),

@@ -26,10 +26,13 @@ from zero_runtime.limits import ConfigError
 from zero_runtime.plan import ZeroPlan
 
 _DEVICE = choice("none", "cpu", "nvme", reason="states are stored on the device, in host memory, or in a file")
-# Quantised messages are settings of zero_runtime and of the command line, not of these sections.
-_EXACT_GATHERS = "the drop-in quantises no messages (zero.gather_dtype=int8 of the command line does); set it to false"
-_EXACT_SUMS = "the drop-in quantises no messages (zero.reduce_dtype=int4 of the command line does); set it to false"
-_EXACT = "the drop-in quantises no messages; set it to false"
+_WHOLE_WEIGHTS = (
+    "weights are stored in their own dtype; zero_quantized_weights quantises their gathers; set it to false"
+)
+_LOCO = (
+    "LoCo, whose errors fade and are dropped after some steps, is not here (zero.error_feedback=true of the command "
+    "line keeps them); leave it out"
+)
 _OLD_NAMES = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 OFFLOAD_PARAM = {
@@ -99,10 +102,10 @@ ZERO = {
     "save_muon_momentum_buffer_in_memory": idle(BOOL),
     "leaf_module": idle(OBJECT),
     "zero_hpz_partition_size": only(1, kind=WHOLE, reason="a second partition of the parameters is not here"),
-    "zero_quantized_weights": only(False, kind=BOOL, reason=_EXACT_GATHERS),
-    "zero_quantized_nontrainable_weights": only(False, kind=BOOL, reason=_EXACT),
-    "zero_quantized_gradients": only(False, kind=BOOL, reason=_EXACT_SUMS),
-    "zeropp_loco_param": feature(_EXACT),
+    "zero_quantized_weights": mapped(BOOL),
+    "zero_quantized_nontrainable_weights": only(False, kind=BOOL, reason=_WHOLE_WEIGHTS),
+    "zero_quantized_gradients": mapped(BOOL),
+    "zeropp_loco_param": feature(_LOCO),
     "zenflow": feature("ZenFlow is not here; leave it out"),
     "cpu_offload": mapped(BOOL),
     "cpu_offload_param": mapped(BOOL),

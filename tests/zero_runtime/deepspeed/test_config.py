@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,20 @@ import pytest
 from zero_runtime.deepspeed.config import read_config
 from zero_runtime.deepspeed.keys import HOMES, TOP
 from zero_runtime.errors import PlanError
-from zero_runtime.optim.configs import AdamConfig, AdamWConfig, LambConfig, LionConfig, SgdConfig, TorchConfig
+from zero_runtime.optim.configs import (
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    OneBitAdamConfig,
+    SgdConfig,
+    TorchConfig,
+)
 from zero_runtime.optim.loss_scaler import UNSCALED, LossScaleRule
 from zero_runtime.optim.lr_schedule import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from zero_runtime.plan import ZeroPlan
 from zero_runtime.precision import MixedPrecision
+from zero_runtime.wire import EXACT, Wire
 
 
 def config(**more: Any) -> dict[str, Any]:
@@ -71,6 +81,37 @@ def test_tuning_keys_are_accepted_and_reported_as_without_effect() -> None:
         "zero_force_ds_cpu_optimizer",
         "elasticity",
     )
+
+
+@pytest.mark.parametrize("never", ["inf", "Infinity", math.inf])
+def test_steps_per_print_may_be_never(never: object) -> None:
+    assert read_config(config(steps_per_print=never), 2).idle == ("steps_per_print",)
+    assert "steps_per_print: expected a number or inf, found 'often'" in problems(config(steps_per_print="often"))[0]
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_quantised_weights_and_gradients_are_gathers_in_int8_and_reductions_in_int4(
+    weights: bool, gradients: bool
+) -> None:
+    given = {"zero_quantized_weights": weights, "zero_quantized_gradients": gradients}
+    read = read_config(zero(3, **given), 2)
+    assert read.wire == Wire("int8" if weights else None, "int4" if gradients else None)
+    assert [note.partition(":")[0] for note in read.notes] == [name for name, value in given.items() if value]
+    assert list(read.idle) == [f"zero_optimization.{name}" for name, value in given.items() if not value]
+
+
+def test_one_bit_adam_says_how_it_differs_and_what_has_no_effect() -> None:
+    given = {"freeze_step": 400, "cuda_aware": False, "comm_backend_name": "nccl", "bias_correction": True}
+    for level in (0, 1):
+        read = read_config(
+            zero(level, stage3_max_live_parameters=1) | {"optimizer": {"type": "OneBitAdam", "params": given}}, 2
+        )
+        assert [note.partition(":")[0] for note in read.notes] == ["OneBitAdam"] * (level + 1)
+        assert "corrects none, whatever bias_correction says" in read.notes[0]
+        names = ("cuda_aware", "comm_backend_name", "bias_correction")
+        assert read.idle[1:] == tuple(f"optimizer.params.{name}" for name in names)
+        assert read.wire == EXACT
 
 
 @pytest.mark.parametrize("home", sorted(path for paths in HOMES.values() for path in paths))
@@ -131,6 +172,13 @@ def test_precision_and_loss_scale_follow_their_sections() -> None:
         ("Adam", {}, AdamWConfig(0.9, 0.999, 1e-8, 0.0, no_decay=False), 1e-3),
         ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, AdamConfig(0.9, 0.999, 1e-8, 0.1, no_decay=False), 1e-3),
         ("adamw", {"torch_adam": True}, AdamWConfig(0.9, 0.999, 1e-8, 0.01, no_decay=False), 1e-3),
+        (
+            "OneBitAdam",
+            {"lr": 2e-4, "freeze_step": 400, "weight_decay": 0.1, "betas": [0.8, 0.999], "max_grad_norm": 0},
+            OneBitAdamConfig(0.8, 0.999, 1e-8, 0.1, warmup_updates=400, no_decay=False),
+            2e-4,
+        ),
+        ("onebitadam", {}, OneBitAdamConfig(0.9, 0.999, 1e-8, 0.0, warmup_updates=100_000, no_decay=False), 1e-3),
         ("Lion", {"betas": [0.8, 0.9]}, LionConfig(0.8, 0.9, 0.0, no_decay=False), 1e-3),
         ("Lamb", {"eps": 1e-6}, LambConfig(0.9, 0.999, 1e-6, 0.0, no_decay=False), 1e-3),
         ("SGD", {"momentum": 0.9, "nesterov": True}, SgdConfig(0.9, 0.0, 0.0, True, no_decay=False), 1e-3),

@@ -160,11 +160,40 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         ],
     ),
     (
-        "quantised communication",
-        zero(3, zero_quantized_weights=True),
+        "quantised messages where DeepSpeed ignores the keys",
+        zero(2, zero_quantized_weights=True, zero_quantized_gradients=True),
         [
-            "zero_optimization.zero_quantized_weights: expected False, found True: the drop-in quantises no "
-            "messages (zero.gather_dtype=int8 of the command line does); set it to false"
+            "zero_optimization.zero_quantized_weights: needs stage 3, found stage 2, where DeepSpeed ignores it "
+            "(zero.gather_dtype=int8 of the command line is the same at stages 1 and 2); set stage to 3, or leave it "
+            "out",
+            "zero_optimization.zero_quantized_gradients: needs stage 3, found stage 2, where DeepSpeed ignores it "
+            "(zero.reduce_dtype=int4 of the command line is the same at stages 1 and 2); set stage to 3, or leave it "
+            "out",
+        ],
+    ),
+    (
+        "quantised messages in groups",
+        zero(3, mics_shard_size=2, zero_quantized_weights=True),
+        [
+            "zero_optimization.zero_quantized_weights: needs shards over all ranks, found mics_shard_size 2, with "
+            "which DeepSpeed does not quantise gathers; leave one of them out"
+        ],
+    ),
+    (
+        "the parts of ZeRO++ that are not here",
+        zero(
+            3,
+            zero_hpz_partition_size=8,
+            zero_quantized_nontrainable_weights=True,
+            zeropp_loco_param={"err_beta": 0.8, "reset_T": 1024},
+        ),
+        [
+            "zero_optimization.zero_hpz_partition_size: expected 1, found 8: a second partition of the parameters is "
+            "not here",
+            "zero_optimization.zero_quantized_nontrainable_weights: expected False, found True: weights are stored in "
+            "their own dtype; zero_quantized_weights quantises their gathers; set it to false",
+            "zero_optimization.zeropp_loco_param: LoCo, whose errors fade and are dropped after some steps, is not "
+            "here (zero.error_feedback=true of the command line keeps them); leave it out",
         ],
     ),
     (
@@ -173,13 +202,31 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         ["elasticity: elastic training is not here; switch it off or leave it out"],
     ),
     (
-        "OneBitAdam",
-        config(optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3}}),
+        "OneBitAdam where gradients are summed, and with clipping",
+        zero(2, contiguous_gradients=True) | {"gradient_clipping": 1.0, "optimizer": {"type": "OneBitAdam"}},
         [
-            "optimizer.type: 'OneBitAdam': the drop-in does not have it (optimizer=onebitadam of the command line is "
-            "it); use Adam or AdamW; expected Adam, AdamW, Lion, Lamb, SGD or another of torch.optim.ASGD, "
-            "torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, "
-            "torch.optim.RMSprop, torch.optim.Rprop"
+            "zero_optimization.stage: OneBitAdam needs stage 0 or 1, found stage 2, which sums gradients as they "
+            "arrive (DeepSpeed had it at stage 0 alone); set it to 0 or 1",
+            "gradient_clipping: OneBitAdam cannot clip here, found 1.0: after freeze_step gradients are not summed, "
+            "so that their norm is not known (DeepSpeed then clipped each rank's own gradients by their own norm); "
+            "set it to 0",
+        ],
+    ),
+    (
+        "OneBitAdam without a warm-up, and with other moments",
+        config(optimizer={"type": "OneBitAdam", "params": {"freeze_step": 0, "amsgrad": True}}),
+        [
+            "optimizer.params.amsgrad: expected False, found True: 1-bit Adam has none",
+            "optimizer.params: optimizer.warmup_updates must be at least 1, found 0",
+        ],
+    ),
+    (
+        "OneBitLamb",
+        config(optimizer={"type": "OneBitLamb", "params": {"lr": 1e-3}}),
+        [
+            "optimizer.type: 'OneBitLamb': its compressed communication is not here; use Lamb; expected Adam, AdamW, "
+            "OneBitAdam, Lion, Lamb, SGD or another of torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, "
+            "torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop"
         ],
     ),
     (
