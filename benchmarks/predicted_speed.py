@@ -1,8 +1,9 @@
 """Compares predicted step times with measured ones on CPU ranks, and what `choose` takes with the best of all.
 
-`python benchmarks/predicted_speed.py [--rounds N] [--space TEXT] [--write]`. Each space is a set of points that differ
-in some settings. In each round the parts of a step are measured by the code of `calibrate`, and then the points
-(timed_points.py). A round's error is that of its own prediction; a point's error is the median of those of its rounds.
+`python benchmarks/predicted_speed.py [--rounds N] [--final N] [--space TEXT] [--write]`. Each space is a set of points
+that differ in some settings. In each round the parts of a step are measured by the code of `calibrate`, and then the
+points (timed_points.py). A round's error is that of its own prediction; a point's error is the median of those of its
+rounds.
 
 [Note: the same processes]
 The parts and the points of a space are measured by the same processes. On a virtual machine with two cores the same
@@ -15,8 +16,9 @@ for all of them alike. Two points are compared turn by turn.
 
 [Note: choose in hindsight]
 For each space, the candidates are those that `choose` would confirm by the first round's prediction (`plan/choice.py`),
-and the turns of the first round are their short runs. What it takes is compared with the fastest of all points in the
-turns of the other rounds, which took no part in the choice: by how much longer it takes is the median over these turns.
+and the turns of the first round are their short runs. After the rounds, what it takes and all points that may be the
+fastest make further turns of their own, in the same processes. By these alone paired_turns.py decides how much slower
+it is than the best. If no other point may be the fastest, there are no such turns and it is the best.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -44,7 +46,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from benchmarks import timed_points  # noqa: E402
+from benchmarks.paired_turns import Slower, contenders, final_turns, percentile, slower  # noqa: E402
 from benchmarks.stages_report import cpu_name  # noqa: E402
+from benchmarks.timed_points import FINAL_STEPS, Final, Round  # noqa: E402
 from orchestrator.compose import arguments  # noqa: E402
 from orchestrator.compose.line import composed  # noqa: E402
 from orchestrator.plan import memory_cache, speed  # noqa: E402
@@ -53,7 +57,7 @@ from orchestrator.plan.point import Point  # noqa: E402
 from orchestrator.plan.points import judged  # noqa: E402
 from orchestrator.plan.prediction import hardware_name  # noqa: E402
 from orchestrator.plan.rules.scene import here  # noqa: E402
-from orchestrator.plan.speed import Speed, speed_of  # noqa: E402
+from orchestrator.plan.speed import Speed, TimingJob, speed_of  # noqa: E402
 from orchestrator.plan.step import Memories  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -103,13 +107,15 @@ SPACES = {
 
 @dataclass(frozen=True)
 class Compared:
-    """A point: of each round its predicted speed, and the measured seconds of a step in each turn."""
+    """A point: of each round its predicted speed, and the measured seconds of a step in each turn; and those in the
+    further turns of a contender."""
 
     space: str
     label: str
     predicted: list[Speed]
     rounds: list[list[float]]
     tokens: int
+    final: list[float] = field(default_factory=list)
 
     @property
     def predicted_s(self) -> float:
@@ -141,32 +147,48 @@ class Compared:
         return ShortRun(predicted, statistics.median(speeds), percentile(speeds, 0.1), percentile(speeds, 0.9))
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of the values is, the nearest one."""
-    return sorted(values)[round(share * (len(values) - 1))]
-
-
-def compared(name: str, line: str, rounds: int) -> list[Compared]:
-    """The points of a space."""
+def compared(name: str, line: str, rounds: int, final: int | None) -> list[Compared]:
+    """The points of a space. final: the number of further turns of its contenders, if not that of `final_turns`."""
     words = ["--multirun", *line.split(), "resources.device=cpu", "tracking=none"]
     points, problems = judged(composed(arguments.split(words)), here())
     assert not problems, problems
     found = [point for point in points if isinstance(point, Point)]
     configs = [point.config for point in found]
-    hardware = hardware_name(configs[0])
     memories = Memories(memory_cache.answers(configs, configs))
-    known = [memories.of(config) for config in configs]
-    jobs = speed.missing(configs, hardware, fresh=True)
-    predicted: list[list[Speed]] = [[] for _ in found]
-    measured = timed_points.measured(jobs, configs, rounds)
+    jobs = speed.missing(configs, hardware_name(configs[0]), fresh=True)
+    rows: list[Compared] = []
+
+    def decide(measured: Sequence[Round]) -> Final:
+        rows.extend(_rows(name, found, memories, jobs, measured))
+        chosen, turns = what_choose_takes(rows).label, per_token(rows)
+        labels, margin = contenders(turns, chosen)
+        count = final_turns(turns, labels, FINAL_STEPS, final)
+        print(
+            f"{name}: {len(labels)} contenders (margin {margin:.1%}), {count} further turns",
+            file=sys.stderr,
+            flush=True,
+        )
+        return Final([place for place, row in enumerate(rows) if row.label in labels], count)
+
+    further = timed_points.measured(jobs, configs, rounds, decide)
+    return [replace(row, final=further.get(place, [])) for place, row in enumerate(rows)]
+
+
+def _rows(
+    name: str, points: Sequence[Point], memories: Memories, jobs: Sequence[TimingJob], measured: Sequence[Round]
+) -> list[Compared]:
+    """The points with the predictions and the turns of all rounds."""
+    hardware = hardware_name(points[0].config)
+    known = [memories.of(point.config) for point in points]
+    predicted: list[list[Speed]] = [[] for _ in points]
     for answers, _ in measured:
         speed.store(hardware, [(job, answers[job.key]) for job in jobs])
-        for point, memory, speeds in zip(found, known, predicted, strict=True):
+        for point, memory, speeds in zip(points, known, predicted, strict=True):
             one = None if memory is None else speed_of(memory, hardware)
             assert one is not None, f"{point.label} was not predicted"
             speeds.append(one)
     rows = []
-    for place, (point, speeds) in enumerate(zip(found, predicted, strict=True)):
+    for place, (point, speeds) in enumerate(zip(points, predicted, strict=True)):
         seconds = [[turn[place] for turn in one.turns] for one in measured]
         tokens = (point.config.batch.global_size or 0) * point.config.batch.seq
         rows.append(Compared(name, point.label, speeds, seconds, tokens))
@@ -191,32 +213,28 @@ def tau(rows: Sequence[Compared]) -> tuple[float, int]:
     return (right - wrong) / max(right + wrong, 1), right + wrong
 
 
-class Regret(NamedTuple):
-    """What `choose` would take in a space, the fastest of all points, and by how much more time a token takes in what
-    it would take."""
-
-    label: str
-    best: str
-    slower: float
-
-
-def regret(rows: Sequence[Compared]) -> Regret:
+def what_choose_takes(rows: Sequence[Compared]) -> Compared:
     """See [Note: choose in hindsight]."""
     runs = {row.label: row.short_run() for row in rows}
     ranked = sorted(rows, key=lambda row: -runs[row.label].predicted)
     least = NEAR * runs[ranked[0].label].predicted
     near = [row.label for row in ranked if runs[row.label].predicted >= least][:RUNS]
     label = best_run({one: runs[one] for one in near}).label
-    chosen = next(row for row in rows if row.label == label)
-    best = min(rows, key=lambda row: row.per_token(statistics.median(later(row))))
-    pairs = zip(later(chosen), later(best), strict=True)
-    slower = statistics.median(chosen.per_token(mine) / best.per_token(theirs) - 1 for mine, theirs in pairs)
-    return Regret(label, best.label, slower)
+    return next(row for row in rows if row.label == label)
 
 
-def later(row: Compared) -> list[float]:
-    """The seconds of the turns that took no part in a choice; all if there is one round."""
-    return [one for turns in row.rounds[1:] or row.rounds for one in turns]
+def per_token(rows: Sequence[Compared]) -> dict[str, list[float]]:
+    """Of each point the seconds per token in all turns of the rounds."""
+    return {row.label: [row.per_token(seconds) for seconds in row.seconds] for row in rows}
+
+
+def regret(rows: Sequence[Compared]) -> Slower:
+    """By how much what `choose` takes in a space is slower than the best, see [Note: choose in hindsight]."""
+    chosen = what_choose_takes(rows)
+    if not chosen.final:
+        return Slower(0.0, 0.0, 0.0, (chosen.label,))
+    turns = {row.label: [row.per_token(seconds) for seconds in row.final] for row in rows if row.final}
+    return slower(turns, chosen.label)
 
 
 def report(rows: Sequence[Compared], seconds: float) -> list[str]:
@@ -235,20 +253,22 @@ def report(rows: Sequence[Compared], seconds: float) -> list[str]:
     ]
     spaces = {space: [row for row in rows if row.space == space] for space in dict.fromkeys(row.space for row in rows)}
     regrets = {space: regret(of_space) for space, of_space in spaces.items()}
-    within = sum(one.slower <= ALLOWED_REGRET for one in regrets.values())
+    within = sum(one.ratio <= ALLOWED_REGRET for one in regrets.values())
     lines += [
         f"- choose, with at most {RUNS} runs: within {ALLOWED_REGRET:.0%} of the best in {within} of {len(regrets)} "
         "spaces",
         "",
-        "| space | points | chosen | best | slower | error | tau (pairs) |",
-        "|---|---|---|---|---|---|---|",
+        "| space | points | chosen | best | slower | 95 % of it | contenders (turns) | error | tau (pairs) |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for space, of_space in spaces.items():
-        chosen = regrets[space]
+        judged_by, chosen = regrets[space], what_choose_takes(of_space)
+        contending = max(sum(bool(row.final) for row in of_space), 1)
         median = statistics.median(abs(row.error) for row in of_space)
         order, count = tau(of_space)
         lines.append(
-            f"| {space} | {len(of_space)} | {chosen.label} | {chosen.best} | {chosen.slower:+.1%} | {median:.1%} | "
+            f"| {space} | {len(of_space)} | {chosen.label} | {' or '.join(judged_by.best)} | {judged_by.ratio:+.1%} | "
+            f"{judged_by.low:+.1%} to {judged_by.high:+.1%} | {contending} ({len(chosen.final)}) | {median:.1%} | "
             f"{order:.2f} ({count}) |"
         )
     lines += ["", "| space | point | predicted ms | measured ms | p10 | p90 | turns | error |", "|---|" + "---|" * 7]
@@ -262,16 +282,19 @@ def report(rows: Sequence[Compared], seconds: float) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=2, help="at least 1; default: 2")
+    parser.add_argument(
+        "--final", type=int, metavar="N", help="further turns of what may be the fastest; default: by their noise"
+    )
     parser.add_argument("--space", default="", metavar="TEXT", help="only spaces whose name contains TEXT")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/")
     asked = parser.parse_args()
     spaces = {name: line for name, line in SPACES.items() if asked.space.lower() in name.lower()}
-    if not spaces or asked.rounds < 1:
+    if not spaces or asked.rounds < 1 or (asked.final is not None and asked.final < 1):
         known = "; ".join(SPACES)
-        parser.error(f"expected --rounds of at least 1 and a --space among: {known}")
+        parser.error(f"expected --rounds and --final of at least 1 and a --space among: {known}")
     began, rows = time.monotonic(), list[Compared]()
     for name, line in spaces.items():
-        rows += compared(name, line, asked.rounds)
+        rows += compared(name, line, asked.rounds, asked.final)
         errors = [row.error for row in rows if row.space == name]
         print(f"{name}: {len(errors)} points, {min(errors):+.1%} to {max(errors):+.1%}", file=sys.stderr, flush=True)
     lines = report(rows, time.monotonic() - began)

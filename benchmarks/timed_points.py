@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
+import multiprocessing
 import os
-import pickle
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +30,8 @@ from zero_runtime.world import WorldSettings, join_world, leave_world
 WARM_UP = 3  # steps of each point before the first turn
 TURNS_S = 40.0  # time of the turns of a round
 LEAST, MOST = 6, 24  # turns of a round
+FINAL_STEPS = 4  # timed in a further turn: there are many, and each also makes one that is not timed
+POLL_S = 0.5
 LR = 1e-4
 
 
@@ -38,6 +42,13 @@ class Round(NamedTuple):
     turns: list[list[float]]
 
 
+class Final(NamedTuple):
+    """Further turns: the places of the points that make them, and how many turns."""
+
+    places: list[int]
+    turns: int
+
+
 class TimedPoint:
     """A point that is trained on one rank."""
 
@@ -46,15 +57,16 @@ class TimedPoint:
         self.runtime = build_runtime(config, device, watch).runtime
         self._data, self._index = build_data(config), 0
 
-    def turn(self) -> float:
-        """The seconds of a step that follows another of the same point, as in training.
+    def turn(self, steps: int = 1) -> float:
+        """The mean seconds of steps that follow another of the same point, as in training.
 
         Afterwards no gather is under way that would run beside another point's step.
         """
         self.step()
         begin = time.perf_counter()
-        self.step()
-        seconds = time.perf_counter() - begin
+        for _ in range(steps):
+            self.step()
+        seconds = (time.perf_counter() - begin) / steps
         if self._config.zero.plan.keeps_full_params:
             for unit in self.runtime.units:
                 unit.wait_unshard()
@@ -82,10 +94,17 @@ class TimedPoint:
 
 
 def rank_main(
-    rank: int, world: int, folder: str, jobs: Sequence[TimingJob], configs: Sequence[RunConfig], rounds: int
+    rank: int,
+    folder: str,
+    jobs: Sequence[TimingJob],
+    configs: Sequence[RunConfig],
+    rounds: int,
+    found: Connection,
+    asked: SimpleQueue[Final],
 ) -> None:
-    """All rounds on this rank. All points are alive during all of them. Rank 0 writes what it has measured."""
-    device = prepare_process(configs[0], rank)
+    """All rounds and the further turns on this rank. All points are alive during all of them. Rank 0 sends the rounds,
+    then each rank takes one answer about further turns, and rank 0 sends these: by turn the seconds of each point."""
+    device, world = prepare_process(configs[0], rank), configs[0].resources.ranks or 1
     with join_world(Path(folder, "store"), rank, world, device, WorldSettings(watch=WatchSettings(300))) as watch:
         watch.journal.begin("start")
         points = [TimedPoint(config, device, watch, rank, world) for config in configs]
@@ -95,33 +114,32 @@ def rank_main(
         repeated = Repeated(points[0].runtime.collectives, device)
         beside = {job.key: SegmentTurns(job.config, repeated, device, watch) for job in jobs if job.kind == "segments"}
         others = [job.plain() for job in jobs if job.key not in beside]
-        found = []
+        measured = []
         for _ in range(rounds):
             answers = Calibration(device, watch, lambda _job: None).answers(others, math.inf)
             turns = _turns(points, list(beside.values()), repeated)
-            found.append(Round(answers | {key: one.answer() for key, one in beside.items()}, turns))
+            measured.append(Round(answers | {key: one.answer() for key, one in beside.items()}, turns))
+        if rank == 0:
+            found.send(measured)
+        final = asked.get()
+        further = _further_turns([points[place] for place in final.places], final.turns, repeated)
+        if rank == 0:
+            found.send(further)
         for one in (*beside.values(), *(point.runtime for point in points)):
             one.close()
-    if rank == 0:
-        Path(folder, "found").write_bytes(pickle.dumps(found))
     leave_world()
 
 
 def _turns(points: Sequence[TimedPoint], beside: Sequence[SegmentTurns], repeated: Repeated) -> list[list[float]]:
-    """By turn the seconds of each point's step. Each turn begins with another point, and segments are timed in it."""
+    """By turn the seconds of each point's step. Segments are timed in each turn."""
     gc.collect()
     gc.disable()  # one point's garbage must not be collected while another is timed
-    began, found = time.perf_counter(), []
+    began, found = time.perf_counter(), list[list[float]]()
     count = LEAST
     while len(found) < count:
-        seconds = [math.nan] * len(points)
-        for place in range(len(points)):
-            which = (place + len(found)) % len(points)
-            repeated.mean(0.0)  # ranks begin together
-            seconds[which] = points[which].turn()
+        found.append(_turn(points, len(found), repeated))
         for one in beside:
             one.turn()
-        found.append(seconds)
         if len(found) == 2:
             each_s = repeated.mean(time.perf_counter() - began) / len(found)
             count = min(max(int(TURNS_S / each_s), LEAST), MOST)
@@ -129,12 +147,57 @@ def _turns(points: Sequence[TimedPoint], beside: Sequence[SegmentTurns], repeate
     return found
 
 
-def measured(jobs: Sequence[TimingJob], configs: Sequence[RunConfig], rounds: int) -> list[Round]:
-    """The rounds, by processes that are started for them."""
+def _further_turns(points: Sequence[TimedPoint], count: int, repeated: Repeated) -> list[list[float]]:
+    """By turn the mean seconds of each point's steps."""
+    gc.collect()
+    gc.disable()
+    found = []
+    for number in range(count):
+        found.append(_turn(points, number, repeated, FINAL_STEPS))
+        gc.collect(0)  # these are many turns; what they leave is in the youngest generation
+    gc.enable()
+    return found
+
+
+def _turn(points: Sequence[TimedPoint], number: int, repeated: Repeated, steps: int = 1) -> list[float]:
+    """The mean seconds of each point's steps. Each turn begins with another point."""
+    seconds = [math.nan] * len(points)
+    for place in range(len(points)):
+        which = (place + number) % len(points)
+        repeated.mean(0.0)  # ranks begin together
+        seconds[which] = points[which].turn(steps)
+    return seconds
+
+
+def measured(
+    jobs: Sequence[TimingJob], configs: Sequence[RunConfig], rounds: int, decide: Callable[[list[Round]], Final]
+) -> dict[int, list[float]]:
+    """Measures the rounds by processes that are started for them, and then the further turns that `decide` asks for.
+    Returns the seconds of the latter, by the place of a point.
+
+    Raises torch's ProcessException if a rank fails.
+    """
     world = configs[0].resources.ranks or 1
     os.environ |= {TUNABLES: GLIBC, "OMP_NUM_THREADS": str(configs[0].resources.threads)}
+    found, sender = multiprocessing.Pipe(duplex=False)
+    asked: SimpleQueue[Final] = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        args = (world, folder, jobs, configs, rounds)
-        torch.multiprocessing.start_processes(rank_main, args, nprocs=world, start_method="spawn")
-        found: list[Round] = pickle.loads(Path(folder, "found").read_bytes())
-    return found
+        args = (folder, jobs, configs, rounds, sender, asked)
+        # Daemons end with this process, also if it fails between the rounds and the answer that they wait for.
+        ranks = torch.multiprocessing.start_processes(
+            rank_main, args, nprocs=world, join=False, daemon=True, start_method="spawn"
+        )
+        final = decide(_received(found, ranks))
+        for _ in range(world):
+            asked.put(final)
+        turns = _received(found, ranks)
+        while not ranks.join():
+            pass
+    return {place: [turn[number] for turn in turns] for number, place in enumerate(final.places)}
+
+
+def _received(found: Connection, ranks: torch.multiprocessing.ProcessContext) -> Any:
+    """What rank 0 sends next; raises if a rank has failed."""
+    while not found.poll(POLL_S):
+        ranks.join(timeout=0)
+    return found.recv()
