@@ -30,6 +30,8 @@ from orchestrator.machine.processes import die_with_parent, end_session, signals
 from orchestrator.records.run_state import RunState
 
 LOOK_S = 0.1
+# How long a line of another rank waits for the end of a line that rank 0 has begun, such as a progress bar.
+WAIT_S = 1.0
 # A user's script may contact the hub; the ranks of our own runs do not.
 _NOT_SET = ("HF_HUB_OFFLINE",)
 
@@ -134,16 +136,17 @@ def _reserved_port() -> Iterator[tuple[str, int]]:
 def _follow(ranks: Sequence[_Rank]) -> None:
     """Pass the output on. Returns when all ranks have ended, or some time after one of them failed."""
     failed_since: float | None = None
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, Screen() as screen:
         for rank in ranks:
             for stream, target in ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr)):
                 assert stream is not None
-                selector.register(stream, selectors.EVENT_READ, _Relay(rank, target))
+                selector.register(stream, selectors.EVENT_READ, _Relay(rank, target, screen))
         while any(rank.code is None for rank in ranks) or selector.get_map():
             for key, _ in selector.select(LOOK_S):
                 relay: _Relay = key.data
                 if not relay.take(os.read(key.fd, 1 << 16)):
                     selector.unregister(key.fileobj)
+            screen.look(time.monotonic())
             for rank in ranks:
                 if rank.code is None and (code := rank.process.poll()) is not None:
                     rank.code, rank.ended_at = code, time.monotonic()
@@ -155,11 +158,58 @@ def _follow(ranks: Sequence[_Rank]) -> None:
                 return
 
 
-class _Relay:
-    """Passes on one stream of a rank: rank 0's bytes as they come, whole lines of the others behind their rank."""
+class Screen:
+    """What the ranks print, on one terminal: rank 0's bytes as they come, lines of the others between its lines.
 
-    def __init__(self, rank: _Rank, target: object) -> None:
-        self._rank, self._target = rank, target
+    A line of another rank that comes within a line of rank 0 waits until that line has ended, at most `WAIT_S`.
+    """
+
+    def __init__(self) -> None:
+        self._begun_on: object = None  # the target of rank 0's line that has not ended
+        self._waiting: list[tuple[object, bytes]] = []
+        self._since = 0.0
+
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def first(self, target: object, piece: bytes) -> None:
+        """Show bytes of rank 0."""
+        _write(target, piece)
+        if piece:
+            self._begun_on = None if piece.endswith((b"\n", b"\r")) else target
+        if self._begun_on is None:
+            self._release()
+
+    def other(self, target: object, lines: bytes, now: float) -> None:
+        """Show complete lines of another rank, or let them wait. now: seconds, monotonic."""
+        if self._begun_on is None:
+            _write(target, lines)
+        elif lines:
+            self._since = self._since if self._waiting else now
+            self._waiting.append((target, lines))
+
+    def look(self, now: float) -> None:
+        """End rank 0's line by a line break if lines have waited too long for it."""
+        if self._waiting and now - self._since >= WAIT_S:
+            self._release()
+
+    def _release(self) -> None:
+        if self._waiting and self._begun_on is not None:
+            _write(self._begun_on, b"\n")
+            self._begun_on = None
+        for target, lines in self._waiting:
+            _write(target, lines)
+        self._waiting.clear()
+
+
+class _Relay:
+    """Passes on one stream of a rank: rank 0's bytes, whole lines of the others behind their rank."""
+
+    def __init__(self, rank: _Rank, target: object, screen: Screen) -> None:
+        self._rank, self._target, self._screen = rank, target, screen
         self._begun = b""
 
     def take(self, piece: bytes) -> bool:
@@ -169,18 +219,20 @@ class _Relay:
             lines, self._begun = [self._begun], b""
         self._rank.words.extend(line.decode("utf-8", errors="replace") for line in lines)
         if self._rank.number == 0:
-            self._show(piece)
+            self._screen.first(self._target, piece)
         else:
-            self._show(b"".join(b"rank %d: %s\n" % (self._rank.number, line) for line in lines))
+            shown = b"".join(b"rank %d: %s\n" % (self._rank.number, line) for line in lines)
+            self._screen.other(self._target, shown, time.monotonic())
         return bool(piece)
 
-    def _show(self, shown: bytes) -> None:
-        raw: BinaryIO | None = getattr(self._target, "buffer", None)  # tests and notebooks replace the streams
-        if raw is not None:
-            raw.write(shown)
-            raw.flush()
-        elif shown:
-            self._target.write(shown.decode("utf-8", errors="replace"))  # type: ignore[attr-defined]
+
+def _write(target: object, shown: bytes) -> None:
+    raw: BinaryIO | None = getattr(target, "buffer", None)  # tests and notebooks replace the streams
+    if raw is not None:
+        raw.write(shown)
+        raw.flush()
+    elif shown:
+        target.write(shown.decode("utf-8", errors="replace"))  # type: ignore[attr-defined]
 
 
 def _end_of(ranks: Sequence[_Rank], ran_out_of_memory: bool) -> ScriptEnd:
