@@ -78,18 +78,19 @@ def contenders(turns: Turns, chosen: str) -> tuple[list[str], float]:
     return [chosen, *(label for label in near if label != chosen)], margin
 
 
-def final_turns(turns: Turns, labels: Sequence[str], steps: int, asked: int | None = None) -> int:
+def final_turns(turns: Turns, labels: Sequence[str], steps: int, most: int | None = None) -> int:
     """How many further turns of `steps` steps these contenders make; 0 if there is one.
 
-    turns: of all points, of one step. asked: the number, instead of the one with which a contender's median has the
-    standard error PRECISION. It is rounded up so that in both halves each contender begins equally many turns.
+    turns: of all points, of one step. With this number a contender's median has the standard error PRECISION, unless
+    `most` is less. It is rounded up so that in both halves each contender begins equally many turns.
 
     The spread of a point's step is that of the ratio of two over sqrt(2), without what both share; that of the mean of
     several steps is smaller by the root of their number, as steps that are disturbed independently are.
     """
     if len(labels) == 1:
         return 0
-    count = asked or (OF_MEDIAN * typical_spread(turns) / math.sqrt(2 * steps) / PRECISION) ** 2
+    count = (OF_MEDIAN * typical_spread(turns) / math.sqrt(2 * steps) / PRECISION) ** 2
+    count = count if most is None else min(count, most)
     both = 2 * len(labels)
     return max(math.ceil(count / both), 1) * both
 

@@ -148,7 +148,7 @@ class Compared:
 
 
 def compared(name: str, line: str, rounds: int, final: int | None) -> list[Compared]:
-    """The points of a space. final: the number of further turns of its contenders, if not that of `final_turns`."""
+    """The points of a space. final: at most so many further turns of its contenders."""
     words = ["--multirun", *line.split(), "resources.device=cpu", "tracking=none"]
     points, problems = judged(composed(arguments.split(words)), here())
     assert not problems, problems
@@ -282,9 +282,7 @@ def report(rows: Sequence[Compared], seconds: float) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=2, help="at least 1; default: 2")
-    parser.add_argument(
-        "--final", type=int, metavar="N", help="further turns of what may be the fastest; default: by their noise"
-    )
+    parser.add_argument("--final", type=int, metavar="N", help="at most N further turns of what may be the fastest")
     parser.add_argument("--space", default="", metavar="TEXT", help="only spaces whose name contains TEXT")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/")
     asked = parser.parse_args()
