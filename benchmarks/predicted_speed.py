@@ -27,6 +27,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -244,8 +245,8 @@ def report(rows: Sequence[Compared], seconds: float) -> list[str]:
     lines = [
         "# Predicted and measured step times on CPU ranks",
         "",
-        f"`python benchmarks/predicted_speed.py --write`, {date.today()}, {cpu_name()}, {os.cpu_count()} cores, "
-        f"torch {torch.__version__}, Python {platform.python_version()}, {seconds:.0f} s, {len(rows[0].rounds)} rounds",
+        f"`python benchmarks/predicted_speed.py {shlex.join(sys.argv[1:])}`, {date.today()}, {cpu_name()}, "
+        f"{os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}, {seconds:.0f} s, {len(rows[0].rounds)} rounds",
         "",
         f"- {len(rows)} points in {len({row.space for row in rows})} spaces: median error "
         f"{statistics.median(errors):.1%}, worst {errors[-1]:.1%}, median with its sign {bias:+.1%}",
