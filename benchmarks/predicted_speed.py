@@ -246,7 +246,8 @@ def report(rows: Sequence[Compared], seconds: float) -> list[str]:
         "# Predicted and measured step times on CPU ranks",
         "",
         f"`python benchmarks/predicted_speed.py {shlex.join(sys.argv[1:])}`, {date.today()}, {cpu_name()}, "
-        f"{os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}, {seconds:.0f} s, {len(rows[0].rounds)} rounds",
+        f"{os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}, {seconds:.0f} s, "
+        f"{len(rows[0].rounds)} rounds",
         "",
         f"- {len(rows)} points in {len({row.space for row in rows})} spaces: median error "
         f"{statistics.median(errors):.1%}, worst {errors[-1]:.1%}, median with its sign {bias:+.1%}",

@@ -136,17 +136,17 @@ def _reserved_port() -> Iterator[tuple[str, int]]:
 def _follow(ranks: Sequence[_Rank]) -> None:
     """Pass the output on. Returns when all ranks have ended, or some time after one of them failed."""
     failed_since: float | None = None
-    with selectors.DefaultSelector() as selector, Screen() as screen:
+    with selectors.DefaultSelector() as selector, RankOutput() as output:
         for rank in ranks:
             for stream, target in ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr)):
                 assert stream is not None
-                selector.register(stream, selectors.EVENT_READ, _Relay(rank, target, screen))
+                selector.register(stream, selectors.EVENT_READ, _Relay(rank, target, output))
         while any(rank.code is None for rank in ranks) or selector.get_map():
             for key, _ in selector.select(LOOK_S):
                 relay: _Relay = key.data
                 if not relay.take(os.read(key.fd, 1 << 16)):
                     selector.unregister(key.fileobj)
-            screen.look(time.monotonic())
+            output.look(time.monotonic())
             for rank in ranks:
                 if rank.code is None and (code := rank.process.poll()) is not None:
                     rank.code, rank.ended_at = code, time.monotonic()
@@ -158,7 +158,7 @@ def _follow(ranks: Sequence[_Rank]) -> None:
                 return
 
 
-class Screen:
+class RankOutput:
     """What the ranks print, on one terminal: rank 0's bytes as they come, lines of the others between its lines.
 
     A line of another rank that comes within a line of rank 0 waits until that line has ended, at most `WAIT_S`.
@@ -169,7 +169,7 @@ class Screen:
         self._waiting: list[tuple[object, bytes]] = []
         self._since = 0.0
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> RankOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -208,8 +208,8 @@ class Screen:
 class _Relay:
     """Passes on one stream of a rank: rank 0's bytes, whole lines of the others behind their rank."""
 
-    def __init__(self, rank: _Rank, target: object, screen: Screen) -> None:
-        self._rank, self._target, self._screen = rank, target, screen
+    def __init__(self, rank: _Rank, target: object, output: RankOutput) -> None:
+        self._rank, self._target, self._output = rank, target, output
         self._begun = b""
 
     def take(self, piece: bytes) -> bool:
@@ -219,10 +219,10 @@ class _Relay:
             lines, self._begun = [self._begun], b""
         self._rank.words.extend(line.decode("utf-8", errors="replace") for line in lines)
         if self._rank.number == 0:
-            self._screen.first(self._target, piece)
+            self._output.first(self._target, piece)
         else:
             shown = b"".join(b"rank %d: %s\n" % (self._rank.number, line) for line in lines)
-            self._screen.other(self._target, shown, time.monotonic())
+            self._output.other(self._target, shown, time.monotonic())
         return bool(piece)
 
 
