@@ -86,11 +86,11 @@ def _check_heads(config: Any, degree: int) -> None:
     if divides_heads(degree, heads, grouped):
         return
     fits = [one for one in range(1, heads + 1) if divides_heads(one, heads, grouped)]
-    nearest = sorted(sorted(fits, key=lambda one: (abs(one - degree), one))[:2])
+    below, above = [one for one in fits if one < degree], [one for one in fits if one > degree]
     also = "" if grouped == heads else f", and one that divides or is divided by the {grouped} key and value heads"
     raise PlanError(
         f"parallel.sp={degree}: expected a divisor of the {heads} attention heads{also}, found {degree}; use "
-        f"{' or '.join(f'parallel.sp={one}' for one in nearest)}"
+        f"{' or '.join(f'parallel.sp={one}' for one in (*below[-1:], *above[:1]))}"
     )
 
 

@@ -15,10 +15,10 @@ from zero_runtime.sequence_parallel.axis import SequenceAxis
 
 # Arguments of a forward that would need all of a sequence, and why.
 _WHOLE = {
+    "past_key_values": "`generate` and its cache need whole sequences",
     "labels": "the loss is computed from the logits and `runtime.sequence.part(labels)`",
-    "attention_mask": "padding and packed sequences are not divided, and `generate` needs whole sequences",
+    "attention_mask": "padding and packed sequences are not divided",
     "position_ids": "each rank's positions are those of its part",
-    "past_key_values": "a cache holds whole sequences",
     "inputs_embeds": "the input is token ids",
 }
 

@@ -131,7 +131,7 @@ def test_arguments_that_need_whole_sequences_are_refused(name: str) -> None:
     sequences = DividedSequences(model, SequenceAxis(AloneInSequence(2)))
     with pytest.raises(PlanError, match=rf"parallel\.sp=2: expected a forward without {name}, found one"):
         model(ids, **{name: ids})
-    with pytest.raises(PlanError, match="generate` needs whole sequences"):
+    with pytest.raises(PlanError, match="`generate` and its cache need whole sequences"):
         model.generate(ids, max_new_tokens=1)
     sequences.remove()
 
