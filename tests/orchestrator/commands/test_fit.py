@@ -203,13 +203,14 @@ def test_a_table_has_a_column_for_each_number_of_slices(monkeypatch: pytest.Monk
 @pytest.mark.full
 def test_a_table_has_a_column_for_each_number_of_parts(monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
     monkeypatch.setattr(memory_cache, "_start_child", WarmShapes)
-    small = (*LINE, "zero=stage3", "offload=none", "recompute=none", "resources.ranks=4", "--table", "sp=1,4")
+    small = (*LINE, "zero=stage3", "offload=none", "resources.ranks=4", "--table", "sp=1,2")
     code, out, _ = say(*small)
     assert code == 0
     assert "by the ranks that hold parts of one sequence (parallel.sp)" in out
     rows = {row["label"]: row for row in say.json(*small)}
-    assert {row["sp"] for row in rows.values()} == {1, 4}
-    assert rows["stage3-sp4"]["micro"] > 3 * rows["stage3-sp1"]["micro"]  # of a part that is four times as short
+    assert {row["sp"] for row in rows.values()} == {1, 2}
+    kept = {label: row["peak_parts_bytes"]["blocks"] / row["micro"] for label, row in rows.items()}
+    assert kept["stage3-sp2"] < 0.6 * kept["stage3-sp1"]  # of a sequence; each rank has half of it
 
 
 @pytest.mark.parametrize(
